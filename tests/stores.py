@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +33,7 @@ from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.route.find import OpenHead, Search, no_head
 from torchrec_stream_ckpt.route.job import Job
+from torchrec_stream_ckpt.route.locate import load_catalog, locate
 from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.route.tiers import TierState
 from torchrec_stream_ckpt.store.api import Entry, Objects, open_store
@@ -124,6 +125,36 @@ def rows_in(catalog: Catalog, lineage: Lineage, marker: MarkerId, cover: Sequenc
                 values = (view.weights, *view.states)
                 rows[entry.table, number] = b"".join(value[place].tobytes() for value in values)
     return rows
+
+
+def rows_by_route(
+    objects: Objects, lineage: Lineage, marker: MarkerId, taken: Callable[[Route], None] = lambda _: None
+) -> tuple[Rows, Route]:
+    """As :func:`rows_of`, by the route that a restore takes; by another one where a segment turns out to be damaged.
+
+    ``taken`` is told of each.
+    """
+    damaged: dict[str, CorruptionError] = {}
+    while True:
+        route, rows = (
+            locate(lineage, marker, load_catalog(objects, lineage), damaged=damaged),
+            dict[tuple[int, int], bytes](),
+        )
+        taken(route)
+        assert route.stored == marker, "the store has it"
+        try:
+            with ThreadPoolExecutor(2) as pool:
+                for each, entry, data in read_chunks(objects, route.segments, pool):
+                    view = decode_chunk(entry, data, lineage.claims[marker.generation].schema, each.ref.name)
+                    for place, number in enumerate(view.ids.tolist()):
+                        values = (view.weights, *view.states)
+                        rows[entry.table, number] = b"".join(value[place].tobytes() for value in values)
+            return rows, route
+        except CorruptionError as error:
+            name = route.segment_of(error)
+            assert name is not None
+            assert name not in damaged
+            damaged[name] = error
 
 
 class HeldObjects:

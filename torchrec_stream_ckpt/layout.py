@@ -29,6 +29,7 @@ Store, below its URL (``<job>`` is the job's id in 32 hex digits)::
                                                                 who compared the proof of a marker, and when
     garbage/<job>/t0001771234567890-1a2b3c4d.json               what was not needed at a time, in milliseconds
     readings/<job>/t0001771234567890-1a2b3c4d.json              what was read whole at a time
+    summaries/<job>/g00000001-m00000001-to-g00000001-m00000064-n00000064-1a2b3c4d   copies of manifests, directories
     scrub/<job>/service-00000042                                where the materializer's scrub stands: its 42nd place
     dense/<job>/g00000001-m00000007/NAME                        dense state of a marker
     records/<job>/0a1b2c3d-e0001-00000000000000000512-00000000000000001024-1a2b3c4d   second copy of control records: of
@@ -75,6 +76,7 @@ GARBAGE_DIR = "garbage"
 DAMAGED_DIR = "damaged"
 SCRUB_DIR = "scrub"
 READINGS_DIR = "readings"
+SUMMARIES_DIR = "summaries"
 RECORDS_DIR = "records"
 PLACES_DIR = "places"
 TEMPORARY_PREFIX = ".put-"
@@ -102,6 +104,7 @@ _VERDICT = re.compile(rf"{VERDICTS_DIR}/{_JOB}/{_MARKER}-([0-9a-f]{{8}})\.json")
 _PROVED = re.compile(rf"{PROVED_DIR}/{_JOB}/{_MARKER}-([a-z0-9-]+)")
 _GARBAGE = re.compile(rf"{GARBAGE_DIR}/{_JOB}/t([0-9]{{16}})-([0-9a-f]{{8}})\.json")
 _READING = re.compile(rf"{READINGS_DIR}/{_JOB}/t([0-9]{{16}})-([0-9a-f]{{8}})\.json")
+_SUMMARY = re.compile(rf"{SUMMARIES_DIR}/{_JOB}/{_MARKER}-to-{_MARKER}-n([0-9]{{8,20}})-([0-9a-f]{{8}})")
 _SCRUB_PLACE = re.compile(rf"{SCRUB_DIR}/{_JOB}/(service|command)-([0-9]{{8,20}})")
 _COPY = re.compile(rf"{RECORDS_DIR}/{_JOB}/([0-9a-f]{{8}})-e([0-9]{{4,9}})-([0-9]{{20}})-([0-9]{{20}})-([0-9a-f]{{8}})")
 _DENSE_FILE = re.compile(rf"{DENSE_DIR}/{_JOB}/{_MARKER}/([^/]+)")
@@ -360,6 +363,31 @@ def is_reading(name: str) -> bool:
 def is_garbage_list(name: str) -> bool:
     """Whether :func:`garbage_name` made it."""
     return _GARBAGE.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SummaryName:
+    """A summary of ``count`` markers, from ``first`` to ``last``; ``crc`` is the CRC32C of the object."""
+
+    job: bytes
+    first: MarkerId
+    last: MarkerId
+    count: int
+    crc: int
+
+    @property
+    def name(self) -> str:
+        markers = f"{_marker_name(self.first)}-to-{_marker_name(self.last)}"
+        return f"{SUMMARIES_DIR}/{self.job.hex()}/{markers}-n{self.count:08d}-{self.crc:08x}"
+
+
+def parse_summary_name(name: str) -> SummaryName | None:
+    """What :attr:`SummaryName.name` made, or None."""
+    if (match := _SUMMARY.fullmatch(name)) is None:
+        return None
+    first, last = (MarkerId(int(match[place]), int(match[place + 1])) for place in (2, 4))
+    found = SummaryName(bytes.fromhex(match[1]), first, last, int(match[6]), int(match[7], 16))
+    return found if found.name == name and first <= last and found.count else None
 
 
 @dataclass(frozen=True, slots=True, order=True)

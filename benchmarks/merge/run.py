@@ -133,6 +133,22 @@ def _taken(objects: Counting, num_bytes: int, cpu: float, begin: float) -> dict[
     }
 
 
+def plan(lineage: Lineage, store: Path, delay_s: float, summaries: bool) -> dict[str, Any]:
+    """List a store, and plan a restore of its newest marker."""
+    objects, begin, cpu = Counting(store, delay_s), time.perf_counter(), time.process_time()
+    catalog = load_catalog(objects, lineage)
+    listed_s = time.perf_counter() - begin
+    route = locate(lineage, max(lineage.commits), catalog, summaries=summaries)
+    return {
+        "pieces": len(route.pieces),
+        "summarized": route.summarized,
+        "requests": objects.requests,
+        "listed_s": listed_s,
+        "planned_s": time.perf_counter() - begin,
+        "cpu_s": time.process_time() - cpu,
+    }
+
+
 def planning(scratch: Path, markers: int, delay_s: float) -> list[dict[str, Any]]:
     """Listing a store, and planning a restore of its newest marker; and what catching up had cost."""
     job = PaperJob(scratch / "log", tables("t", rows=40, dim=4))
@@ -141,20 +157,18 @@ def planning(scratch: Path, markers: int, delay_s: float) -> list[dict[str, Any]
     for compact in ("none", "span2", "span4", "span8", "span16"):
         store = scratch / compact
         cpu = fold(job.log, lineage, store, Policy(rebase=0, compact=compact))  # type: ignore[arg-type]
-        objects, begin = Counting(store, delay_s), time.perf_counter()
-        catalog = load_catalog(objects, lineage)
-        listed_s = time.perf_counter() - begin
-        route = locate(lineage, max(lineage.commits), catalog)
+        plans = {wanted: [plan(lineage, store, delay_s, wanted) for _ in range(3)] for wanted in (True, False)}
         tenth = max(1, markers // 10)
         found.append(
             {
                 "compact": compact,
                 "markers": markers,
                 "delay_s": delay_s,
-                "pieces": len(route.pieces),
-                "requests": objects.requests,
-                "listed_s": listed_s,
-                "planned_s": time.perf_counter() - begin,
+                "pieces": plans[True][0]["pieces"],
+                "with summaries": plans[True],
+                "without": plans[False],
+                "summary_bytes": sum(path.stat().st_size for path in store.glob("summaries/*/*")),
+                "manifest_bytes": sum(path.stat().st_size for path in store.glob("manifests/*/*")),
                 "catch_up_ms_a_marker": {
                     "first tenth": 1e3 * float(np.mean(cpu[:tenth])),
                     "last tenth": 1e3 * float(np.mean(cpu[-tenth:])),

@@ -68,6 +68,7 @@ def test_merges_read_each_byte_once_and_spans_are_counted(tmp_path: Path) -> Non
     assert report["merging"]["a base"]["read_of_held"] <= 1.1
     assert report["merging"]["a base"]["written_bytes"] <= report["merging"]["a base"]["read_back_bytes"]
     assert [each["compact"] for each in report["planning"]] == ["none", "span2", "span4", "span8", "span16"]
+    assert [len(each[how]) for each in report["planning"] for how in ("with summaries", "without")] == [3] * 10
     by_radix = {each["radix"]: each for each in report["spans"] if not each["rebase"]}
     assert by_radix[0]["written_of_delta"] == 1
     assert by_radix[2]["written_of_delta"] > by_radix[4]["written_of_delta"] > by_radix[16]["written_of_delta"] > 1

@@ -7,7 +7,9 @@ import hashlib
 import json
 import random
 import shutil
+import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +18,7 @@ from crc32c import crc32c
 from tests.builders import Stream, claim, commit, write
 from tests.fuzz.mutate import mutate
 from tests.golden import make, make_store
-from tests.stores import HeldObjects, History, contents, fold, rows_of
+from tests.stores import HeldObjects, History, contents, fold, rows_by_route, rows_of
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, StreamCkptError
 from torchrec_stream_ckpt.format.control import Hello, Mark, parse_control
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files
@@ -28,6 +30,8 @@ from torchrec_stream_ckpt.format.packed_commit import pack_commit
 from torchrec_stream_ckpt.format.reading import Reading
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.format.segment import check_chunk, check_tables, decode_chunk, entries_of, parse_front
+from torchrec_stream_ckpt.format.summary import Summary
+from torchrec_stream_ckpt.layout import parse_summary_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.log.stream import read_stream
 from torchrec_stream_ckpt.materialize.compactor import Policy
@@ -208,6 +212,8 @@ class StoreObjects:
     @staticmethod
     def _resealed(data: bytes, rng: random.Random) -> bytes:
         """All checksums made to fit, as far as what they stand for can be told."""
+        if data.startswith(b"TRSU"):
+            return resealed_summary(data)
         if len(data) >= make_store.HEADER_LEN and not data.startswith(b"{"):
             sealed = bytearray(data)
             make_store.sealed(sealed)
@@ -231,6 +237,8 @@ class StoreObjects:
                 with contextlib.suppress(CorruptionError):
                     return repr(kind.from_bytes(data, "fuzz"))
             raise CorruptionError("none of them")
+        if data.startswith(b"TRSU"):
+            return repr(Summary.from_bytes(data, "fuzz"))
         front = parse_front(data, "fuzz")
         check_tables(front, make.SCHEMA, "fuzz")
         found = [repr((front.id, front.last, front.rows, front.num_bytes))]
@@ -242,6 +250,58 @@ class StoreObjects:
             assert all(0 <= id_ < table.rows for id_ in view.ids.tolist()), "an id outside of its table"
             found += [array.tobytes().hex() for array in (view.ids, view.weights, *view.states)]
         return repr((found, Notes.from_json(front.notes, "fuzz") if front.notes else None))
+
+
+def resealed_summary(data: bytes) -> bytes:
+    """A summary whose header and checksums fit its body, as far as that can be unpacked."""
+    sealed = bytearray(data)
+    if len(sealed) > 64:
+        with contextlib.suppress(zlib.error):
+            body = zlib.decompressobj().decompress(bytes(sealed[64:]), 2**20)
+            sealed[28:32], sealed[32:40] = crc32c(body).to_bytes(4, "little"), len(body).to_bytes(8, "little")
+        sealed[60:64] = crc32c(bytes(sealed[:60])).to_bytes(4, "little")
+    return bytes(sealed)
+
+
+class Summaries:
+    """A damaged summary in a whole store, under a name that fits it: what a restore gives never changes.
+
+    Half of them are damaged before they are packed, with all checksums made to fit. One that is not used is "refused".
+    """
+
+    name = "summary"
+
+    def __init__(self, directory: Path) -> None:
+        history = History(directory / "summarized")
+        history.generation(1, range(1, 70))
+        fold(history.root, Policy(rebase=0, compact="none"))
+        self._truth, self._lineage, held = history.rows, history.lineage, contents(history.objects)
+        (self._whole,) = (name for name in held if name.startswith("summaries/"))
+        kinds = ("STORE", "claims/", "segments/", "manifests/")
+        self._held = {name: data for name, data in held.items() if name.startswith(kinds)}
+        self._data = held[self._whole]
+        self._corpus = [self._data, *list(self._held.values())[::20]]
+
+    def _damaged(self, rng: random.Random) -> bytes:
+        if rng.random() < 0.5:
+            return mutate(self._data, self._corpus, rng)
+        if rng.random() < 0.5:
+            body = mutate(zlib.decompress(self._data[64:]), self._corpus, rng)
+            return resealed_summary(self._data[:64] + zlib.compress(body))
+        parts = dict(Summary.from_bytes(self._data, "fuzz").parts)
+        for name in rng.sample(sorted(parts), rng.randint(1, 4)):
+            data = mutate(parts[name].data, self._corpus, rng)
+            parts[name] = parts[name]._replace(data=StoreObjects._resealed(data, rng))
+        return Summary(self._lineage.job, parts).to_bytes()
+
+    def attempt(self, rng: random.Random) -> str:
+        data, name = self._damaged(rng), parse_summary_name(self._whole)
+        assert name is not None
+        objects, marker = HeldObjects(self._held), MarkerId(1, rng.randint(40, 69))
+        objects.put(replace(name, crc=crc32c(data)).name, [data])
+        found, route = rows_by_route(objects, self._lineage, marker)
+        assert found == self._truth[marker], "a summary has changed what is restored"
+        return "harmless" if route.summarized else "refused"
 
 
 class ForgedStoreObjects(StoreObjects):
@@ -287,4 +347,5 @@ class Stores:
 
 
 def targets(directory: Path) -> Sequence[Target]:
-    return [Frames(), ForgedFrames(), FileLogs(directory), StoreObjects(), ForgedStoreObjects(), Stores(directory)]
+    of_bytes = [Frames(), ForgedFrames(), StoreObjects(), ForgedStoreObjects()]
+    return [*of_bytes, FileLogs(directory), Stores(directory), Summaries(directory)]

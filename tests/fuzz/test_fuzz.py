@@ -18,6 +18,7 @@ SHORT = {
     "store object": 2.0,
     "forged store object": 2.0,
     "store": 2.0,
+    "summary": 2.0,
 }
 ATTEMPTS = 100
 """At least, however busy the machine is."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -31,6 +32,8 @@ from torchrec_stream_ckpt.format.reading import Reading, ReadUnit
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.format.schema import canonical
 from torchrec_stream_ckpt.format.segment import ENTRY, HEADER_LEN, SegmentId, SegmentKind, lay_out, parse_front
+from torchrec_stream_ckpt.format.summary import HEADER_LEN as SUMMARY_HEADER_LEN
+from torchrec_stream_ckpt.format.summary import Part, Summary
 from torchrec_stream_ckpt.layout import FoldName, StoreSegment, manifest_name
 from torchrec_stream_ckpt.materialize.sorter import RowSorter
 from torchrec_stream_ckpt.types import MarkerId
@@ -65,6 +68,17 @@ HEADER_FIELDS = (
     (4, "chain", ""),
     (40, "reserved", "int"),
     (4, "header_crc", ""),
+)
+SUMMARY_FIELDS = (
+    (4, "magic"),
+    (2, "version"),
+    (2, "header_len"),
+    (16, "job"),
+    (4, "parts"),
+    (4, "body_crc"),
+    (8, "body_len"),
+    (20, "reserved"),
+    (4, "header_crc"),
 )
 ENTRY_FIELDS = tuple((ENTRY[name].itemsize, name) for name in ENTRY.names or ())
 
@@ -115,7 +129,52 @@ def objects() -> dict[str, bytes]:
             TIME_S, {"store s3://bucket/job": 5.25}, (ReadUnit(FOLD_NAME.name, 0x1A2B3C4D, 4096),), "s3://bucket/job"
         ).to_bytes(),
         "verdict": Verdict(make.JOB, MARKER, chain, (TableRows(2**53 - 1, 64, 128),), TIME_S).to_bytes(),
+        "summary": summary(interval, ref, Manifest(commit, None, ((ref,),)).to_bytes()),
     }
+
+
+def summary(interval: bytes, ref: SegmentRef, manifest: bytes) -> bytes:
+    """Of the golden marker alone."""
+    front = Part(ref.num_bytes, interval[: ref.front_bytes])
+    return Summary(make.JOB, {MANIFEST_NAME: Part(len(manifest), manifest), INTERVAL_NAME: front}).to_bytes()
+
+
+def bad_summaries(good: bytes) -> dict[str, bytes]:
+    """Ways in which the golden summary can be wrong."""
+    body = zlib.decompress(good[SUMMARY_HEADER_LEN:])
+
+    def packed(body: bytes, **fields: tuple[int, bytes]) -> bytes:
+        data = bytearray(good[:SUMMARY_HEADER_LEN])
+        data[28:32], data[32:40] = crc32c(body).to_bytes(4, "little"), len(body).to_bytes(8, "little")
+        for at, value in fields.values():
+            data[at : at + len(value)] = value
+        data[60:64] = crc32c(bytes(data[:60])).to_bytes(4, "little")
+        return bytes(data) + zlib.compress(body, 6)
+
+    wrong = {
+        "magic": packed(body, magic=(0, b"TRSS")),
+        "newer_version": packed(body, version=(4, b"\x02\0")),
+        "version_zero": packed(body, version=(4, b"\0\0")),
+        "header_len": packed(body, header_len=(6, b"\x3f\0")),
+        "job": packed(body, job=(8, bytes(16))),
+        "count": packed(body, count=(24, b"\x03\0\0\0")),
+        "reserved": packed(body, reserved=(40, b"\x01")),
+        "header_crc": good[:60] + bytes([good[60] ^ 1]) + good[61:],
+        "short": good[:63],
+        "body_crc": packed(body[:-1] + bytes([body[-1] ^ 1]), crc=(28, crc32c(body).to_bytes(4, "little"))),
+        "longer": packed(body, length=(32, (len(body) + 1).to_bytes(8, "little"))),
+        "shorter": packed(body, length=(32, (len(body) - 1).to_bytes(8, "little"))),
+        "huge": packed(body, length=(32, (2**40).to_bytes(8, "little"))),
+        "trailing_bytes": good + b"\0",
+        "not_packed": good[:SUMMARY_HEADER_LEN] + body,
+        "part_cut": packed(body[:-1]),
+        "part_header_cut": packed(body + b"\0" * 5),
+        "part_huge": packed(body[:8] + b"\xff\xff\xff\xff" + body[12:]),
+        "part_longer_than_object": packed(bytes(8) + body[8:]),
+        "part_order": packed(body + body),
+        "part_name": packed(body.replace(b"manifests/", b"manifestz/")),
+    }
+    return {f"bad_summary_{name}": data for name, data in wrong.items()}
 
 
 def field_at(name: str) -> int:
@@ -282,7 +341,7 @@ def all_files() -> dict[str, bytes]:
     """Every golden file of the store by its name without suffix."""
     good = objects()
     bad = bad_segments(good["segment"]) | bad_manifests(good["manifest"]) | bad_folds(good["fold"])
-    return good | bad
+    return good | bad | bad_summaries(good["summary"])
 
 
 def worked_example() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import zlib
 from dataclasses import fields
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from torchrec_stream_ckpt.format import (
     schema,
     segment,
     snapshot,
+    summary,
 )
 from torchrec_stream_ckpt.format.compared import Comparison
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Proof, ReplicatedProof
@@ -171,6 +173,7 @@ def test_names_of_a_store_are_those_that_the_code_makes() -> None:
         layout.damaged_name("NAME"),
         layout.scrub_place_name(make.JOB, "command", 42),
         layout.reading_name(make.JOB, 5, 0x1A),
+        layout.SummaryName(make.JOB, before, marker, 16, 0x1A).name,
         layout.worker_name(make.JOB, "5f" * 8, 42),
         layout.dense_file_name(make.JOB, marker, "NAME"),
         layout.CopyName(make.JOB, "0a1b2c3d", 2, 128, 4096, 0x1A).name,
@@ -178,6 +181,7 @@ def test_names_of_a_store_are_those_that_the_code_makes() -> None:
     ]
     numbers = {
         "WHO-cC-pP-wW-dD-tT": "store-c0000001a-p00512-w00209-d000003-t0000000000000005",
+        "gG1-mM1-to-gG-mM-nN-C": "g00000002-m00000032-to-g00000003-m00000048-n00000016-0000001a",
         "mM-A": "m00000048-" + "5f" * 8,
         "gG-mM1": "g00000002-m00000032",
         "JOB": make.JOB.hex(),
@@ -203,6 +207,21 @@ def test_names_of_a_store_are_those_that_the_code_makes() -> None:
             name = name.replace(short, long)
         documented.append(name)
     assert documented == made
+
+
+def test_the_header_of_a_summary_is_the_layout_of_the_code() -> None:
+    expected, offset = [], 0
+    for size, name in make_store.SUMMARY_FIELDS:
+        expected.append([str(offset), str(size), name])
+        offset += size
+    assert [row[:3] for row in cells("Summaries")] == expected
+    assert offset == summary.HEADER_LEN
+    data = make_store.objects()["summary"]
+    at = {row[2]: int(row[0]) for row in cells("Summaries")}
+    assert int.from_bytes(data[at["parts"] :][:4], "little") == 2
+    assert int.from_bytes(data[at["body_len"] :][:8], "little") == len(zlib.decompress(data[offset:]))
+    assert data[at["job"] :][:16] == make.JOB
+    assert f"{summary.MAX_UNPACKED_BYTES:,} bytes" in section("Summaries")
 
 
 def test_the_fields_of_what_was_read_are_documented() -> None:

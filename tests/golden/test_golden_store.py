@@ -29,6 +29,7 @@ from torchrec_stream_ckpt.format.segment import (
     front_bytes_of,
     parse_front,
 )
+from torchrec_stream_ckpt.format.summary import Summary
 from torchrec_stream_ckpt.layout import STORE_FILE, claim_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.fold import fold_interval
@@ -274,6 +275,50 @@ def test_bad_folds_are_refused_with_the_reason(name: str) -> None:
 
 
 def test_every_bad_object_is_tested() -> None:
-    tested = {"segment": BAD_SEGMENTS, "manifest": BAD_MANIFESTS, "fold": BAD_FOLDS}
+    tested = {"segment": BAD_SEGMENTS, "manifest": BAD_MANIFESTS, "fold": BAD_FOLDS, "summary": BAD_SUMMARIES}
     names = {f"bad_{kind}_{name}" for kind, bad in tested.items() for name in bad}
     assert {name for name in make_store.all_files() if name.startswith("bad_")} == names
+
+
+def test_golden_summary_holds_the_manifest_and_the_directory_of_the_marker() -> None:
+    found = Summary.from_bytes(golden("summary"), "golden")
+    assert found.job == make.JOB
+    front = front_bytes_of(golden("segment"), "golden")
+    assert {name: part.data for name, part in found.parts.items()} == {
+        make_store.MANIFEST_NAME: golden("manifest"),
+        make_store.INTERVAL_NAME: golden("segment")[:front],
+    }
+    assert found.parts[make_store.INTERVAL_NAME].num_bytes == len(golden("segment"))
+    assert Summary(found.job, dict(reversed(found.parts.items()))).to_bytes() == golden("summary")
+
+
+BAD_SUMMARIES = {
+    "magic": "not a summary",
+    "newer_version": "has version 2, this program reads up to 1",
+    "version_zero": "impossible version",
+    "header_len": "impossible version",
+    "job": "cannot have",
+    "count": "3 were written",
+    "reserved": "impossible version",
+    "header_crc": "header's checksum",
+    "short": "shorter than its header",
+    "body_crc": "checksum does not match",
+    "longer": "length that it says",
+    "shorter": "length that it says",
+    "huge": "impossible version or length",
+    "trailing_bytes": "length that it says",
+    "not_packed": "cannot be unpacked",
+    "part_cut": "impossible length",
+    "part_header_cut": "ends inside a part",
+    "part_huge": "impossible length",
+    "part_longer_than_object": "impossible length",
+    "part_order": "cannot have",
+    "part_name": "cannot have",
+}
+
+
+@pytest.mark.parametrize("name", BAD_SUMMARIES)
+def test_bad_summaries_are_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(CorruptionError, match=BAD_SUMMARIES[name]) as caught:
+        Summary.from_bytes(golden(f"bad_summary_{name}"), "some/object")
+    assert caught.value.where["name"] == "some/object"

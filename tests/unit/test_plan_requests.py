@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections import Counter
@@ -53,13 +54,16 @@ class Far(FolderObjects):
         return super().list(prefix)
 
 
-def folded(root: Path, policy: Policy) -> Lineage:
+def folded(root: Path, policy: Policy, *, summarized: bool = False) -> Lineage:
+    """A store, without its summaries unless they are wanted."""
     job = PaperJob(root / "log", tables("t", rows=20, dim=4))
     job.run(MARKERS)
     lineage, objects = Control(job.log).refresh(), FolderObjects(root / "store")
     with ThreadPoolExecutor(2) as pool:
         materializer = Materializer(job.log, objects, lambda _: open_dense(str(root)), pool, policy)
         assert len(list(materializer.catch_up(lineage))) == MARKERS
+    if not summarized:
+        shutil.rmtree(root / "store" / "summaries")
     return lineage
 
 
@@ -81,6 +85,18 @@ def test_manifests_and_directories_are_read_side_by_side(tmp_path: Path, compact
     assert kinds["manifests"] + kinds["folds"] + kinds["segments"] <= 2 * MARKERS + 2 * pieces
     twice = [name for name, count in objects.requests.items() if count > 1 and name.startswith(("manifests", "folds"))]
     assert twice == []
+
+
+@pytest.mark.parametrize(("compact", "pieces"), [("none", MARKERS), ("span4", 8)])
+def test_a_summary_takes_the_place_of_two_requests_a_marker(tmp_path: Path, compact: Compact, pieces: int) -> None:
+    policy = Policy(rebase=0, compact=compact)
+    lineage, objects = folded(tmp_path, policy, summarized=True), Far(tmp_path / "store")
+    assert len(planned(objects, lineage).pieces) <= pieces
+    kinds = Counter(name.split("/")[0] for name in objects.requests)
+    assert kinds["summaries"] == 1
+    assert kinds["manifests"] <= MARKERS - 64
+    assert kinds["segments"] <= MARKERS - 64 + pieces
+    assert sum(objects.requests.values()) <= 2 * (MARKERS - 64) + 2 * (pieces if compact != "none" else 0) + 8
 
 
 def test_what_ranks_said_at_markers_within_folds_is_read_but_for_what_is_damaged(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.control.trim import trim_log
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, StreamCkptError
 from torchrec_stream_ckpt.failpoints import arm
+from torchrec_stream_ckpt.materialize import summarizer
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.gc import GcRules, collect
 from torchrec_stream_ckpt.materialize.giving_up import WaysBack, lost_markers
@@ -31,6 +32,7 @@ from torchrec_stream_ckpt.materialize.scrubber import Damage, Scrubber
 from torchrec_stream_ckpt.materialize.stock import take_stock
 from torchrec_stream_ckpt.materialize.synced import check_synced
 from torchrec_stream_ckpt.route.holdings import Holdings
+from torchrec_stream_ckpt.store import summaries
 from torchrec_stream_ckpt.store.catalog import Catalog, Piece
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.pins import pin, unpin
@@ -42,7 +44,7 @@ STEPS = 300
 LONG_STEPS = 10_000
 POINTS = ["gc.dropped", "gc.merged", "gc.listed", "gc.deleted", "gc.tidied", "pin.attempted", "pin.put"]
 POINTS += ["materialize.manifest", "materialize.manifest_put", "repair.aside", "scrub.read", "scrub.place"]
-POINTS += ["read_back.saved"]
+POINTS += ["read_back.saved", "materialize.summary", "materialize.summary_put"]
 POLICIES = [Policy(rebase=0), Policy(rebase=1e-9), Policy(rebase=0, compact="span16"), Policy()]
 
 
@@ -66,6 +68,7 @@ class Walk(History):
         """Refusals, and losses that the walk has caused."""
         self.deleted = 0
         self.mended = 0
+        self.summarized = 0
 
     @property
     def objects(self) -> HeldObjects:  # type: ignore[override]
@@ -83,7 +86,7 @@ class Walk(History):
         steps: dict[Callable[[], None], int] = {
             self.train: 5, self.branch: 2, self.fold: 6, self.gc: 7, self.pin: 2, self.unpin: 1, self.trim: 1,
             self.destroy: 1, self.scrub: 3, self.skew: 1, self.begin_read: 3, self.end_read: 3, self.wait: 3,
-            self.give_up: 1,
+            self.give_up: 1, self.spoil: 1,
         }  # fmt: skip
         (step,) = self.random.choices(list(steps), list(steps.values()))
         arm(f"{self.random.choice(POINTS)}=raise@{self.random.randint(1, 3)}" if self.random.random() < 0.3 else "")
@@ -196,6 +199,18 @@ class Walk(History):
         data[self.random.randrange(len(data))] ^= 1 << self.random.randrange(8)
         self.held.put(name, [bytes(data)])
 
+    def spoil(self) -> None:
+        """Flip a bit of a summary, or lose it: nothing is destroyed by that."""
+        names = sorted(entry.name for entry in self.held.list("summaries/"))
+        if not names:
+            return
+        name = self.random.choice(names)
+        data = bytearray(self.held.read(name))
+        self.held.delete(name)
+        if self.random.random() < 0.7:
+            data[self.random.randrange(len(data))] ^= 1 << self.random.randrange(8)
+            self.held.put(name, [bytes(data)])
+
     def scrub(self) -> None:
         """Read the store, as far as somebody lets it, and mend: what is damaged was destroyed by the walk."""
         if not self.lineage.commits:
@@ -207,8 +222,8 @@ class Walk(History):
             if next(pieces, None) is None:
                 break
         made.save()
-        assert not found or self._destroyed, found
-        self.mended += sum(each.repair is not None for each in found)
+        assert all(each.name.startswith("summaries/") for each in found) or self._destroyed, found
+        self.mended += sum(each.repair is not None and not each.name.startswith("summaries/") for each in found)
 
     def _mender(self) -> ScrubMender:
         progress = Progress()
@@ -252,6 +267,10 @@ class Walk(History):
         lineage = self.lineage
         for marker in {*self.random.sample(sorted(offered), min(2, len(offered))), *sorted(self._pinned & offered)[:1]}:
             self._reads(marker, lambda marker=marker: stores.rows_of(self.held, lineage, marker))  # type: ignore[misc]
+            if not self._destroyed:  # as a restore plans it, by summaries where there are any
+                rows, route = stores.rows_by_route(self.held, lineage, marker)  # type: ignore[arg-type]
+                assert rows == self.rows[marker]
+                self.summarized += route.summarized
 
     def _reads(self, marker: MarkerId, read: Callable[[], stores.Rows]) -> None:
         try:
@@ -295,9 +314,13 @@ def walks(root: Path, seed: int, pool: Executor, *, destroying: bool) -> int:
     walk = Walk(root, seed, pool)
     if not destroying:
         walk.destroy = walk.wait  # type: ignore[method-assign]
-    for _ in range(STEPS // 2):
-        walk.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(summarizer, "MARKERS", 3)
+        patch.setattr(summaries, "WORTH_IT", 2)
+        for _ in range(STEPS // 2):
+            walk.step()
     assert destroying or not (walk.told or walk.mended)
+    assert destroying or walk.summarized
     return walk.deleted
 
 

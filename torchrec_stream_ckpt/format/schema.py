@@ -24,6 +24,9 @@ OPTIONAL = {"proof", "id", "meta", "given_up", "dense_list", "layout", "same_sch
 """Fields that are left out where they have no value. No payload of version 1 has one."""
 
 
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
 def plain(record: Any) -> dict[str, Any]:
     """A record as JSON has it: without optional fields that have no value."""
     return asdict(record, dict_factory=lambda items: {name: value for name, value in items if _stands(name, value)})
@@ -34,7 +37,7 @@ def _stands(name: str, value: object) -> bool:
 
 
 def canonical(value: object) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return _ENCODER.encode(value).encode("ascii")
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,11 @@ from torchrec_stream_ckpt.layout import (
     MANIFESTS_DIR,
     PINS_DIR,
     SEGMENTS_DIR,
+    SUMMARIES_DIR,
     VERDICTS_DIR,
     FoldName,
     dropped_name,
+    manifest_name,
     parse_dense_file,
     parse_fold_name,
     parse_fold_segment,
@@ -49,13 +51,14 @@ from torchrec_stream_ckpt.materialize.relied import check_relied, remarks
 from torchrec_stream_ckpt.materialize.retention import Candidate, Retention
 from torchrec_stream_ckpt.materialize.rounds import ages, elapsed, idle, read_clocks, stands_still, waited
 from torchrec_stream_ckpt.materialize.stock import Stock, take_stock
+from torchrec_stream_ckpt.materialize.summarizer import needless
 from torchrec_stream_ckpt.route.best import Said, Value, said_of
 from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.store.api import Entry, Objects
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.uris import check_store_url
 
-_PHASES = (MANIFESTS_DIR, FOLDS_DIR, SEGMENTS_DIR, DENSE_DIR, VERDICTS_DIR, PINS_DIR)
+_PHASES = (SUMMARIES_DIR, MANIFESTS_DIR, FOLDS_DIR, SEGMENTS_DIR, DENSE_DIR, VERDICTS_DIR, PINS_DIR)
 """What names others goes before what it names."""
 
 
@@ -102,6 +105,10 @@ def plan_gc(stock: Stock, rules: GcRules, clocks: Mapping[str, float]) -> GcPlan
     needed = _mark(after, anchors)
     garbage = [Entry(*each) for each in holdings.sizes.items() if _is_garbage(each[0], stock, needed, given_up)]
     garbage += stock.attempts
+    going = {entry.name for entry in garbage}
+    staying = sorted(each for each in catalog.markers if manifest_name(catalog.job, each) not in going)
+    entries = dict(stock.summaries)
+    garbage += [entries[name] for name in needless([*entries], staying)]
     known = waited(stock.lists, clocks)
     due = {entry.name for entry in garbage if known.get(entry.name, 0.0) >= rules.grace_s}
     ordered = sorted(garbage, key=lambda entry: (_PHASES.index(entry.name.partition("/")[0]), entry.name))

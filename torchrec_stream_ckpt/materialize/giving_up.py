@@ -111,7 +111,7 @@ class WaysBack:
 
     def _is_whole(self, marker: MarkerId) -> bool:
         """Whether the pieces that a restore would read are whole; otherwise there may be a way around them."""
-        route = locate(self._lineage, marker, self._catalog, damaged=self._damaged)
+        route = locate(self._lineage, marker, self._catalog, damaged=self._damaged, summaries=False)
         if self._log is not None:
             check_there(self._log, self._lineage, marker, route.intervals)
             route.check(self._log)

@@ -29,6 +29,7 @@ from torchrec_stream_ckpt.materialize.progress import Counts, Progress
 from torchrec_stream_ckpt.materialize.proof_checker import ProofChecker, ProofRule
 from torchrec_stream_ckpt.materialize.recovered import came_after_recovery
 from torchrec_stream_ckpt.materialize.repairer import Repair, Repairer
+from torchrec_stream_ckpt.materialize.summarizer import Summarizer
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
@@ -85,6 +86,7 @@ class Materializer:
         self._compactor = Compactor(objects, pool, policy or Policy(), self._progress)
         self.proofs = ProofChecker(objects, pool, self._compactor, self._repairer, self._progress, proofs)
         """Compares markers with their proofs."""
+        self._summarizer = Summarizer(objects, pool, self._progress)
         keeper = HeadKeeper(head, self._repairer, self.proofs, self._progress) if head is not None else None
         self._head = keeper
         self.missing: list[Commit] = []
@@ -207,8 +209,11 @@ class Materializer:
                 self.counts.markers += 1
                 self.proofs.add(commit)
                 self._check_proofs(lineage, catalog)
+                self._summarizer.came(catalog, commit.id)
                 yield commit.id
         self._are_missing(lineage, [commit for commit in self.missing if commit.id not in catalog.dropped])
+        if lineage.newest is not None and self._mine(lineage.newest.ranks[0].partition):
+            self._summarizer.write(catalog)
         if self._head is not None:
             self._head.follow(lineage, catalog)
         self._progress.doing = "waiting for others" if self.missing else "waiting for markers"

@@ -28,10 +28,11 @@ from torchrec_stream_ckpt.materialize.fold import SegmentWriter
 from torchrec_stream_ckpt.materialize.row_digests import RowDigests
 from torchrec_stream_ckpt.materialize.sorter import RowSorter
 from torchrec_stream_ckpt.scratch import ScratchFolder
+from torchrec_stream_ckpt.store.api import Readable
 from torchrec_stream_ckpt.store.catalog import Picked
 from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.store.newest import NewestFirst
-from torchrec_stream_ckpt.store.reader import Readable, open_segments
+from torchrec_stream_ckpt.store.reader import open_segments
 from torchrec_stream_ckpt.store.runs import Given, Runs, columns_of, cuts_of, open_at_once, read_from
 from torchrec_stream_ckpt.types import MarkerId
 

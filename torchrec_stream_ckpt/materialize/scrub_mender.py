@@ -22,6 +22,7 @@ from torchrec_stream_ckpt.layout import (
     parse_fold_segment,
     parse_manifest_name,
     parse_store_segment,
+    parse_summary_name,
 )
 from torchrec_stream_ckpt.materialize.progress import Progress
 from torchrec_stream_ckpt.materialize.repairer import Repair, Repairer
@@ -68,6 +69,9 @@ class ScrubMender:
         """
         if isinstance(error, OtherLogError):
             raise error  # two histories: a person must decide which one is right
+        if parse_summary_name(name) is not None:
+            self._objects.delete(name)
+            return self._repairer.done(Repair(name, error.headline, "nothing: the materializer writes another one", ""))
         catalog.refresh()
         catalog.forget()
         try:
@@ -143,5 +147,7 @@ def marker_of(name: str) -> MarkerId | None:
         return fold.end
     if (segment := parse_store_segment(name)) is not None:
         return segment.marker
+    if (summary := parse_summary_name(name)) is not None:
+        return summary.last
     found = parse_manifest_name(name) or parse_dense_file(name) or parse_dropped_name(name)
     return found[1] if found is not None else None

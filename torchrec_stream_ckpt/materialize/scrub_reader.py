@@ -13,13 +13,14 @@ from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, SegmentRef
-from torchrec_stream_ckpt.format.segment import ChunkEntry, check_chunk, entries_of
+from torchrec_stream_ckpt.format.segment import ChunkEntry, check_chunk, entries_of, parse_front
 from torchrec_stream_ckpt.layout import (
     DENSE_DIR,
     DROPPED_DIR,
     GARBAGE_DIR,
     IDENTITY_FILE,
     FoldName,
+    SummaryName,
     claim_name,
     dense_file_name,
     dense_name,
@@ -33,11 +34,13 @@ from torchrec_stream_ckpt.layout import (
     parse_fold_segment,
     parse_manifest_name,
     parse_store_segment,
+    parse_summary_name,
 )
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense_objects import files_in, read_dense_file
 from torchrec_stream_ckpt.store.reader import load_front
+from torchrec_stream_ckpt.store.summaries import list_summaries, load_summary
 from torchrec_stream_ckpt.types import MarkerId
 
 PIECE_BYTES = 4 * 2**20
@@ -75,6 +78,7 @@ class ScrubReader:
         found |= {FoldName(job, end, start).name for start, end in catalog.folds}
         found |= {manifest_name(job, marker) for marker in catalog.markers}
         found |= {dense_name(job, marker) for marker in self._with_dense()}
+        found |= {summary.name for summary in list_summaries(self._objects, job)}
         return sorted(found - self.listed())
 
     def _dropped(self) -> set[MarkerId]:
@@ -129,6 +133,8 @@ class ScrubReader:
             return True
         if self._objects.size(name) is not None:
             return False
+        if parse_summary_name(name) is not None:
+            return True
         if (fold := parse_fold_segment(name)) is not None:
             return self._objects.size(fold[0].name) is None
         if (segment := parse_store_segment(name)) is not None:
@@ -159,6 +165,8 @@ class ScrubReader:
             return self._dense_file(name, dense_name(dense[0], dense[1]))
         if (claim := parse_claim_name(name)) is not None:
             return self._claim(name, claim[1])
+        if (summary := parse_summary_name(name)) is not None:
+            return self._summary(summary)
         return self._given_up(name)
 
     def forget(self) -> None:
@@ -192,6 +200,33 @@ class ScrubReader:
         if known is not None and known.to_frame() != data:
             raise OtherLogError("the store holds another generation of this number than the log", name=name)
         yield len(data)
+
+    def _summary(self, name: SummaryName) -> Iterator[int]:
+        """Compare a summary with the objects that it was taken from; those that are damaged or gone say nothing."""
+        if self._objects.size(name.name) is None:
+            return  # it may go at any time
+        summary = load_summary(self._objects, name)
+        yield sum(len(part.data) for part in summary.parts.values())
+        for each, part in summary.parts.items():
+            try:
+                data = self._objects.read(each, 0, None if parse_manifest_name(each) else len(part.data))
+            except CorruptionError:
+                continue
+            if data != part.data and self._is_sound(each, bytes(data)):
+                raise CorruptionError("summary says something else than the object", name=name.name, object=each)
+            yield len(data)
+
+    @staticmethod
+    def _is_sound(name: str, data: bytes) -> bool:
+        """Whether these are bytes of a manifest, or of the beginning of a segment, whichever."""
+        try:
+            if parse_manifest_name(name) is not None:
+                Manifest.from_bytes(data, name)
+            else:
+                parse_front(data, name)
+        except CorruptionError:
+            return False
+        return True
 
     def _given_up(self, name: str) -> Iterator[int]:
         data = self._objects.read(name)

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Garbage
-from torchrec_stream_ckpt.layout import GARBAGE_DIR, IDENTITY_FILE, is_garbage_list, manifest_name
+from torchrec_stream_ckpt.layout import (
+    GARBAGE_DIR,
+    IDENTITY_FILE,
+    SUMMARIES_DIR,
+    SummaryName,
+    is_garbage_list,
+    manifest_name,
+    parse_summary_name,
+)
 from torchrec_stream_ckpt.log.api import Incarnation
 from torchrec_stream_ckpt.materialize.recovered import came_after_recovery
 from torchrec_stream_ckpt.route.holdings import Holdings
@@ -38,6 +46,8 @@ class Stock:
     """Identity of the file log in whose folder the store is; empty for none."""
     awaited: frozenset[MarkerId]
     """Markers that an outer tier is still to get."""
+    summaries: tuple[tuple[SummaryName, Entry], ...] = ()
+    """Copies of manifests and directories."""
 
     @property
     def dated(self) -> tuple[str, ...]:
@@ -77,7 +87,9 @@ def take_stock(objects: Objects, lineage: Lineage | None, job: bytes) -> Stock:
     lists = tuple((name, Garbage.from_bytes(objects.read(name), name)) for name in sorted(names))
     home = bytes(objects.read(IDENTITY_FILE)).decode("ascii", "replace") if objects.size(IDENTITY_FILE) else ""
     wanted = awaited(objects, holdings.lineage, catalog.markers - catalog.dropped)
-    return Stock(holdings, pins, lists, tries, lineage is not None, home, wanted)
+    copies = ((parse_summary_name(each.name), each) for each in objects.list(f"{SUMMARIES_DIR}/{job.hex()}/"))
+    summaries = tuple((name, each) for name, each in copies if name is not None)
+    return Stock(holdings, pins, lists, tries, lineage is not None, home, wanted, summaries)
 
 
 def _pass_over_newer(holdings: Holdings) -> None:

@@ -97,7 +97,7 @@ def verify_marker(
     commit = lineage.find(marker)
     catalog, damaged = load_catalog(objects, lineage), dict[str, CorruptionError]()
     while True:
-        route = locate(lineage, marker, catalog, damaged=damaged, told=told)
+        route = locate(lineage, marker, catalog, damaged=damaged, told=told, summaries=False)
         if not route.wrote_to(log.incarnation()):
             route.check_trimmed(log)  # its dense state is where its rows are
         if not damaged:

@@ -20,10 +20,13 @@ from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, follow
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.reader import load_front, load_told, open_pieces
+from torchrec_stream_ckpt.store.summaries import by_summaries
 from torchrec_stream_ckpt.types import MarkerId
 
 _READERS = 128
 """Manifests and directories that are read at once: small objects, of which each costs a network's delay."""
+_FEW = 32
+"""The same where summaries have most of them."""
 NONE: Mapping[str, CorruptionError] = MappingProxyType({})
 
 log = logging.getLogger(__name__)
@@ -66,6 +69,7 @@ def locate(
     head: HeadState | None = None,
     damaged: Mapping[str, CorruptionError] = NONE,
     told: Callable[[CorruptionError], None] = lambda _: None,
+    summaries: bool = True,
 ) -> Route:
     """Where the bytes of ``marker`` are: what HEAD and the store give, as far as their directories tell, and that the
     log has to give the rest. Whether the log has it, :meth:`Route.check` says.
@@ -82,6 +86,8 @@ def locate(
         head: A HEAD on the path: the same.
         damaged: Segments of the store that are known to be damaged.
         told: Called with the first thing on the way that is damaged, if it is read around.
+        summaries: Take from summaries what they hold of manifests and directories; once anything is found to be
+            damaged, all is read from the objects.
 
     Raises:
         MarkerNotFoundError: ``marker`` was never committed, or given up.
@@ -92,7 +98,7 @@ def locate(
     if catalog is None:
         return route
     catalog.check_offered(marker)
-    route = _around_damage(catalog, route, damaged, told)
+    route = _by_summaries(catalog, route, summaries and not damaged) or _around_damage(catalog, route, damaged, told)
     if head is None:
         return route
     chain = lineage.chain(marker)
@@ -113,6 +119,21 @@ def damage_of(
 ) -> CorruptionError | None:
     """Why the store does not serve a marker that it should, as far as directories tell and is known."""
     return _with_store(catalog, Route(lineage, lineage.find(marker)), damaged)[1] if catalog is not None else None
+
+
+def _by_summaries(catalog: Catalog, route: Route, wanted: bool) -> Route | None:
+    """As :func:`_with_store`, with what summaries hold; None where they hold too little, or anything does not fit."""
+    if not wanted:
+        return None
+    with ThreadPoolExecutor(_FEW) as pool:
+        summarized = by_summaries(catalog, _tail(route), route.reach, pool)
+    if summarized is None:
+        return None
+    found, error = _with_store(summarized, route, NONE, _FEW)
+    if error is not None:
+        log.info("summaries are not used, the objects are read: %s", error.headline)
+        return None
+    return replace(found, summarized=True)
 
 
 def _around_damage(
@@ -138,15 +159,15 @@ def _around_damage(
 
 
 def _with_store(
-    catalog: Catalog, route: Route, damaged: Mapping[str, CorruptionError]
+    catalog: Catalog, route: Route, damaged: Mapping[str, CorruptionError], readers: int = _READERS
 ) -> tuple[Route, CorruptionError | None]:
     """(``route`` with what the store has after what the reader or HEAD has, why that cannot be read)."""
     try:
-        with ThreadPoolExecutor(_READERS) as pool:
+        with ThreadPoolExecutor(readers) as pool:
             cover = catalog.cover(_tail(route), route.reach, pool)
             if not cover:
                 return route, None
-            pieces = open_pieces(catalog.objects, cover, catalog.job, pool)
+            pieces = open_pieces(catalog.fronts, cover, catalog.job, pool)
             found = replace(route, pieces=pieces, told={**load_told(catalog, pieces, pool), **route.told})
     except CorruptionError as error:
         return route, error

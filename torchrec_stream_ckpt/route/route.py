@@ -15,6 +15,7 @@ from torchrec_stream_ckpt.format.interval import Interval, generations, interval
 from torchrec_stream_ckpt.format.lineage import Lineage, towards
 from torchrec_stream_ckpt.format.manifest import Notes
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.layout import SUMMARIES_DIR
 from torchrec_stream_ckpt.log.api import Incarnation, LogReader
 from torchrec_stream_ckpt.log.stream import held_by
 from torchrec_stream_ckpt.route.path import Path
@@ -51,6 +52,8 @@ class Route:
     """Which of a job's logs give it."""
     newest_generation: int = 0
     """The newest generation that was claimed when the marker was found."""
+    summarized: bool = False
+    """Whether directories of :attr:`pieces` come from summaries: what does not fit them is looked at in the objects."""
 
     @property
     def marker(self) -> MarkerId:
@@ -108,9 +111,13 @@ class Route:
         return source_of(self.marker, self.stored)
 
     def segment_of(self, error: StreamCkptError) -> str | None:
-        """The segment of the store that ``error`` is about, if it is one of these."""
+        """The segment of the store that ``error`` is about, if it is one of these.
+
+        If its directory may be from a summary, the name is that of the summaries: the next look asks the objects.
+        """
         said = str(error.where.get("name", error.where.get("path", "")))
-        return next((each.ref.name for each in self.segments if said.endswith(each.ref.name)), None)
+        name = next((each.ref.name for each in self.segments if said.endswith(each.ref.name)), None)
+        return SUMMARIES_DIR if name is not None and self.summarized else name
 
     # Whether the log has it.
 

@@ -117,4 +117,6 @@ class Strides:
         if self._catalog is None or reach is None:
             return ()
         commits = self._lineage.commits
-        return tuple(self._catalog.piece(start, commits[end]) for start, end in follow(way.strides, reach))
+        steps = follow(way.strides, reach)
+        self._catalog.read_ahead(steps)
+        return tuple(self._catalog.piece(start, commits[end]) for start, end in steps)

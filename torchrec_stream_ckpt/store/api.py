@@ -25,7 +25,14 @@ class Entry:
     num_bytes: int
 
 
-class Objects(Protocol):
+class Readable(Protocol):
+    """What objects are read from: a store, or several."""
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        """As :meth:`Objects.read`."""
+
+
+class Objects(Readable, Protocol):
     """The objects of one store. Safe to call from several threads."""
 
     url: str

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -30,9 +31,15 @@ from torchrec_stream_ckpt.layout import (
     parse_manifest_name,
     parse_pin_name,
 )
-from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.api import Objects, Readable
+from torchrec_stream_ckpt.store.at_hand import side_by_side
 from torchrec_stream_ckpt.store.kept import Kept
 from torchrec_stream_ckpt.types import MarkerId
+
+_FEW = 8
+"""Objects that are read one after the other."""
+_AHEAD = 64
+"""Reads at once of more of them."""
 
 T = TypeVar("T")
 H = TypeVar("H", bound=Hashable)
@@ -104,6 +111,8 @@ class Catalog:
     folds: Set[tuple[MarkerId | None, MarkerId]] = frozenset()
     listed: int = 0
     """How often it was listed, or forgot what it had read: until it grows, only the caller's own folds are new."""
+    small: Readable | None = None
+    """What manifests and directories are read from; None: the objects themselves."""
     _kept: Kept = field(default_factory=Kept, compare=False, repr=False)
     """What was read of manifests, folds and markers that were given up, up to a bound."""
     _assumed: Mapping[tuple[MarkerId | None, MarkerId], Fold] = field(default_factory=dict)
@@ -171,7 +180,7 @@ class Catalog:
 
     def _read(self, name: str, parse: Callable[[Buffer, str], T]) -> T:
         try:
-            return parse(self.objects.read(name), name)
+            return parse(self.fronts.read(name), name)
         except MissingObjectError:
             raise
         except CorruptionError as error:
@@ -179,6 +188,11 @@ class Catalog:
                 error.hint or "bring this object back from a copy, or delete it: stream-ckpt materialize makes it anew"
             )
             raise CorruptionError(error.message, hint=hint, store=self.objects.url, **error.where) from None
+
+    @property
+    def fronts(self) -> Readable:
+        """What manifests, folds and directories are read from."""
+        return self.small if self.small is not None else self.objects
 
     def forget(self) -> None:
         """Read manifests and folds again when they are next asked for: one was written anew."""
@@ -266,6 +280,7 @@ class Catalog:
         Raises:
             CorruptionError: a marker between others is not here, or an object is damaged.
         """
+        self.read_ahead((marker, marker) for marker in self.markers - self.dropped)
         lineage = Lineage()
         newest: dict[int, MarkerId] = {}
         for marker in sorted(self.markers | self.dropped):
@@ -295,8 +310,31 @@ class Catalog:
         strides = self.strides(chain, since)
         reach = next((each.id for each in reversed(chain) if each.id in self.markers and each.id in strides), None)
         commits = {commit.id: commit for commit in chain}
-        read = map if pool is None else pool.map
-        return tuple(read(lambda step: self.piece(step[0], commits[step[1]]), follow(strides, reach, since)))
+        steps = follow(strides, reach, since)
+
+        def piece(step: tuple[MarkerId | None, MarkerId]) -> Piece:
+            return self.piece(step[0], commits[step[1]])
+
+        if pool is None:
+            return tuple(map(piece, steps))
+        return tuple(side_by_side(self.fronts, pool, piece, steps, self._named))
+
+    def _named(self, step: tuple[MarkerId | None, MarkerId]) -> str:
+        """The object that names the segments of a piece."""
+        start, end = step
+        return FoldName(self.job, end, start).name if step in self.folds else manifest_name(self.job, end)
+
+    def read_ahead(self, steps: Iterable[tuple[MarkerId | None, MarkerId]]) -> None:
+        """Read what names the segments of pieces, side by side where there are many; what is damaged is met later."""
+
+        def read(step: tuple[MarkerId | None, MarkerId]) -> None:
+            with suppress(CorruptionError):
+                _ = self.fold(*step) if step in self.folds else self.manifest(step[1])
+
+        unread = [step for step in steps if self._kept.get(self._named(step), object) is None]
+        if len(unread) > _FEW:
+            with ThreadPoolExecutor(min(_AHEAD, len(unread))) as pool:
+                list(pool.map(read, unread))
 
     def upto(self, generation: int) -> Catalog:
         """This catalog without markers of later generations."""

@@ -21,8 +21,9 @@ from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Ints, Window
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array, RowLayout, RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import ChunkEntry, check_chunk, chunk_layout, decode_chunk, entries_of
+from torchrec_stream_ckpt.store.api import Readable
 from torchrec_stream_ckpt.store.catalog import Picked
-from torchrec_stream_ckpt.store.reader import AHEAD, GAP_BYTES, Readable
+from torchrec_stream_ckpt.store.reader import AHEAD, GAP_BYTES
 
 _WHOLE_SHARE = 0.5
 """A chunk of which more than this share is wanted is read whole, with its checksum."""

@@ -8,14 +8,17 @@ from concurrent.futures import Executor, Future
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.manifest import Notes, SegmentRef
 from torchrec_stream_ckpt.format.segment import ChunkEntry, Front, check_chunk, entries_of, parse_front
-from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.layout import manifest_name
+from torchrec_stream_ckpt.store.api import Readable
+from torchrec_stream_ckpt.store.at_hand import side_by_side
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -30,13 +33,6 @@ NOTES_READS = 256
 """Reads for what ranks said at markers whose rows are in folds."""
 AHEAD = 8
 """Reads in flight."""
-
-
-class Readable(Protocol):
-    """What objects are read from: a store, or several."""
-
-    def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
-        """As ``Objects.read``."""
 
 
 Told = Mapping[MarkerId, tuple[Notes, ...]]
@@ -70,21 +66,24 @@ def _told_in_folds(catalog: Catalog, cover: Sequence[Piece], pool: Executor) -> 
 
     The rows can be read without it. So what is damaged is left out: less of them can be proved.
     """
+    folds = [piece for piece in cover if (piece.start, piece.end) in catalog.folds]
+    offered = catalog.markers - catalog.dropped if folds else ()
     within = [
         marker
-        for piece in cover
-        for marker in catalog.markers - catalog.dropped
-        if (piece.start, piece.end) in catalog.folds
-        and marker <= piece.end
-        and (marker > piece.start if piece.start is not None else marker == piece.end)
+        for piece in folds
+        for marker in offered
+        if marker <= piece.end and (marker > piece.start if piece.start is not None else marker == piece.end)
     ]
     wanted = sorted(set(within) - {cover[-1].end}, reverse=True)
     ranks = len(catalog.manifest(cover[-1].end).last)
     wanted = wanted[: -(-NOTES_READS // (1 + ranks))]
-    manifests = zip(wanted, pool.map(partial(_if_intact, catalog.manifest), wanted), strict=True)
+    read = partial(_if_intact, catalog.manifest)
+    found_manifests = side_by_side(catalog.fronts, pool, read, wanted, partial(manifest_name, catalog.job))
+    manifests = zip(wanted, found_manifests, strict=True)
     last = {marker: each.last for marker, each in manifests if each is not None}
     load = partial(_if_intact, partial(_load_note, catalog))
-    notes = pool.map(load, [ref for refs in last.values() for ref in refs])
+    refs_of_all = [ref for refs in last.values() for ref in refs]
+    notes = iter(side_by_side(catalog.fronts, pool, load, refs_of_all, lambda ref: ref.name))
     found = {marker: [next(notes) for _ in refs] for marker, refs in last.items()}
     return {marker: tuple(note for note in each if note) for marker, each in found.items() if None not in each}
 
@@ -98,39 +97,45 @@ def _if_intact(read: Callable[[A], B], of: A) -> B | None:
 
 
 def _load_note(catalog: Catalog, ref: SegmentRef) -> Notes:
-    return Notes.from_json(load_front(catalog.objects, ref, catalog.job).notes, ref.name)
+    return Notes.from_json(load_front(catalog.fronts, ref, catalog.job).notes, ref.name)
 
 
 def load_notes(catalog: Catalog, marker: MarkerId, pool: Executor) -> tuple[Notes, ...]:
     """What each rank said at a marker that is in the store; raises as :func:`load_told`."""
-    return tuple(pool.map(partial(_load_note, catalog), catalog.manifest(marker).last))
+    last = catalog.manifest(marker).last
+    return tuple(side_by_side(catalog.fronts, pool, partial(_load_note, catalog), last, lambda ref: ref.name))
 
 
-def load_front(objects: Objects, ref: SegmentRef, job: bytes) -> Front:
+def load_front(objects: Readable, ref: SegmentRef, job: bytes) -> Front:
     """What a segment has before its chunks, compared with what its manifest says.
 
     Raises:
         CorruptionError: it is gone, altered, or another one.
     """
-    front = parse_front(objects.read(ref.name, 0, ref.front_bytes), ref.name)
+    return check_front(objects.read(ref.name, 0, ref.front_bytes), ref, job)
+
+
+def check_front(data: Buffer, ref: SegmentRef, job: bytes) -> Front:
+    """What stands before the chunks of a segment, by its bytes; raises as :func:`load_front`."""
+    front = parse_front(data, ref.name)
     found = (front.header_crc, front.num_bytes, front.front_bytes, front.rows, front.id.job)
     if found != (ref.header_crc, ref.num_bytes, ref.front_bytes, ref.rows, job):
         raise CorruptionError("segment is not the one that its manifest names", name=ref.name)
     return front
 
 
-def load_fronts(objects: Objects, refs: Sequence[SegmentRef], job: bytes, pool: Executor) -> list[Front]:
+def load_fronts(objects: Readable, refs: Sequence[SegmentRef], job: bytes, pool: Executor) -> list[Front]:
     """:func:`load_front` of several, side by side."""
-    return list(pool.map(lambda ref: load_front(objects, ref, job), refs))
+    return side_by_side(objects, pool, lambda ref: load_front(objects, ref, job), refs, lambda ref: ref.name)
 
 
-def open_pieces(objects: Objects, pieces: Sequence[Piece], job: bytes, pool: Executor) -> tuple[Piece, ...]:
+def open_pieces(objects: Readable, pieces: Sequence[Piece], job: bytes, pool: Executor) -> tuple[Piece, ...]:
     """The same with :attr:`Piece.opened`, all directories read side by side; raises as :func:`load_front`."""
     opened = iter(open_segments(objects, [ref for piece in pieces for ref in piece.segments], job, pool))
     return tuple(replace(piece, opened=tuple(islice(opened, len(piece.segments)))) for piece in pieces)
 
 
-def open_segments(objects: Objects, refs: Sequence[SegmentRef], job: bytes, pool: Executor) -> list[Picked]:
+def open_segments(objects: Readable, refs: Sequence[SegmentRef], job: bytes, pool: Executor) -> list[Picked]:
     """All chunks of each segment, their directories read side by side; raises as :func:`load_front`."""
     fronts = load_fronts(objects, refs, job, pool)
     return [Picked(ref, front, np.arange(len(front.directory))) for ref, front in zip(refs, fronts, strict=True)]

@@ -20,8 +20,9 @@ import numpy.typing as npt
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import ChunkEntry, Directory, decode_chunk
+from torchrec_stream_ckpt.store.api import Readable
 from torchrec_stream_ckpt.store.catalog import Picked
-from torchrec_stream_ckpt.store.reader import Readable, read_chunks
+from torchrec_stream_ckpt.store.reader import read_chunks
 
 Window = tuple[int, int]
 """[first id, id after the last one)."""

@@ -1,0 +1,151 @@
+"""A summary: what stands in the manifests of several markers, and before the chunks of their segments, in one object.
+
+It is a copy, and decides nothing: a reader checks each part as it checks the object that the part was taken from.
+Specified in docs/format.md.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from crc32c import crc32c
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.frame import Buffer
+from torchrec_stream_ckpt.layout import parse_manifest_name, parse_store_segment
+
+MAGIC = b"TRSU"
+VERSION = 1
+HEADER_LEN = 64
+MAX_UNPACKED_BYTES = 64 * 2**20
+"""What a reader holds of one summary at most."""
+
+_HEADER = struct.Struct(
+    "<"
+    "4s"  # magic
+    "H"  # version
+    "H"  # header_len
+    "16s"  # job
+    "I"  # parts
+    "I"  # body_crc: of the body, unpacked
+    "Q"  # length of the body, unpacked
+    "20s"  # reserved, zero
+)
+_CRC = struct.Struct("<I")
+assert _HEADER.size + _CRC.size == HEADER_LEN
+
+_PART = struct.Struct(
+    "<"
+    "Q"  # length of the object
+    "I"  # bytes of it that follow
+    "H"  # length of its name
+)
+
+
+class Part(NamedTuple):
+    """The beginning of an object: of a manifest all of it, of a segment what stands before its chunks."""
+
+    num_bytes: int
+    """Length of the object."""
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Parts of the objects of one job, by their names."""
+
+    job: bytes
+    parts: Mapping[str, Part]
+
+    def to_bytes(self) -> bytes:
+        """Pack it; names in their order."""
+        body = bytearray()
+        for name, part in sorted(self.parts.items()):
+            text = name.encode("ascii")
+            body += _PART.pack(part.num_bytes, len(part.data), len(text)) + text + part.data
+        fields = (MAGIC, VERSION, HEADER_LEN, self.job, len(self.parts), crc32c(body), len(body), bytes(20))
+        header = _HEADER.pack(*fields)
+        return header + _CRC.pack(crc32c(header)) + zlib.compress(body, 6)
+
+    @classmethod
+    def from_bytes(cls, data: Buffer, where: str) -> Summary:
+        """Read and check one.
+
+        Raises:
+            CorruptionError: it is altered, of a newer version, or not a summary; names the object.
+        """
+        view = memoryview(data)
+        job, count, crc, length = _parse_header(view, where)
+        body = _unpacked(view[HEADER_LEN:], length, where)
+        if crc32c(body) != crc:
+            raise CorruptionError("summary was altered: its checksum does not match", name=where)
+        parts = dict[str, Part]()
+        before = ""
+        for name, part in _parts(body, where):
+            if name <= before or not _is_of(job, name, part):
+                raise CorruptionError(f"summary has a part {name!r:.120} that it cannot have", name=where)
+            parts[name], before = part, name
+        if len(parts) != count:
+            raise CorruptionError(f"summary has {len(parts)} parts, {count} were written", name=where)
+        return cls(job, parts)
+
+
+def part_bytes(name: str, data: Buffer) -> int:
+    """Bytes that a part takes, unpacked."""
+    return _PART.size + len(name) + len(data)
+
+
+def _parse_header(data: memoryview, where: str) -> tuple[bytes, int, int, int]:
+    """(job, parts, checksum of the body, its length)."""
+    if len(data) < HEADER_LEN:
+        raise CorruptionError(f"summary of {len(data)} bytes is shorter than its header", name=where)
+    magic, version, header_len, job, count, crc, length, reserved = _HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise CorruptionError("not a summary of torchrec_stream_ckpt", name=where)
+    if version > VERSION:
+        raise CorruptionError(
+            f"summary has version {version}, this program reads up to {VERSION}",
+            hint="upgrade torchrec_stream_ckpt on the reading side",
+            name=where,
+        )
+    if crc32c(data[: _HEADER.size]) != _CRC.unpack_from(data, _HEADER.size)[0]:
+        raise CorruptionError("summary header's checksum does not match", name=where)
+    if version < 1 or header_len != HEADER_LEN or any(reserved) or length > MAX_UNPACKED_BYTES:
+        raise CorruptionError("summary header has an impossible version or length", name=where)
+    return job, count, crc, length
+
+
+def _unpacked(packed: memoryview, length: int, where: str) -> bytes:
+    unpacker = zlib.decompressobj()
+    try:
+        body = unpacker.decompress(packed, length + 1)  # no more than it says, whatever comes out
+    except zlib.error as error:
+        raise CorruptionError(f"summary cannot be unpacked: {error}", name=where) from None
+    if len(body) != length or not unpacker.eof or unpacker.unused_data:
+        raise CorruptionError("summary does not have the length that it says", name=where)
+    return body
+
+
+def _parts(body: bytes, where: str) -> Iterator[tuple[str, Part]]:
+    at = 0
+    while at < len(body):
+        begin = at + _PART.size
+        if begin > len(body):
+            raise CorruptionError("summary ends inside a part", name=where)
+        num_bytes, data_len, name_len = _PART.unpack_from(body, at)
+        middle, at = begin + name_len, begin + name_len + data_len
+        if at > len(body) or data_len > num_bytes:
+            raise CorruptionError("summary has a part of impossible length", name=where)
+        yield body[begin:middle].decode("ascii", "replace"), Part(num_bytes, body[middle:at])
+
+
+def _is_of(job: bytes, name: str, part: Part) -> bool:
+    """Whether a part may be one of this job: a whole manifest, or the beginning of an interval's segment."""
+    if (manifest := parse_manifest_name(name)) is not None:
+        return manifest[0] == job and len(part.data) == part.num_bytes
+    segment = parse_store_segment(name)
+    return segment is not None and segment.job == job

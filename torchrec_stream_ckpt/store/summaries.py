@@ -1,0 +1,109 @@
+"""Summaries of a store: copies of manifests and directories, so that a plan takes a few requests and not thousands.
+
+A reader that plans takes from them what it would otherwise read from the objects, and checks it in the same way. If
+anything does not fit, it reads the objects. Those who judge or delete (``verify``, scrub, gc, trim, the materializer)
+never read summaries in place of the objects.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+
+from crc32c import crc32c
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.summary import Part, Summary
+from torchrec_stream_ckpt.layout import SUMMARIES_DIR, SummaryName, parse_summary_name
+from torchrec_stream_ckpt.store.api import Objects, Readable
+from torchrec_stream_ckpt.store.at_hand import Summarized
+from torchrec_stream_ckpt.store.catalog import Catalog, follow
+from torchrec_stream_ckpt.store.kept import Kept
+from torchrec_stream_ckpt.types import MarkerId
+
+WORTH_IT = 32
+"""Markers whose manifests a plan needs, from which on summaries are looked for."""
+_WITHIN_FOLDS = 128
+"""Newest markers of which a plan also reads what ranks said, though a fold has their rows."""
+
+log = logging.getLogger(__name__)
+
+
+def list_summaries(objects: Objects, job: bytes) -> list[SummaryName]:
+    """All summaries of a job, by their first markers."""
+    names = (entry.name for entry in objects.list(f"{SUMMARIES_DIR}/{job.hex()}/"))
+    return sorted(found for name in names if (found := parse_summary_name(name)) is not None)
+
+
+def load_summary(objects: Readable, name: SummaryName) -> Summary:
+    """One summary.
+
+    Raises:
+        CorruptionError: it is gone or altered, or another one than its name says.
+        StoreUnavailableError: the store does not answer.
+    """
+    data = objects.read(name.name)
+    if crc32c(data) != name.crc:
+        raise CorruptionError("summary was altered: its name has another checksum", name=name.name)
+    found = Summary.from_bytes(data, name.name)
+    if found.job != name.job:
+        raise CorruptionError("summary is of another job than its name", name=name.name)
+    return found
+
+
+def put_summary(objects: Objects, summary: Summary, markers: Sequence[MarkerId]) -> SummaryName:
+    """Put a summary of some markers, which ascend; durable on return."""
+    data = summary.to_bytes()
+    name = SummaryName(summary.job, markers[0], markers[-1], len(markers), crc32c(data))
+    objects.put(name.name, [data])
+    return name
+
+
+def chosen(names: Iterable[SummaryName], wanted: Collection[MarkerId]) -> list[SummaryName]:
+    """The summaries to be read for some markers: each gives two at least that none before it gives."""
+    left, found = set(wanted), []
+    for name in sorted(names, key=lambda each: (-each.count, each)):
+        here = {marker for marker in left if name.first <= marker <= name.last}
+        if len(here) > 1:
+            found.append(name)
+            left -= here
+    return found
+
+
+def by_summaries(catalog: Catalog, chain: Sequence[Commit], since: MarkerId | None, pool: Executor) -> Catalog | None:
+    """``catalog`` with what summaries hold of the way along ``chain``; None where they hold too little of it.
+
+    Args:
+        catalog: What the store holds: which markers and folds are there is its word alone.
+        chain: As of ``Catalog.cover``.
+        since: As there.
+        pool: Threads to read with.
+
+    Raises:
+        StoreUnavailableError: the store does not answer.
+    """
+    if len(catalog.markers) < WORTH_IT:
+        return None
+    strides = catalog.strides(chain, since)
+    reach = next((each.id for each in reversed(chain) if each.id in catalog.markers and each.id in strides), None)
+    ends = {end for start, end in follow(strides, reach, since) if (start, end) not in catalog.folds}
+    wanted = {each.id for each in chain[-_WITHIN_FOLDS:] if each.id in catalog.markers} | ends
+    if len(wanted) < WORTH_IT:
+        return None
+    parts: dict[str, Part] = {}
+    names = chosen(list_summaries(catalog.objects, catalog.job), wanted)
+    for found in pool.map(lambda name: _intact(catalog, name), names):
+        parts |= found
+    return replace(catalog, small=Summarized(catalog.objects, parts), _kept=Kept()) if parts else None
+
+
+def _intact(catalog: Catalog, name: SummaryName) -> Mapping[str, Part]:
+    """What a summary has; nothing if it cannot be read."""
+    try:
+        return load_summary(catalog.objects, name).parts
+    except CorruptionError as error:
+        log.info("a summary is not used, the objects are read: %s", error.headline)
+        return {}
