@@ -1,7 +1,7 @@
 """The cut that is open: rows as they were at its step boundary, sent as the ring gets space.
 
-Frozen rows are sent at the boundary of the cut and at later ones. What is about to overwrite one that has not been
-sent sends it first (copy on write: the copy is the frame itself). So every frozen row is sent with the value of the
+Frozen rows are sent at the boundary of the cut and at later ones. A writer that is about to overwrite an unsent one
+sends it first (copy on write: the copy is the frame itself). So every frozen row is sent with the value of the
 boundary, or the cut is given up.
 """
 
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FrozenCut:
-    """A cut that is being sent."""
+    """A cut whose rows are being sent."""
 
     drain: Drain
-    """What its frames carry."""
+    """Step and marker that its frames carry."""
     on_give_up: Callable[[str], object]
-    """Hears why it was given up."""
+    """Called with the reason if the cut is given up."""
 
 
 class FrozenRows:
@@ -47,13 +47,13 @@ class FrozenRows:
         self._masks = masks
         self._sender = sender
         self.cut: FrozenCut | None = None
-        """The one that is open."""
+        """The open cut; None without one."""
         self._sending = threading.RLock()
-        """Held while rows of a cut are sent, and while it is given up: by one thread at a time."""
+        """Held by the one thread that sends rows of the cut or gives it up."""
         self.saved_rows = 0
         """Rows of cuts that were sent before a write."""
         self.saving_s = 0.0
-        """Time that took."""
+        """Seconds spent on sending these rows."""
 
     def freeze(self, drain: Drain, on_give_up: Callable[[str], object]) -> None:
         """Open a cut of all that is touched now; hears through ``on_give_up`` why it was given up, on any thread."""
@@ -111,7 +111,7 @@ class FrozenRows:
         with self._sending:
             if self.cut is None:
                 return
-            self.cut.on_give_up(reason)  # first: whatever is raised from here on, this cut is never taken for whole
+            self.cut.on_give_up(reason)  # first: if anything is raised after this, the cut does not look whole
             for mask in self._masks:
                 mask.thaw()
             self.cut = None

@@ -1,4 +1,4 @@
-"""When to cut: decided by all ranks one step ahead, known to every rank without waiting.
+"""When to cut: all ranks decide it one step in advance, and none waits for the decision.
 
 At the end of a step with a vote all ranks start a tiny all-reduce, and read its result at the end of the next one, when
 it has long arrived. A marker is cut there if rank 0 wants one and every rank is ready (its sweep has
@@ -35,25 +35,25 @@ from torchrec_stream_ckpt.errors import StreamCkptError
 
 @dataclass(frozen=True, slots=True)
 class StepVote:
-    """What a rank says of itself at the end of a step; of all ranks together, what every one of them says.
+    """The vote of one rank at the end of a step; of all ranks together, the fields that hold for every one.
 
-    A field more travels with the vote: all ranks hear whether it is true of each of them.
+    Each field travels with the vote: all ranks learn whether it is true of every rank.
     """
 
     ready: bool
-    """It can cut at the next step boundary without waiting, and (rank 0) a marker is due."""
+    """The rank can cut at the next step boundary without waiting, and (rank 0) a marker is due."""
     settled: bool
-    """No marker is in flight on it."""
+    """No marker is in flight on the rank."""
     owner: bool
-    """It has not been told that another trainer has taken over."""
+    """The rank has not learned that another trainer has taken over."""
     holding: bool
-    """It has not given its part of the last cut up."""
+    """The rank has not given up its part of the last cut."""
     sound: bool = True
-    """The log has not lost what it had acknowledged of its stream."""
+    """The log has lost no acknowledged frame of the rank's stream."""
     calm: bool = True
-    """No signal asks it for a marker."""
+    """No signal asks the rank for a marker."""
     staying: bool = True
-    """No signal asks it for a marker and the end of the job."""
+    """No signal asks the rank for a marker and the end of the job."""
 
 
 NOTHING = StepVote(ready=False, settled=True, owner=True, holding=True)
@@ -105,11 +105,11 @@ class Cadence:
         self._next = NEVER
         """The step of the next vote, the same on all ranks."""
         self._flags: torch.Tensor | None = None
-        """What this rank has said in the last vote and, once that has ended, what all have."""
+        """This rank's part in the last vote and, once the vote has ended, its result."""
         self._works: list[dist.Work] = []
         """The open vote, if there is one."""
         self._own: list[int] = []
-        """The same of a single rank: what it has said."""
+        """The vote of a job with a single rank."""
         self.open()
 
     def open(self) -> None:
@@ -126,7 +126,7 @@ class Cadence:
         if step < self._next and not self._due:
             return
         self._spacing.voting(step)
-        # Of the seconds, rank 0's clock decides; of the steps, all ranks know.
+        # Rank 0's clock decides about seconds; all ranks know the steps.
         left_s = self._every_s - (time.monotonic() - self._last_cut_s) if self._every_s is not None else 0.0
         to_go = self._affordable() if self._affordable is not None else 0
         wanted = self._due or (self._every_s is not None and (left_s <= 0 or self._rank != 0))
@@ -160,7 +160,7 @@ class Cadence:
         return min(steps, self._spacing.steps_in(left_s)) if left_s > 0 and self._rank == 0 else steps
 
     def decide(self) -> StepVote:
-        """At the end of the next step: what all ranks said. It may be asked again if it was interrupted."""
+        """Result of the vote, at the end of the next step. An interrupted call may be made again."""
         said = self._said()
         if not said:
             return NOTHING
@@ -175,7 +175,7 @@ class Cadence:
         return vote
 
     def _said(self) -> list[int]:
-        """The least of what the ranks have said, field by field; empty where no vote is open."""
+        """The least value of all ranks, field by field; empty if no vote is open."""
         if not self._works:
             return self._own
         (work,) = self._works
@@ -197,7 +197,7 @@ class Cadence:
 
     @contextlib.contextmanager
     def _naming(self) -> Iterator[None]:
-        """What gloo says of a connection that broke names no rank."""
+        """gloo names no rank when a connection breaks."""
         try:
             yield
         except RuntimeError as error:
@@ -206,7 +206,7 @@ class Cadence:
             raise self._roll.lost(error, self._roll.current or "a vote") from error
 
     def cut(self) -> None:
-        """A cut was made at this step boundary, for whatever reason; an open vote is void."""
+        """Note that a cut was made at this step boundary, for any reason: an open vote is void."""
         self.decide()
         self.events.cut()
         self._due = False
@@ -223,7 +223,7 @@ class Cadence:
                 work.wait(timedelta(seconds=max(timeout_s, 0.001)))
 
     def end(self) -> None:
-        """No vote comes any more: let go of the group."""
+        """Release the group: no more votes come."""
         del self._group
 
 

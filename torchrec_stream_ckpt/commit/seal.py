@@ -1,4 +1,4 @@
-"""What the commit thread of a rank waits for: that the training thread has put the last row of a cut into the ring."""
+"""The seal of a cut: the training thread has put its last row into the ring, and the commit thread waits for that."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Sealed:
 
 
 class Seal:
-    """This rank's part of one cut: sealed or given up, whichever is said first; never both. For any thread."""
+    """This rank's part of one cut: sealed or given up, whichever comes first; never both. Safe on any thread."""
 
     def __init__(self) -> None:
         self._decided = SafeEvent()
@@ -30,7 +30,7 @@ class Seal:
         self._reason = ""
 
     def close(self, sealed: Sealed) -> bool:
-        """The MARK is in the ring; returns whether that still counts."""
+        """Seal the cut: its MARK is in the ring. Returns False if it was given up before."""
         with self._lock:
             if not self._decided.is_set():
                 self._sealed = sealed
@@ -38,7 +38,7 @@ class Seal:
             return self._sealed is not None
 
     def fail(self, reason: str) -> bool:
-        """This rank gives the cut up, unless it has been sealed; returns whether it is given up."""
+        """Give the cut up, unless it has been sealed; returns whether it is given up."""
         with self._lock:
             if not self._decided.is_set():
                 self._reason = reason
@@ -46,12 +46,12 @@ class Seal:
             return self._sealed is None
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the decision; returns whether there is one."""
+        """Wait for the decision; returns False if none came in time."""
         return self._decided.wait(timeout_s)
 
     @property
     def sealed(self) -> Sealed | None:
-        """None: it is given up, or not decided."""
+        """The seal; None if the cut is given up or not decided."""
         return self._sealed
 
     @property
@@ -60,5 +60,5 @@ class Seal:
 
     @property
     def reason(self) -> str:
-        """Why it was given up; empty when it was not."""
+        """Why the cut was given up; empty if it was not."""
         return self._reason

@@ -1,7 +1,7 @@
-"""Taking log away behind a marker that a store holds: say so in the control partition, then delete.
+"""Delete log up to a marker that a store holds: a TRIM record in the control partition first, then the data.
 
-The TRIM record comes first, so whoever misses data in the log finds there that it was taken away on purpose. What
-may go, and what has to stay, follows from the control partition alone: a trim that was killed is finished by the next.
+The TRIM record comes first, so a reader that misses data in the log finds there that it was deleted on purpose. The
+control partition alone decides what may go and what must stay: the next trim finishes one that was killed.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ MAX_GIVEN_UP = 30_000
 
 @dataclass(frozen=True, slots=True)
 class Trimmed:
-    """What a trim did, or would do."""
+    """Result of a trim, or of its dry run."""
 
     trim: Trim
-    """The record that says so."""
+    """The TRIM record."""
     appended: bool
-    """Whether that record is new: False when an earlier trim had said it all, and in a dry run."""
+    """Whether the record is new: False if an earlier trim had said all of it, and in a dry run."""
     freed: Freed
 
     def describe(self) -> str:
-        """In words, without a line break."""
+        """The result as one line of text."""
         bytes_ = "" if self.freed.num_bytes is None else f", {size(self.freed.num_bytes)}"
         markers = ", ".join(map(str, self.trim.markers))
         return f"{self.freed.count} {self.freed.what}{bytes_} of the log up to {markers}, which {self.trim.store} holds"
@@ -74,7 +74,7 @@ def trim_log(
     """
     if not store_url or not store_url.isprintable() or len(store_url) > MAX_PLACE_CHARS:
         raise ConfigError(f"{store_url!r:.80} is not the URL of a store", hint="use file://DIR or s3://BUCKET/PREFIX")
-    control.check_copy()  # a generation whose COMMITs are lost would be taken for a dead one
+    control.check_copy()  # a generation whose COMMITs are lost would look like a dead one
     lineage = control.refresh()
     trim = _giving_up(lineage, _trim_of(lineage, [marker, *others], store_url), given_up)
     if any(claim.mac for claim in lineage.claims.values()) and not control.signs:
@@ -113,7 +113,7 @@ def _trim_of(lineage: Lineage, commits: Iterable[Commit], store_url: str) -> Tri
 
 
 def _giving_up(lineage: Lineage, trim: Trim, given_up: Iterable[MarkerId]) -> Trim:
-    """The record, with those of these markers that lie in front of what may be gone, and on which nobody stands."""
+    """The record, with those of these markers older than what may be gone, on which no generation stands."""
     parents = {claim.parent for claim in lineage.claims.values()}
     gone = [
         marker

@@ -1,4 +1,4 @@
-"""Blocks of a replica that are not as a marker proved them, until newer rows or a newer proof settle them. No torch."""
+"""Blocks of a replica that differ from a marker's proof, until newer rows or a newer proof settle them. No torch."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ Block = tuple[str, int]
 
 
 class Doubts:
-    """Blocks that log and store give otherwise than the marker proved them. For one thread at a time."""
+    """Blocks that log and store give with other bits than the marker proved. For one thread at a time."""
 
     def __init__(self) -> None:
         self._cells: dict[Block, npt.NDArray[np.bool_]] = {}
-        """What of each block has not come anew, shape (rows, dim)."""
+        """The cells of each block that have not come again, shape (rows, dim)."""
         self._named: dict[Block, UnprovedBlock] = {}
 
     def __len__(self) -> int:
         return len(self._named)
 
     def add(self, table: TableSpec, found: Iterable[UnprovedBlock]) -> None:
-        """Blocks of a table that differ."""
+        """Add blocks of a table that differ."""
         for each in found:
             key = table.name, each.begin // BLOCK_ROWS
             self._named[key] = each
             self._cells[key] = np.ones((each.end - each.begin, table.dim), np.bool_)
 
     def has(self, found: Iterable[UnprovedBlock]) -> bool:
-        """Whether all of these are among them."""
+        """Whether all of these blocks are in doubt already."""
         return all((each.table, each.begin // BLOCK_ROWS) in self._named for each in found)
 
     def sent(self, changed: Changed) -> None:
-        """Rows have come that are newer than the proof: a block of which all have come is as it was sent."""
+        """Note rows that are newer than the proof: a block with all rows new is as it was sent."""
         for (table, block), cells in list(self._cells.items()):
             if table != changed.table.name:
                 continue
@@ -55,7 +55,7 @@ class Doubts:
                 self._settle((table, block))
 
     def proved(self, proof: WeightProof) -> None:
-        """Blocks that a newer marker proves and that fit: call it before those that do not are added."""
+        """Settle blocks that a newer marker proves and that fit: call it before :meth:`add` for those that do not."""
         for key in list(self._named):
             blocks, _ = proof.tables.get(key[0], (np.empty(0, np.int64), None))
             if np.isin(key[1], blocks):
@@ -73,7 +73,7 @@ class Doubts:
 
     @property
     def unproved(self) -> Unproved | None:
-        """All of them; None: there are none."""
+        """All doubted blocks; None if there are none."""
         if not self._named:
             return None
         blocks = tuple(self._named[key] for key in sorted(self._named))
@@ -91,13 +91,13 @@ IN_A_STREAM = (
 
 
 def refusal(unproved: Unproved, marker: MarkerId, hint: str = IN_TABLES) -> ProofMismatchError:
-    """What a replica raises that does not serve ``marker``."""
+    """The error of a replica that does not serve ``marker``."""
     error = unproved.error(marker)
     return ProofMismatchError(error.message, hint=hint, **error.where)
 
 
 def proof_of(update: Update) -> WeightProof | None:
-    """What the update's marker proves; None: nothing, or it cannot be read, and why is logged."""
+    """The proof of the update's marker; None if it has none, or it cannot be read: the reason is logged."""
     try:
         return update.proof()
     except (CorruptionError, TrimmedError) as error:

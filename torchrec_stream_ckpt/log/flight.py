@@ -1,4 +1,4 @@
-"""Frames in flight: sealed, sent, and kept until the log acknowledges them; and where the stream stands by then."""
+"""Frames in flight: sealed, sent, and kept until the log acknowledges them; and the position of the stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.log.gaps import Gap
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """Where a rank's stream stands just after one acknowledged frame."""
+    """Position of a rank's stream just after one acknowledged frame."""
 
     frames: int
     begin: int
@@ -28,7 +28,7 @@ class StreamEnd:
 class Flight:
     """The frames of one stream that were sent and not acknowledged, in order. For the publisher's thread.
 
-    Other threads may look at what was acknowledged, with ``changed`` in hand.
+    Other threads may read what was acknowledged while they hold ``changed``.
 
     Args:
         ring: Where buffers go back to.
@@ -43,17 +43,17 @@ class Flight:
         self.acked = StreamEnd(0, 0, 0, 0)
         self.acked_bytes = 0
         self.marks: dict[int, StreamEnd] = {}
-        """Where the stream ends at each acknowledged MARK that was not asked for, by its seq."""
+        """End of the stream at each acknowledged MARK that nobody has asked for so far, by its seq."""
         self._gaps: list[Gap] = []
 
     @property
     def gaps(self) -> tuple[Gap, ...]:
-        """(any thread) What others may have put between acknowledged frames, and was not looked at."""
+        """(any thread) Gaps between acknowledged frames that nobody has looked at: others may have written there."""
         with self._changed:
             return tuple(self._gaps)
 
     def looked_at(self, gaps: Collection[Gap]) -> None:
-        """(any thread) These gaps hold nothing that a reader could take for a frame of the stream."""
+        """(any thread) Note that a reader could take nothing in these gaps for a frame of the stream."""
         with self._changed:
             self._gaps = [gap for gap in self._gaps if gap not in gaps]
 
@@ -65,7 +65,7 @@ class Flight:
         failpoint("stream.sent")
 
     def send_again(self, writer: DataWriter) -> None:
-        """Give a fresh writer all that no writer has had acknowledged."""
+        """Give a fresh writer all frames that are not acknowledged."""
         for buffer in self.buffers:
             writer.send(buffer.view())
             failpoint("stream.resent")

@@ -1,8 +1,8 @@
-"""Who else folds this job: signs of life in the store, from which everybody works out whose a partition is.
+"""The other workers of this job: by their signs of life in the store, each worker knows which partitions are its own.
 
-What a materializer writes is a function of the log, so two that fold one partition waste work and spoil nothing. So
+The output of a materializer is a function of the log, so two that fold one partition waste work and spoil nothing. So
 there is no lock, and no clock that two machines would have to share: a worker is alive while its sign of life changes,
-by the watch of whoever looks.
+by the watch of the worker that looks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Crew:
     Args:
         objects: The store.
         job: The job.
-        lease_s: A worker whose sign has not changed for so long is taken for dead.
+        lease_s: A worker whose sign has not changed for so long counts as dead.
     """
 
     def __init__(self, objects: Objects, job: bytes, lease_s: float) -> None:
@@ -102,6 +102,6 @@ class Crew:
         while not self._done.is_set():
             try:
                 self.beat()
-            except StoreUnavailableError as error:  # whoever works says it: they need the store, too
+            except StoreUnavailableError as error:  # the work itself reports it, because it needs the store, too
                 log.debug("a sign of life could not be written: %s", error.headline)
             self._done.wait(self._lease_s / _BEATS_PER_LEASE)

@@ -1,4 +1,4 @@
-"""One live shard while it is being restored: where rows land, and which have come."""
+"""One live shard while it is being restored: where rows go, and which have arrived."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.types import TableShard
 
 
 class Scratch:
-    """Memory of one thread for rows between two places: a fresh allocation a chunk costs more than the copy."""
+    """Memory of one thread for rows between two places: a fresh allocation for each chunk costs more than the copy."""
 
     def __init__(self) -> None:
         self._buffers: dict[int, npt.NDArray[np.uint8]] = {}
@@ -84,7 +84,7 @@ class Target:
         cells = (max(1, len(self._cuts) - 1), shard.rows)
         self._arrived = np.zeros(cells, np.bool_)
         self._newer = np.zeros(cells, np.bool_)
-        """Those that the store gave beside its base."""
+        """Rows that the store gave beside its base."""
         # Row-wise state as one column shard of the source has it, kept apart until all have arrived.
         self._pieces = {(move.col0, move.cols): [np.zeros(shard.rows) for _ in states] for move in moves if merged}
 
@@ -141,7 +141,7 @@ class Target:
         return [plane.run(begin, rows) for plane in (self._weights, *self._states) if plane is not None]
 
     def note_run(self, move: Move, first: int, rows: int) -> None:
-        """Rows have come by :meth:`run`."""
+        """Note that rows have arrived through :meth:`run`."""
         begin = first - self._shard.row0
         for cut in self._columns(move):
             self._arrived[cut][begin : begin + rows] = True
@@ -232,7 +232,7 @@ def _between(ids: npt.NDArray[np.int64], move: Move) -> tuple[int, int]:
 
 
 def _places(local: npt.NDArray[np.int64]) -> Places:
-    """As a slice where rows lie side by side: copying a run costs less than placing rows."""
+    """A slice if rows lie side by side: copying a run costs less than placing rows."""
     first, count = int(local[0]), len(local)
     is_run = int(local[-1]) - first + 1 == count and bool((local[1:] > local[:-1]).all())
     return slice(first, first + count) if is_run else local

@@ -1,4 +1,4 @@
-"""Where the bytes of a marker are: in HEAD, the store and the log. What is damaged in the store is read around."""
+"""Where the bytes of a marker are: in HEAD, the store and the log. Reads around damage in the store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torchrec_stream_ckpt.store.summaries import by_summaries
 from torchrec_stream_ckpt.types import MarkerId
 
 _READERS = 128
-"""Manifests and directories that are read at once: small objects, of which each costs a network's delay."""
+"""Manifests and directories that are read at once: small objects, each of which costs a round trip."""
 _FEW = 32
 """The same where summaries have most of them."""
 NONE: Mapping[str, CorruptionError] = MappingProxyType({})
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 def load_catalog(objects: Objects | None, lineage: Lineage) -> Catalog | None:
-    """What the store says that it holds of the job; None if the job has written nothing there.
+    """The store's contents of the job; None if the job has written nothing there.
 
     Raises:
         StoreUnavailableError: it does not answer.
@@ -106,7 +106,7 @@ def locate(
     beyond = ids[ids.index(route.stored or head.marker) + 1 :]
     if not any(each in catalog.markers and each in strides for each in beyond):
         return route
-    # What leads on from HEAD may be gone: gc takes away what a base has made needless.
+    # The pieces after HEAD may be gone: gc deletes those that a base replaces.
     cold = _around_damage(catalog, cold, damaged, told)
     if cold.stored not in beyond:
         return route
@@ -161,7 +161,7 @@ def _around_damage(
 def _with_store(
     catalog: Catalog, route: Route, damaged: Mapping[str, CorruptionError], readers: int = _READERS
 ) -> tuple[Route, CorruptionError | None]:
-    """(``route`` with what the store has after what the reader or HEAD has, why that cannot be read)."""
+    """(``route`` with the store's pieces after those of the reader or HEAD, why they cannot be read)."""
     try:
         with ThreadPoolExecutor(readers) as pool:
             cover = catalog.cover(_tail(route), route.reach, pool)
@@ -213,7 +213,7 @@ def _intact(catalog: Catalog, route: Route, damaged: Mapping[str, CorruptionErro
 
 
 def _tail(route: Route) -> list[Commit]:
-    """What comes on the way to a marker after that which HEAD or the reader has."""
+    """The pieces on the way to a marker after those that HEAD or the reader has."""
     chain, reach = route.lineage.chain(route.marker), route.reach
     return chain[[commit.id for commit in chain].index(reach) + 1 :] if reach is not None else chain
 

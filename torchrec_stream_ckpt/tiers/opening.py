@@ -3,9 +3,9 @@
 A generation stands on its parent on both logs, or on none of them:
 
 - a parent that only the inner log has is copied to the outer one before anything is claimed;
-- of a parent that only the outer log has, the inner one takes the control records, and a TRIM that says that the rows
+- for a parent that only the outer log has, the inner one gets the control records, and a TRIM that says that the rows
   up to there are on the outer tier: so it is a log like any other one, and says by itself what it lacks;
-- where one of the two cannot be, the generation begins a new base: it stands on nothing, and sends every table whole.
+- if neither is possible, the generation begins a new base: it stands on nothing, and sends every table whole.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def claim_both(
         tiers: Both logs.
         schema: The job's tables.
         world: Ranks.
-        parent: What the generation shall stand on.
+        parent: The marker on which the generation is to stand.
         swept: Tables that it sends whole, if it does.
         seen: The newest generation when ``parent`` was chosen; None: whatever it was.
         layout: Which shards each rank holds; None where they are too many for a CLAIM.
@@ -93,7 +93,7 @@ def _claim(tier: Tier, *rest: Any, **how: Any) -> Claim:
 
 
 def relay_parent(tiers: Tiers, parent: MarkerId) -> None:
-    """Copy a marker of the inner log to the outer one, if that can still be.
+    """Copy a marker of the inner log to the outer one, if that is still possible.
 
     Raises:
         LogUnavailableError, StoreUnavailableError, CommitUnknownError: a tier does not answer: try again.
@@ -131,7 +131,7 @@ def _for_each_missing(state: TierState, parent: MarkerId, do: Callable[[Claim | 
         if commit.id in state.inner.commits:
             continue
         if state.owns(claim.generation):
-            # Its own rows up to there are gone, or were never there: a COMMIT of theirs would not be true.
+            # Its own rows up to there are gone, or were never there: a COMMIT for them would be false.
             if commit.id in {each.id for each in state.outer.path(parent)}:
                 return f"the inner log has lost marker {commit.id}"
             continue
@@ -145,7 +145,7 @@ def _adopt(tiers: Tiers, state: TierState, parent: MarkerId) -> None:
     """Write the control records that lead to ``parent`` into the inner log, as far as it lacks them."""
     inner = tiers.inner
     path = state.outer.path(parent)
-    # Who looks for what is not there must find an empty partition.
+    # A reader that looks for missing rows must find an empty partition.
     inner.log.prepare(max(state.outer.claims[commit.generation].partitions for commit in path))
     _for_each_missing(state, parent, lambda record: _append(tiers, record))
     lineage = inner.control.refresh()
