@@ -13,11 +13,14 @@ from hypothesis import settings
 from tests.clouds import servers
 from tests.java_classes import ARCHIVE
 from tests.s3.server import S3Server
+from tests.sampled import sampled
 from torchrec_stream_ckpt.broker.kraft import Broker
 
 # How long an example takes says more of the machine than of the code. The same examples each time, so that what
 # fails is what was changed; new ones in the long form (make test-slow).
-settings.register_profile("here", deadline=None, derandomize="STREAM_CKPT_RANDOM" not in os.environ)
+settings.register_profile(
+    "here", deadline=None, derandomize="STREAM_CKPT_RANDOM" not in os.environ, max_examples=sampled(100, 50)
+)
 settings.load_profile("here")
 
 

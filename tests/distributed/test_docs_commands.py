@@ -31,7 +31,7 @@ NOT_RUN = {
     r"^make\b": "sets up, tests or measures from a shell; .ci/run runs setup, lint, docs and test",
     r"^(uv |gpu/bin/)?pip install": "installs from a network; scripts/setup.sh does the same",
     r"^python3(\.11)? -m venv": "the same",
-    r"^torchx run -s (slurm|kubernetes|aws_batch)": "a cluster; tests/unit/test_torchx_components.py",
+    r"^torchx run -s (slurm|kubernetes|aws_batch)": "a cluster; tests/processes/test_torchx_components.py",
     r"^torchx run -s local_cwd": "tests/distributed/test_torchx_local.py runs both components",
     r"^kafka-acls\.sh": "an administrator of a cluster; tests/kafka/test_security.py gives these rights",
     r"^stream-ckpt list kafka://(broker1|127\.0\.0\.1:PORT)": "a cluster; tests/kafka/test_security.py",

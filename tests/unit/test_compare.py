@@ -26,6 +26,7 @@ from tests.proved_job import (
     frame,
     grid,
 )
+from tests.sampled import sampled
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Proof, Window
 from torchrec_stream_ckpt.format.schema import Schema
@@ -115,7 +116,7 @@ def provable(job: Job, *, states: bool) -> set[tuple[int, int, int]]:
     return found
 
 
-@settings(max_examples=30)
+@settings(max_examples=sampled(30, 15))
 @given(data=st.data(), rows=ROW_CUTS, cols=COL_CUTS, to_rows=ROW_CUTS, to_cols=COL_CUTS, same=st.booleans())
 def test_what_is_proved_is_checked_and_what_is_changed_is_found_under_any_plans(
     data: st.DataObject, rows: list[int], cols: list[int], to_rows: list[int], to_cols: list[int], same: bool
@@ -250,7 +251,7 @@ def test_many_blocks_that_differ_are_counted_and_their_tables_sent_again_whole()
     assert "and 1492 more" in unproved.error(MarkerId(1, 1)).message
 
 
-@settings(max_examples=30)
+@settings(max_examples=sampled(30, 15))
 @given(data=st.data(), rows=ROW_CUTS, cols=COL_CUTS, seed=st.integers(0, 99))
 def test_a_reader_of_frames_checks_what_is_proved_without_holding_a_table(
     data: st.DataObject, rows: list[int], cols: list[int], seed: int

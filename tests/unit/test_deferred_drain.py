@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.sampled import sampled
 from tests.unit.captured_job import BUDGET_BYTES, EVENTS, ROWS, Job
 from torchrec_stream_ckpt.capture.counts import LateCounts
 from torchrec_stream_ckpt.capture.rowmask import BLOCK, RowMask
@@ -102,7 +103,7 @@ MORE_EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=sampled(300, 100))
 @given(st.lists(MORE_EVENTS, max_size=50), st.sampled_from([0, 400, BUDGET_BYTES, 10**6]), st.sampled_from([2, 3, 40]))
 def test_a_cut_is_the_boundary_whenever_counts_arrive(
     events: list[tuple[object, ...]], budget_bytes: int, ring_frames: int
@@ -114,7 +115,7 @@ def test_a_cut_is_the_boundary_whenever_counts_arrive(
     assert job.ring.waits == 0
 
 
-@settings(max_examples=100)
+@settings(max_examples=sampled(100, 40))
 @given(st.lists(MORE_EVENTS, max_size=30), st.sampled_from([2, 40]))
 def test_drains_alone_send_all_that_is_marked_once_training_pauses(
     events: list[tuple[object, ...]], ring_frames: int

@@ -21,7 +21,7 @@ from torchrec_stream_ckpt.format.changed import ClaimChanges, check_follows
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.types import TableSpec
 
-CHUNKS, PAIRS = 8, sampled(250, 100)
+CHUNKS, PAIRS = 8, sampled(250, 50)
 FIRST = sampled(secrets.randbelow(2**40), 0)
 
 

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from tests import evolved, stores
 from tests.builders import JOB
 from tests.evolved import EvolvingJob, TableTruth, random_schema, random_table
+from tests.sampled import paired
 from tests.synthetic import Job
 from tests.unit.folded_job import made_once
 from tests.unit.test_fold import lineage_of
@@ -142,18 +143,16 @@ def materialize(job: EvolvingJob, policy: Policy, head: Path | None = None) -> O
     return objects
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-@pytest.mark.parametrize("seed", range(6))
-def test_every_marker_is_there_from_the_store(tmp_path: Path, seed: int, policy: Policy) -> None:
+@pytest.mark.parametrize(("seed", "policy"), paired(range(6), POLICIES))
+def test_every_marker_is_there_from_the_store(tmp_path: Path, seed: int, policy: str) -> None:
     job = random_job(tmp_path / "log", seed)
-    objects = materialize(job, policy)
+    objects = materialize(job, POLICIES[policy])
     stores.lose_rows(job.root)
     for marker in job.truth:
         check(job, marker, objects, tmp_path)
 
 
-@pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "stored"), paired(range(4), [False, True]))
 def test_every_marker_is_verified_and_proved(tmp_path: Path, seed: int, stored: bool) -> None:
     job = random_job(tmp_path / "log", seed)
     lineage, dense = lineage_of(job), open_dense(str(job.root))
@@ -203,8 +202,7 @@ def check_head(job: EvolvingJob, marker: MarkerId, head: Head) -> None:
     assert seen == job.truth[marker].keys()
 
 
-@pytest.mark.parametrize("newest", [1, 4])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "newest"), paired(range(3), [1, 4]))
 def test_what_gc_and_trim_leave_is_whole(tmp_path: Path, seed: int, newest: int) -> None:
     job = random_job(tmp_path / "log", seed)
     objects = materialize(job, POLICIES["some bases"])
@@ -261,8 +259,7 @@ def test_a_base_that_is_damaged_on_either_side_of_a_change_is_read_around(tmp_pa
         check(job, marker, objects, tmp_path)
 
 
-@pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "stored"), paired(range(4), [False, True]))
 def test_a_follower_passes_to_the_new_tables_at_their_first_marker(tmp_path: Path, seed: int, stored: bool) -> None:
     job = EvolvingJob(tmp_path / "log", seed=seed, schema=random_schema(np.random.default_rng(seed)))
     job.first(job.schema)

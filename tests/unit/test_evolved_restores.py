@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from tests import stores, tiered
 from tests.builders import JOB, Stream, table
 from tests.evolved import EvolvingJob, random_change, random_schema
+from tests.sampled import paired
 from tests.tiered import TieredJob
 from tests.unit.test_evolved_lineages import POLICIES, check, flip, lineage_of, materialize, random_job
 from torchrec_stream_ckpt import FollowedTables, follow
@@ -82,8 +83,7 @@ def _of(job: EvolvingJob, marker: MarkerId, shard: TableShard) -> list[np.ndarra
     ]
 
 
-@pytest.mark.parametrize("policy", [None, "intervals", "some bases", "spans"])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("seed", "policy"), paired(range(4), [None, "intervals", "some bases", "spans"]))
 def test_a_restore_writes_what_the_marker_holds(tmp_path: Path, seed: int, policy: str | None) -> None:
     job, rng = random_job(tmp_path / "log", seed), np.random.default_rng(seed)
     objects = materialize(job, POLICIES[policy]) if policy is not None else None

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sampled import sampled
 from tests.unit.captured_job import BUDGET_BYTES, EVENTS, Job
 from torchrec_stream_ckpt.capture.sender import Drain
 from torchrec_stream_ckpt.format.ring import FrameBuffer
@@ -22,7 +23,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@settings(max_examples=300)
+@settings(max_examples=sampled(300, 100))
 @given(st.lists(EVENTS, max_size=40), st.sampled_from([0, 400, BUDGET_BYTES, 10**6]))
 def test_a_cut_that_is_sent_is_the_boundary_whatever_happens_meanwhile(
     events: list[tuple[object, ...]], budget_bytes: int

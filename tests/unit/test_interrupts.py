@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.interrupts import interrupt
+from tests.sampled import sampled
 from tests.unit.captured_job import Job
 from torchrec_stream_ckpt.capture.sender import Drain
 
@@ -87,9 +88,9 @@ CASES: dict[str, tuple[Callable[[Job], None], Callable[[Job], None]]] = {
 
 GIVEN_UP = ("freezing", "sending a cut", "ending a cut", "giving a cut up")
 """Where ``Cuts`` gives the cut up, whatever was raised."""
-EVERY = 17
+EVERY = sampled(17, 37)
 """One of how many bytecodes of an event is interrupted, unless the test may be slow."""
-OFTENER = {"an update": 5, "a lookup": 5}
+OFTENER = dict.fromkeys(["an update", "a lookup"], sampled(5, 11))
 """The same of what runs in every step."""
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.builders import JOB, claim, commit
 from tests.proved_job import COL_CUTS, DIM, ROW_CUTS, ROWS, SCHEMA, TABLES, Frame, Job, blocks, deal, frame, grid
+from tests.sampled import sampled
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.proofs.met import Said
@@ -133,7 +134,7 @@ def grow(data: st.DataObject, *, same: bool) -> Node:
     return root
 
 
-@settings(max_examples=30)
+@settings(max_examples=sampled(30, 15))
 @given(data=st.data(), same=st.booleans())
 def test_each_marker_of_a_tree_is_compared_with_what_is_proved_and_none_raises_falsely(
     data: st.DataObject, same: bool
@@ -149,7 +150,7 @@ def test_each_marker_of_a_tree_is_compared_with_what_is_proved_and_none_raises_f
         assert not same or cells == possible
 
 
-@settings(max_examples=30)
+@settings(max_examples=sampled(30, 15))
 @given(data=st.data())
 def test_one_bit_of_one_row_is_found_at_the_markers_that_hold_it_and_at_no_other(data: st.DataObject) -> None:
     root = grow(data, same=True)

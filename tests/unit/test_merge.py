@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import synthetic
+from tests.sampled import sampled
 from tests.synthetic import ROWWISE, Job
 from tests.unit.test_fold import check, fold, history, lineage_of
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
@@ -23,6 +24,7 @@ POLICIES = {
     "spans": Policy(rebase=0, compact="span16"),
     "both": Policy(rebase=2.0, compact="span4"),
 }
+LARGE_PARTS = sampled(list(POLICIES), ["both"])
 
 
 @pytest.fixture
@@ -30,17 +32,18 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path / "log", seed=3)
 
 
-@pytest.mark.parametrize("part_bytes", [2000, 2**20], ids=["small parts", "one part"])
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "part_bytes"), [*((each, 2000) for each in POLICIES), *((each, 2**20) for each in LARGE_PARTS)]
+)
 def test_every_marker_is_the_same_over_bases_and_spans(
-    tmp_path: Path, policy: Policy, part_bytes: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, policy: str, part_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (fold_module, merge_module):
         monkeypatch.setattr(module, "SEGMENT_BYTES", part_bytes)
-    catalog = Catalog.load(check(history(tmp_path / "log"), policy), synthetic.JOB)
+    catalog = Catalog.load(check(history(tmp_path / "log"), POLICIES[policy]), synthetic.JOB)
     starts = {start for start, _ in catalog.folds}
-    assert (None in starts) == (policy.rebase > 0)
-    assert bool(starts - {None}) == (policy.radix > 0)
+    assert (None in starts) == (POLICIES[policy].rebase > 0)
+    assert bool(starts - {None}) == (POLICIES[policy].radix > 0)
 
 
 def test_long_spans_stand_on_short_ones(job: Job) -> None:

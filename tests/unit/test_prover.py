@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.plain_proof import plain_digests, shards_of
+from tests.sampled import sampled
 from tests.unit.test_proving import DIM, ROWS, kernel_of, schema_of
 from torchrec_stream_ckpt.capture.prover import Load, Prover, Taken, Tensors, window_width
 from torchrec_stream_ckpt.format.control import Mark
@@ -53,7 +54,7 @@ def test_a_proof_is_of_the_moment_at_which_its_rows_were_taken() -> None:
     assert numbers(taken) == expected
 
 
-@settings(max_examples=30)
+@settings(max_examples=sampled(30, 15))
 @given(st.integers(0, 2**32))
 def test_each_marker_has_its_own_rows_whenever_they_are_added_up(seed: int) -> None:
     """Also that of a marker that was given up while the log stood still."""

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.sampled import sampled
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.materialize.retention import Candidate, Decision, Retention
 from torchrec_stream_ckpt.types import MarkerId
@@ -98,7 +99,7 @@ def test_a_second_time_drops_nothing_more(retention: Retention, markers: list[Ca
     assert plan(retention, left, now_s) == Decision(decision.kept, ())
 
 
-@settings(max_examples=200)
+@settings(max_examples=sampled(200, 60))
 @given(retentions, candidates, candidates, times, st.floats(0, 1e6))
 def test_what_was_dropped_is_never_wanted_again(
     retention: Retention, markers: list[Candidate], more: list[Candidate], now_s: float, later_s: float

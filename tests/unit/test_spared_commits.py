@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.builders import claim, commit, trim
+from tests.sampled import sampled
 from tests.unit.snapshot_log import RECORDS, again, note
 from tests.unit.test_commit_key import KEY, key_file
 from torchrec_stream_ckpt.control.partition import Control
@@ -93,7 +94,7 @@ def bodies_agree(spared: Lineage, whole: Lineage, markers: list[MarkerId]) -> No
 
 @pytest.mark.parametrize("signs", [False, True])
 @given(history=st.lists(RECORDS | st.none(), max_size=12), data=st.data())
-@settings(max_examples=25)
+@settings(max_examples=sampled(25, 12))
 def test_any_history_is_answered_as_by_one_that_holds_all(
     tmp_path_factory: pytest.TempPathFactory, history: list[ControlRecord | None], data: st.DataObject, signs: bool
 ) -> None:

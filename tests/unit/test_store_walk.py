@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import stores
+from tests.sampled import sampled
 from tests.stores import HeldObjects, History
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.control.trim import trim_log
@@ -40,7 +41,7 @@ from torchrec_stream_ckpt.types import MarkerId
 
 HOUR, DAY = 3600.0, 86400.0
 GRACE = 12 * HOUR
-STEPS = 300
+STEPS = sampled(150, 90)
 LONG_STEPS = 10_000
 POINTS = ["gc.dropped", "gc.merged", "gc.listed", "gc.deleted", "gc.tidied", "pin.attempted", "pin.put"]
 POINTS += ["materialize.manifest", "materialize.manifest_put", "repair.aside", "scrub.read", "scrub.place"]
@@ -317,7 +318,7 @@ def walks(root: Path, seed: int, pool: Executor, *, destroying: bool) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(summarizer, "MARKERS", 3)
         patch.setattr(summaries, "WORTH_IT", 2)
-        for _ in range(STEPS // 2):
+        for _ in range(STEPS):
             walk.step()
     assert destroying or not (walk.told or walk.mended)
     assert destroying or walk.summarized
@@ -332,7 +333,7 @@ def test_no_kept_marker_is_lost_unless_the_walk_destroyed_it(tmp_path: Path, poo
 @pytest.mark.slow
 def test_no_kept_marker_is_lost_in_walks_that_nobody_has_gone(tmp_path: Path, pool: Executor) -> None:
     deleted = 0
-    for number in range(LONG_STEPS // (STEPS // 2)):
+    for number in range(LONG_STEPS // STEPS):
         seed = random.SystemRandom().randrange(2**32)
         root = tmp_path / f"walk-{number}-seed-{seed}"
         root.mkdir()
