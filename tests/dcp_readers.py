@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from tests import zoo
 from tests.model import Spec, trainer
 from tests.model import truth as truth_of
+from tests.zoo_models import Model, Plan
 from torchrec_stream_ckpt import StreamReader
 from torchrec_stream_ckpt.store.folder import FolderObjects
 
@@ -44,7 +45,7 @@ def load(job: Any, how: How, *, together: bool = False, partial: bool = False) -
     job.optimizer.load_state_dict(optimizer)
 
 
-def load_zoo(model: zoo.Model, plan: zoo.Plan, hows: list[How]) -> list[dict[str, torch.Tensor]]:
+def load_zoo(model: Model, plan: Plan, hows: list[How]) -> list[dict[str, torch.Tensor]]:
     """Another job of the matrix, made anew for each of these: what it is after the load."""
     partial = model.optimizer == "rowwise_rmsprop_ar"  # TorchRec counts its steps in an entry that no export has
     found = []

@@ -12,7 +12,8 @@ import torch
 
 from tests import zoo
 from tests.laps import SPLIT, WHOLE, place
-from tests.zoo import Marks, Model, Part, Plan, Table
+from tests.zoo import Marks
+from tests.zoo_models import OPTIMIZERS, Model, Part, Plan, Table
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.errors import SchemaMismatchError
 from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges, RowChange
@@ -64,7 +65,7 @@ def first(rng: random.Random) -> Step:
     """Any model."""
     kind = rng.choice(["ebc", "ebc", "weighted", "ec", "fp"])
     tables = tuple(_table(rng, kind, f"t{number}", f"f{number}") for number in range(rng.randint(2, 4)))
-    model = Model((Part(kind, tables),), rng.choice(list(zoo.OPTIMIZERS)), int32=rng.random() < 0.3)
+    model = Model((Part(kind, tables),), rng.choice(list(OPTIMIZERS)), int32=rng.random() < 0.3)
     return Step(model, tuple(_split(rng, table) for table in tables), {}, Changes())
 
 
@@ -83,7 +84,7 @@ def changed(rng: random.Random, step: Step, folder: Path) -> Step:
     path = PATHS.get(part.kind, "part0")
     optimizer = model.optimizer
     if optimizer != HALVES and rng.random() < 0.25:
-        optimizer = rng.choice([name for name in zoo.OPTIMIZERS if name != HALVES])
+        optimizer = rng.choice([name for name in OPTIMIZERS if name != HALVES])
     number = rng.randrange(10**6)
     tables, splits, origins = [], [], {}
     renamed, dropped, rows = {}, [], {}

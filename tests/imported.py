@@ -19,6 +19,7 @@ import tests.pressure
 import tests.random_zoo
 import tests.tiered
 import tests.zoo
+import tests.zoo_models
 import torchrec_stream_ckpt.checkpointer
 import torchrec_stream_ckpt.cli.main
 

@@ -12,7 +12,8 @@ import torch
 from tests import zoo
 from tests.model import differences
 from tests.pool import Pool
-from tests.zoo import MARK, OPTIMIZERS, Marks, Model, Part, Place, Plan, Table
+from tests.zoo import MARK, Marks
+from tests.zoo_models import OPTIMIZERS, Model, Part, Place, Plan, Table
 from torchrec_stream_ckpt import StreamConfig
 
 WHOLE, SPLIT = ("tw", "rw", "twrw"), ("cw", "twcw", "grid")

@@ -8,7 +8,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.zoo import EVENTS, OPTIMIZERS, POINTWISE, Model, Part, Place, Plan, Table
+from tests.zoo import EVENTS
+from tests.zoo_models import OPTIMIZERS, POINTWISE, Model, Part, Place, Plan, Table
 
 ROWS = (13, 30, 41, 57, 97)
 """Every rank of up to four has some of these rows under a row-wise plan."""

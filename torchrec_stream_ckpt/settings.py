@@ -47,7 +47,8 @@ def gather(kind: type[Any], path: str | Path | None, environ: Mapping[str, str])
     Raises:
         ConfigError: a setting is unknown or of another type; the file cannot be read, or is not TOML.
     """
-    hints = {field.name: _Type(get_type_hints(kind)[field.name], field) for field in dataclasses.fields(kind)}
+    types = get_type_hints(kind)
+    hints = {field.name: _Type(types[field.name], field) for field in dataclasses.fields(kind)}
     path = path or environ.get(FILE_VARIABLE) or None
     found = _read_file(Path(path), hints) if path is not None else {}
     for name, hint in hints.items():

@@ -23,7 +23,8 @@ from tests.laps import config
 from tests.model import differences
 from tests.pool import Pool
 from tests.stores import fold, lose_rows
-from tests.zoo import MARK, Model, Part, Place, Plan, Table
+from tests.zoo import MARK
+from tests.zoo_models import Model, Part, Place, Plan, Table
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.control.partition import Control

@@ -21,7 +21,7 @@ from tests import ranks, zoo
 from tests.distributed import test_managed_collision as collision
 from tests.forged import Frames, forge, on_rank_0
 from tests.laps import config
-from tests.zoo import Model, Part, Place, Plan, Table
+from tests.zoo_models import Job, Model, Part, Place, Plan, Table
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.capture.staging import RowStager
 from torchrec_stream_ckpt.capture.touched import TouchedRows
@@ -71,7 +71,7 @@ def _job(subject: str, *, reads: bool) -> tuple[Making, Callable[[], None]]:
     return lambda where: zoo.attach(job, where, paranoid=False), lambda: _step(job)
 
 
-def _step(job: zoo.Job) -> None:
+def _step(job: Job) -> None:
     job.step += 1
     zoo.train(job)
 

@@ -18,7 +18,8 @@ from tests.evolving import Origin, State, Step, expected, restored
 from tests.laps import config, one
 from tests.model import differences
 from tests.ranks import RankFailed
-from tests.zoo import MARK, Marks, Model, Place, Plan, Table
+from tests.zoo import MARK, Marks
+from tests.zoo_models import Model, Place, Plan, Table
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig, failpoints
 from torchrec_stream_ckpt.commit.dense import DenseState
 from torchrec_stream_ckpt.control.partition import Control

@@ -11,13 +11,14 @@ import pytest
 import torch.distributed as dist
 from torchrec.optim.keyed import CombinedOptimizer
 
-from tests import ranks, stores, zoo
+from tests import ranks, stores, zoo, zoo_models
 from tests.distributed.test_changed_model_faults import ALONE, CHANGES, EVENTS, NEW, OLD, THREE, TWO, check
 from tests.evolving import State, restored
 from tests.laps import config
 from tests.model import differences
 from tests.ranks import RankFailed
-from tests.zoo import MARK, Marks, Place
+from tests.zoo import MARK, Marks
+from tests.zoo_models import Place
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import StreamCkptError
@@ -47,7 +48,7 @@ def train_through_a_loss(
         return checkpointer.generation or 0, job.marks
 
 
-def lose(job: zoo.Job, checkpointer: StreamCheckpointer, root: Path, lost: tuple[int, ...]) -> None:
+def lose(job: zoo_models.Job, checkpointer: StreamCheckpointer, root: Path, lost: tuple[int, ...]) -> None:
     """Rows of these generations go; the job notices, goes on, and sets two markers."""
     opened = checkpointer.generation
     dist.barrier()
@@ -121,9 +122,9 @@ def reshard(settings: StreamConfig, root: Path) -> tuple[Marks, Marks]:
         assert checkpointer.restore(changes=CHANGES) is not None
         zoo.play(job, checkpointer, ("train", MARK, "train"))
         moved = replace(TWO, places=(TWO.places[0], Place("tw", (0,)), Place("tw", (1,))))
-        sharder = zoo._sharders(NEW)["ebc"]
-        module = zoo.Net(NEW).get_submodule("part0")
-        plan = zoo._module_plan(module, NEW.parts[0], iter(moved.places), moved, sharder)
+        sharder = zoo_models._sharders(NEW)["ebc"]
+        module = zoo_models.Net(NEW).get_submodule("part0")
+        plan = zoo_models._module_plan(module, NEW.parts[0], iter(moved.places), moved, sharder)
         job.dmp.reshard({"part0": (0.0, {name: plan[name] for name in ("u1", "n")})}, "part0")
         job.optimizer = CombinedOptimizer([job.dmp.fused_optimizer, job.optimizer.optimizers[-1][1]])
         zoo.play(job, checkpointer, ("train", MARK, "train", MARK))

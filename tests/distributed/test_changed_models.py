@@ -18,7 +18,8 @@ from tests.evolving import Origin, Step, changed, expected, first, plan_of, rest
 from tests.laps import config, one
 from tests.model import differences
 from tests.pool import Pool
-from tests.zoo import MARK, Table
+from tests.zoo import MARK
+from tests.zoo_models import Table
 from torchrec_stream_ckpt.evolve.changes import Changes
 
 pytestmark = pytest.mark.distributed

@@ -17,7 +17,8 @@ from tests.evolving import State, pasted
 from tests.laps import config
 from tests.model import differences
 from tests.ranks import RankFailed
-from tests.zoo import MARK, Marks, Model, Plan
+from tests.zoo import MARK, Marks
+from tests.zoo_models import Model, Plan
 from torchrec_stream_ckpt import ModelSchema, StreamConfig
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import StreamCkptError

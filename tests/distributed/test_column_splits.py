@@ -13,7 +13,8 @@ from tests.laps import compare, config, covers, one
 from tests.model import differences
 from tests.pool import Pool
 from tests.ranks import RankFailed
-from tests.zoo import MARK, OPTIMIZERS, POINTWISE, Model, Place, Plan, Table
+from tests.zoo import MARK
+from tests.zoo_models import OPTIMIZERS, POINTWISE, Model, Place, Plan, Table
 
 pytestmark = pytest.mark.distributed
 

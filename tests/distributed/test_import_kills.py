@@ -19,7 +19,8 @@ from tests.forks import context
 from tests.laps import config
 from tests.model import differences
 from tests.pool import Pool
-from tests.zoo import MARK, Place, Plan
+from tests.zoo import MARK
+from tests.zoo_models import Place, Plan
 from torchrec_stream_ckpt import Changes, StreamConfig, failpoints
 from torchrec_stream_ckpt.cli.main import app, main
 from torchrec_stream_ckpt.commit.generation import fence_of

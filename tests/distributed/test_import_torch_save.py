@@ -19,7 +19,8 @@ from tests.evolving import Origin, State, Step, expected, restored
 from tests.laps import config
 from tests.model import assemble, differences
 from tests.pool import Pool
-from tests.zoo import MARK, Model, Part, Place, Plan, Table
+from tests.zoo import MARK
+from tests.zoo_models import Model, Part, Place, Plan, Table
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, SchemaMismatchError, UnsupportedError
 from torchrec_stream_ckpt.evolve.changes import Changes

@@ -18,7 +18,8 @@ from tests.laps import FAMILIES, MODULES, SPLIT, WHOLE, Lap, cell_model, compare
 from tests.model import differences
 from tests.pool import Pool
 from tests.random_zoo import Scenario, scenarios
-from tests.zoo import MARK, OPTIMIZERS, POINTWISE, Table
+from tests.zoo import MARK
+from tests.zoo_models import OPTIMIZERS, POINTWISE, Table
 
 pytestmark = pytest.mark.distributed
 

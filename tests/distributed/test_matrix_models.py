@@ -21,7 +21,7 @@ from tests.laps import EVERYTHING, FAMILIES, cell_model, config, covers, lap, on
 from tests.model import differences
 from tests.pool import Pool
 from tests.ranks import RankFailed
-from tests.zoo import OPTIMIZERS, Model, Part, Place, Plan, Table
+from tests.zoo_models import OPTIMIZERS, Model, Part, Place, Plan, Table
 
 pytestmark = pytest.mark.distributed
 

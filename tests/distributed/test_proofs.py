@@ -13,7 +13,8 @@ from tests import zoo
 from tests.laps import config
 from tests.plain_proof import Said, Shards, in_window, plain_digest, plain_digests, said_in, shards_of
 from tests.pool import Pool
-from tests.zoo import MARK, OPTIMIZERS, Job, Model, Part, Place, Plan, Table
+from tests.zoo import MARK
+from tests.zoo_models import OPTIMIZERS, Job, Model, Part, Place, Plan, Table
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.adapter import fused_kernels
 from torchrec_stream_ckpt.cli.main import app

@@ -15,7 +15,8 @@ from tests.evolving import restored
 from tests.inside import inside
 from tests.laps import config
 from tests.model import differences
-from tests.zoo import MARK, Model, Plan
+from tests.zoo import MARK
+from tests.zoo_models import Model, Plan
 from torchrec_stream_ckpt import StreamConfig, Takeover
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import SchemaMismatchError, StoreUnavailableError

@@ -15,7 +15,8 @@ from tests.dcp_readers import How
 from tests.laps import FAMILIES, MODULES, config, plan
 from tests.model import PLAN_1, PLAN_2, PLAN_2_OTHER, PLAN_3, Spec, differences
 from tests.pool import Pool
-from tests.zoo import MARK, OPTIMIZERS, Model, Part, Table
+from tests.zoo import MARK
+from tests.zoo_models import OPTIMIZERS, Model, Part, Table
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.control.partition import Control

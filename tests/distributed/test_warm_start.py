@@ -28,7 +28,8 @@ from tests.evolving import Origin, State, Step, expected
 from tests.laps import config
 from tests.model import differences
 from tests.ranks import RankFailed
-from tests.zoo import MARK, Marks, Model, Place, Plan
+from tests.zoo import MARK, Marks
+from tests.zoo_models import Model, Place, Plan
 from torchrec_stream_ckpt import Source, StreamConfig, failpoints, planner_constraints
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.commit.generation import fence_of

@@ -36,186 +36,44 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import NamedTuple
 
 from tests.model_check.explore import Broken
-from tests.model_check.rules import ALL, Rules
-
-NEW, CLAIMING, RUNS, SENT, COMMITTING, LOST, OVER = range(7)
-"""Where a trainer stands."""
-EXACT, NEWER, STRANGE = range(3)
-"""Whose values an entry has: those of its cut, those of a later step, or a stranger's, who names this stream."""
-
-Marker = tuple[int, int]
-"""(generation, number)."""
-NONE: Marker = (0, 0)
-
-
-class Claim(NamedTuple):
-    generation: int
-    trainer: int
-    """Its nonce."""
-    parent: Marker
-    swept: bool
-    """It sends every table whole."""
-
-
-class Commit(NamedTuple):
-    generation: int
-    number: int
-    trainer: int
-    """Its nonce."""
-
-
-class Trim(NamedTuple):
-    markers: tuple[Marker, ...]
-    """The marker up to which, for each generation of which data may be gone."""
-    stored: bool
-    """A store holds all markers that were committed before; False in a mutation alone."""
-
-
-class Entry(NamedTuple):
-    """Rows and MARK of one rank and cut."""
-
-    writer: int
-    seq: int
-    first: int
-    last: int
-    """Intervals whose rows are in it."""
-    values: int
+from tests.model_check.readers import REFUSED, Readers
+from tests.model_check.states import (
+    CLAIMING,
+    COMMITTING,
+    EXACT,
+    LOST,
+    NEW,
+    NEWER,
+    NONE,
+    OVER,
+    RUNS,
+    SENT,
+    STRANGE,
+    Claim,
+    Column,
+    Commit,
+    End,
+    Entry,
+    Lineage,
+    Marker,
+    Partition,
+    State,
+    Trainer,
+    Trim,
+    Writer,
+    holding,
+    holds_last,
+    in_order,
+    name_of,
+    with_trainer,
+    writing,
+)
 
 
-class Partition(NamedTuple):
-    """Of one rank: on Kafka one for all generations, in a file log one for each."""
-
-    gone: int = 0
-    """Offset of the first entry that is there."""
-    entries: tuple[Entry, ...] = ()
-
-    @property
-    def end(self) -> int:
-        return self.gone + len(self.entries)
-
-    def at(self, offset: int) -> Entry | None:
-        """The entry at ``offset``; None if it is gone, or the partition ends before."""
-        return self.entries[offset - self.gone] if self.gone <= offset < self.end else None
-
-    def trim(self, upto: int) -> Partition:
-        """Without what lies before ``upto``."""
-        return Partition(upto, self.entries[upto - self.gone :]) if self.gone < upto <= self.end else self
-
-
-class Writer(NamedTuple):
-    """What one rank of a trainer knows of its stream."""
-
-    seq: int = 0
-    begin: int = 0
-    end: int = 0
-    """Offset up to which all was acknowledged."""
-    interval: int = 0
-    """The first one whose rows are not sent."""
-
-
-class End(NamedTuple):
-    """Where a stream stands at a marker: RankEnd."""
-
-    begin: int = 0
-    end: int = 0
-    frames: int = 0
-
-
-class Column(NamedTuple):
-    """All that belongs to one rank. Ranks are alike: a state's columns are sorted."""
-
-    partitions: tuple[Partition, ...]
-    writers: tuple[Writer, ...]
-    """By trainer."""
-    ends: tuple[End, ...]
-    """By trainer and marker, once its COMMIT is on its way."""
-
-
-class Trainer(NamedTuple):
-    phase: int = NEW
-    generation: int = 0
-    parent: Marker = NONE
-    swept: bool = False
-    marker: int = 0
-    """The next one, or the one in the making."""
-    flying: int = 0
-    """A marker whose COMMIT is in flight, and for which the trainer does not wait any longer."""
-
-
-class State(NamedTuple):
-    control: tuple[Claim | Commit | Trim, ...]
-    trainers: tuple[Trainer, ...]
-    columns: tuple[Column, ...]
-    cuts: int
-    """How many are left."""
-    faults: int
-    """How many are left."""
-    lost: bool = False
-    """Whether one has taken away what was acknowledged."""
-
-
-class Lineage(NamedTuple):
-    """The control partition, folded."""
-
-    owners: dict[int, Claim]
-    commits: dict[Marker, Commit]
-    reach: dict[int, Marker]
-    stored: frozenset[Marker]
-
-    @property
-    def newest_generation(self) -> int:
-        return max(self.owners, default=0)
-
-    @property
-    def newest(self) -> Marker:
-        return next(reversed(self.commits), NONE)
-
-    def path(self, marker: Marker) -> list[Commit]:
-        """``Lineage.path``."""
-        path: list[Commit] = []
-        while marker != NONE:
-            path.append(self.commits[marker])
-            marker = self.owners[marker[0]].parent
-        return path[::-1]
-
-
-REFUSED = "refused"
-Verdict = Broken | str | None
-"""Of a read: wrong, refused by an error, or (None) exact."""
-
-
-class Protocol:
-    """The machine.
-
-    Args:
-        ranks: Of each trainer.
-        generations: Trainers that may start.
-        cuts: Of all of them together.
-        faults: Of fate.
-        trims: TRIMs that may be appended.
-        kafka: A partition is shared by all generations.
-        markers: Cuts of one trainer.
-        rules: What holds.
-    """
-
-    def __init__(
-        self,
-        ranks: int,
-        generations: int,
-        cuts: int = 3,
-        faults: int = 1,
-        trims: int = 1,
-        *,
-        kafka: bool = False,
-        markers: int = 2,
-        rules: Rules = ALL,
-    ) -> None:
-        self.ranks, self.generations, self.cuts, self.markers = ranks, generations, cuts, markers
-        self.faults, self.trims, self.kafka, self.rules = faults, trims, kafka, rules
-        self._lineages: dict[tuple[Claim | Commit | Trim, ...], Lineage] = {}
+class Protocol(Readers):
+    """The machine: who acts, and what each step makes of a state."""
 
     def start(self) -> State:
         column = Column(
@@ -243,108 +101,8 @@ class Protocol:
                 return verdict
             if verdict == REFUSED and not state.lost:
                 gone = any(partition.gone for column in state.columns for partition in column.partitions)
-                return Broken("P10" if gone else "P1", f"marker {_name(marker)} does not restore")
+                return Broken("P10" if gone else "P1", f"marker {name_of(marker)} does not restore")
         return None
-
-    # What readers do.
-
-    def lineage(self, state: State) -> Lineage:
-        found = self._lineages.get(state.control)
-        if found is None:
-            found = self._lineages[state.control] = self._fold(state.control)
-        return found
-
-    def _fold(self, control: Sequence[Claim | Commit | Trim]) -> Lineage:
-        """``Lineage.apply``, of records that count."""
-        lineage = Lineage({}, {}, {}, frozenset())
-        for record in control:
-            if isinstance(record, Claim):
-                lineage.owners[record.generation] = record
-            elif isinstance(record, Commit):
-                lineage.commits[record[:2]] = record
-            else:
-                if not self.rules.trims_add_up:
-                    lineage.reach.clear()
-                for marker in record.markers:
-                    lineage.reach[marker[0]] = max(marker, lineage.reach.get(marker[0], NONE))
-                if record.stored:
-                    lineage = lineage._replace(stored=frozenset(lineage.commits))
-        return lineage
-
-    def read(self, state: State, lineage: Lineage, path: list[Commit]) -> Verdict:
-        """Restore a marker on all ranks."""
-        verdict: Verdict = None
-        for column in state.columns:
-            mine = self._read_rank(column, lineage, path)
-            if isinstance(mine, Broken):
-                return mine
-            verdict = verdict or mine
-        return verdict
-
-    def _read_rank(self, column: Column, lineage: Lineage, path: list[Commit]) -> Verdict:
-        """``read_stream`` along the path, from the newest sweep on (``Lineage.bases``)."""
-        base = max(place for place, commit in enumerate(path) if lineage.owners[commit.generation].swept)
-        for place, commit in enumerate(path[base:], base):
-            verdict = self._read_stream(column, lineage, commit, whole=place == base, last=commit is path[-1])
-            if verdict is not None:
-                return verdict
-        return None
-
-    def _read_stream(self, column: Column, lineage: Lineage, commit: Commit, *, whole: bool, last: bool) -> Verdict:
-        """What the store has of a generation (up to a marker of it), and the log after that."""
-        partition, to = column.partitions[self._partition(commit.generation)], self._end(column, commit)
-        mine = (each for each in lineage.stored if each[0] == commit.generation and each[1] <= commit.number)
-        stored = max(mine, default=NONE)
-        after = self._end(column, lineage.commits[stored]) if stored != NONE else End(end=to.begin)
-        expected, seq, wrong, strange = stored[1] + 1 if stored != NONE else int(not whole), after.frames, "", False
-        beyond = not self.rules.stop_at_parent and not last
-        for offset, entry in enumerate(partition.entries, partition.gone):
-            if entry.writer != commit.trainer or offset < after.end or (offset >= to.end and not beyond):
-                continue
-            if self.rules.seq_and_chain and entry.seq != seq:
-                continue  # it came before, or is not ours
-            seq, strange = seq + 1, strange or entry.values == STRANGE
-            wrong = wrong or _wrong(entry, expected)
-            expected = entry.last + 1
-        if self.rules.counted_frames and not beyond and (seq != to.frames or strange):
-            return REFUSED
-        if not wrong and expected != commit.number + 1:
-            wrong = (
-                "P3 rows are missing" if expected <= commit.number else "P4 rows of an abandoned timeline are applied"
-            )
-        return Broken(wrong[:2], f"marker {_name(commit[:2])} restores, and{wrong[2:]}") if wrong else None
-
-    def _partition(self, generation: int) -> int:
-        return 0 if self.kafka else generation - 1
-
-    def _end(self, column: Column, commit: Commit) -> End:
-        return column.ends[commit.trainer * self.markers + commit.number - 1]
-
-    def _there(self, state: State, lineage: Lineage, path: list[Commit], own: Commit | None = None) -> bool:
-        """``Log.check_there`` of ``Lineage.spans``: both ends of each stream, less what was trimmed on purpose."""
-        return all(self._rank_there(column, lineage, path, own) for column in state.columns)
-
-    def _rank_there(self, column: Column, lineage: Lineage, path: list[Commit], own: Commit | None) -> bool:
-        older = 0
-        for commit in [*path, own] if own else path:
-            marker, end = lineage.reach.get(commit.generation, NONE), self._end(column, commit)
-            if commit is own:
-                writer = column.writers[own.trainer]
-                end = End(writer.begin, writer.end)
-            begin = end.begin
-            if marker != NONE and self.rules.trimmed_not_asked_for:
-                begin = max(begin, self._end(column, lineage.commits[marker]).end)
-            if begin >= end.end:
-                continue
-            partition = column.partitions[self._partition(commit.generation)]
-            if partition.gone > begin or end.end > partition.end:
-                return False
-            if self.kafka and self.rules.generations_in_order and begin < older:
-                return False
-            if self.rules.marks_read and not _is_mark(partition.at(end.end - 1), commit):
-                return False
-            older = end.end if self.kafka else 0
-        return True
 
     # What a trainer does.
 
@@ -367,7 +125,7 @@ class Protocol:
                 on = trainer._replace(phase=RUNS, marker=trainer.marker + 1, flying=trainer.marker)
                 yield (
                     f"{name} waits no longer for COMMIT {trainer.generation}:{trainer.marker}",
-                    _with(state, which, on),
+                    with_trainer(state, which, on),
                 )
         elif trainer.phase == LOST:
             yield from self._go_on(state, lineage, which, trainer)
@@ -380,14 +138,14 @@ class Protocol:
         for marker in reversed(lineage.commits):
             verdict = self.read(state, lineage, lineage.path(marker))
             if verdict is None:
-                yield f"trainer {which + 1} restores {_name(marker)}", self._begin(state, lineage, which, marker)
+                yield f"trainer {which + 1} restores {name_of(marker)}", self._begin(state, lineage, which, marker)
                 return
         if not lineage.commits:
             yield f"trainer {which + 1} begins from nothing", self._begin(state, lineage, which, NONE, swept=True)
 
     def _begin(self, state: State, lineage: Lineage, which: int, parent: Marker, *, swept: bool = False) -> State:
         trainer = Trainer(CLAIMING, lineage.newest_generation + 1, parent, swept)
-        return _with(state, which, trainer)
+        return with_trainer(state, which, trainer)
 
     def _claim(self, state: State, lineage: Lineage, which: int, trainer: Trainer) -> tuple[str, State | Broken]:
         """``Control.claim``."""
@@ -399,8 +157,8 @@ class Protocol:
         elif self.rules.claim_read_back:
             return f"{what}, too late", self._over(state, which)
         whole = trainer.swept and (trainer.parent == NONE or self.rules.swept_after_loss)
-        columns = [_writing(column, which, Writer(interval=0 if whole else 1)) for column in state.columns]
-        return what, _with(_sorted(state, columns), which, trainer._replace(phase=RUNS, marker=1))
+        columns = [writing(column, which, Writer(interval=0 if whole else 1)) for column in state.columns]
+        return what, with_trainer(in_order(state, columns), which, trainer._replace(phase=RUNS, marker=1))
 
     def _cut(
         self, state: State, lineage: Lineage, which: int, trainer: Trainer
@@ -447,15 +205,15 @@ class Protocol:
         if owner != which and any(sent):
             return Broken("P4", f"two trainers write to the streams of generation {trainer.generation}")
         number = trainer.marker if trainer.phase == SENT else trainer.marker - 1
-        lost, columns, place = False, [], self._partition(trainer.generation)
+        lost, columns, place = False, [], self.partition(trainer.generation)
         for rank, column in enumerate(state.columns):
             writer, partition = column.writers[which], column.partitions[place]
             if not sent[rank]:
                 if not self.rules.given_up_stays_marked and trainer.phase == RUNS:
-                    column = _writing(column, which, writer._replace(interval=number + 1))
+                    column = writing(column, which, writer._replace(interval=number + 1))
                 columns.append(column)
                 continue
-            if self.rules.acks_never_go_back and not _holds_last(partition, which, writer):
+            if self.rules.acks_never_go_back and not holds_last(partition, which, writer):
                 lost = True
                 columns.append(column)
                 continue
@@ -465,22 +223,22 @@ class Protocol:
             lost = lost or (self.rules.gaps_looked_at and rank == stranger and writer.seq > 0)
             partition = Partition(partition.gone, (*partition.entries, *entries))
             begin = writer.begin if writer.seq else partition.end - 1
-            column = _writing(column, which, Writer(writer.seq + 1, begin, partition.end, number + 1))
-            columns.append(_holding(column, place, partition))
-        return _with(_sorted(state, columns), which, trainer._replace(phase=LOST) if lost else trainer)
+            column = writing(column, which, Writer(writer.seq + 1, begin, partition.end, number + 1))
+            columns.append(holding(column, place, partition))
+        return with_trainer(in_order(state, columns), which, trainer._replace(phase=LOST) if lost else trainer)
 
     def _decide(self, state: State, lineage: Lineage, which: int, trainer: Trainer) -> tuple[str, State | Broken]:
         """All votes are there: ``check_claimed``, then COMMIT is on its way."""
         name, generation = f"trainer {which + 1}", trainer.generation
         path, own = lineage.path(trainer.parent), Commit(generation, trainer.marker, which)
-        there = self._there(state, lineage, path, own)
+        there = self.there(state, lineage, path, own)
         if self.rules.log_asked and not there:
             what = f"{name} misses data in the log"
             if (
                 not state.lost and generation == lineage.newest_generation
             ):  # a zombie's data may be dead: it is fenced next
                 return what, Broken("P10", "nothing was lost, and no marker is committed any more")
-            return what, _with(state, which, trainer._replace(phase=LOST))
+            return what, with_trainer(state, which, trainer._replace(phase=LOST))
         what = f"{name} sends COMMIT {generation}:{trainer.marker}"
         at = which * self.markers + trainer.marker - 1
         columns = [
@@ -488,7 +246,7 @@ class Protocol:
             for column in state.columns
             for writer in [column.writers[which]]
         ]
-        sent = _with(_sorted(state, columns), which, trainer._replace(phase=COMMITTING))
+        sent = with_trainer(in_order(state, columns), which, trainer._replace(phase=COMMITTING))
         verdict = self.read(sent, lineage, [*path, own])
         if isinstance(verdict, Broken):
             return what, verdict
@@ -508,19 +266,19 @@ class Protocol:
         counts = counts and not (late and rules.late_commit_ignored)
         if counts:
             if fenced or not owner:
-                return Broken("P4", f"marker {_name(commit[:2])} of a trainer that does not own the job is committed")
+                return Broken("P4", f"marker {name_of(commit[:2])} of a trainer that does not own the job is committed")
             if late:
                 return Broken(
-                    "P15", f"{_name(commit[:2])} is taken for the newest marker, after {_name(lineage.newest)}"
+                    "P15", f"{name_of(commit[:2])} is taken for the newest marker, after {name_of(lineage.newest)}"
                 )
             state = state._replace(control=(*state.control, commit))
         elif waits and not rules.commit_read_back:
-            return Broken("P2", f"marker {_name(commit[:2])} is called committed, and is not")
+            return Broken("P2", f"marker {name_of(commit[:2])} is called committed, and is not")
         if not waits:
-            return _with(state, which, trainer._replace(flying=0))
+            return with_trainer(state, which, trainer._replace(flying=0))
         if not counts or number == self.markers:
             return self._over(state, which)
-        return _with(state, which, trainer._replace(phase=RUNS, marker=number + 1))
+        return with_trainer(state, which, trainer._replace(phase=RUNS, marker=number + 1))
 
     def _go_on(
         self, state: State, lineage: Lineage, which: int, trainer: Trainer
@@ -530,10 +288,10 @@ class Protocol:
         if lineage.newest_generation != trainer.generation:
             yield f"trainer {which + 1} is fenced", self._over(state, which)
         elif following is not None:
-            held = (mark for mark in reversed(lineage.commits) if self._there(state, lineage, lineage.path(mark)))
+            held = (mark for mark in reversed(lineage.commits) if self.there(state, lineage, lineage.path(mark)))
             parent = next(held, NONE) if self.rules.held_parent else lineage.newest
-            what = f"trainer {which + 1} goes on as {following + 1} from {_name(parent)}"
-            if not self._there(state, lineage, lineage.path(parent)):
+            what = f"trainer {which + 1} goes on as {following + 1} from {name_of(parent)}"
+            if not self.there(state, lineage, lineage.path(parent)):
                 yield what, Broken("P1", "it goes on from a marker that the log does not hold")
                 return
             yield what, self._begin(self._over(state, which), lineage, following, parent, swept=True)
@@ -542,7 +300,9 @@ class Protocol:
         """Nothing is left of a trainer but what it wrote, and a COMMIT in flight."""
         trainer = state.trainers[which]
         over = Trainer(OVER, trainer.generation if trainer.flying else 0, flying=trainer.flying)
-        return _with(_sorted(state, [_writing(column, which, Writer()) for column in state.columns]), which, over)
+        return with_trainer(
+            in_order(state, [writing(column, which, Writer()) for column in state.columns]), which, over
+        )
 
     # What trims and fate do.
 
@@ -556,7 +316,7 @@ class Protocol:
         for upto in lineage.commits:
             trim = Trim(self._reach(lineage, upto), stored)
             if trim not in state.control:
-                yield f"TRIM up to {_name(upto)}", state._replace(control=(*state.control, trim))
+                yield f"TRIM up to {name_of(upto)}", state._replace(control=(*state.control, trim))
 
     @staticmethod
     def _reach(lineage: Lineage, upto: Marker) -> tuple[Marker, ...]:
@@ -572,7 +332,7 @@ class Protocol:
             return
         columns = [self._trimmed(column, lineage, reach) for column in state.columns]
         if tuple(columns) != state.columns:
-            yield "the trim deletes", _sorted(state, columns)
+            yield "the trim deletes", in_order(state, columns)
 
     def _trimmed(self, column: Column, lineage: Lineage, reach: dict[int, Marker]) -> Column:
         """What is left of a rank's partitions. Kafka deletes from the front: what is kept ends it."""
@@ -580,15 +340,15 @@ class Protocol:
         front, kept = 0, [column.partitions[0].end]
         for generation in lineage.owners:
             gone, last = reach.get(generation, NONE), newest.get(generation, NONE)
-            upto = self._end(column, lineage.commits[gone]).end if gone != NONE else 0
+            upto = self.end(column, lineage.commits[gone]).end if gone != NONE else 0
             front = max(front, upto)
             if last > gone:
-                kept.append(max(upto, self._end(column, lineage.commits[last]).begin))
+                kept.append(max(upto, self.end(column, lineage.commits[last]).begin))
             if not self.kafka:
                 dead = generation < lineage.newest_generation and last <= gone
                 partition = column.partitions[generation - 1]
-                column = _holding(column, generation - 1, partition.trim(partition.end if dead else upto))
-        return _holding(column, 0, column.partitions[0].trim(min(front, *kept))) if self.kafka else column
+                column = holding(column, generation - 1, partition.trim(partition.end if dead else upto))
+        return holding(column, 0, column.partitions[0].trim(min(front, *kept))) if self.kafka else column
 
     def _lose(self, state: State) -> Iterator[tuple[str, State | Broken]]:
         """The last entry of a stream is gone, though it was acknowledged."""
@@ -597,53 +357,7 @@ class Protocol:
                 if not partition.entries:
                     continue
                 columns = [*state.columns]
-                columns[rank] = _holding(column, place, Partition(partition.gone, partition.entries[:-1]))
+                columns[rank] = holding(column, place, Partition(partition.gone, partition.entries[:-1]))
                 after = state._replace(faults=state.faults - 1, lost=True)
                 where = "a partition" if self.kafka else f"a stream of generation {place + 1}"
-                yield f"the log loses the end of {where}", _sorted(after, columns)
-
-
-def _wrong(entry: Entry, expected: int) -> str:
-    """What a reader does wrong that applies an entry, and which promise that breaks."""
-    if entry.values == STRANGE:
-        return "P4 an entry of somebody else is applied"
-    if entry.values == NEWER:
-        return "P1 rows have values of another step"
-    if entry.first != expected:
-        return f"P3 rows are {'applied twice' if entry.first < expected else 'missing'}"
-    return ""
-
-
-def _is_mark(entry: Entry | None, commit: Commit) -> bool:
-    return entry is not None and (entry.writer, entry.last) == (commit.trainer, commit.number)
-
-
-def _holds_last(partition: Partition, which: int, writer: Writer) -> bool:
-    """Whether the log still has the last frame that it acknowledged: else it takes no other one of this writer.
-
-    A broker knows its producer's last frame (``kafka/producer.py``), a file its length (``FileWriter._check_length``).
-    """
-    if not writer.seq or writer.end <= partition.gone:
-        return True
-    entry = partition.at(writer.end - 1)
-    return entry is not None and (entry.writer, entry.seq) == (which, writer.seq - 1)
-
-
-def _name(marker: Sequence[int]) -> str:
-    return f"{marker[0]}:{marker[1]}" if tuple(marker) != NONE else "nothing"
-
-
-def _with(state: State, which: int, trainer: Trainer) -> State:
-    return state._replace(trainers=(*state.trainers[:which], trainer, *state.trainers[which + 1 :]))
-
-
-def _writing(column: Column, which: int, writer: Writer) -> Column:
-    return column._replace(writers=(*column.writers[:which], writer, *column.writers[which + 1 :]))
-
-
-def _holding(column: Column, place: int, partition: Partition) -> Column:
-    return column._replace(partitions=(*column.partitions[:place], partition, *column.partitions[place + 1 :]))
-
-
-def _sorted(state: State, columns: list[Column]) -> State:
-    return state._replace(columns=tuple(sorted(columns)))
+                yield f"the log loses the end of {where}", in_order(after, columns)

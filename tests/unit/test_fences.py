@@ -328,6 +328,17 @@ def test_private_names_of_a_checkpointer_are_known_to_one_file_of_the_tests_alon
                 assert held not in holders or path.name == "inside.py", f"{path}:{node.lineno} knows {node.attr}"
 
 
+def test_no_file_has_more_than_450_lines() -> None:
+    project = ROOT.parent
+    folders = ("torchrec_stream_ckpt", "torchx_components", "recipes", "scripts", "benchmarks", "tests")
+    long = {
+        f"{path.relative_to(project)}: {lines}"
+        for path in (path for folder in folders for path in (project / folder).rglob("*.py"))
+        if (lines := path.read_bytes().count(b"\n")) > 450
+    }
+    assert long == set(), "split them by what they do, or show"
+
+
 def test_torch_is_imported_where_tensors_are_alone() -> None:
     assert importers("torch") <= WITH_TORCH
 

@@ -1,0 +1,282 @@
+"""A job with managed collision: its model, its batches, and how it trains and restores."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
+from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    LFU_EvictionPolicy,
+    LRU_EvictionPolicy,
+    ManagedCollisionCollection,
+    ManagedCollisionModule,
+    MCHEvictionPolicy,
+    MCHManagedCollisionModule,
+    average_threshold_filter,
+)
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from tests.model import assemble
+from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+
+# name, rows, dim, features, steps between two evictions, raw ids
+TABLES = [("one", 16, 8, ["a", "b"], 3, 4096), ("two", 24, 8, ["c"], 4, 1000)]
+FEATURES = [(feature, size) for _, _, _, features, _, size in TABLES for feature in features]
+BATCH = 12
+
+POLICIES = {
+    "lfu": lambda: LFU_EvictionPolicy(),
+    "lru": lambda: LRU_EvictionPolicy(decay_exponent=1.5),
+    "distance_lfu": lambda: DistanceLFU_EvictionPolicy(threshold_filtering_func=average_threshold_filter),
+}
+
+State = dict[str, torch.Tensor]
+
+
+def _modulo(ids: torch.Tensor, size: int) -> torch.Tensor:
+    return ids % size
+
+
+class Net(nn.Module):
+    """A managed collision module, and a dense layer over what it looks up."""
+
+    def __init__(self, kind: str, policy: MCHEvictionPolicy, *, weighted: bool, intervals: tuple[int, ...]) -> None:
+        super().__init__()
+        self.kind, self.weighted = kind, weighted
+        config: Any = EmbeddingBagConfig if kind == "bag" else EmbeddingConfig
+        configs = [
+            config(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=features)
+            for name, rows, dim, features, _, _ in TABLES
+        ]
+        modules: dict[str, ManagedCollisionModule] = {
+            name: MCHManagedCollisionModule(
+                zch_size=rows,
+                device=torch.device("cpu"),
+                eviction_policy=policy,
+                eviction_interval=interval,
+                input_hash_size=size,
+                input_hash_func=None if weighted else _modulo,
+            )
+            for (name, rows, _, _, _, size), interval in zip(TABLES, intervals, strict=True)
+        }
+        collisions = ManagedCollisionCollection(modules, configs, need_preprocess=not weighted)
+        device = torch.device("meta")
+        if kind == "bag":
+            bags = EmbeddingBagCollection(tables=configs, is_weighted=weighted, device=device)
+            self.mc: nn.Module = ManagedCollisionEmbeddingBagCollection(
+                bags, collisions, return_remapped_features=not weighted
+            )
+        else:
+            tables = EmbeddingCollection(tables=configs, device=device)
+            self.mc = ManagedCollisionEmbeddingCollection(
+                tables, collisions, return_remapped_features=True, allow_in_place_embed_weight_update=True
+            )
+        self.top = nn.Linear(1, 1)
+
+    def forward(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        embedded, remapped = self.mc(sparse)
+        assert self.weighted or remapped.keys() == sparse.keys()
+        values = [embedded[name] if self.kind == "bag" else embedded[name].values() for name, _ in FEATURES]
+        pooled = torch.stack([(each**2).sum() for each in values]).sum()
+        return ((self.top(pooled.reshape(1, 1) / BATCH) - 1) ** 2).mean()
+
+
+@dataclass
+class Job:
+    """A live job on one rank."""
+
+    dmp: DistributedModelParallel
+    optimizer: CombinedOptimizer
+    dense: torch.optim.Optimizer
+    weighted: bool
+    step_number: int = 0
+
+    def step(self) -> None:
+        self.step_number += 1
+        self.optimizer.zero_grad()
+        self.dmp(_batch(self.step_number, weighted=self.weighted)).backward()
+        self.optimizer.step()
+
+    def evaluate(self) -> None:
+        self.dmp.eval()
+        with torch.no_grad():
+            self.dmp(_batch(1000 + self.step_number, weighted=self.weighted))
+        self.dmp.train()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step_number": self.step_number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step_number = state["step_number"]
+
+    def maps(self) -> dict[str, MCHManagedCollisionModule]:
+        return dict(self.dmp.module.mc._managed_collision_collection._managed_collision_modules.items())
+
+    def truth(self) -> State:
+        """Tables and states whole, the same on every rank; dense and random state."""
+        state: State = {}
+        sharded: dict[str, ShardedTensor] = {}
+        for name, value in self.dmp.state_dict().items():
+            if isinstance(value, ShardedTensor) and "_mch_" not in name:
+                sharded[name] = value
+            elif not isinstance(value, ShardedTensor):
+                state[name] = value.clone()
+        for name, values in self.dmp.fused_optimizer.state_dict()["state"].items():
+            sharded |= {f"{name}.{key}": value for key, value in values.items() if isinstance(value, ShardedTensor)}
+        state |= assemble(sharded)
+        for number, values in enumerate(self.dense.state.values()):
+            state |= {f"dense.{number}.{key}": torch.as_tensor(value).clone() for key, value in values.items()}
+        return {key: value for key, value in state.items() if "_output_segments" not in key} | {
+            "rng": torch.get_rng_state()
+        }
+
+    def map_truth(self) -> State:
+        """Every buffer, counter and history of this rank's id maps, read from TorchRec's modules."""
+        state: State = {}
+        for table, module in self.maps().items():
+            values: dict[str, Any] = {
+                name: buffer.clone() for name, buffer in module.named_buffers() if not name.startswith("_history_")
+            }
+            seen = module._current_history_buffer_offset
+            if seen:
+                values["_history_accumulator"] = module._history_accumulator[:seen].clone()
+                values |= {f"_history_{key}": value[:seen].clone() for key, value in module._history_metadata.items()}
+            for name in ("_current_iter", "_last_eviction_iter", "evicted", "_input_history_buffer_size"):
+                values[name] = torch.tensor(int(getattr(module, name)))
+            state |= {f"{table}.{name}": value for name, value in values.items()}
+        return state
+
+
+def job(
+    kind: str = "bag",
+    policy: str = "distance_lfu",
+    optimizer: EmbOptimType = EmbOptimType.EXACT_ADAGRAD,
+    *,
+    weighted: bool = False,
+    intervals: tuple[int, ...] = (3, 4),
+    net: Net | None = None,
+) -> Job:
+    torch.manual_seed(7)
+    net = net or Net(kind, POLICIES[policy](), weighted=weighted, intervals=intervals)
+    fused = {"optimizer": optimizer, "learning_rate": 0.1}
+    sharder: Any = (
+        ManagedCollisionEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder(fused_params=fused))
+        if kind == "bag"
+        else ManagedCollisionEmbeddingCollectionSharder(EmbeddingCollectionSharder(fused_params=fused))
+    )
+    plan = construct_module_sharding_plan(
+        net.mc,
+        {name: row_wise() for name, *_ in TABLES},
+        sharder=sharder,
+        local_size=dist.get_world_size(),
+        world_size=dist.get_world_size(),
+        device_type="cpu",
+    )
+    for parameter in plan.values():
+        parameter.compute_kernel = "fused"
+    dmp = DistributedModelParallel(
+        net,
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        device=torch.device("cpu"),
+        plan=ShardingPlan(plan={"mc": plan}),
+        sharders=[sharder],
+    )
+    keyed = KeyedOptimizerWrapper(
+        dict(in_backward_optimizer_filter(dmp.named_parameters())), lambda p: torch.optim.Adam(p, lr=0.01)
+    )
+    torch.manual_seed(100 + dist.get_rank())
+    return Job(dmp, CombinedOptimizer([dmp.fused_optimizer, keyed]), keyed._optimizer, weighted)
+
+
+def _batch(step: int, *, weighted: bool) -> KeyedJaggedTensor:
+    """This rank's slice of global batch ``step``: six hot ids, others every three steps, among cold ones."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(2000 + step)
+    low, high = rank * BATCH // world, (rank + 1) * BATCH // world
+    values, lengths = [], []
+    for _, size in FEATURES:
+        length = torch.randint(1, 5, (BATCH,), generator=generator)
+        cold = torch.randint(0, size, (int(length.sum()),), generator=generator)
+        hot = (torch.randint(0, 6, cold.shape, generator=generator) + step // 3 * 12) * 97 % size
+        ids = torch.where(torch.rand(cold.shape, generator=generator) < 0.6, hot, cold)
+        ends = torch.cat([torch.zeros(1, dtype=torch.long), length.cumsum(0)])
+        values.append(ids[ends[low] : ends[high]])
+        lengths.append(length[low:high])
+    together = torch.cat(values)
+    return KeyedJaggedTensor(
+        keys=[feature for feature, _ in FEATURES],
+        values=together,
+        lengths=torch.cat(lengths),
+        weights=(together % 5 + 1).float() if weighted else None,
+    )
+
+
+def attach(each: Job, uri: str, **more: Any) -> StreamCheckpointer:
+    return StreamCheckpointer(each.dmp, each.optimizer, config=StreamConfig(uri=uri, **more), stateful={"loader": each})
+
+
+Truths = dict[int, tuple[State, State]]
+
+
+def go_on(each: Job, checkpointer: StreamCheckpointer, last: int, marked: Collection[int] = ()) -> Truths:
+    """Train, with markers behind some steps: (truth, map truth) by step."""
+    truths: Truths = {}
+    while each.step_number < last:
+        each.step()
+        if each.step_number % 5 == 0:
+            each.evaluate()
+        checkpointer.step()
+        if each.step_number in marked:
+            checkpointer.mark().result(60)
+        truths[each.step_number] = (each.truth(), each.map_truth())
+    return truths
+
+
+def train(uri: str, marked: list[int], last: int, build: dict[str, Any]) -> Truths:
+    each = job(**build)
+    with attach(each, uri, marker_every=None) as checkpointer:
+        return go_on(each, checkpointer, last, marked)
+
+
+def restore(uri: str, marked: list[int], last: int, build: dict[str, Any]) -> list[Truths]:
+    """For each marker a new job that has trained otherwise: its state behind the restore, and at each later step."""
+    found = []
+    for position in range(len(marked)):
+        each = job(**build)
+        each.step_number = 500
+        for _ in range(position):
+            each.step()
+        with attach(each, uri, marker_every=None) as checkpointer:
+            restored = checkpointer.restore(f"1:{position + 1}")
+            assert restored is not None
+            state = (each.truth(), each.map_truth())
+            found.append({restored.step: state, **go_on(each, checkpointer, last)})
+    return found
+
+
+def evicted(truths: Truths, table: str) -> dict[int, int]:
+    """How many raw ids lost their row, by step."""
+    ids = {step: set(maps[f"{table}._mch_sorted_raw_ids"].tolist()) for step, (_, maps) in sorted(truths.items())}
+    return {step: len(ids[step - 1] - ids[step]) for step in ids if step - 1 in ids}
