@@ -163,7 +163,7 @@ class Job:
             if seen:
                 values["_history_accumulator"] = module._history_accumulator[:seen].clone()
                 values |= {f"_history_{key}": value[:seen].clone() for key, value in module._history_metadata.items()}
-            for name in ("_current_iter", "_last_eviction_iter", "evicted", "_input_history_buffer_size"):
+            for name in ("_current_iter", "_last_eviction_iter", "_evicted", "_input_history_buffer_size"):
                 values[name] = torch.tensor(int(getattr(module, name)))
             state |= {f"{table}.{name}": value for name, value in values.items()}
         return state

@@ -14,6 +14,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from tests import ranks, stores, zoo, zoo_models
 from tests.distributed.test_changed_model_faults import ALONE, CHANGES, EVENTS, NEW, OLD, THREE, TWO, check
 from tests.evolving import State, restored
+from tests.inside import inside
 from tests.laps import config
 from tests.model import differences
 from tests.ranks import RankFailed
@@ -51,13 +52,14 @@ def train_through_a_loss(
 def lose(job: zoo_models.Job, checkpointer: StreamCheckpointer, root: Path, lost: tuple[int, ...]) -> None:
     """Rows of these generations go; the job notices, goes on, and sets two markers."""
     opened = checkpointer.generation
+    inside(checkpointer).wait_for_log()  # what goes was there
     dist.barrier()
     if dist.get_rank() == 1:
         cut(root, lost)
     dist.barrier()
     with pytest.raises(StreamCkptError):
         checkpointer.mark().result(60)
-    for _ in range(20):
+    for _ in range(2000):  # it hears of it from its commit thread, however long that takes
         zoo.play(job, checkpointer, ("train",))
         if checkpointer.generation != opened:
             break

@@ -104,7 +104,7 @@ def test_the_recipe_serves_a_live_trainer(tmp_path: Path, capsys: pytest.Capture
     trainer = Torchrun(2, ROOT / "tests" / "paced_rank.py", *flags)
     recipe = load_recipe("online_follow")
     try:
-        flags = ["--stream_ckpt", uri, "--verify", "--markers", "3", "--batch_size", "32", "--idle_s", "90"]
+        flags = ["--stream_ckpt", uri, "--verify", "--markers", "3", "--batch_size", "32", "--idle_s", "300"]
         assert recipe.main(flags) == 3
         assert trainer.alive()  # all the time
     finally:

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from tests import ranks
+from tests.inside import inside
 from tests.model import PLAN_2, Trainer, trainer
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.commit.collective import meet
@@ -20,10 +21,15 @@ from torchrec_stream_ckpt.trainer import groups
 
 pytestmark = pytest.mark.distributed
 
+HANG_S = 240.0
+"""Against a hang alone: nothing rests on it."""
+COMMIT_S = 4.0
+"""How long a marker waits for a rank that does not come."""
+
 
 def _attach(uri: str) -> tuple[Trainer, StreamCheckpointer]:
     job = trainer(PLAN_2)
-    config = StreamConfig(uri=uri, marker_every=None, commit_timeout_s=4.0)
+    config = StreamConfig(uri=uri, marker_every=None, commit_timeout_s=COMMIT_S)
     return job, StreamCheckpointer(job.dmp, job.optimizer, config=config, stateful={"loader": job})
 
 
@@ -88,7 +94,8 @@ def _freeze(uri: str, during: str, told: Path) -> None:
         checkpointer.restore()
         job.step()
         checkpointer.step()
-        checkpointer.mark().result(60)
+        with inside(checkpointer).commit_timeout(HANG_S):
+            checkpointer.mark().result(HANG_S)
         checkpointer.step()  # a boundary without a marker
         future = checkpointer.mark() if during in ("future", "close") else None
     if dist.get_rank() == 1:
@@ -124,7 +131,7 @@ def test_a_rank_that_freezes_is_named_and_nothing_waits_for_it_for_good(
     told = tmp_path / "told"
     job = ranks.start(2, _freeze, f"file://{tmp_path}/log", during, told)
     try:
-        job.processes[0].join(120)
+        job.processes[0].join(HANG_S)
         said = told.read_text()
     finally:
         job.kill()
@@ -152,7 +159,7 @@ def test_a_rank_that_freezes_before_the_attach_is_named_to_the_others(tmp_path: 
     told = tmp_path / "told"
     job = ranks.start(2, _freeze_at_attach, f"file://{tmp_path}/log", told)
     try:
-        job.processes[0].join(120)
+        job.processes[0].join(HANG_S)
         said = told.read_text()
     finally:
         job.kill()
@@ -163,7 +170,7 @@ def test_a_rank_that_freezes_before_the_attach_is_named_to_the_others(tmp_path: 
 def _steps_after_a_close(uri: str) -> str:
     """Rank 1 closes at a boundary at which the others go on, with markers by cadence."""
     job = trainer(PLAN_2)
-    config = StreamConfig(uri=uri, marker_every=1, commit_timeout_s=4.0)
+    config = StreamConfig(uri=uri, marker_every=1, commit_timeout_s=COMMIT_S)
     checkpointer = StreamCheckpointer(job.dmp, job.optimizer, config=config, stateful={"loader": job})
     checkpointer.restore()
     if dist.get_rank() == 1:
@@ -203,11 +210,13 @@ def _one_save_is_left_out(uri: str, left_out_by: int, pause_s: float) -> list[st
 
     Coordinator._prepare = once  # type: ignore[method-assign]
     said = []
-    for _ in range(4):
+    for number in range(1, 5):
         job.step()
         checkpointer.step()
+        late_s = COMMIT_S if number == 2 else HANG_S
         try:
-            said.append(str(checkpointer.mark().result(60).marker))
+            with inside(checkpointer).commit_timeout(late_s):
+                said.append(str(checkpointer.mark().result(HANG_S).marker))
         except MarkerFailedError as error:
             said.append(error.message)
             time.sleep(pause_s)

@@ -30,6 +30,8 @@ HANG_S = 120.0
 """A test that comes here has hung."""
 TIMEOUT_S = 2 * HANG_S
 """Whoever waits for this to pass, where nothing has to be waited for, has hung before."""
+FAILS_AFTER_S = 4.0
+"""How long a marker waits that cannot be committed."""
 
 
 class Position:
@@ -74,9 +76,9 @@ class Running:
         return {**truth(self.job), "position": torch.tensor(self.position.value)}
 
 
-def _start(uri: str, timeout_s: float = TIMEOUT_S) -> Running:
+def _start(uri: str) -> Running:
     job, position = trainer(PLAN_2), Position()
-    settings = StreamConfig(uri=uri, marker_every=None, commit_timeout_s=timeout_s)
+    settings = StreamConfig(uri=uri, marker_every=None, commit_timeout_s=TIMEOUT_S)
     checkpointer = StreamCheckpointer(
         job.dmp,
         job.optimizer,
@@ -320,16 +322,17 @@ def test_ranks_that_cut_different_markers_are_told_so_and_nothing_is_committed(t
 
 
 def _partition_deleted(uri: str, folder: Path) -> list[str]:
-    running = _start(uri, timeout_s=2)
+    running = _start(uri)
     running.step()
     said = [running.mark()]
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
     dist.barrier()
-    for _ in range(2):
-        running.step()
-        said.append(running.mark())
+    with inside(running.checkpointer).commit_timeout(FAILS_AFTER_S):
+        for _ in range(2):
+            running.step()
+            said.append(running.mark())
     running.checkpointer.close(1)
     return said
 
@@ -337,7 +340,7 @@ def _partition_deleted(uri: str, folder: Path) -> list[str]:
 def test_a_partition_that_is_deleted_under_a_live_job_fails_its_markers_by_name(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
     folder = tmp_path / "data" / "p00001"
-    for said in ranks.run(2, _partition_deleted, uri, folder, timeout_s=90):
+    for said in ranks.run(2, _partition_deleted, uri, folder, timeout_s=HANG_S):
         assert said[0] == "1:1"
         for failed in said[1:]:
             assert failed.startswith(MarkerFailedError.__name__)

@@ -32,6 +32,8 @@ pytestmark = pytest.mark.distributed
 Truth = dict[str, torch.Tensor]
 STOP, MARK = signal.SIGTERM, signal.SIGUSR1
 STEPS_AT_MOST = 3000
+HANG_S = 240.0
+"""Against a hang alone: nothing rests on it."""
 
 
 def lineage_of(folder: Path) -> Lineage:
@@ -144,10 +146,12 @@ def test_fifty_jobs_that_are_told_to_stop_at_any_moment_leave_a_marker_each(tmp_
 def _marked(folder: Path, seed: int, times: int) -> tuple[list[float], dict[str, float], dict[str, Truth], list[str]]:
     """When this rank was signalled, what was cut when, and what was said."""
     draw, job, sent = random.Random(seed + dist.get_rank()), trainer(PLAN_2), []
-    both = random.Random(seed)
+    both, first = random.Random(seed), threading.Event()
 
     def signals() -> None:
-        for _ in range(times):
+        for number in range(times):
+            if number == times // 2:  # however slow the machine: some come after the first marker was cut
+                first.wait(HANG_S)
             time.sleep(0.3 * draw.random() ** 2)
             if dist.get_rank() == both.randrange(3) % 2:  # this rank, or the other one
                 sent.append(time.monotonic())
@@ -158,13 +162,16 @@ def _marked(folder: Path, seed: int, times: int) -> tuple[list[float], dict[str,
         thread = threading.Thread(target=signals)
         thread.start()
         with watching(checkpointer, job) as (truths, cut):
-            at_rest = 0
-            while at_rest < 40:
+            at_rest, steps = 0, 0
+            while at_rest < 40 and steps < STEPS_AT_MOST:
                 job.step()
                 checkpointer.step()
-                alive = torch.tensor(int(thread.is_alive()))
-                dist.all_reduce(alive)
-                at_rest = 0 if alive else at_rest + 1
+                if cut:
+                    first.set()
+                waits = thread.is_alive() or any(each > max(cut.values(), default=0.0) for each in sent)
+                waiting = torch.tensor(int(waits))
+                dist.all_reduce(waiting)
+                at_rest, steps = 0 if waiting else at_rest + 1, steps + 1
         assert not checkpointer.should_stop
         thread.join()
     return sent, cut, truths, said.lines

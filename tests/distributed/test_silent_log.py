@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tests import ranks
+from tests.inside import inside
 from tests.model import PLAN_2, trainer
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.commit import coordinator
@@ -18,6 +19,9 @@ from torchrec_stream_ckpt.errors import CommitUnknownError, MarkerFailedError
 from torchrec_stream_ckpt.log.files import FileLog
 
 pytestmark = pytest.mark.distributed
+
+HANG_S = 120.0
+"""Against a hang alone: nothing rests on it."""
 
 
 def _hangs_in_a_commit(uri: str) -> list[str]:
@@ -40,21 +44,23 @@ def _hangs_in_a_commit(uri: str) -> list[str]:
             checkpointer.step()
             return checkpointer.mark()
 
-        mark().result(60)
+        with inside(checkpointer).commit_timeout(HANG_S):
+            mark().result(HANG_S)
         answers.clear()
         said = []
         for kind in (CommitUnknownError, MarkerFailedError):
             with pytest.raises(kind) as caught:
-                mark().result(60)
+                mark().result(HANG_S)
             said.append(str(caught.value))
         dist.barrier()
         answers.set()
-        assert mark().result(60).marker == 4
+        with inside(checkpointer).commit_timeout(HANG_S):
+            assert mark().result(HANG_S).marker == 4
     return said
 
 
 def test_all_ranks_hear_in_time_that_the_log_does_not_answer_and_go_on_once_it_does(tmp_path: Path) -> None:
-    first, second = ranks.run(2, _hangs_in_a_commit, f"file://{tmp_path}/log", timeout_s=200)
+    first, second = ranks.run(2, _hangs_in_a_commit, f"file://{tmp_path}/log", timeout_s=3 * HANG_S)
     assert first == second
     unknown, failed = first
     assert unknown.startswith("COMMIT: log or store have not answered for 1")

@@ -30,6 +30,9 @@ from torchrec_stream_ckpt.tiers.relay_service import state_of
 
 pytestmark = pytest.mark.distributed
 
+HANG_S = 240.0
+"""Against a hang alone: nothing rests on it."""
+
 STEPS = 6
 
 
@@ -55,7 +58,7 @@ def train_and_hang(spec: Spec, settings: StreamConfig, steps: int, told: str) ->
 def killed(world: int, spec: Spec, settings: StreamConfig, steps: int, told: Path) -> tuple[str | None, list[Truths]]:
     """A job that trained so far and was killed: where it had restored from, and the truth on each rank."""
     job = ranks.start(world, train_and_hang, spec, settings, steps, str(told))
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + HANG_S
     while not all(Path(f"{told}.done-{rank}").exists() for rank in range(world)):
         assert time.monotonic() < deadline, "the job did not train"
         if any(not process.is_alive() for process in job.processes):
@@ -67,7 +70,7 @@ def killed(world: int, spec: Spec, settings: StreamConfig, steps: int, told: Pat
     return found[0][0], [truths for _, truths in found]
 
 
-def settled(settings: StreamConfig, timeout_s: float = 30.0) -> dict[str, Any]:
+def settled(settings: StreamConfig, timeout_s: float = HANG_S) -> dict[str, Any]:
     """Once the relay of a dead trainer has done its work: how the two tiers stand."""
     tiers = open_tiers(settings)
     deadline = time.monotonic() + timeout_s
@@ -166,7 +169,7 @@ def train_while_relays_die(spec: Spec, settings: StreamConfig, steps: int, kills
         truths[job.step_number] = truth(job)
         if dist.get_rank() == 0 and len(done) < kills:
             pid = inside(checkpointer).tiers.relay_pid
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + HANG_S
             while pid is None or pid in done:
                 assert time.monotonic() < deadline, "no relay was started again"
                 time.sleep(0.02)
@@ -197,7 +200,7 @@ def train_until_fenced(spec: Spec, settings: StreamConfig, told: str) -> tuple[T
     checkpointer = attach(job, settings)
     checkpointer.restore()
     truths: Truths = {}
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while time.monotonic() < deadline:
         job.step()
         try:
@@ -214,7 +217,7 @@ def train_until_fenced(spec: Spec, settings: StreamConfig, told: str) -> tuple[T
 def test_a_trainer_whose_job_another_node_took_over_is_told_and_offers_nothing_newer(tmp_path: Path) -> None:
     settings = config(tmp_path / "first", tmp_path / "outer", marker_every=None)
     zombie = ranks.start(1, train_until_fenced, PLAN_1, settings, str(tmp_path / "told"))
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while not (tmp_path / "told").exists() or settled(settings, 0.0)["outer_newest"] is None:
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -73,7 +73,7 @@ def test_a_broker_that_is_not_there_is_waited_for(tmp_path: Path) -> None:
     process = start([uri, "--store", str(tmp_path / "store"), "--poll-s", "0.1", "--json"], output)
     try:
         wait("its complaint", has(output, "trouble"), output)
-        (trouble,) = (event for event in events_of(output) if event["event"] == "trouble")
+        trouble = next(event for event in events_of(output) if event["event"] == "trouble")
         assert "connection refused" in str(trouble["message"])
         assert trouble["hint"]
         broker.start(die_with=os.getpid())

@@ -48,8 +48,8 @@ def test_a_control_topic_that_is_gone_is_refused_on_every_rank_and_put_back(boot
     parsed = parse_uri(uri)
     assert isinstance(parsed, KafkaUri)
     admin: Any = AdminClient({"bootstrap.servers": bootstrap})
-    admin.delete_topics([parsed.control_topic])[parsed.control_topic].result(20)
-    deadline = time.monotonic() + 30
+    admin.delete_topics([parsed.control_topic])[parsed.control_topic].result(120)
+    deadline = time.monotonic() + 120
     while parsed.control_topic in admin.list_topics(timeout=120).topics:
         assert time.monotonic() < deadline
         time.sleep(0.1)
