@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -57,21 +57,30 @@ class Job:
             RankFailed: a rank raised, was killed, or took too long.
         """
         deadline = time.monotonic() + timeout_s
-        results: list[Any] = []
+        said: dict[int, tuple[bool, Any]] = {}
         try:
-            for rank, pipe in enumerate(self.pipes):
-                if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                    raise RankFailed(f"rank {rank} did not finish in {timeout_s} s")
-                try:
-                    ok, value = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
-                except EOFError:
-                    raise RankFailed(f"rank {rank} died") from None
+            for rank in range(len(self.pipes)):
+                while rank not in said:
+                    self._hear(said, deadline, timeout_s)
+                ok, value = said[rank]
                 if not ok:
                     raise RankFailed(f"rank {rank} raised:\n{value}")
-                results.append(value)
         finally:
             self.close()
-        return results
+        return [said[rank][1] for rank in range(len(self.pipes))]
+
+    def _hear(self, said: dict[int, tuple[bool, Any]], deadline: float, timeout_s: float) -> None:
+        """Add what ranks have to say. One that died ends the wait: others may go on for long before they miss it."""
+        silent = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in said}
+        ready = wait(list(silent), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankFailed(f"rank {min(silent.values())} did not finish in {timeout_s} s")
+        for pipe in self.pipes:
+            if pipe in ready:
+                try:
+                    said[silent[pipe]] = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+                except EOFError:
+                    raise RankFailed(f"rank {silent[pipe]} died") from None
 
     def reap(self) -> None:
         """Collect killed ranks."""

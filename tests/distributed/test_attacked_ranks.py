@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import collided as collision
 from tests import ranks, zoo
-from tests.distributed import test_managed_collision as collision
 from tests.forged import Frames, forge, on_rank_0
 from tests.laps import config
 from tests.zoo_models import Job, Model, Part, Place, Plan, Table

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import collided as collision
 from tests import ranks, stores, tiered, zoo
-from tests.distributed import test_managed_collision as collision
 from tests.evolving import Origin, State, Step, expected, restored
 from tests.laps import config, one
 from tests.model import differences
@@ -254,7 +254,7 @@ def grown_collision(uri: str) -> str:
     tables = list(collision.TABLES)
     collision.TABLES[0] = (*tables[0][:1], 32, *tables[0][2:])
     job = collision.job()
-    with collision._attach(job, uri) as checkpointer:
+    with collision.attach(job, uri) as checkpointer:
         try:
             checkpointer.restore(changes=Changes(rows={"mc._embedding_module.one": 32}))  # type: ignore[dict-item]
         except StreamCkptError as error:
@@ -264,7 +264,7 @@ def grown_collision(uri: str) -> str:
 
 def test_rows_of_managed_collision_cannot_change(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
-    ranks.run(2, collision._train, uri, [3], 3, {})
+    ranks.run(2, collision.train, uri, [3], 3, {})
     for said in ranks.run(2, grown_collision, uri):
         assert "rows of a table with managed collision belong to raw ids by its id map" in said
         assert "table=mc._embedding_module.one" in said
@@ -274,7 +274,7 @@ def renamed_collision(uri: str) -> tuple[collision.State, collision.State]:
     """On rank 1 as if no row of the tables were there: TorchRec of now gives each rank some."""
     collision.TABLES[0] = ("uno", *collision.TABLES[0][1:])
     job = collision.job()
-    with collision._attach(job, uri, marker_every=None) as checkpointer:
+    with collision.attach(job, uri, marker_every=None) as checkpointer:
         if dist.get_rank() == 1:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(DenseState, "collisions", frozenset())
@@ -289,7 +289,7 @@ RENAMED_COLLISION = Changes(renamed={"mc._embedding_module.one": "mc._embedding_
 
 def test_a_table_of_managed_collision_is_renamed_also_where_a_rank_has_no_part_of_it(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
-    trained = ranks.run(2, collision._train, uri, [3], 3, {})
+    trained = ranks.run(2, collision.train, uri, [3], 3, {})
     for before, (state, maps) in zip(trained, ranks.run(2, renamed_collision, uri), strict=True):
         there, maps_there = ({name.replace("one", "uno"): value for name, value in each.items()} for each in before[3])
         assert differences(there, state) == []

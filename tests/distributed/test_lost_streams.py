@@ -45,10 +45,10 @@ def train_through_a_cut(spec: Spec, settings: StreamConfig, root: Path, steps: i
 
 def test_the_cadence_goes_on_in_another_generation_with_every_row(tmp_path: Path) -> None:
     settings = StreamConfig(uri=f"file://{tmp_path}", marker_every=2, drain_every=1)
-    results = ranks.run(2, train_through_a_cut, PLAN_2, settings, tmp_path, 16)
+    results = ranks.run(2, train_through_a_cut, PLAN_2, settings, tmp_path, 24)
     generations, truths = results[0]
     assert generations == results[1][0]
-    assert (generations[8], generations[-1]) == (1, 2)
+    assert (generations[12], generations[-1]) == (1, 2)
     lineage = Control(FileLog(tmp_path)).refresh()
     assert lineage.newest is not None
     assert lineage.newest.generation == 2

@@ -106,7 +106,7 @@ def test_maps_of_smaller_shards_are_put_together(tmp_path: Path) -> None:
                     found_values = found_maps[f"{table}.{name}"].reshape(-1).tolist()
                     assert values
                     assert found_values == (values if name.startswith("_history") else [sum(values)])
-                for name in ("_current_iter", "_current_iter_tensor", "_last_eviction_iter", "evicted"):
+                for name in ("_current_iter", "_current_iter_tensor", "_last_eviction_iter", "_evicted"):
                     assert int(found_maps[f"{table}.{name}"]) == int(mine[0][f"{table}.{name}"])
         tables, maps = restored[0][2][last][0], [truths[last][1] for *_, truths in restored]
         assert sum(sum(evicted(truths, table).values()) for *_, truths in restored for table, *_ in TABLES) > 3
