@@ -272,6 +272,7 @@ def _write_under_an_open_cut(uri: str) -> tuple[str, str, list[str], State]:
         job.step()
         checkpointer.step()
         cuts, held = inside(checkpointer).cuts, inside(checkpointer).ring
+        inside(checkpointer).wait_for_log()  # what it acknowledges later would make room
         buffers = list(iter(lambda: held.acquire(extra=True, wait_s=0), None))  # no room any more
         future = cuts.begin(checkpointer.steps, 2, None, lambda _drain: True)
         assert cuts.open

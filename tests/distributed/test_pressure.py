@@ -246,7 +246,7 @@ def _no_more_steps(uri: str) -> tuple[str, Truths]:
     future, state = cut(checkpointer), truth(job)
     assert inside(checkpointer).cuts.open
     gate.open()
-    checkpointer.close(30)
+    checkpointer.close(300)
     return str(error), {str(future.result(60).id): state}
 
 

@@ -25,7 +25,8 @@ from torchrec_stream_ckpt.format.dense import dense_path, digest_files
 from torchrec_stream_ckpt.format.dense_files import LIST_NAME, listed
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, parse_header, payload_of
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, Notes, Verdict
+from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, Verdict
+from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.packed_commit import pack_commit
 from torchrec_stream_ckpt.format.reading import Reading
 from torchrec_stream_ckpt.format.rows import decode_rows

@@ -22,12 +22,12 @@ from torchrec_stream_ckpt.format.manifest import (
     Fold,
     Garbage,
     Manifest,
-    Notes,
     Pin,
     SegmentRef,
     TableRows,
     Verdict,
 )
+from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.reading import Reading, ReadUnit
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.format.schema import canonical

@@ -16,7 +16,8 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit, parse_control
 from torchrec_stream_ckpt.format.interval import Interval
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, Notes, TableRows, Verdict
+from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, TableRows, Verdict
+from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.reading import Reading
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import canonical

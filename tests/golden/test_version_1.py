@@ -12,7 +12,8 @@ from tests.golden import make
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark, Trim, parse_control
 from torchrec_stream_ckpt.format.frame import Header, Kind, json_frame, parse_header, payload_of
-from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Manifest, Notes
+from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Manifest
+from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import parse_front

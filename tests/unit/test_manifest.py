@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tests.builders import JOB, OTHER_JOB, claim, commit
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit, Mark, TableScalars
-from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, Notes, Pin, SegmentRef
+from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, Pin, SegmentRef
+from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.schema import canonical
 from torchrec_stream_ckpt.format.segment import HEADER_LEN
 from torchrec_stream_ckpt.layout import FoldName, StoreSegment

@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.format.lineage import changed_tables
 from torchrec_stream_ckpt.proofs.standing import ProofStanding, of_history, standing_of
 from torchrec_stream_ckpt.reporting.now import ended_of
 from torchrec_stream_ckpt.reporting.proofs import compared_in_words, standing_record
-from torchrec_stream_ckpt.route.best import Condition, meeting, ordered, said_of
+from torchrec_stream_ckpt.route.best import Condition, meeting, numbers_of, ordered, said_of
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.route.survey import Survey
 from torchrec_stream_ckpt.store.proved import list_proved
@@ -115,23 +115,10 @@ def _print_compared(rows: list[dict[str, Any]], standing: ProofStanding | None) 
 
 def _pick(job: Job, conditions: Sequence[Condition], sort: str | None, newest: int | None) -> list[Commit]:
     """The newest markers that meet the conditions, in the order that was asked for."""
-    said = {
-        marker: {**values, **_numbers(job.lineage.commits[marker])} for marker, values in said_of(job.lineage).items()
-    }
+    commits = job.lineage.commits
+    said = {marker: {**values, **numbers_of(commits[marker])} for marker, values in said_of(job.lineage).items()}
     found = meeting(said, conditions)[-newest if newest is not None else 0 :]
-    return [job.lineage.commits[marker] for marker in (ordered(found, said, sort) if sort else found)]
-
-
-def _numbers(commit: Commit) -> dict[str, int | float]:
-    """What can be compared of every marker."""
-    return {
-        "generation": commit.generation,
-        "step": commit.step,
-        "time_s": commit.time_s,
-        "ranks": len(commit.ranks),
-        "rows": commit.rows,
-        "bytes": commit.num_bytes,
-    }
+    return [commits[marker] for marker in (ordered(found, said, sort) if sort else found)]
 
 
 def _row(job: Job, survey: Survey, commit: Commit, compared: Comparison | None) -> dict[str, Any]:
@@ -139,7 +126,7 @@ def _row(job: Job, survey: Survey, commit: Commit, compared: Comparison | None) 
     standing = survey.look(commit)
     return {
         "marker": str(commit.id),
-        **_numbers(commit),
+        **numbers_of(commit),
         "meta": dict(job.lineage.meta(commit.id)),
         "parent": str(parent) if parent else None,
         "restorable": not standing.reason,

@@ -223,22 +223,12 @@ class RowMap:
         """The new id of each of ``old_ids``; -1 where the row is not kept."""
         return _look_up(*self.pairs, np.asarray(old_ids, np.int64)) if not self.is_identity else self._same(old_ids)
 
-    def old_of(self, new_ids: npt.ArrayLike) -> Ids:
-        """The old id of each of ``new_ids``; -1 where the row is fresh."""
-        return _look_up(*self._by_new, np.asarray(new_ids, np.int64)) if not self.is_identity else self._same(new_ids)
-
     def old_within(self, begin: int, end: int) -> Ids:
         """Old ids, sorted, of the kept rows whose new ids are in [begin, end)."""
         if self.is_identity:
             return np.arange(min(begin, self.count), min(end, self.count))
         old, new = self.pairs
         return old[(new >= begin) & (new < end)]
-
-    @cached_property
-    def _by_new(self) -> tuple[Ids, Ids]:
-        old, new = self.pairs
-        order = np.argsort(new)
-        return new[order], old[order]
 
     def _same(self, ids: npt.ArrayLike) -> Ids:
         known = np.asarray(ids, np.int64)

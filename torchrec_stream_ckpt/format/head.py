@@ -19,7 +19,7 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit, parse_control
 from torchrec_stream_ckpt.format.fields import Fields
 from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.format.manifest import Notes
+from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.rows import RowLayout, Section
 from torchrec_stream_ckpt.format.schema import Schema, canonical
 from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec

@@ -19,13 +19,13 @@ from typing import Any
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
-from torchrec_stream_ckpt.format.control import Commit, Mark, parse_control
+from torchrec_stream_ckpt.format.control import Commit, parse_control
 from torchrec_stream_ckpt.format.fields import Fields
 from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.format.schema import canonical, plain
+from torchrec_stream_ckpt.format.schema import canonical
 from torchrec_stream_ckpt.format.segment import HEADER_LEN
 from torchrec_stream_ckpt.layout import FoldName, StoreSegment, parse_fold_segment
-from torchrec_stream_ckpt.types import MarkerId, TableShard
+from torchrec_stream_ckpt.types import MarkerId
 
 FORMAT = 1
 """Format of a store: of its names, its segments and its JSON objects."""
@@ -303,29 +303,6 @@ def _chain(body: Mapping[str, Any], what: str, where: str) -> int:
     if type(chain) is not int or not 0 <= chain < 2**32:
         raise CorruptionError(f"{what}'s chain is {chain!r:.80}", name=where)
     return chain
-
-
-@dataclass(frozen=True, slots=True)
-class Notes:
-    """What the last segment of a rank's interval says besides rows."""
-
-    shards: tuple[TableShard, ...]
-    """What the rank holds in this generation, as its HELLO says."""
-    mark: Mark
-
-    def to_json(self) -> bytes:
-        return canonical(plain(self))
-
-    @classmethod
-    def from_json(cls, data: bytes, where: str) -> Notes:
-        """As :meth:`Manifest.from_bytes`; the checksum is the segment's."""
-        try:
-            fields = Fields(data, "notes", cls)
-            return cls(fields.each("shards", TableShard), Mark.from_json(canonical(fields.take("mark", dict))))
-        except CorruptionError as error:
-            raise CorruptionError(error.message, name=where) from None
-        except RecursionError:
-            raise CorruptionError("notes are nested too deeply", name=where) from None
 
 
 def _commit(body: Mapping[str, Any], where: str) -> tuple[Commit, MarkerId | None]:

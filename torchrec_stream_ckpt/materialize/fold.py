@@ -13,7 +13,8 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.interval import Interval
-from torchrec_stream_ckpt.format.manifest import Notes, SegmentRef
+from torchrec_stream_ckpt.format.manifest import SegmentRef
+from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import HEADER_LEN, Chunk, SegmentId, front_bytes_of, lay_out, parse_front

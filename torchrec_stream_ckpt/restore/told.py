@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.manifest import Notes, SegmentRef
+from torchrec_stream_ckpt.format.manifest import SegmentRef
+from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.segment import Front
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.reader import NOTES_READS, load_front

@@ -10,12 +10,23 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError
+from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.types import MarkerId
 
 Value: TypeAlias = str | int | float
 Said: TypeAlias = Mapping[str, Value]
 """What is known of one marker, by name."""
+
+OF_EACH: Mapping[str, Callable[[Commit], int | float]] = {
+    "generation": lambda commit: commit.generation,
+    "step": lambda commit: commit.step,
+    "time_s": lambda commit: commit.time_s,
+    "ranks": lambda commit: len(commit.ranks),
+    "rows": lambda commit: commit.rows,
+    "bytes": lambda commit: commit.num_bytes,
+}
+"""What can be compared of every marker, whatever was said of it: no name for metadata."""
 
 LATEST = "latest"
 """The newest marker, where one may be named."""
@@ -32,6 +43,11 @@ _OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
     "!=": operator.ne,
 }
+
+
+def numbers_of(commit: Commit) -> dict[str, int | float]:
+    """What can be compared of every marker, by name."""
+    return {name: read(commit) for name, read in OF_EACH.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.interval import Interval, generations, intervals, intervals_of
 from torchrec_stream_ckpt.format.lineage import Lineage, towards
-from torchrec_stream_ckpt.format.manifest import Notes
+from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.layout import SUMMARIES_DIR
 from torchrec_stream_ckpt.log.api import Incarnation, LogReader

@@ -14,7 +14,8 @@ import numpy as np
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.format.manifest import Notes, SegmentRef
+from torchrec_stream_ckpt.format.manifest import SegmentRef
+from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.segment import ChunkEntry, Front, check_chunk, entries_of, parse_front
 from torchrec_stream_ckpt.layout import manifest_name
 from torchrec_stream_ckpt.store.api import Readable

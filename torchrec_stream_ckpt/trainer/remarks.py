@@ -10,12 +10,10 @@ from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError, StreamCkptError
 from torchrec_stream_ckpt.format.record import PIN, Meta, meta_of
 from torchrec_stream_ckpt.format.remarks import Note
+from torchrec_stream_ckpt.route.best import OF_EACH
 from torchrec_stream_ckpt.route.job import Tier
 from torchrec_stream_ckpt.store.pins import pin
 from torchrec_stream_ckpt.types import MarkerId
-
-_TAKEN = frozenset({"step", "generation", "ranks", "rows", "bytes", "time_s"})
-"""What ``list --where`` knows of a marker by these names is something else."""
 
 
 def agreed(
@@ -65,7 +63,7 @@ def given(meta: Mapping[str, object] | None, why_pinned: str | None) -> Meta:
     values: dict[str, object] = dict(meta or {})
     if PIN in values:
         raise ConfigError(f"metadata: {PIN} is the name of why a marker is pinned", hint="say mark(pin='...')")
-    if taken := sorted(values.keys() & _TAKEN):
+    if taken := sorted(values.keys() & OF_EACH.keys()):
         raise ConfigError(
             f"metadata: {', '.join(taken)} is known of each marker already", hint=f"give another name: my_{taken[0]}"
         )
