@@ -60,7 +60,7 @@ test: test-tools compiled ## Run all tests, Kafka and S3 included (WORKERS=3 PYT
 # Nothing waits there but for a core: a third worker would import torch once more, and help nobody.
 test-unit: WORKERS = 2
 # Workers rewrite all asserts of all tests, 5 s of CPU each, where they may not keep what they wrote the last time.
-test-unit: browser-tools compiled ## Run the tests of single modules, without ranks and servers (PYTEST_ARGS=...)
+test-unit: compiled ## Run the tests of single modules, without ranks and servers (PYTEST_ARGS=...)
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest $(SHARED) tests/unit $(PYTEST_ARGS)
 
 # What `make test` draws a sample of: slow tests, random jobs, damaged bytes, chaos, property tests on new examples.

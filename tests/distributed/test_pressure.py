@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import EmainplaceModeDefinition
 
 from tests.inside import inside
-from tests.jobs import attach, gradient_accumulation, two_forwards_before_their_backwards
+from tests.jobs import attach, gradient_accumulation, settle, two_forwards_before_their_backwards
 from tests.model import PLAN_2, PLAN_3, Trainer, batch, differences, truth
 from tests.pressure import RING, RING_BYTES, ROWS, Agreed, Gate, cut, large, steps, steps_until_done, touch_everything
 from tests.ranks import run
@@ -266,6 +266,8 @@ def _one_rank_only(uri: str) -> tuple[Truths, str]:
     truths: Truths = {}
     with attach(job, StreamConfig(uri=uri, marker_every=3, **RING)) as checkpointer:
         checkpointer.mark().result(60)
+        settle(checkpointer)  # the future is done a moment before its rank is ready for the next marker
+        dist.barrier()
         steps(job, checkpointer, 1)
         if first:
             inside(checkpointer).capture.outside.before_load()
