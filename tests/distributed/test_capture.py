@@ -14,9 +14,10 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from tests import jobs, ranks
+from tests import jobs
 from tests.jobs import gradient_accumulation, two_forwards_before_their_backwards
 from tests.model import FEATURES, PLAN_2, PLAN_3, Trainer, batch, differences, trainer, truth
+from tests.pool import Pool
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 
 pytestmark = pytest.mark.distributed
@@ -203,10 +204,10 @@ def _marked(case: Callable[[Trainer, StreamCheckpointer], None]) -> Any:
 
 
 @pytest.mark.parametrize("name", [_marked(case) for case in CASES])
-def test_no_changed_row_is_missed(name: str, tmp_path: Path) -> None:
+def test_no_changed_row_is_missed(name: str, pool: Pool, tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
-    done = ranks.run(2, _do, uri, name)
-    for rank, (state, scalars) in enumerate(ranks.run(2, _restore, uri)):
+    done = pool.run(2, _do, uri, name)
+    for rank, (state, scalars) in enumerate(pool.run(2, _restore, uri)):
         assert differences(done[rank][0], state) == []
         assert scalars == done[rank][1]
-    assert differences(done[0][0], ranks.run(3, _restore, uri)[0][0]) == []
+    assert differences(done[0][0], pool.run(3, _restore, uri)[0][0]) == []
