@@ -273,6 +273,8 @@ def _one_rank_only(uri: str) -> tuple[Truths, str]:
             inside(checkpointer).capture.outside.before_load()
             gate.shut()
         steps(job, checkpointer, 1)
+        if not first:
+            inside(checkpointer).wait_for_log()  # its ring has room for the whole cut
         job.step()
         state = truth(job)
         checkpointer.step()
