@@ -32,6 +32,7 @@ from common import at_least, machine  # noqa: E402
 from tests import builders  # noqa: E402
 from torchrec_stream_ckpt.broker.kraft import Broker  # noqa: E402
 from torchrec_stream_ckpt.control.partition import Control  # noqa: E402
+from torchrec_stream_ckpt.errors import StreamCkptError  # noqa: E402
 from torchrec_stream_ckpt.format.control import Hello, Mark  # noqa: E402
 from torchrec_stream_ckpt.format.frame import Header, Kind, json_frame, seal  # noqa: E402
 from torchrec_stream_ckpt.format.interval import Interval  # noqa: E402
@@ -166,7 +167,11 @@ def main() -> None:
         uri, broker = f"file://{scratch}/log", None
         if args.log == "kafka":
             broker = Broker(Path(scratch) / "broker")
-            uri = f"kafka://{broker.start(die_with=os.getpid()).bootstrap}/ingest"
+            try:
+                uri = f"kafka://{broker.start(die_with=os.getpid()).bootstrap}/ingest"
+            except (StreamCkptError, OSError) as error:
+                finish(args, report | {"not measured": f"no broker: {error}"})
+                return
         try:
             write_log(uri, args.megabytes * 1_000_000, args.rows)
             rounds = []
@@ -178,6 +183,10 @@ def main() -> None:
                 broker.stop()
     report["median"] = {key: round(statistics.median(each[key] for each in rounds), 2) for key in rounds[0]}
     report["rounds"] = rounds
+    finish(args, report)
+
+
+def finish(args: argparse.Namespace, report: dict[str, Any]) -> None:
     print(json.dumps({key: value for key, value in report.items() if key != "rounds"}, indent=2))
     if args.out is not None:
         args.out.write_text(json.dumps(report, indent=2) + "\n")

@@ -10,6 +10,8 @@ rows, none of which has been drained; the call is timed until it returns, then w
 ``torch.save``                      of the tables and states, with fsync
 ``dcp.async_save, fresh copy``      plain tensors, ``DefaultStager`` with no option, made anew each time (DCP's default)
 ``dcp.async_save, kept copy``       the same stager kept: it copies over its last copy
+``dcp.async_save, shared, process`` the stager kept, its copy in shared memory, a process of its own that writes
+``dcp.async_save, thread stages``   the stager kept, a thread copies; timed until it has, as no row may change before
 ``torchsnapshot async_take``        of plain tensors
 
 Then once more with twice the table and the same number of touched rows: a marker must not grow with the table.
@@ -21,6 +23,7 @@ import argparse
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,7 @@ from common import (  # noqa: E402
 from device import add_device  # noqa: E402
 from job import Job, Shape, build, join_group  # noqa: E402
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions  # noqa: E402
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse  # noqa: E402
 
 from tests.inside import inside  # noqa: E402
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
@@ -51,8 +55,13 @@ from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
 PLAIN = StagingOptions(
     use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
 )
+SHARED = replace(PLAIN, use_shared_memory=True)
+STAGED = replace(PLAIN, use_async_staging=True)
+BY_PROCESS, BY_THREAD = "dcp.async_save, shared, process", "dcp.async_save, thread stages"
 OURS, UNPROVED, SAVE, KEPT = "ours", "ours, without proof", "torch.save", "dcp.async_save, kept copy"
 FRESH, SNAPSHOT = "dcp.async_save, fresh copy", "torchsnapshot async_take"
+STAGERS = {KEPT: PLAIN, BY_PROCESS: SHARED, BY_THREAD: STAGED}
+"""That are kept from marker to marker."""
 
 
 class Markers:
@@ -60,7 +69,7 @@ class Markers:
 
     def __init__(self, job: Job, checkpointer: StreamCheckpointer, touched: int, folder: Path) -> None:
         self._job, self._checkpointer, self._touched, self._folder = job, checkpointer, touched, folder
-        self._stager = DefaultStager(PLAIN)
+        self._stagers = {name: DefaultStager(options) for name, options in STAGERS.items()}
         self._ids = torch.randperm(job.shape.rows[0])
         self._at = 0
 
@@ -70,7 +79,9 @@ class Markers:
             UNPROVED: self.unproved,
             SAVE: self.save,
             FRESH: lambda: self.dcp(DefaultStager(PLAIN)),
-            KEPT: lambda: self.dcp(self._stager),
+            KEPT: lambda: self.dcp(self._stagers[KEPT]),
+            BY_PROCESS: lambda: self.dcp(self._stagers[BY_PROCESS], AsyncCheckpointerType.PROCESS),
+            BY_THREAD: lambda: self.dcp(self._stagers[BY_THREAD]),
             SNAPSHOT: self.snapshot,
         }
 
@@ -105,14 +116,22 @@ class Markers:
         path = self._folder / "tables.pt"
         return timed(lambda: (torch.save(self._job.tensors, path), synced(path)))
 
-    def dcp(self, stager: DefaultStager) -> float:
+    def dcp(self, stager: DefaultStager, by: AsyncCheckpointerType = AsyncCheckpointerType.THREAD) -> float:
         self._train()
         path = self._folder / "dcp"
         shutil.rmtree(path, ignore_errors=True)
-        futures: list[Any] = []
-        save = lambda: dcp.async_save(dict(self._job.tensors), checkpoint_id=path, async_stager=stager)  # noqa: E731
-        taken = timed(lambda: futures.append(save()))
-        futures[0].result()
+        uploads: list[Any] = []
+
+        def save() -> None:
+            state = dict(self._job.tensors)
+            found = dcp.async_save(state, checkpoint_id=path, async_stager=stager, async_checkpointer_type=by)
+            if isinstance(found, AsyncSaveResponse):
+                found.staging_completion.result()
+                found = found.upload_completion
+            uploads.append(found)
+
+        taken = timed(save)
+        uploads[0].result()
         return taken
 
     def snapshot(self) -> float:

@@ -34,7 +34,7 @@ import torch.distributed as dist  # noqa: E402
 from common import at_least, machine  # noqa: E402
 from job import Job, Shape, build, join_group  # noqa: E402
 
-from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
+from torchrec_stream_ckpt import StreamCheckpointer, StreamCkptError, StreamConfig  # noqa: E402
 from torchrec_stream_ckpt.broker.kraft import Broker  # noqa: E402
 
 BATCH = 512
@@ -101,12 +101,16 @@ def main() -> None:
         folder = Path(scratch)
         join_group(folder, 0, 1)
         broker = Broker(folder / "broker")
-        status = broker.start(die_with=os.getpid())
         try:
-            found = measure(args, folder, status.uri("tiers"))
-        finally:
-            broker.stop()
-            dist.destroy_process_group()
+            uri = broker.start(die_with=os.getpid()).uri("tiers")
+        except (StreamCkptError, OSError) as error:
+            found = {"not measured": f"no broker: {error}"}
+        else:
+            try:
+                found = measure(args, folder, uri)
+            finally:
+                broker.stop()
+        dist.destroy_process_group()
     settings = {name: value for name, value in vars(args).items() if name not in ("dir", "out")}
     result = {"case": "tiers", "date": time.strftime("%Y-%m-%d"), "machine": machine(), **settings, **found}
     print(json.dumps(result, indent=2))

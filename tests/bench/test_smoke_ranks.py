@@ -13,7 +13,7 @@ from tests.forks import run_script
 
 def test_dense_state_of_two_ranks(tmp_path: Path) -> None:
     report = run("dense/run.py", "--megabytes 2 --ranks 2 --rounds 1", tmp_path)
-    assert measured(report) == {"2 MB, 2 ranks": {"torch.save, barrier", "ours"}}
+    assert measured(report) == {"2 MB, 2 ranks": {"torch.save, barrier", "VELOC-Single", "VELOC-Sharded", "ours"}}
     assert len(report["facts"]["2 MB, 2 ranks: bytes written by each rank"]) == 2
 
 
