@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +82,15 @@ def test_a_log_of_a_broker_is_folded(tmp_path: Path) -> None:
     report = run("ingest/run.py", "--log kafka --megabytes 2 --rows 4000 --rounds 1", tmp_path)
     assert report["median"]["megabytes"] > 2
     assert report["median"]["segments"] > 0
+
+
+def test_a_case_without_its_broker_says_so_by_name(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    call = [sys.executable, str(ROOT / "benchmarks" / "ingest" / "run.py"), "--log", "kafka", "--out", str(out)]
+    nowhere = os.environ | {"XDG_CACHE_HOME": "/proc/none", "PYTHONPATH": str(ROOT)}  # Kafka's jars cannot be there
+    done = subprocess.run(call, capture_output=True, text=True, timeout=300, check=False, env=nowhere)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(out.read_text())["not measured"].startswith("no broker: ")
 
 
 @pytest.mark.kafka
