@@ -12,7 +12,7 @@ from torchrec_stream_ckpt.cli.common import console, print_json, table
 from torchrec_stream_ckpt.cli.options import Access, Json, Store
 from torchrec_stream_ckpt.cli.plan_input import Asked, Rates, parse_assumptions, parse_tables, workload_of_job
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.sizing import Deployment, Plan, UnitCosts, Workload, plan
+from torchrec_stream_ckpt.sizing import Bill, Bills, Deployment, Plan, UnitCosts, Workload, plan
 from torchrec_stream_ckpt.units import duration, parse_duration, parse_size, size
 from torchrec_stream_ckpt.uris import FileUri, parse_uri
 
@@ -184,6 +184,7 @@ def _sections(work: Workload, where: Deployment, costs: UnitCosts, result: Plan)
         "stream": _stream(work, result),
         "log": _log(where, result),
         "store": _store(work, where, result),
+        "an object store, a month": _bills(result.bills),
         "failure": _failure(result),
         "a rank": _rank(work, result),
     }
@@ -235,6 +236,20 @@ def _store(work: Workload, where: Deployment, result: Plan) -> Rows:
         ("materializers", str(result.materializers), "workers"),
     ]
     return rows + [(f"after {duration(age_s)}", size(round(held)), kept) for age_s, held in result.store_bytes]
+
+
+def _bills(found: Bills) -> Rows:
+    def row(name: str, bill: Bill, what: str) -> tuple[str, str, str]:
+        asked = bill.requests
+        how = f"{asked.put + asked.list:,.0f} PUT and LIST, {asked.get + asked.head:,.0f} GET and HEAD: "
+        how += f"${bill.requests_usd:,.0f}; {size(round(bill.held_bytes))}: ${bill.storage_usd:,.0f}"
+        return name, f"${bill.usd:,.0f}", f"{what}; {how}"
+
+    return [
+        row("this store", found.store, "list prices; folds, without proofs, restores, gc and scrubs"),
+        row("full copies", found.full, "the same markers kept"),
+        row("differentials", found.differential, "a full copy by the rule of --rebase"),
+    ]
 
 
 def _failure(result: Plan) -> Rows:

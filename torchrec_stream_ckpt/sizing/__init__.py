@@ -16,6 +16,7 @@ from torchrec_stream_ckpt.sizing.failure import (
 from torchrec_stream_ckpt.sizing.inputs import Deployment, TableLoad, UnitCosts, Workload, optimizer_states
 from torchrec_stream_ckpt.sizing.keep import BrokerNeed, broker_need, log_bytes, store_bytes, store_write_bytes_per_s
 from torchrec_stream_ckpt.sizing.needs import Plan, plan
+from torchrec_stream_ckpt.sizing.requests import Bill, Bills, Requests, base_requests, bills, marker_requests
 from torchrec_stream_ckpt.sizing.stream import (
     StepCost,
     drain_bytes,
@@ -28,11 +29,14 @@ from torchrec_stream_ckpt.sizing.stream import (
 from torchrec_stream_ckpt.sizing.touched import RateTouched, Touched, ZipfTouched
 
 __all__ = [
+    "Bill",
+    "Bills",
     "BrokerNeed",
     "Deployment",
     "Plan",
     "RankMemory",
     "RateTouched",
+    "Requests",
     "RestoreTime",
     "StepCost",
     "TableLoad",
@@ -40,6 +44,8 @@ __all__ = [
     "UnitCosts",
     "Workload",
     "ZipfTouched",
+    "base_requests",
+    "bills",
     "broker_need",
     "commit_time",
     "drain_bytes",
@@ -47,6 +53,7 @@ __all__ = [
     "host_time",
     "log_bytes",
     "loss_window",
+    "marker_requests",
     "optimizer_states",
     "plan",
     "rank_memory",

@@ -168,6 +168,13 @@ class UnitCosts:
     """One trainer host, one way."""
     store_bytes_per_s: float = 5e9
     """The store, all readers or all writers together."""
+    put_list_usd_per_1000: float = 0.005
+    """An assumption: Amazon's public list price of 1000 PUT, POST or LIST requests, S3 Standard, us-east-1, as known in
+    2025. DELETE costs nothing; nor does traffic within the region."""
+    get_head_usd_per_1000: float = 0.0004
+    """The same of 1000 GET or HEAD requests."""
+    storage_usd_per_gb_month: float = 0.023
+    """The same of 10**9 bytes for a month, the first 50 TB; more costs less."""
     use: float = 0.6
     """Part of disks and networks that is planned for; the rest is for peaks and for catching up."""
     imbalance: float = 1.2

@@ -17,6 +17,7 @@ from torchrec_stream_ckpt.sizing.failure import (
 )
 from torchrec_stream_ckpt.sizing.inputs import Deployment, UnitCosts, Workload
 from torchrec_stream_ckpt.sizing.keep import BrokerNeed, broker_need, log_bytes, store_bytes, store_write_bytes_per_s
+from torchrec_stream_ckpt.sizing.requests import Bills, bills
 from torchrec_stream_ckpt.sizing.stream import drain_frames, step_cost, stream_bytes_per_s
 
 AGES_S = (3600.0, 86_400.0, 7 * 86_400.0, 30 * 86_400.0)
@@ -55,6 +56,8 @@ class Plan:
     loss_worst_s: float
     restore: RestoreTime
     memory: RankMemory
+    bills: Bills
+    """A month in an object store, three ways."""
 
 
 def plan(work: Workload, where: Deployment | None = None, costs: UnitCosts | None = None) -> Plan:
@@ -88,4 +91,5 @@ def plan(work: Workload, where: Deployment | None = None, costs: UnitCosts | Non
         loss_worst_s=worst_s,
         restore=restore_time(work, where, costs),
         memory=rank_memory(work, where, costs),
+        bills=bills(work, where, costs),
     )

@@ -68,8 +68,9 @@ _S3 = Cloud(
     servers=("endpoint_url",),
     variables=("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
 )
-"""Where the options do not say how long to wait: s3fs tries five times what botocore has tried, 60 s each time. With
-botocore's own five tries a server that says nothing would hold a marker for longer than the ranks wait for each other.
+"""Where the options do not say how long to wait: s3fs tries five times what botocore has tried four times, 60 s each
+time. With botocore's own tries a server that says nothing would hold a marker for longer than the ranks wait for each
+other.
 """
 _GS = Cloud(
     extra="gs",

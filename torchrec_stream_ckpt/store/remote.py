@@ -69,7 +69,14 @@ class FsspecObjects:
         path = self._path(name)
         with self._errors("write", name):
             failpoint("store.upload")
-            self._fs.pipe_file(path, b"".join(parts))
+            data = b"".join(parts)
+            try:
+                self._fs.pipe_file(path, data)
+            except Exception as error:
+                if "NoSuchUpload" not in signs_of(error):
+                    raise
+                # The answer to a completion was lost, and the client asked again: put the same bytes anew.
+                self._fs.pipe_file(path, data)
             failpoint("store.uploaded")
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:

@@ -110,7 +110,7 @@ def translated(error: Exception, doing: str, url: str, name: str, keys_hint: str
         keys_hint: What to try when the store does not accept our login.
     """
     signs = signs_of(error)
-    if isinstance(error, FileNotFoundError) and signs.isdisjoint(_NO_BUCKET):
+    if isinstance(error, FileNotFoundError) and signs.isdisjoint(_NO_BUCKET) and doing != "write":
         return MissingObjectError(
             "the store does not hold this object",
             hint="if stream-ckpt gc ran meanwhile, try again; stream-ckpt verify tells which markers are whole",

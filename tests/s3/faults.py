@@ -1,0 +1,183 @@
+"""A proxy before an S3 server that counts requests by what they are, and harms those that it is told to harm."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import socketserver
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from typing import Literal, get_args
+from urllib.parse import parse_qs, urlsplit
+
+HOST = "127.0.0.1"
+
+Kind = Literal["put", "get", "head", "list", "delete", "create", "part", "complete", "abort"]
+"""Of a request; the last four are those of a multipart upload."""
+Fault = Literal["slow down", "error", "broken before", "broken after", "half", "silence"]
+"""503 SlowDown; 500; the connection breaks before the server hears of it, after it has done it, within its answer; no
+answer until :meth:`FaultyProxy.close`."""
+FAULTS: tuple[Fault, ...] = get_args(Fault)
+_BODY = "<?xml version='1.0'?><Error><Code>{code}</Code><Message>{said}</Message><RequestId>x</RequestId></Error>"
+_ANSWERS = {
+    "slow down": (503, _BODY.format(code="SlowDown", said="Please reduce your request rate.")),
+    "error": (500, _BODY.format(code="InternalError", said="We encountered an internal error. Please try again.")),
+}
+_HOP = {"connection", "transfer-encoding", "content-length", "keep-alive"}
+
+
+class FaultyProxy:
+    """Listens on loopback and forwards to an S3 server, whose signatures stay whole: it changes no header.
+
+    Args:
+        port: The server's.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.upstream = port
+        self.asked: Counter[Kind] = Counter()
+        """Requests that came, harmed ones among them."""
+        self.fired: Counter[tuple[Kind, Fault]] = Counter()
+        self._faults: dict[Kind, tuple[Fault, int]] = {}
+        self._refused: dict[Kind, tuple[int, str]] = {}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        proxy = self
+
+        class Handler(socketserver.StreamRequestHandler):
+            def handle(self) -> None:
+                proxy._serve(self)
+
+        class Server(socketserver.ThreadingTCPServer):
+            daemon_threads = True
+            allow_reuse_address = True
+            request_queue_size = 128
+
+            def handle_error(self, request: object, client_address: object) -> None:
+                """A client that went away is no error of ours."""
+
+        self._server = Server((HOST, 0), Handler)
+        self.port = int(self._server.server_address[1])
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+        self._thread.start()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    def harm(self, kind: Kind, fault: Fault, times: int = 10**9) -> None:
+        """Harm the next requests of a kind."""
+        with self._lock:
+            self._faults[kind] = fault, times
+
+    def refuse(self, kind: Kind, status: int, code: str) -> None:
+        """Answer all further requests of a kind by an error of S3, whatever the server would say."""
+        with self._lock:
+            self._refused[kind] = status, _BODY.format(code=code, said=code)
+
+    def heal(self) -> None:
+        """Harm nothing from here on."""
+        with self._lock:
+            self._faults.clear()
+            self._refused.clear()
+
+    def taken(self) -> Counter[Kind]:
+        """What was asked since the last call."""
+        with self._lock:
+            found, self.asked = self.asked, Counter()
+        return found
+
+    def close(self) -> None:
+        self._closed.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _serve(self, client: socketserver.StreamRequestHandler) -> None:
+        while line := client.rfile.readline():
+            method, target, _ = line.decode("latin-1").split()
+            headers = http.client.parse_headers(client.rfile)
+            if "100-continue" in (headers.get("Expect") or "").lower():
+                client.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            assert headers.get("Transfer-Encoding") is None, "this proxy does not read chunked bodies"
+            body = client.rfile.read(int(headers.get("Content-Length") or 0))
+            kind = kind_of(method, target)
+            fault = self._fault(kind)
+            answer = self._refused.get(kind) or (_ANSWERS.get(fault) if fault else None)
+            if answer is not None:
+                status, said = answer
+                data = b"" if method == "HEAD" else said.encode()
+                _answer(client, status, {"Content-Type": "application/xml"}, data, len(data))
+                continue
+            if fault == "silence":
+                self._closed.wait()
+                return
+            if fault == "broken before":
+                _hang_up(client.connection)
+                return
+            status, found, data = self._forward(method, target, headers, body)
+            if fault == "broken after":
+                _hang_up(client.connection)
+                return
+            length = int(found.get("Content-Length", 0)) if method == "HEAD" else len(data)
+            kept = {name: value for name, value in found.items() if name.lower() not in _HOP}
+            if fault == "half":
+                _answer(client, status, kept, data[: len(data) // 2], max(length, 1))
+                _hang_up(client.connection)
+                return
+            _answer(client, status, kept, data, length)
+
+    def _fault(self, kind: Kind) -> Fault | None:
+        with self._lock:
+            self.asked[kind] += 1
+            fault, times = self._faults.get(kind, (None, 0))
+            if fault is None or not times:
+                return None
+            self._faults[kind] = fault, times - 1
+            self.fired[kind, fault] += 1
+            return fault
+
+    def _forward(
+        self, method: str, target: str, headers: Mapping[str, str], body: bytes
+    ) -> tuple[int, dict[str, str], bytes]:
+        connection = http.client.HTTPConnection(HOST, self.upstream, timeout=60)
+        try:
+            connection.putrequest(method, target, skip_host=True, skip_accept_encoding=True)
+            for name, value in headers.items():
+                if name.lower() not in ("expect", "connection"):
+                    connection.putheader(name, value)
+            connection.endheaders(body or None)
+            answer = connection.getresponse()
+            return answer.status, dict(answer.getheaders()), answer.read()
+        finally:
+            connection.close()
+
+
+def kind_of(method: str, target: str) -> Kind:
+    """What a request is, by its method and target."""
+    split = urlsplit(target)
+    query, key = parse_qs(split.query, keep_blank_values=True), split.path.strip("/").partition("/")[2]
+    if "uploadId" in query or "uploads" in query:
+        if method == "POST":
+            return "create" if "uploads" in query else "complete"
+        return "part" if method == "PUT" else "abort"
+    if method == "GET":
+        return "get" if key else "list"
+    found: Mapping[str, Kind] = {"PUT": "put", "HEAD": "head", "DELETE": "delete"}
+    return found[method]
+
+
+def _answer(
+    client: socketserver.StreamRequestHandler, status: int, headers: Mapping[str, str], data: bytes, length: int
+) -> None:
+    lines = [f"HTTP/1.1 {status} {http.client.responses.get(status, 'x')}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    if status not in (204, 304):
+        lines.append(f"Content-Length: {length}")
+    client.wfile.write("\r\n".join([*lines, "", ""]).encode("latin-1") + data)
+    client.wfile.flush()
+
+
+def _hang_up(connection: socket.socket) -> None:
+    connection.shutdown(socket.SHUT_RDWR)

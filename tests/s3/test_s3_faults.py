@@ -1,0 +1,173 @@
+"""A store behind an S3 server that throttles, fails, breaks connections and falls silent: nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.s3.faults import FAULTS, Fault, FaultyProxy, Kind
+from tests.s3.server import SECRET, S3Server
+from torchrec_stream_ckpt.errors import StoreUnavailableError
+from torchrec_stream_ckpt.store.api import Entry, Objects, open_store
+
+LARGE = bytes(range(256)) * 4096 * 101
+"""101 MiB: an upload of three parts."""
+
+USES: dict[Kind, Callable[[Objects], Any]] = {
+    "put": lambda store: store.put("a/y", [b"new"]),
+    "get": lambda store: bytes(store.read("a/x")),
+    "head": lambda store: store.size("a/x"),
+    "list": lambda store: list(store.list("a/")),
+    "delete": lambda store: store.delete("a/z"),
+    "create": lambda store: store.put("a/large", [LARGE]),
+    "part": lambda store: store.put("a/large", [LARGE]),
+    "complete": lambda store: store.put("a/large", [LARGE]),
+}
+UPLOAD: tuple[Kind, ...] = ("create", "part", "complete")
+BODILESS = {("head", "half"), ("delete", "half")}
+CASES = [(kind, fault) for kind in USES for fault in FAULTS if kind not in UPLOAD and (kind, fault) not in BODILESS]
+CASES += [("create", "slow down"), ("part", "broken before"), ("complete", "error"), ("complete", "broken after")]
+"""An upload of 101 MiB takes its time."""
+LASTING: list[tuple[Kind, Fault, str]] = [
+    ("put", "slow down", "cannot write it: the store is too busy, also after all retries"),
+    ("get", "error", "cannot read it: the store failed, also after all retries"),
+    ("head", "slow down", "cannot look at it: the store is too busy, also after all retries"),
+    ("list", "broken before", "cannot list it: the connection broke"),
+    ("delete", "silence", "cannot delete it: the connection broke"),
+    ("part", "slow down", "cannot write it: the store is too busy, also after all retries"),
+]
+
+
+@pytest.fixture
+def proxy(s3_server: S3Server) -> Iterator[FaultyProxy]:
+    found = FaultyProxy(s3_server.port)
+    yield found
+    found.close()
+
+
+def opened(server: S3Server, proxy: FaultyProxy, attempts: int, read_timeout_s: float = 1.0) -> Objects:
+    """With our own patience, but for time-outs: a test does not wait for a minute."""
+    retries = {"mode": "standard", "max_attempts": attempts}
+    config = {"connect_timeout": 5, "read_timeout": read_timeout_s, "retries": retries}
+    options = server.options(endpoint_url=proxy.endpoint, config_kwargs=json.dumps(config))
+    found = open_store(f"s3://{server.bucket}/{uuid.uuid4().hex}", options)
+    found.put("a/x", [b"old"])
+    found.put("a/z", [b"to be deleted"])
+    proxy.taken()
+    return found
+
+
+def after(use: Kind) -> set[Entry]:
+    """What the store holds once a use is through."""
+    held = {"a/x": 3, "a/z": 13}
+    held |= {"a/y": 3} if use == "put" else {}
+    held |= {"a/large": len(LARGE)} if use in ("create", "part", "complete") else {}
+    held = {name: size for name, size in held.items() if (use, name) != ("delete", "a/z")}
+    return {Entry(name, size) for name, size in held.items()}
+
+
+@pytest.mark.parametrize(("kind", "fault"), CASES)
+def test_what_passes_is_outlasted(s3_server: S3Server, proxy: FaultyProxy, kind: Kind, fault: Fault) -> None:
+    store = opened(s3_server, proxy, attempts=3, read_timeout_s=1.0 if fault == "silence" else 30.0)
+    times = 1 if kind in UPLOAD else 2
+    proxy.harm(kind, fault, times)
+    done = USES[kind](store)
+    assert proxy.fired[kind, fault] == times
+    proxy.heal()
+    assert set(store.list("")) == after(kind)
+    if kind == "list":
+        assert set(done) == {Entry("a/x", 3), Entry("a/z", 13)}
+    else:
+        assert done == {"get": b"old", "head": 3}.get(kind)
+    if kind in UPLOAD:
+        assert store.read("a/large") == LARGE
+    store.close()
+
+
+@pytest.mark.parametrize(("kind", "fault", "said"), LASTING)
+def test_what_lasts_is_named_with_its_object_and_leaves_all_else(
+    s3_server: S3Server, proxy: FaultyProxy, kind: Kind, fault: Fault, said: str
+) -> None:
+    store = opened(s3_server, proxy, attempts=1, read_timeout_s=0.2 if fault == "silence" else 30.0)
+    proxy.harm(kind, fault)
+    with pytest.raises(StoreUnavailableError, match=said) as failed:
+        USES[kind](store)
+    parts = -(-len(LARGE) // (50 * 2**20)) if kind == "part" else 1
+    again = 2 if fault == "broken before" else 1  # aiohttp: once more over a new connection, where that does no harm
+    assert 1 <= proxy.fired[kind, fault] <= 5 * 2 * parts * again, "two tries of botocore, five times by s3fs"
+    assert failed.value.where["store"] == store.url
+    assert failed.value.where["name"].startswith("a/")
+    assert failed.value.hint
+    assert SECRET not in str(failed.value)
+    proxy.heal()
+    assert set(store.list("")) == {Entry("a/x", 3), Entry("a/z", 13)}
+    assert store.read("a/x") == b"old"
+    store.close()
+
+
+def test_by_default_a_busy_store_is_asked_twenty_times(s3_server: S3Server, proxy: FaultyProxy) -> None:
+    """Four tries of botocore, five times by s3fs, with pauses in between: docs/store.md says how long that takes."""
+    options = s3_server.options(endpoint_url=proxy.endpoint)
+    del options["config_kwargs"]
+    store = open_store(f"s3://{s3_server.bucket}/{uuid.uuid4().hex}", options)
+    proxy.harm("put", "slow down")
+    with pytest.raises(StoreUnavailableError, match="the store is too busy"):
+        store.put("a/x", [b"x"])
+    assert proxy.fired["put", "slow down"] == 20
+    proxy.heal()
+    store.put("a/x", [b"x"])
+    assert store.read("a/x") == b"x"
+    store.close()
+
+
+@pytest.mark.parametrize("size", [0, 5, 101 * 2**20])
+def test_requests_of_each_use_are_those_that_the_plan_counts(
+    s3_server: S3Server, proxy: FaultyProxy, size: int
+) -> None:
+    store = opened(s3_server, proxy, attempts=3, read_timeout_s=20.0)
+    store.put("a/y", [LARGE[:size]])
+    upload = {"create": 1, "part": 3, "complete": 1} if size > 100 * 2**20 else {"put": 1}
+    assert proxy.taken() == upload
+    assert len(store.read("a/y")) == size
+    assert proxy.taken() == {"get": 1}
+    for use in ("head", "list"):
+        USES[use](store)
+        assert proxy.taken() == {use: 1}
+    if size:
+        store.read("a/y", 1, 3)
+        assert proxy.taken() == {"get": 1}
+    store.delete("a/y")
+    assert proxy.taken() == {"delete": 1}
+    store.close()
+
+
+# Rights and clocks: what a real store says, said by a server in its place.
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "said", "hint"),
+    [
+        ("AccessDenied", 403, "the store does not allow it", "rights that docs/operations.md names"),
+        ("RequestTimeTooSkewed", 403, "this machine's clock is wrong", "set the clock"),
+        ("AuthorizationHeaderMalformed", 400, "the bucket is in another region", "client_kwargs.region_name"),
+        ("NoSuchBucket", 404, "there is no such bucket", "make the bucket"),
+        ("ExpiredToken", 400, "the session's token has expired", "AWS_ACCESS_KEY_ID"),
+    ],
+)
+def test_what_a_store_refuses_is_one_clear_error(
+    s3_server: S3Server, proxy: FaultyProxy, code: str, status: int, said: str, hint: str
+) -> None:
+    store = opened(s3_server, proxy, attempts=3)
+    for kind in ("delete", "put", "get"):
+        proxy.refuse(kind, status, code)
+        with pytest.raises(StoreUnavailableError, match=said) as refused:
+            USES[kind](store)
+        assert hint in refused.value.hint
+        assert proxy.taken()[kind] == 1, "what no retry can change is not tried again"
+    proxy.heal()
+    assert set(store.list("")) == {Entry("a/x", 3), Entry("a/z", 13)}
+    store.close()
