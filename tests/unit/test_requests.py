@@ -91,7 +91,7 @@ def test_a_month_costs_more_in_full_copies_and_prices_are_parameters() -> None:
     job = Workload(tables=(TableLoad(table, touched),), ranks=8, steps_per_s=10.0, marker_s=60.0)
     bills = plan(job).bills
     assert bills.store.usd < bills.differential.usd < bills.full.usd
-    assert bills.full.requests.put == 43_200 * (8 * 8 + 1)  # 2.64 GB: 330 MB a rank
+    assert bills.full.requests.put == 43_200 * (8 * 9 + 1)  # 2.64 GB: 330 MB a rank, in 7 parts
     dear = plan(job, costs=UnitCosts(put_list_usd_per_1000=0.05, get_head_usd_per_1000=0.004)).bills
     assert dear.store.requests_usd == pytest.approx(10 * bills.store.requests_usd)
     assert dear.store.storage_usd == bills.store.storage_usd
