@@ -103,7 +103,7 @@ def merging(scratch: Path, rows: int, intervals: int) -> dict[str, Any]:
         job.flush()
         job.commit()
     lineage, store = Control(job.log).refresh(), scratch / "store"
-    fold(job.log, lineage, store, Policy(rebase=0))
+    fold(job.log, lineage, store, Policy(rebase=0, compact="none"))
     newest, objects = max(lineage.commits), Counting(store)
     cover = Catalog.load(objects, lineage.job).cover(lineage.chain(newest))
     num_bytes = sum(piece.num_bytes for piece in cover)

@@ -126,7 +126,11 @@ def test_a_whole_log_with_branches_and_merged_columns_raises_no_alarm(whole: Pat
     _assert_whole(whole)
     assert _verify(whole)[NEWEST]["proved"] > 0.5, _verify(whole)
     for number, (policy, upto) in enumerate(
-        [(Policy(rebase=0), MarkerId(1, 2)), (Policy(rebase=1e-9), NEWEST), (Policy(rebase=0), MarkerId(4, 10))]
+        [
+            (Policy(rebase=0, compact="none"), MarkerId(1, 2)),
+            (Policy(rebase=1e-9, compact="none"), NEWEST),
+            (Policy(rebase=0, compact="none"), MarkerId(4, 10)),
+        ]
     ):
         copy = shutil.copytree(whole, tmp_path / f"{number}")
         fold(copy, policy, upto)
@@ -179,7 +183,7 @@ def test_a_bit_of_a_frame_is_found_in_each_table_from_the_log_and_on_top_of_a_st
         if flip.done:  # rows of it were trained
             found += 1
             _assert_found(target, name)
-            fold(target, Policy(rebase=0), MarkerId(1, 2))
+            fold(target, Policy(rebase=0, compact="none"), MarkerId(1, 2))
             _assert_found(target, name)
     assert found == 3
 
@@ -198,7 +202,7 @@ def test_a_changed_chunk_of_a_store_is_found_behind_the_log_that_was_lost(
 
     table = next(number for number, name in enumerate(_names(whole)) if name.endswith("t_rw"))
     folder = shutil.copytree(whole, tmp_path / "log")
-    fold(folder, Policy(rebase=0), MarkerId(4, 10))
+    fold(folder, Policy(rebase=0, compact="none"), MarkerId(4, 10))
     assert forge_segment(folder, MarkerId(1, 1), 0, table, change) > 1
     lose_rows(folder)
     records = _verify(folder)

@@ -50,7 +50,7 @@ def read(model: Model, plan: Plan, settings: StreamConfig, marker: str) -> tuple
 
 def test_a_replica_head_folds_gc_and_trim_go_through_a_change(tmp_path: Path) -> None:
     """A HEAD of before the change serves what went on, one of after it no marker of before; gc leaves both aside."""
-    root, head, policy = tmp_path / "log", tmp_path / "head", Policy(rebase=0.5)
+    root, head, policy = tmp_path / "log", tmp_path / "head", Policy(rebase=0.5, compact="none")
     settings, uri = config(root, head=str(head)), f"file://{root}"
     begun = ranks.run(2, zoo.start, OLD, TWO, settings, EVENTS)
     with FollowedTables(follow(uri, scratch=tmp_path)) as tables:

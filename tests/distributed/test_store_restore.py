@@ -30,7 +30,7 @@ from torchrec_stream_ckpt.types import MarkerId
 pytestmark = pytest.mark.distributed
 
 STEPS = 12  # markers 1:1 to 1:5 at steps 3, 6, 9, 12, and one more by mark()
-NEVER, ALWAYS = Policy(rebase=0), Policy(rebase=1e-9)
+NEVER, ALWAYS = Policy(rebase=0, compact="none"), Policy(rebase=1e-9, compact="none")
 SPANS = Policy(rebase=0, compact="span2")
 
 

@@ -321,7 +321,7 @@ class Stores:
         history = History(directory / "log")
         history.generation(1, [1, 2, 3])
         history.generation(2, [3, 4], "1:2")
-        fold(history.root, Policy(rebase=1e-9))
+        fold(history.root, Policy(rebase=1e-9, compact="none"))
         self._truth = history.rows
         kinds = ("STORE", "claims/", "segments/", "manifests/", "folds/")
         held = {name: data for name, data in contents(history.objects).items() if name.startswith(kinds)}

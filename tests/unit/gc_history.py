@@ -19,7 +19,11 @@ from torchrec_stream_ckpt.types import MarkerId
 HOUR = 3600.0
 
 
-NEVER, ALWAYS, SPANS = Policy(rebase=0), Policy(rebase=1e-9), Policy(rebase=0, compact="span16")
+NEVER, ALWAYS, SPANS = (
+    Policy(rebase=0, compact="none"),
+    Policy(rebase=1e-9, compact="none"),
+    Policy(rebase=0, compact="span16"),
+)
 
 
 def plain(root: Path, count: int = 6, policy: Policy = NEVER) -> History:

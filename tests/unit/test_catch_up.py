@@ -29,7 +29,7 @@ from torchrec_stream_ckpt.types import MarkerId
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
-POLICIES = [Policy(rebase=0), Policy(), Policy(rebase=0, compact="span4"), Policy(compact="span2")]
+POLICIES = [Policy(rebase=0, compact="none"), Policy(), Policy(rebase=0, compact="span4"), Policy(compact="span2")]
 
 
 def history(root: Path, markers: int) -> Job:
@@ -121,7 +121,7 @@ def test_no_span_crosses_a_base(tmp_path: Path) -> None:
 def test_what_was_read_of_many_manifests_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept, "MOST_REFS", 10)
     job, objects = history(tmp_path, 30), open_store(str(tmp_path / "store"))
-    fold(job, objects, Policy(rebase=0))
+    fold(job, objects, Policy(rebase=0, compact="none"))
     lineage, found = lineage_of(job), Catalog.load(objects, synthetic.JOB)
     chain = lineage.chain(max(lineage.commits))
     for _ in range(2):
@@ -175,7 +175,9 @@ def test_a_round_that_brings_one_marker_opens_one_commit(tmp_path: Path, monkeyp
     whole = commits.open_commit
     monkeypatch.setattr(commits, "open_commit", lambda frame: opened.append(frame) or whole(frame))
     with ThreadPoolExecutor(1) as pool:
-        materializer = Materializer(job.log, objects, lambda _: open_dense(str(job.root)), pool, Policy(rebase=0))
+        materializer = Materializer(
+            job.log, objects, lambda _: open_dense(str(job.root)), pool, Policy(rebase=0, compact="none")
+        )
         control = Control(job.log)
         assert len(list(materializer.catch_up(control.refresh()))) == 40
         for _ in range(3):

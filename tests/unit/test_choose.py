@@ -146,7 +146,7 @@ def test_what_lies_behind_a_marker_is_known_without_opening_a_stream(tmp_path: P
 def test_a_spare_knows_the_shards_of_a_generation_whose_rows_a_store_gave(tmp_path: Path) -> None:
     for layouts in (True, False):
         job, lineage = grown(tmp_path / f"{layouts}", layouts)
-        fold(job.root, Policy(rebase=0))
+        fold(job.root, Policy(rebase=0, compact="none"))
         objects = open_store(str(job.root))
         choice = choose(job.log, lineage, DenseFolder(job.root), None, objects)
         assert choice is not None
@@ -164,7 +164,7 @@ def test_a_spare_knows_the_shards_of_a_generation_whose_rows_a_store_gave(tmp_pa
 
 def test_a_store_that_says_other_shards_than_the_claim_is_refused(tmp_path: Path) -> None:
     job, lineage = grown(tmp_path, True)
-    fold(tmp_path, Policy(rebase=0))
+    fold(tmp_path, Policy(rebase=0, compact="none"))
     claim = lineage.claims[1]
     turned = Job(tmp_path / "other", 2)
     turned.splits[0] = [2, 1, 1]
@@ -197,7 +197,7 @@ def test_streams_are_held_against_the_claim_by_whoever_reads_them(tmp_path: Path
     damage = verifier.verdict(newest, DenseFolder(tmp_path)).damage
     assert [each.message for each in damage] == [words, words], "one a rank"
     with pytest.raises(CorruptionError, match=words):
-        fold(tmp_path, Policy(rebase=0))
+        fold(tmp_path, Policy(rebase=0, compact="none"))
     with pytest.raises(CorruptionError, match=words):
         read_hello(job.log, lineage.claims[1], newest, newest.ranks[1])
 

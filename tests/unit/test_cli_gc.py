@@ -33,7 +33,7 @@ def two_generations(root: Path) -> History:
     made = History(root)
     made.generation(1, [1, 2, 3])
     made.generation(2, [3, 4], "1:2")
-    stores.fold(root, Policy(rebase=0))
+    stores.fold(root, Policy(rebase=0, compact="none"))
     return made
 
 

@@ -122,7 +122,10 @@ def test_a_store_that_nobody_has_written_to_lets_nothing_go(tmp_path: Path) -> N
         gc(history, "--newest", "1")
 
 
-@pytest.mark.parametrize("policy", [Policy(rebase=0), Policy(rebase=1e-9), Policy(rebase=0, compact="span16")])
+@pytest.mark.parametrize(
+    "policy",
+    [Policy(rebase=0, compact="none"), Policy(rebase=1e-9, compact="none"), Policy(rebase=0, compact="span16")],
+)
 def test_trim_forgets_what_gc_gave_up_and_every_offered_marker_comes_back(
     tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

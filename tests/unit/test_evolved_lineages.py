@@ -120,9 +120,9 @@ def test_an_export_has_the_tables_of_its_marker(tmp_path: Path, seed: int) -> No
 
 
 POLICIES = {
-    "intervals": Policy(rebase=0),
-    "bases": Policy(rebase=1e-9),
-    "some bases": Policy(rebase=0.7),
+    "intervals": Policy(rebase=0, compact="none"),
+    "bases": Policy(rebase=1e-9, compact="none"),
+    "some bases": Policy(rebase=0.7, compact="none"),
     "spans": Policy(rebase=0, compact="span2"),
 }
 

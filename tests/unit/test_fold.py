@@ -28,7 +28,7 @@ from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.types import MarkerId
 
-NEVER = Policy(rebase=0)
+NEVER = Policy(rebase=0, compact="none")
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_a_table_that_is_sent_whole_again_has_other_columns(job: Job) -> None:
     job.touch(10)
     job.commit()
     check(job)
-    check(job, objects=_folded(job, "bases", Policy(rebase=1e-9)))
+    check(job, objects=_folded(job, "bases", Policy(rebase=1e-9, compact="none")))
 
 
 def test_columns_of_tables_without_row_wise_state_change_without_a_sweep(job: Job) -> None:
@@ -161,7 +161,7 @@ def test_columns_of_tables_without_row_wise_state_change_without_a_sweep(job: Jo
         job.touch(10)
     job.commit()
     check(job)
-    check(job, objects=_folded(job, "bases", Policy(rebase=1e-9)))
+    check(job, objects=_folded(job, "bases", Policy(rebase=1e-9, compact="none")))
 
 
 def test_markers_that_were_given_up_are_part_of_the_next_interval(job: Job) -> None:

@@ -177,7 +177,7 @@ def test_the_store_serves_what_was_trimmed(job: Job, replica: Replica, tmp_path:
         job.touch()
         marker = job.commit()
     expected = truth(job, marker.id)
-    stores.fold(job.root, Policy(rebase=0))
+    stores.fold(job.root, Policy(rebase=0, compact="none"))
     objects = open_store(str(job.root))
     trim_log(job.log, Control(job.log), marker, objects.url)
     lose_frames(job)
@@ -199,7 +199,7 @@ def test_a_trim_that_overtook_it_and_a_store_without_the_steps_between_load_all_
         job.touch()
         marker = job.commit()
     expected = truth(job, marker.id)
-    stores.fold(job.root, Policy(rebase=1e-9))
+    stores.fold(job.root, Policy(rebase=1e-9, compact="none"))
     trim_log(job.log, Control(job.log), marker, open_store(str(job.root)).url)
     lose_frames(job)
     for path in (job.root / SEGMENTS_DIR).rglob("g*-m0000000[23]-*"):

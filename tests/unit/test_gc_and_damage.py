@@ -72,7 +72,9 @@ def history(tmp_path: Path) -> History:
 def folded(history: History, pool: Executor) -> dict[str, bytes]:
     """A store with a base at each marker."""
     store = HeldObjects({})
-    one = Materializer(history.log, store, lambda _: open_dense(str(history.root)), pool, Policy(rebase=1e-9))  # type: ignore[arg-type]
+    one = Materializer(
+        history.log, store, lambda _: open_dense(str(history.root)), pool, Policy(rebase=1e-9, compact="none")
+    )  # type: ignore[arg-type]
     assert len(list(one.catch_up(history.lineage))) == 6
     return store._held
 

@@ -43,7 +43,7 @@ def history(tmp_path: Path) -> History:
     """Six markers, and no base; the log has no rows any more."""
     made = History(tmp_path)
     made.generation(1, range(1, 7))
-    stores.fold(tmp_path, Policy(rebase=0))
+    stores.fold(tmp_path, Policy(rebase=0, compact="none"))
     shutil.copytree(tmp_path / "data", tmp_path / "kept")
     stores.lose_rows(tmp_path)
     return made
@@ -101,7 +101,7 @@ def test_a_job_that_goes_on_from_an_older_marker_lets_what_is_lost_be_deleted_an
 ) -> None:
     name = harm(history)
     history.generation(2, [5, 6], "1:4")
-    stores.fold(history.root, Policy(rebase=0))
+    stores.fold(history.root, Policy(rebase=0, compact="none"))
     with pytest.raises(CorruptionError, match="checksum does not match"):
         check_synced(Holdings.load(history.objects, history.lineage), None, pool, whole=True)
     gc(history, *BOTH, "--grace", "0s")
@@ -142,7 +142,7 @@ def test_what_can_be_restored_is_refused_unless_forced(history: History, how: st
 def test_a_base_that_was_damaged_is_read_around_before_a_marker_counts_as_lost(tmp_path: Path) -> None:
     history = History(tmp_path)
     history.generation(1, range(1, 5))
-    stores.fold(tmp_path, Policy(rebase=1e-9))
+    stores.fold(tmp_path, Policy(rebase=1e-9, compact="none"))
     stores.lose_rows(tmp_path)
     harm(history, "f-g00000001-m00000004-from-root-p000.seg")
     with pytest.raises(ConfigError, match="marker 1:4 can be restored"):
@@ -229,7 +229,7 @@ def test_a_marker_of_whose_dense_state_nobody_can_tell_is_not_given_up(tmp_path:
     history = History(tmp_path / "job")
     history.dense_url = f"file://{tmp_path / 'away'}"
     history.generation(1, range(1, 4))
-    stores.fold(history.root, Policy(rebase=0))
+    stores.fold(history.root, Policy(rebase=0, compact="none"))
     harm(history, "g00000001-m00000002/.metadata", "lost")
     before, arguments = stores.contents(history.objects), ("--no-log",) if log == "--no-log" else ()
     with pytest.raises(ConfigError, match="nobody can tell whether the dense state of marker 1:2 is lost") as refused:

@@ -38,7 +38,7 @@ from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
-ALWAYS = Policy(rebase=1e-9)
+ALWAYS = Policy(rebase=1e-9, compact="none")
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_any_history_leads_to_what_its_newest_marker_says(
     tmp_path: Path, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     monkeypatch.setattr(head_format, "BLOCK_BYTES", 64)
-    warmed, random = Warm(tmp_path, pool, Policy(rebase=0.5)), np.random.default_rng(seed)
+    warmed, random = Warm(tmp_path, pool, Policy(rebase=0.5, compact="none")), np.random.default_rng(seed)
     warmed.markers(1)
     markers = [MarkerId(1, 1)]
     for _ in range(12):
@@ -141,7 +141,9 @@ def test_any_history_leads_to_what_its_newest_marker_says(
             warmed.check(markers[-1])
 
 
-@pytest.mark.parametrize("policy", [Policy(rebase=1e-9), Policy(rebase=0, compact="span16")], ids=["bases", "spans"])
+@pytest.mark.parametrize(
+    "policy", [Policy(rebase=1e-9, compact="none"), Policy(rebase=0, compact="span16")], ids=["bases", "spans"]
+)
 def test_folds_of_the_store_lead_to_the_same_rows(tmp_path: Path, pool: ThreadPoolExecutor, policy: Policy) -> None:
     warmed = Warm(tmp_path, pool, policy)
     warmed.markers(1)
@@ -188,7 +190,7 @@ def test_what_is_behind_it_comes_from_the_store(warmed: Warm) -> None:
 
 def left_behind(tmp_path: Path, pool: ThreadPoolExecutor) -> Warm:
     """HEAD is at 1:3; another host went on to 1:8, where a base is; gc took what lies between, trim all frames."""
-    warmed = Warm(tmp_path, pool, Policy(rebase=0))
+    warmed = Warm(tmp_path, pool, Policy(rebase=0, compact="none"))
     warmed.markers(3)
     warmed.follow()
     folder = tmp_path / dense_name(JOB, MarkerId(1, 8))

@@ -43,7 +43,7 @@ class Followed:
             objects,
             lambda _: open_dense(str(self.job.root)),
             pool,
-            Policy(rebase=0),
+            Policy(rebase=0, compact="none"),
             head=self.writer,
             proofs=ProofRule(lambda _: objects, self.differing.append),
         )

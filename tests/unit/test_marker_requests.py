@@ -65,7 +65,9 @@ def folded(job: PaperJob, lineage: Lineage, objects: Counted, root: Path, marker
     """Requests of each of the first markers."""
     found, before = [], Counter[str]()
     with ThreadPoolExecutor(THREADS) as pool:
-        materializer = Materializer(job.log, objects, lambda _: open_dense(str(root)), pool, Policy(rebase=0))
+        materializer = Materializer(
+            job.log, objects, lambda _: open_dense(str(root)), pool, Policy(rebase=0, compact="none")
+        )
         for _ in zip(range(markers), materializer.catch_up(lineage), strict=False):
             found.append(objects.requests - before)
             before = objects.requests.copy()

@@ -231,12 +231,14 @@ def test_folds_are_made_of_what_gc_has_left(job: Job, tmp_path: Path) -> None:
     lineage, rules = Control(job.log).refresh(), GcRules(retention=Retention(newest=1), grace_s=0.0, compact=True)
     with ThreadPoolExecutor(2) as pool:
         objects = open_store(str(tmp_path / "anew"))
-        folding = Materializer(job.log, objects, lambda _: open_dense(str(job.root)), pool, Policy(rebase=0))
+        folding = Materializer(
+            job.log, objects, lambda _: open_dense(str(job.root)), pool, Policy(rebase=0, compact="none")
+        )
         markers = folding.catch_up(lineage)
         assert [next(markers) for _ in range(3)][-1] == MarkerId(1, 3)
         gone = collect(objects, lineage, synthetic.JOB, rules, pool).now
         assert any("m00000002" in entry.name for entry in gone)
-        folding._compactor.policy = Policy(rebase=1e-6)
+        folding._compactor.policy = Policy(rebase=1e-6, compact="none")
         assert list(markers) == [MarkerId(1, 4)]
     assert (None, MarkerId(1, 4)) in Catalog.load(objects, synthetic.JOB).folds
     assert folding.counts.fold_bytes > 0

@@ -19,8 +19,8 @@ from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.types import MarkerId
 
 POLICIES = {
-    "bases": Policy(rebase=1e-9),
-    "some bases": Policy(rebase=0.7),
+    "bases": Policy(rebase=1e-9, compact="none"),
+    "some bases": Policy(rebase=0.7, compact="none"),
     "spans": Policy(rebase=0, compact="span16"),
     "both": Policy(rebase=2.0, compact="span4"),
 }
@@ -61,7 +61,7 @@ def test_long_spans_stand_on_short_ones(job: Job) -> None:
 def test_a_new_base_comes_when_what_came_since_is_larger(job: Job) -> None:
     job.begin()
     job.commit()
-    objects, policy = store_of(job), Policy(rebase=1.5)
+    objects, policy = store_of(job), Policy(rebase=1.5, compact="none")
     for _ in range(6):
         for stream in job.streams:
             for shard in stream.shards:  # every row of every table
@@ -80,7 +80,7 @@ def test_rows_of_a_table_that_was_sent_whole_since_are_left_out(job: Job) -> Non
     job.begin(parent.id, swept=[ROWWISE])
     job.commit()
     objects = store_of(job)
-    fold(job, objects, Policy(rebase=1e-9))
+    fold(job, objects, Policy(rebase=1e-9, compact="none"))
     base = Catalog.load(objects, synthetic.JOB).fold(None, MarkerId(2, 1))
     assert sum(ref.rows for ref in base.segments) == sum(table.rows for table in synthetic.SCHEMA.tables)
 
@@ -93,7 +93,7 @@ def test_row_wise_state_under_two_column_splits_without_a_sweep_is_refused(job: 
     job.commit()
     objects = store_of(job)
     with pytest.raises(CorruptionError, match="two column splits") as told:
-        fold(job, objects, Policy(rebase=1e-9))
+        fold(job, objects, Policy(rebase=1e-9, compact="none"))
     assert set(told.value.where) == {"segment", "table"}, "it is whole: what has a name or a path is mended"
     assert Catalog.load(objects, synthetic.JOB).folds == frozenset()
 
@@ -105,7 +105,7 @@ def test_where_spans_end(place: int, wanted: list[int]) -> None:
 
 def test_a_policy_that_makes_no_sense_is_refused() -> None:
     with pytest.raises(ConfigError, match="rebase must not be negative"):
-        Policy(rebase=-1)
+        Policy(rebase=-1, compact="none")
     with pytest.raises(ConfigError, match="compact must be"):
         Policy(compact="all")  # type: ignore[arg-type]
 

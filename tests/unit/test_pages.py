@@ -235,7 +235,7 @@ STORE_ROWS = {
     "`torch.load` of the newest": ("one base", "torch.load"),
     "... with a copy into the tables": ("one base", "torch.load + copy"),
     "a group of its own: naive": ("new bases", "naive"),
-    "... store as it is by default (`--rebase 1`)": ("new bases", "store, rebase"),
+    "... store with `--rebase 1 --compact none`, the default then": ("new bases", "store, rebase"),
 }
 
 
@@ -310,7 +310,7 @@ def test_what_the_store_says_in_words() -> None:
             default["warm"]["150"]["whole_naive_ratio"],
             default["cold"]["150"]["whole_naive_ratio"],
         ],
-        r"group of that run: (\d+) ms warm and (\d+) cold, where the store by default has (\d+) and (\d+)\.": [
+        r"group of that run: (\d+) ms warm and (\d+) cold, where the store with bases has (\d+) and (\d+)\.": [
             *(one["torch.load"][cache]["150"]["whole_ms"] for cache in ("warm", "cold")),
             *(default[cache]["150"]["whole_ms"] for cache in ("warm", "cold")),
         ],

@@ -43,7 +43,7 @@ from torchrec_stream_ckpt.types import MarkerId
 POINTS = ("proof.verdict", "proof.noted")
 ROUND = 4
 SCHEMA = Schema((replace(table("t_a", 700, 4), id=3), replace(table("t_b", 500, 4), id=9)))
-BASES, INTERVALS = Policy(rebase=1e-9), Policy(rebase=0)
+BASES, INTERVALS = Policy(rebase=1e-9, compact="none"), Policy(rebase=0, compact="none")
 
 
 @dataclass

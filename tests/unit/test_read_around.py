@@ -38,7 +38,7 @@ def job(tmp_path: Path) -> Job:
     job.begin()
     for _ in range(6):
         go_on(job)
-    fold(job.root, Policy(rebase=0.3))
+    fold(job.root, Policy(rebase=0.3, compact="none"))
     assert len(list(job.root.glob(BASE))) > 1
     return job
 
@@ -155,7 +155,7 @@ def test_an_interval_that_is_damaged_comes_from_the_log(job: Job) -> None:
     newest = MarkerId(1, marker + 1)
     while len(lineage_of(job).commits) < newest.marker:
         go_on(job)
-    fold(job.root, Policy(rebase=0))
+    fold(job.root, Policy(rebase=0, compact="none"))
     flip(job, f"segments/*/g00000001-r00000-m{newest.marker:08d}-p000.seg")
     assert verified(job, newest) == MarkerId(1, marker), "the store serves what comes before"
 
@@ -181,7 +181,7 @@ def test_only_what_leads_around_damage_is_looked_at(job: Job, monkeypatch: pytes
     """Not the whole path: with a thousand markers that would be a thousand requests, and more at each damaged piece."""
     for _ in range(24):
         go_on(job)
-    fold(job.root, Policy(rebase=0.3))
+    fold(job.root, Policy(rebase=0.3, compact="none"))
     *_, older, newest = sorted(job.root.glob(BASE))
     flip(job, BASE, at)
     marker = MarkerId(1, 30)

@@ -51,7 +51,7 @@ def history(tmp_path: Path) -> History:
     ids=" ".join,
 )
 def test_every_reader_that_finds_damage_takes_back_what_was_read(history: History, reader: tuple[str, ...]) -> None:
-    stores.fold(history.root, Policy(rebase=1e-9))
+    stores.fold(history.root, Policy(rebase=1e-9, compact="none"))
     root, uri = str(history.root), f"file://{history.root}"
     assert trim(history, "--upto", "1:3")[0] == 0
     with ThreadPoolExecutor(2) as pool:
@@ -90,7 +90,7 @@ def flip(history: History, part: str) -> str:
     return name
 
 
-@pytest.mark.parametrize("policy", [NEVER, Policy(rebase=1e-9)], ids=["interval", "base"])
+@pytest.mark.parametrize("policy", [NEVER, Policy(rebase=1e-9, compact="none")], ids=["interval", "base"])
 def test_a_chunk_that_was_flipped_after_folding_keeps_the_log_that_has_its_rows(
     history: History, policy: Policy
 ) -> None:
@@ -126,7 +126,7 @@ def test_a_trim_reads_what_it_takes_away_and_not_what_was_taken_before(history: 
 
 
 def test_a_trim_relies_on_what_gc_has_read(history: History, pool: Executor) -> None:
-    stores.fold(history.root, Policy(rebase=1e-9))
+    stores.fold(history.root, Policy(rebase=1e-9, compact="none"))
     lineage = history.lineage
     rules = GcRules(retention=Retention(newest=6))
     gc_rules = replace(rules, retention=Retention(newest=5))

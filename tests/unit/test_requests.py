@@ -58,7 +58,7 @@ def counts(requests: Requests) -> dict[str, int]:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_marker_asks_for_what_the_model_says(tmp_path: Path, world: int) -> None:
-    for asked in folded(tmp_path, world, Policy(rebase=0)):
+    for asked in folded(tmp_path, world, Policy(rebase=0, compact="none")):
         assert summed(asked) == counts(marker_requests(world, num_bytes=1.0, folds=False))
 
 
@@ -66,7 +66,7 @@ def test_a_marker_asks_for_what_the_model_says(tmp_path: Path, world: int) -> No
 def test_a_base_asks_for_no_more_than_the_model_says(tmp_path: Path, world: int) -> None:
     marker = marker_requests(world, num_bytes=1.0)
     most = model.base_requests(1.0, 1.0, segments=world + 1, tables=len(SCHEMA.tables))
-    for asked in folded(tmp_path, world, Policy(rebase=1e-9)):
+    for asked in folded(tmp_path, world, Policy(rebase=1e-9, compact="none")):
         found, said = summed(asked), counts(marker + most)
         gets = found.pop("get"), said.pop("get")
         assert found == said

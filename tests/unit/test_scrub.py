@@ -234,7 +234,7 @@ def _noting(history: History, found: list[str]) -> Scrubber:
 def test_what_gc_deletes_meanwhile_is_no_damage(tmp_path: Path) -> None:
     history = History(tmp_path)
     history.generation(1, range(1, 9))
-    stores.fold(tmp_path, Policy(rebase=1e-9))
+    stores.fold(tmp_path, Policy(rebase=1e-9, compact="none"))
     objects, lineage = history.objects, history.lineage
     for at in range(0, 40, 3):
         found: list[str] = []
@@ -246,14 +246,14 @@ def test_what_gc_deletes_meanwhile_is_no_damage(tmp_path: Path) -> None:
             collect(objects, lineage, lineage.job, rules, pool)
         list(running)
         assert found == []
-        stores.fold(tmp_path, Policy(rebase=1e-9))
+        stores.fold(tmp_path, Policy(rebase=1e-9, compact="none"))
     assert len(list(tmp_path.glob("manifests/*/*"))) < 8
 
 
 def test_damage_in_what_gc_has_listed_is_not_looked_for(tmp_path: Path) -> None:
     history = History(tmp_path)
     history.generation(1, range(1, 5))
-    stores.fold(tmp_path, Policy(rebase=1e-9))
+    stores.fold(tmp_path, Policy(rebase=1e-9, compact="none"))
     with ThreadPoolExecutor(2) as pool:
         rules = GcRules(retention=Retention(newest=1), grace_s=3600.0)
         plan = collect(history.objects, history.lineage, history.lineage.job, rules, pool)
@@ -269,7 +269,7 @@ def test_what_gc_has_listed_is_read_if_what_stands_in_for_it_is_damaged(tmp_path
     """A gc that dies in a long read leaves a list of what it has not proved to be needless."""
     history = History(tmp_path)
     history.generation(1, range(1, 5))
-    stores.fold(tmp_path, Policy(rebase=1e-9))
+    stores.fold(tmp_path, Policy(rebase=1e-9, compact="none"))
     lineage = history.lineage
     interval = "g00000001-r00000-m00000002-p000.seg"
     with ThreadPoolExecutor(2) as pool:

@@ -46,7 +46,12 @@ LONG_STEPS = 10_000
 POINTS = ["gc.dropped", "gc.merged", "gc.listed", "gc.deleted", "gc.tidied", "pin.attempted", "pin.put"]
 POINTS += ["materialize.manifest", "materialize.manifest_put", "repair.aside", "scrub.read", "scrub.place"]
 POINTS += ["read_back.saved", "materialize.summary", "materialize.summary_put"]
-POLICIES = [Policy(rebase=0), Policy(rebase=1e-9), Policy(rebase=0, compact="span16"), Policy()]
+POLICIES = [
+    Policy(rebase=0, compact="none"),
+    Policy(rebase=1e-9, compact="none"),
+    Policy(rebase=0, compact="span16"),
+    Policy(),
+]
 
 
 class Walk(History):

@@ -217,7 +217,9 @@ def test_a_plan_reads_summaries_and_what_they_lack(history: History, store: Stor
 
 
 @pytest.mark.parametrize("marker", ["1:20", "1:9", "2:15", "2:22", "2:30"])
-@pytest.mark.parametrize("policy", [NEVER, Policy(rebase=0, compact="span4"), Policy(rebase=1e-9)], ids=str)
+@pytest.mark.parametrize(
+    "policy", [NEVER, Policy(rebase=0, compact="span4"), Policy(rebase=1e-9, compact="none")], ids=str
+)
 def test_every_branch_is_restored_by_them(history: History, policy: Policy, marker: str) -> None:
     store = Store()
     list(materializer(history, store, policy).catch_up(history.lineage))
@@ -385,7 +387,7 @@ def test_gc_takes_those_of_which_most_markers_went_and_the_materializer_writes_o
     history: History, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store()
-    list(materializer(history, store, Policy(rebase=1e-9)).catch_up(history.lineage))
+    list(materializer(history, store, Policy(rebase=1e-9, compact="none")).catch_up(history.lineage))
     before = names(store)
     rules = GcRules(retention=Retention(newest=10), grace_s=0.0)
     collected(history, store, rules)
@@ -408,7 +410,7 @@ def test_gc_takes_those_of_which_most_markers_went_and_the_materializer_writes_o
 
 def test_gc_waits_its_grace_period_for_them(history: History) -> None:
     store = Store()
-    list(materializer(history, store, Policy(rebase=1e-9)).catch_up(history.lineage))
+    list(materializer(history, store, Policy(rebase=1e-9, compact="none")).catch_up(history.lineage))
     before = names(store)
     collected(history, store, GcRules(retention=Retention(newest=10), grace_s=3600.0))
     assert names(store) == before

@@ -265,7 +265,9 @@ def test_scratch_memory_serves_sources_of_all_shapes() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("window_bytes", [1, 10**9], ids=["windows", "whole"])
-@pytest.mark.parametrize("policy", [Policy(rebase=0), Policy(rebase=1e-9)], ids=["intervals", "bases"])
+@pytest.mark.parametrize(
+    "policy", [Policy(rebase=0, compact="none"), Policy(rebase=1e-9, compact="none")], ids=["intervals", "bases"]
+)
 def test_threads_restore_windows_of_a_table_as_one_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int, window_bytes: int, policy: Policy
 ) -> None:
@@ -319,7 +321,7 @@ def test_rows_are_read_around_damaged_folds(
 ) -> None:
     history, newest = History(tmp_path), MarkerId(1, 6)
     history.generation(1, range(1, 7))
-    fold(tmp_path, Policy(rebase=1e-9))  # a base at each marker but the first
+    fold(tmp_path, Policy(rebase=1e-9, compact="none"))  # a base at each marker but the first
     lose_rows(tmp_path)
     assert Catalog.load(history.objects, JOB).folds == {(None, MarkerId(1, marker)) for marker in range(2, 7)}
     for marker in range(7 - folds, 7):
@@ -343,7 +345,7 @@ def test_rows_are_read_around_damaged_folds(
 def test_where_a_damaged_fold_is_all_there_is_the_log_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     history, newest = History(tmp_path), MarkerId(1, 3)
     history.generation(1, [1, 2, 3])
-    fold(tmp_path, Policy(rebase=1e-9))
+    fold(tmp_path, Policy(rebase=1e-9, compact="none"))
     for marker in (1, 2, 3):
         (tmp_path / StoreSegment(JOB, MarkerId(1, marker), 0, 0).name).unlink()
     for marker in (2, 3):

@@ -96,7 +96,7 @@ def test_all_markers_are_whole_and_no_frame_is_read_twice(history: History) -> N
     }
 
 
-@pytest.mark.parametrize("policy", [None, Policy(rebase=1e-9), Policy(rebase=0, compact="span16")])
+@pytest.mark.parametrize("policy", [None, Policy(rebase=1e-9, compact="none"), Policy(rebase=0, compact="span16")])
 def test_no_byte_of_the_store_is_read_twice(history: History, policy: Policy | None) -> None:
     fold(history.root, policy)
     lose_rows(history.root)
@@ -130,7 +130,7 @@ def test_damage_is_named_for_the_markers_that_need_it_and_for_no_other(history: 
 
 
 def test_each_damaged_segment_of_the_store_is_named(history: History) -> None:
-    fold(history.root, Policy(rebase=0))
+    fold(history.root, Policy(rebase=0, compact="none"))
     for number in (1, 3):
         path = history.root / StoreSegment(JOB, MarkerId(1, number), 0, 0).name
         if number == 1:

@@ -41,7 +41,11 @@ def checks(root: Path) -> Iterator[tuple[WindowCheck, Lineage]]:
             yield reader.check(lineage, catalog, marker), lineage
 
 
-POLICIES = {"intervals": Policy(rebase=0), "bases": Policy(rebase=1e-9), "spans": Policy(rebase=0, compact="span2")}
+POLICIES = {
+    "intervals": Policy(rebase=0, compact="none"),
+    "bases": Policy(rebase=1e-9, compact="none"),
+    "spans": Policy(rebase=0, compact="span2"),
+}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -90,7 +94,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     job = EvolvingJob(root, schema=schema, width=WIDTH)
     job.first(schema)
     job.markers(2)
-    fold(root, Policy(rebase=1e-9))
+    fold(root, Policy(rebase=1e-9, compact="none"))
     return root
 
 
@@ -127,13 +131,13 @@ def test_a_row_that_the_materializer_loses_is_found_by_the_marker_that_proves_it
     job = EvolvingJob(tmp_path, schema=SMALL, width=POSITIONS // 4)
     job.first(SMALL)
     job.markers(1)
-    fold(tmp_path, Policy(rebase=0))
+    fold(tmp_path, Policy(rebase=0, compact="none"))
     job.markers(1)
     lose_a_row(monkeypatch, where)
-    fold(tmp_path, Policy(rebase=1e-9))
+    fold(tmp_path, Policy(rebase=1e-9, compact="none"))
     monkeypatch.undo()
     job.markers(3)
-    fold(tmp_path, Policy(rebase=0))
+    fold(tmp_path, Policy(rebase=0, compact="none"))
     found = [check for check, _ in checks(tmp_path) if check.differing]
     assert found
     for check in found:

@@ -197,7 +197,7 @@ def materialize_log(
     until_closed: UntilClosed = False,
     poll_s: Poll = 2.0,
     rebase: Rebase = 1.0,
-    compact: Compact = "none",
+    compact: Compact = "span4",
     lease_s: Lease = 30.0,
     pass_over_lost: PassOverLost = False,
     head: Head = None,

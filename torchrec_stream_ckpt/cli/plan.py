@@ -232,7 +232,11 @@ def _store(work: Workload, where: Deployment, result: Plan) -> Rows:
         kept += f", then one each {duration(where.then_every_s)}"
     rows = [
         ("a marker", size(round(result.store_interval_bytes + work.dense_bytes)), "rows that changed, once, and dense"),
-        ("written", f"{size(round(result.store_write_bytes_per_s))}/s", f"bases included (--rebase {where.rebase:g})"),
+        (
+            "written",
+            f"{size(round(result.store_write_bytes_per_s))}/s",
+            f"bases included (--rebase {where.rebase:g}), spans not",
+        ),
         ("materializers", str(result.materializers), "workers"),
     ]
     return rows + [(f"after {duration(age_s)}", size(round(held)), kept) for age_s, held in result.store_bytes]

@@ -25,7 +25,7 @@ class Policy:
 
     rebase: float = 1.0
     """Write a new base when what came since the last one is more than so many times its bytes; 0: never."""
-    compact: Compact = "none"
+    compact: Compact = "span4"
     """``span4``: write, for every 4 markers, their newest rows once more, for every 4 of these again, and so on."""
 
     def __post_init__(self) -> None:
