@@ -373,8 +373,9 @@ def start_broker(stack: contextlib.ExitStack) -> str:
     stack.callback(broker.stop)
     from confluent_kafka.admin import AdminClient, NewTopic
 
-    for rank in range(32):
-        AdminClient({"bootstrap.servers": bootstrap}).create_topics([NewTopic(f"thesis-{rank}", 1, 1)])
+    admin = AdminClient({"bootstrap.servers": bootstrap})
+    for created in admin.create_topics([NewTopic(f"thesis-{rank}", 1, 1) for rank in range(32)]).values():
+        created.result(60)
     return str(bootstrap)
 
 
