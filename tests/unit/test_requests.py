@@ -62,6 +62,11 @@ def test_a_marker_asks_for_what_the_model_says(tmp_path: Path, world: int) -> No
         assert summed(asked) == counts(marker_requests(world, num_bytes=1.0, folds=False))
 
 
+def test_only_the_listing_of_all_manifests_grows_with_what_is_kept() -> None:
+    few, many = (marker_requests(2, kept=kept, dense_files=9) for kept in (1.0, 20_000.0))
+    assert many.list - few.list == 19
+
+
 @pytest.mark.parametrize("world", [1, 4])
 def test_a_base_asks_for_no_more_than_the_model_says(tmp_path: Path, world: int) -> None:
     marker = marker_requests(world, num_bytes=1.0)

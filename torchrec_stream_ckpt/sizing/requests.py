@@ -78,13 +78,13 @@ def marker_requests(
         num_bytes: Rows of the marker's interval, all ranks.
         folds: Whether bases or spans are written at some markers: each manifest is looked at once more then.
         kept: Markers in the store: a listing of more than ``PAGE`` names takes several requests.
-        dense_files: Files of each marker's dense state.
+        dense_files: Files of the marker's dense state.
     """
     segments = Requests(put=ranks * segments_requests(num_bytes / ranks), head=ranks)  # looked for, then put
     claim = Requests(head=1, get=1)
     manifest = Requests(put=1, get=1 if folds else 0, list=_pages(kept))
     seen = Requests(list=2)  # markers that were given up, and folds
-    dense = Requests(list=_pages(kept * dense_files))
+    dense = Requests(list=_pages(dense_files))  # those of this marker alone
     return segments + claim + manifest + seen + dense
 
 
