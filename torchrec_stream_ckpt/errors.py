@@ -88,6 +88,10 @@ class ScratchUnavailableError(StoreUnavailableError):
     """Temporary files cannot be written here now, the store itself is well: make room, or set ``TMPDIR``, and retry."""
 
 
+class EngineUnavailableError(StreamCkptError):
+    """What runs tasks of the materializer cannot be reached, or loses its workers: bring it back and retry."""
+
+
 class CorruptionError(StreamCkptError):
     """Bytes are not what was written: restore another marker, or another copy of the log."""
 

@@ -20,7 +20,6 @@ Store, below its URL (``<job>`` is the job's id in 32 hex digits)::
     folds/<job>/g00000001-m00000048-from-g00000001-m00000032.json   rows that changed in (32, 48]; "-from-root": a base
     segments/<job>/f-g00000001-m00000048-from-root-p000.seg     part 0 of a fold's rows
     dropped/<job>/g00000001-m00000003                           retention gave this marker up
-    workers/<job>/0123456789abcdef-00000042                     a materializer works on the job: its 42nd sign of life
     pins/<job>/g00000001-m00000003                              retention must not give this marker up
     pins/<job>/g00000001-m00000003-0123456789abcdef             it is about to be pinned
     outer/<job>/g00000001-m00000004-e00000002                   the outer tier has marker 4, and gets every second one
@@ -67,7 +66,6 @@ SEGMENTS_DIR = "segments"
 MANIFESTS_DIR = "manifests"
 FOLDS_DIR = "folds"
 DROPPED_DIR = "dropped"
-WORKERS_DIR = "workers"
 PINS_DIR = "pins"
 OUTER_DIR = "outer"
 VERDICTS_DIR = "verdicts"
@@ -96,7 +94,6 @@ _FOLD = re.compile(rf"{FOLDS_DIR}/{_JOB}/{_MARKER}-from-(?:root|{_MARKER})\.json
 _FOLD_SEGMENT = re.compile(rf"{SEGMENTS_DIR}/{_JOB}/f-{_MARKER}-from-(?:root|{_MARKER})-p([0-9]{{3,9}})\.seg")
 _MANIFEST = re.compile(rf"{MANIFESTS_DIR}/{_JOB}/{_MARKER}\.json")
 _DROPPED = re.compile(rf"{DROPPED_DIR}/{_JOB}/{_MARKER}")
-_WORKER = re.compile(rf"{WORKERS_DIR}/{_JOB}/([0-9a-f]{{16}})-([0-9]{{8,20}})")
 _PIN = re.compile(rf"{PINS_DIR}/{_JOB}/{_MARKER}")
 _ATTEMPT = re.compile(rf"{PINS_DIR}/{_JOB}/{_MARKER}-([0-9a-f]{{16}})")
 _REACHED = re.compile(rf"{OUTER_DIR}/{_JOB}/{_MARKER}-e([0-9]{{8,20}})")
@@ -249,18 +246,6 @@ def parse_dropped_name(name: str) -> tuple[bytes, MarkerId] | None:
     """(job, marker), or None when the name does not say that a marker was dropped."""
     found = _job_and_marker(_DROPPED.fullmatch(name))
     return found if found and dropped_name(*found) == name else None
-
-
-def worker_name(job: bytes, worker: str, beat: int) -> str:
-    """Name of a materializer's sign of life; ``worker`` has 16 hex digits."""
-    return f"{WORKERS_DIR}/{job.hex()}/{worker}-{beat:08d}"
-
-
-def parse_worker_name(name: str) -> tuple[bytes, str, int] | None:
-    """(job, worker, beat), or None when the name is no sign of life."""
-    match = _WORKER.fullmatch(name)
-    found = (bytes.fromhex(match[1]), match[2], int(match[3])) if match else None
-    return found if found and worker_name(*found) == name else None
 
 
 def pin_name(job: bytes, marker: MarkerId) -> str:

@@ -71,7 +71,8 @@ METRICS: Mapping[str, Metric] = {
     "head_generation": Metric(f"{_PREFIX}_head_generation", "Generation of the marker that HEAD stands at; 0: none."),
     "head_marker": Metric(f"{_PREFIX}_head_marker", "Number of that marker in its generation."),
     "ended": Metric(f"{_PREFIX}_job_ended", "How the trainer has ended: 0 unknown, 1 finished, 2 preempted, 3 failed."),
-    "workers": Metric(f"{_PREFIX}_workers", "Materializers of this job that are alive."),
+    "workers": Metric(f"{_PREFIX}_workers", "Tasks that this materializer's engine runs at once."),
+    "worker_deaths": Metric(f"{_PREFIX}_worker_deaths_total", "Workers that died and were replaced.", "counter"),
 }
 """The materializer's, by the name of the value that :func:`serve_metrics` reads."""
 

@@ -22,7 +22,7 @@ from torchrec_stream_ckpt import failpoints
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
 from torchrec_stream_ckpt.format.segment import front_bytes_of, parse_front
-from torchrec_stream_ckpt.layout import parse_store_segment, parse_worker_name
+from torchrec_stream_ckpt.layout import parse_store_segment
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # which imports this module
 POINTS = (
     "fold.segment",
     "fold.segment_put",
+    "fold.read_back",
     "fold.manifest",
     "fold.manifest_put",
     "materialize.manifest",
@@ -221,7 +222,7 @@ def check_listed_objects(row: Row, objects: Objects, seen: set[str]) -> None:
             front = parse_front(objects.read(entry.name, 0, front_bytes_of(data[:HEADER_LEN], entry.name)), entry.name)
             if front.num_bytes != len(data):
                 row.err(f"{entry.name} has {len(data)} of {front.num_bytes} bytes")
-        elif not len(data) and parse_worker_name(entry.name) is None:
+        elif not len(data):
             row.err(f"{entry.name} is empty")
 
 

@@ -175,7 +175,6 @@ def test_names_of_a_store_are_those_that_the_code_makes() -> None:
         layout.scrub_place_name(make.JOB, "command", 42),
         layout.reading_name(make.JOB, 5, 0x1A),
         layout.SummaryName(make.JOB, before, marker, 16, 0x1A).name,
-        layout.worker_name(make.JOB, "5f" * 8, 42),
         layout.dense_file_name(make.JOB, marker, "NAME"),
         layout.CopyName(make.JOB, "0a1b2c3d", 2, 128, 4096, 0x1A).name,
         layout.place_name(KafkaUri("broker:9092", "NAME"), make.JOB),

@@ -100,24 +100,6 @@ def test_a_stop_ends_it_at_once_and_the_next_one_goes_on(job: Job) -> None:
     assert (passes[0].place.number, passes[0].place.num_bytes) == (1, read + second.counts.scrubbed_bytes)
 
 
-def test_one_of_several_scrubs_and_another_takes_over_at_its_place(job: Job) -> None:
-    leads, passes = [True, False], list[Scrubber]()
-    both = [
-        BackgroundScrub(scrubber_of(job), rate, lambda number=number: leads[number], passes.append)  # type: ignore[misc]
-        for number, rate in enumerate((1.0, FAST))
-    ]
-    both[1].use(0.05, threading.Event())
-    both[0].use(0.05, threading.Event())
-    assert (both[1].counts.scrubbed_bytes, both[1].oldest_s) == (0, 0.0)
-    both[0].close()
-    leads.reverse()
-    while not passes:
-        for each in both:
-            each.use(0.05, threading.Event())
-    total = sum(each.counts.scrubbed_bytes for each in both)
-    assert (passes[0].place.number, passes[0].place.num_bytes) == (1, total)
-
-
 def test_a_store_that_is_away_is_outlasted(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     troubles: list[StreamCkptError] = []
     passes: list[Scrubber] = []

@@ -68,7 +68,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "route": LEAVES | {"format", "log", "store", "control", "route"},
     "proofs": LEAVES | {"format", "store", "route", "proofs"},
     "restore": LEAVES | {"format", "evolve", "adapter", "log", "store", "proofs", "restore", "proving", "route"},
-    "materialize": LEAVES | {"format", "log", "store", "route", "proofs", "materialize"},
+    "engine": LEAVES | {"format", "log", "store", "engine"},
+    "materialize": LEAVES | {"format", "log", "store", "route", "proofs", "engine", "materialize"},
     "interchange": LEAVES
     | {"format", "evolve", "adapter", "log", "store", "control", "commit", "restore", "materialize", "interchange"}
     | {"proofs", "route"},
@@ -112,6 +113,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "proofs",
         "route",
         "restore",
+        "engine",
         "materialize",
         "interchange",
         "follower",

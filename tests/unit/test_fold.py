@@ -218,28 +218,6 @@ def test_two_materializers_write_the_same_bytes_side_by_side_or_not(tmp_path: Pa
     assert stores.contents(shared) == first
 
 
-def test_whoever_finds_all_ranks_there_puts_the_manifest(tmp_path: Path) -> None:
-    job = history(tmp_path / "log")
-    objects = open_store(str(job.root.parent / "store"))
-    lineage = lineage_of(job)
-    with ThreadPoolExecutor(2) as pool:
-        parts = [
-            Materializer(FileLog(job.root), objects, lambda _: open_dense(str(job.root)), pool, NEVER, mine=mine)
-            for mine in (lambda partition: partition == 0, lambda partition: partition != 0)
-        ]
-        assert list(parts[0].catch_up(lineage)) == []
-        assert list(parts[1].catch_up(lineage)) == []
-        list(parts[0].catch_up(lineage))
-        assert parts[0].missing == []
-        assert parts[0].counts.markers == len(lineage.commits)
-        read = [part.counts.frames_bytes for part in parts]
-        assert min(read) > 0
-        list(parts[1].catch_up(lineage))
-        assert parts[1].missing == []
-        assert [part.counts.frames_bytes for part in parts] == read, "nothing was read twice"
-    check(job, objects=objects)
-
-
 def test_a_manifest_is_there_only_behind_everything_else(tmp_path: Path) -> None:
     job = history(tmp_path / "log")
 

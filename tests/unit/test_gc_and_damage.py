@@ -12,6 +12,7 @@ import pytest
 
 from tests import stores
 from tests.stores import HeldObjects, History
+from torchrec_stream_ckpt.engine.api import InProcess, Site
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.materialize.compactor import Policy
@@ -135,7 +136,7 @@ def test_gc_at_any_moment_of_a_repair_leaves_a_good_copy(history: History, pool:
         name = flip(store, f"{BASE}-p000.seg")
         catalog = Catalog.load(store, lineage.job)  # type: ignore[arg-type]
         progress = Progress(lambda: None)
-        folder = IntervalFolder(history.log, store, lambda _: True, progress)  # type: ignore[arg-type]
+        folder = IntervalFolder(history.log, store, progress, InProcess(Site(history.log, store, pool)))  # type: ignore[arg-type]
         repairer = Repairer(store, pool, folder, progress, lambda _: None)  # type: ignore[arg-type]
 
         def run_gc(store: Stepped = store, step: int = step) -> None:

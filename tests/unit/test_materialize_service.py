@@ -189,8 +189,10 @@ def test_a_store_of_a_newer_format_gets_no_sign_of_life(job: Job) -> None:
     [
         (("--poll-s", "inf"), 2, "Invalid value for '--poll-s'"),
         (("--poll-s", "nan"), 2, "Invalid value for '--poll-s'"),
-        (("--lease-s", "inf"), 2, "Invalid value for '--lease-s'"),
-        (("--lease-s", "nan"), 2, "Invalid value for '--lease-s'"),
+        (("--engine", "dask"), 1, "Error: 'dask' is not an engine\nTry: use local"),
+        (("--engine", "local:0"), 1, "Error: 'local:0' is not an engine"),
+        (("--engine", "ray://host"), 1, "Error: 'ray://host' is not an engine"),
+        (("--engine", "ray://host:70000"), 1, "Error: 'ray://host:70000' is not an engine"),
         (("--rebase", "nan"), 2, "Invalid value for '--rebase'"),
         (("--metrics-port", "0"), 2, "Invalid value for '--metrics-port'"),
         (("--head", ""), 1, "Error: the folder for HEAD has no name"),

@@ -161,14 +161,12 @@ def test_a_damaged_segment_that_no_manifest_names_is_folded_again(job: Job, dama
     check_folded(job, [1, 2, 3, 4])
 
 
-def test_a_damaged_segment_of_another_worker_does_not_stop_the_first(job: Job) -> None:
+def test_a_damaged_segment_of_another_materializer_does_not_stop_this_one(job: Job) -> None:
     whole = orphans(job, "altered")
     with ThreadPoolExecutor(2) as pool:
         dense = open_dense(str(job.root))
-        leader = Materializer(
-            job.log, open_store(str(store_of(job))), lambda _: dense, pool, mine=lambda partition: partition == 0
-        )
-        assert list(leader.catch_up(Control(job.log).refresh())) == [MarkerId(1, 4)]
+        second = Materializer(job.log, open_store(str(store_of(job))), lambda _: dense, pool)
+        assert list(second.catch_up(Control(job.log).refresh())) == [MarkerId(1, 4)]
     assert {path: path.read_bytes() for path in whole} == whole
     check_folded(job, [1, 2, 3, 4])
 

@@ -121,49 +121,6 @@ def test_lost_markers_are_given_up_with_all_that_stands_on_them_and_the_log_is_t
     assert image_of_store(objects, lineage_of(job), commit.id) == image
 
 
-def test_what_one_worker_has_lost_holds_up_none_of_the_others(tmp_path: Path) -> None:
-    job = Job(tmp_path / "log")
-    job.begin()
-    job.touch(2)
-    job.commit()
-    rank1 = set((job.root / DATA_DIR / "p00001").iterdir())
-    for _ in range(2):
-        job.touch(2)
-        job.commit()
-    for path in set((job.root / DATA_DIR / "p00001").iterdir()) - rank1:
-        path.unlink()
-    objects, passed = open_store(str(store_of(job))), list[MarkerId]()
-    with ThreadPoolExecutor(1) as pool:
-        leader, other = (
-            Materializer(
-                FileLog(job.root),
-                objects,
-                lambda _: open_dense(str(job.root)),
-                pool,
-                mine=mine,
-                pass_over=lambda commit, _: passed.append(commit.id),
-            )
-            for mine in (lambda partition: partition == 0, lambda partition: partition != 0)
-        )
-        assert list(other.catch_up(lineage_of(job))) == []
-        assert (passed, list(objects.list("dropped/"))) == ([], []), "1:1, on which it stands, is not there yet"
-        assert list(leader.catch_up(lineage_of(job))) == [MarkerId(1, 1)]
-        assert list(other.catch_up(lineage_of(job))) == []
-        assert (passed, other.missing) == ([MarkerId(1, 2), MarkerId(1, 3)], [])
-        job.begin(MarkerId(1, 1))
-        job.touch(2)
-        job.commit()
-        assert list(leader.catch_up(lineage_of(job))) == []
-        assert [commit.id for commit in leader.missing] == [MarkerId(2, 1)]
-        assert list(other.catch_up(lineage_of(job))) == []
-        assert list(leader.catch_up(lineage_of(job))) == [MarkerId(2, 1)]
-        assert (leader.missing, len(passed)) == ([], 2)
-    catalog = Catalog.load(objects, synthetic.JOB)
-    assert (catalog.markers, catalog.dropped) == (ids(1, 1) | ids(2, 1), ids(1, 2, 3))
-    commit, image = list(images_of_chain(job.log, lineage_of(job), MarkerId(2, 1)))[-1]
-    assert image_of_store(objects, lineage_of(job), commit.id) == image
-
-
 def test_two_stores_for_a_job_whose_log_was_trimmed_behind_one_of_them(job: Job) -> None:
     other = job.root.parent / "other"
     shutil.copytree(store_of(job), other)

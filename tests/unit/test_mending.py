@@ -11,6 +11,7 @@ import pytest
 from tests.stores import contents
 from tests.synthetic import Job, image_of_store, images_of_chain
 from tests.unit.folded_job import lineage_of, materialize, store_of
+from torchrec_stream_ckpt.engine.api import InProcess, Site
 from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize import fold as fold_module
@@ -83,7 +84,8 @@ def check_markers(job: Job, upto: int) -> None:
 
 def repairer(job: Job, pool: Executor, told: Callable[[Repair], None] = lambda _: None) -> Repairer:
     objects, progress = FolderObjects(store_of(job)), Progress(lambda: None)
-    folder = IntervalFolder(FileLog(job.root), objects, lambda _: True, progress)
+    log = FileLog(job.root)
+    folder = IntervalFolder(log, objects, progress, InProcess(Site(log, objects, pool)))
     return Repairer(objects, pool, folder, progress, told)
 
 
@@ -194,14 +196,12 @@ def test_a_history_that_parts_at_the_damaged_marker_is_told_by_its_segments(job:
     assert contents(open_store(str(store_of(job)))) == before
 
 
-def test_a_worker_without_rank_zeros_partition_mends_a_manifest(job: Job, pool: Executor) -> None:
+def test_a_damaged_manifest_is_mended_at_the_start(job: Job, pool: Executor) -> None:
     manifest = found(job, "manifests/*/*-m00000006.json")[0]
     whole = manifest.read_bytes()
     flip(manifest)
     objects = FolderObjects(store_of(job))
-    one = Materializer(
-        FileLog(job.root), objects, lambda _: open_dense(str(job.root)), pool, mine=lambda partition: partition == 1
-    )
+    one = Materializer(FileLog(job.root), objects, lambda _: open_dense(str(job.root)), pool)
     one.compare(lineage_of(job).job, lambda: lineage_of(job))
     assert manifest.read_bytes() == whole
     assert one.counts.repairs == 1
@@ -227,7 +227,8 @@ def test_a_log_with_other_rows_than_the_manifest_says_replaces_nothing(job: Job,
             )
 
     objects = FolderObjects(store_of(job))
-    folder = Forged(FileLog(job.root), objects, lambda _: True, progress)
+    log = FileLog(job.root)
+    folder = Forged(log, objects, progress, InProcess(Site(log, objects, pool)))
     error = CorruptionError("a bit", name=name_of(job, segment))
     with pytest.raises(CorruptionError, match="a bit") as told:
         Repairer(objects, pool, folder, progress, lambda _: None).mend(lineage, catalog, name_of(job, segment), error)

@@ -16,6 +16,7 @@ from tests.sampled import sampled
 from tests.stores import HeldObjects, History
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.control.trim import trim_log
+from torchrec_stream_ckpt.engine.api import InProcess, Site
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, StreamCkptError
 from torchrec_stream_ckpt.failpoints import arm
 from torchrec_stream_ckpt.materialize import summarizer
@@ -233,7 +234,8 @@ class Walk(History):
 
     def _mender(self) -> ScrubMender:
         progress = Progress()
-        intervals = IntervalFolder(self.log, self.held, lambda _: True, progress)  # type: ignore[arg-type]
+        engine = InProcess(Site(self.log, self.held, self._pool))  # type: ignore[arg-type]
+        intervals = IntervalFolder(self.log, self.held, progress, engine)  # type: ignore[arg-type]
         repairer = Repairer(self.held, self._pool, intervals, progress, lambda _: None)  # type: ignore[arg-type]
         return ScrubMender(self.held, repairer, lambda _: open_dense(str(self.root)), progress)  # type: ignore[arg-type]
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,12 +17,15 @@ import typer
 from torchrec_stream_ckpt.cli.common import stopping
 from torchrec_stream_ckpt.cli.events import reporter
 from torchrec_stream_ckpt.cli.options import DAY_S, Access, Json, Uri
+from torchrec_stream_ckpt.engine.address import SiteAddress
+from torchrec_stream_ckpt.engine.api import Engine, Site
+from torchrec_stream_ckpt.engine.choose import EngineName
 from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.remarks import Outcome
+from torchrec_stream_ckpt.layout import probe_name
 from torchrec_stream_ckpt.materialize.background_scrub import BackgroundScrub
 from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.crew import Crew
 from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.materialize_service import MaterializeService
 from torchrec_stream_ckpt.materialize.materializer import Materializer
@@ -29,13 +33,15 @@ from torchrec_stream_ckpt.materialize.proof_checker import ProofRule
 from torchrec_stream_ckpt.materialize.scrub_mender import ScrubMender
 from torchrec_stream_ckpt.materialize.scrubber import Scrubber, ScrubCounts
 from torchrec_stream_ckpt.metrics import labels_of, serve_metrics
+from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.proofs.standing import ProofStanding
 from torchrec_stream_ckpt.route.job import Job, kept_store, options_of
 from torchrec_stream_ckpt.service import Event
-from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.head import head_root
 from torchrec_stream_ckpt.store.identity import prepare_store
 from torchrec_stream_ckpt.units import parse_rate
+from torchrec_stream_ckpt.uris import parse_uri
 
 _READERS = 4
 _OUTCOMES = (Outcome.FINISHED, Outcome.PREEMPTED, Outcome.FAILED)
@@ -73,10 +79,13 @@ Compact = Annotated[
         "marker is read in fewer pieces and rows. span2, span8, span16: likewise."
     ),
 ]
-Lease = Annotated[
-    float,
+EngineOption = Annotated[
+    str,
     typer.Option(
-        min=0.1, max=DAY_S, help="Several may run: one without a sign of life for this many seconds counts as dead."
+        "--engine",
+        help="What folds and merges: local (processes, one a core), local:N (N of them; 1: none but this one) or "
+        "ray://HOST:PORT (a Ray cluster).",
+        metavar="ENGINE",
     ),
 ]
 PassOverLost = Annotated[
@@ -119,15 +128,15 @@ class _Setup:
     store: str | None
     """Where rows go."""
     policy: Policy
-    lease_s: float | None
-    """None: this process works alone."""
+    engine: EngineName
+    kafka_options: Path | str | None
     pass_over_lost: bool
     head: Path | None
     pool: ThreadPoolExecutor
     closing: contextlib.ExitStack
     check_proofs: bool = True
     scrub_bytes_per_s: int | None = None
-    crew: Crew | None = None
+    running: Engine | None = None
     where: str = ""
     """The store's URL."""
 
@@ -143,49 +152,72 @@ class _Setup:
         objects = open_store(url, options_of(url, self.job.store_options))
         self.where = objects.url
         try:
-            prepare_store(objects)  # nothing goes into a store of a newer format, no sign of life either
+            prepare_store(objects)  # nothing goes into a store of a newer format
             objects.clear_leftovers()
         except BaseException:  # it is opened again when it answers
             objects.close()
             raise
-        self.closing.callback(objects.close)
-        if self.lease_s is not None:
-            self.crew = Crew(objects, lineage.job, self.lease_s)
-        mine = self.crew.mine if self.crew is not None else lambda _: True
+        with contextlib.ExitStack() as undo:
+            undo.callback(objects.close)
+            made = self._materializer(lineage, objects, service, undo)
+            self.closing.push(undo.pop_all())
+        self.running = made.engine
+        if self.scrub_bytes_per_s is not None:
+            mender = ScrubMender(objects, made.repairer, self.job.dense_of, made.progress)
+            scrubber = Scrubber(objects, lambda: self.job.lineage, "service", mender, service.damaged)
+            service.scrub = BackgroundScrub(scrubber, self.scrub_bytes_per_s, service.scrubbed, service.scrub_trouble)
+        return made
+
+    def _materializer(
+        self, lineage: Lineage, objects: Objects, service: MaterializeService, undo: contextlib.ExitStack
+    ) -> Materializer:
+        """It with its engine, which ``undo`` closes."""
         rule = ProofRule(self.job.objects_of, service.unproved, service.uncompared)
-        made = Materializer(
+        return Materializer(
             self.job.log,
             objects,
             self.job.dense_of,
             self.pool,
             self.policy,
-            mine=mine,
+            engine=lambda here: self._engine(here, lineage, objects, undo),
             going_on=service.going_on,
             pass_over=service.pass_over if self.pass_over_lost else None,
             head=HeadWriter(self.head, objects, self.pool) if self.head is not None else None,
             repaired=service.repaired,
             proofs=rule if self.check_proofs else None,
         )
-        if self.scrub_bytes_per_s is not None:
-            mender = ScrubMender(objects, made.repairer, self.job.dense_of, made.progress)
-            scrubber = Scrubber(objects, lambda: self.job.lineage, "service", mender, service.damaged)
-            leads = partial(self._leads, mine)
-            rate, trouble = self.scrub_bytes_per_s, service.scrub_trouble
-            service.scrub = BackgroundScrub(scrubber, rate, leads, service.scrubbed, trouble)
-        if self.crew is not None:  # last: the others count on it from its first sign of life
-            self.closing.callback(self._sign_off)
-            self.crew.start()
-        return made
 
-    def _leads(self, mine: Callable[[int], bool]) -> bool:
-        """Whether this process is the one of several that scrubs: it has rank 0's partition."""
-        newest = self.job.lineage.newest
-        return mine(newest.ranks[0].partition if newest is not None else 0)
+    def _engine(self, here: Site, lineage: Lineage, objects: Objects, undo: contextlib.ExitStack) -> Engine:
+        """The engine that was asked for. Workers are given names, and paths of files with secrets."""
+        incarnation, probe = None, None
+        if self.engine.is_remote:
+            found = self.job.log.incarnation()
+            incarnation = found.id if found is not None else None
+            probe = probe_name(lineage.job, secrets.token_hex(8))
+            objects.put(probe, [b""])
+            undo.callback(_forget, objects, probe)
+        source = SiteAddress(
+            uri=str(parse_uri(self.job.uri)),
+            kafka_options=_path(self.kafka_options),
+            store=objects.url,
+            store_options=_path(options_of(objects.url, self.job.store_options)),
+            incarnation=incarnation,
+            probe=probe,
+        )
+        engine = self.engine.open(here, lambda: source)
+        undo.callback(engine.close)
+        return engine
 
-    def _sign_off(self) -> None:
-        assert self.crew is not None
-        with contextlib.suppress(StreamCkptError):  # what is left counts for nothing
-            self.crew.close()
+
+def _forget(objects: Objects, probe: str) -> None:
+    with contextlib.suppress(StreamCkptError):  # it is empty, and counts for nothing
+        objects.delete(probe)
+
+
+def _path(options: Options) -> str | None:
+    """The path of a file of options, as other processes find it; the command line takes no other options."""
+    assert options is None or isinstance(options, str | Path)
+    return os.path.abspath(options) if options is not None else None
 
 
 def materialize_log(
@@ -198,7 +230,7 @@ def materialize_log(
     poll_s: Poll = 2.0,
     rebase: Rebase = 1.0,
     compact: Compact = "span4",
-    lease_s: Lease = 30.0,
+    engine: EngineOption = "local",
     pass_over_lost: PassOverLost = False,
     head: Head = None,
     check_proofs: CheckProofs = True,
@@ -210,7 +242,9 @@ def materialize_log(
     """Follow a log and fold it into its store, so that any marker comes back at disk speed and the log can be trimmed.
 
     Checks every frame. Reads the log and changes nothing there. May be killed at any time: it goes on where the store
-    ends. Several may run on one job and share its partitions. With --until-closed it ends with the job: not when the
+    ends. Large folds and merges run side by side, in processes of this host or on a Ray cluster.
+
+    With --until-closed it ends with the job: not when the
     trainer failed or was preempted, for then another one goes on. Needs no torch.
     """
     if once and until_closed:
@@ -229,7 +263,8 @@ def materialize_log(
             job=job,
             store=store,
             policy=policy,
-            lease_s=None if once else lease_s,
+            engine=EngineName.parse(engine),
+            kafka_options=access.kafka_options,
             pass_over_lost=pass_over_lost,
             head=head_root(head),
             check_proofs=check_proofs,
@@ -242,7 +277,7 @@ def materialize_log(
         )
         if metrics_port is not None:
             endpoint = serve_metrics(
-                metrics_host, metrics_port, lambda: _values(service, setup.crew), labels=labels_of(uri)
+                metrics_host, metrics_port, lambda: _values(service, setup.running), labels=labels_of(uri)
             )
             closing.callback(endpoint.close)
         service.report = closing.enter_context(reporter(service, lambda: setup.where, as_json=json))
@@ -253,7 +288,7 @@ def materialize_log(
         raise typer.Exit(1)
 
 
-def _values(service: MaterializeService, crew: Crew | None) -> Mapping[str, float]:
+def _values(service: MaterializeService, engine: Engine | None) -> Mapping[str, float]:
     """What the metrics say, by the names of ``METRICS``."""
     scrub = service.scrub
     status, newest, head = service.status, service.status.newest, service.head_marker
@@ -271,7 +306,8 @@ def _values(service: MaterializeService, crew: Crew | None) -> Mapping[str, floa
         "newest_marker": newest.marker if newest is not None else 0,
         "head_generation": head.generation if head is not None else 0,
         "head_marker": head.marker if head is not None else 0,
-        "workers": crew.size if crew is not None else 1,
+        "workers": engine.workers if engine is not None else 1,
+        "worker_deaths": engine.restarts if engine is not None else 0,
     }
 
 

@@ -12,6 +12,7 @@ import typer
 
 from torchrec_stream_ckpt.cli.common import check_named_store, parse_job, print_json, progress_bar, stopping
 from torchrec_stream_ckpt.cli.options import Access, Json, Store
+from torchrec_stream_ckpt.engine.api import InProcess, Site
 from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError, StreamCkptError, printable
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.scrub_place import ScrubPlace
@@ -252,6 +253,6 @@ def _scrub_job(run: _Run, job: Job, access: Access, uri: str, named: str | None)
         return run.scrub(objects, job.lineage, None)
     with ThreadPoolExecutor(_THREADS) as pool, access.kept_dense(uri) as dense_of:
         progress = Progress(run.going_on)
-        intervals = IntervalFolder(job.log, objects, lambda _: True, progress)
+        intervals = IntervalFolder(job.log, objects, progress, InProcess(Site(job.log, objects, pool, progress.tell)))
         repairer = Repairer(objects, pool, intervals, progress, lambda _: None)
         return run.scrub(objects, job.lineage, ScrubMender(objects, repairer, dense_of, progress))

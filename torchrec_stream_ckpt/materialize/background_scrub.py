@@ -25,7 +25,6 @@ class BackgroundScrub:
     Args:
         scrubber: Reads and repairs.
         bytes_per_s: What it may read.
-        mine: Whether this process is the one that scrubs: of several materializers one does.
         passed: Called when a pass has read everything.
         trouble: Called when a store or a log does not answer: it is tried again the next time.
     """
@@ -34,17 +33,14 @@ class BackgroundScrub:
         self,
         scrubber: Scrubber,
         bytes_per_s: float,
-        mine: Callable[[], bool] = lambda: True,
         passed: Callable[[Scrubber], None] = lambda _: None,
         trouble: Callable[[StreamCkptError], None] = lambda _: None,
     ) -> None:
         self._scrubber = scrubber
         self._allowance = Allowance(bytes_per_s, SAVED_S)
-        self._mine = mine
         self._passed = passed
         self._trouble = trouble
         self._pieces: Iterator[int] | None = None
-        self._was_mine = True
         self._rest_s, self._rests_until = 0.0, 0.0
 
     @property
@@ -54,8 +50,8 @@ class BackgroundScrub:
 
     @property
     def oldest_s(self) -> float:
-        """As of the scrubber; 0 where another process scrubs."""
-        return self._scrubber.oldest_s if self._was_mine else 0.0
+        """As of the scrubber."""
+        return self._scrubber.oldest_s
 
     def use(self, seconds: float, stop: threading.Event) -> None:
         """Scrub for so long, or until ``stop``; where nothing may be read, wait."""
@@ -75,20 +71,13 @@ class BackgroundScrub:
 
     def close(self) -> None:
         """Keep the place."""
-        if self._was_mine and self._pieces is not None:
+        if self._pieces is not None:
             with contextlib.suppress(StreamCkptError):  # a few seconds are read again then
                 self._scrubber.save()
 
     def _is_due(self) -> bool:
         """Whether there is something to read now."""
         if time.monotonic() < self._rests_until:
-            return False
-        mine = self._mine()
-        if mine and not self._was_mine:
-            self._scrubber.look()  # another one has scrubbed meanwhile
-        self._was_mine = mine
-        if not mine:
-            self._pieces = None
             return False
         place = self._scrubber.place
         return self._pieces is not None or not place.ended or not 0 <= time.time() - place.begun_s < REST_S

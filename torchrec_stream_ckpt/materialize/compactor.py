@@ -1,21 +1,29 @@
-"""Write bases and spans beside the intervals of the store, as a policy wants them."""
+"""Write bases and spans beside the intervals of the store, as a policy wants them, while markers go on coming in.
+
+Which folds there are follows from the markers alone, in their order: of each marker, what its policy wants, before
+anything of the next one. So a merge that takes long makes folds late, and changes none.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from torchrec_stream_ckpt.errors import ConfigError, MissingObjectError
+from torchrec_stream_ckpt.engine.api import Engine
+from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.materialize.merge import merge
+from torchrec_stream_ckpt.materialize.merge import Merged, Merging, plan_merge
 from torchrec_stream_ckpt.materialize.progress import Progress
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Piece
 from torchrec_stream_ckpt.types import MarkerId
 
+TASK_BYTES = 256 * 2**20
+"""What a task of a merge reads, about."""
 Compact = Literal["none", "span2", "span4", "span8", "span16"]
 
 
@@ -56,6 +64,13 @@ class _GrowingPath:
     def end(self) -> MarkerId:
         return self.ids[-1]
 
+    def take(self, fold: Piece) -> None:
+        """A fold has come in place of pieces."""
+        place = next((place for place, piece in enumerate(self.cover) if piece.start == fold.start), None)
+        stop = next((place for place, piece in enumerate(self.cover, 1) if piece.end == fold.end), None)
+        if place is not None and stop is not None and place < stop:
+            self.cover[place:stop] = [fold]
+
     def place_of(self, marker: MarkerId) -> int | None:
         """Of the first piece that comes after a marker; None when the marker is within a piece."""
         for place in range(len(self.cover), 0, -1):
@@ -65,7 +80,7 @@ class _GrowingPath:
 
 
 class Compactor:
-    """Merges what the store has on the path to a marker.
+    """Merges what the store has on the path to a marker, one fold at a time, each by as many tasks as it is worth.
 
     A marker that follows on the last one costs no look at what is older: only the pieces that are merged are looked at.
 
@@ -74,73 +89,143 @@ class Compactor:
         pool: Threads to read it with.
         policy: Which folds are wanted.
         progress: Told of what is merged.
+        engine: Runs the tasks.
     """
 
-    def __init__(self, objects: Objects, pool: Executor, policy: Policy, progress: Progress) -> None:
+    def __init__(self, objects: Objects, pool: Executor, policy: Policy, progress: Progress, engine: Engine) -> None:
         self._objects = objects
         self._pool = pool
         self.policy = policy
         self._progress = progress
+        self._engine = engine
+        self._queue: deque[MarkerId] = deque()
+        """Markers of which the folds are not all written, in the order in which they came."""
         self._way: _GrowingPath | None = None
+        """To the first of these."""
+        self._newest: _GrowingPath | None = None
+        """To the marker that was last asked for."""
+        self._merging: Merging | None = None
+        self._futures: list[Future[Merged]] = []
 
-    def fold(self, lineage: Lineage, catalog: Catalog, commit: Commit) -> None:
-        """Write folds; where gc has taken pieces away since we listed them, others lead to the same rows."""
-        if not (self.policy.rebase or self.policy.radix):
-            return
-        try:
-            self._write(lineage, catalog, commit)
-        except MissingObjectError:
-            catalog.refresh_within(lineage)
-            self._write(lineage, catalog, commit)
+    @property
+    def is_busy(self) -> bool:
+        """Whether folds of markers that came in are still to be written."""
+        return bool(self._queue)
+
+    def add(self, marker: MarkerId) -> None:
+        """A marker has come into the store."""
+        if self.policy.rebase or self.policy.radix:
+            self._queue.append(marker)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Let tasks go on, until one is done or the time is over; whether all are done. Raises as ``Engine.wait``."""
+        left = [future for future in self._futures if not future.done()]
+        if left:
+            merging, done = self._merging, len(self._futures) - len(left)
+            assert merging is not None
+            self._progress.doing = f"merging up to marker {merging.end}: {done} of {len(self._futures)} tasks are done"
+            self._engine.wait(left, timeout_s)
+        return all(future.done() for future in left)
+
+    def advance(self, lineage: Lineage, catalog: Catalog) -> None:
+        """Write folds as far as that needs no waiting.
+
+        Raises:
+            CorruptionError: a piece is damaged; the next call begins this fold anew.
+            StoreUnavailableError, EngineUnavailableError: likewise.
+        """
+        while True:
+            if self._merging is not None:
+                if not all(future.done() for future in self._futures):
+                    return
+                self._finish(catalog)
+            elif not self._begin(lineage, catalog):
+                return
 
     def cover(self, lineage: Lineage, catalog: Catalog, commit: Commit) -> tuple[Piece, ...]:
         """The pieces that a restore of a marker would read; raises as ``Catalog.cover``."""
-        way, self._way = self._to(lineage, catalog, commit), None
-        self._way = way
-        return tuple(way.cover)
+        way, self._newest = self._newest, None
+        self._newest = _to(way, lineage, catalog, commit, self._pool)
+        return tuple(self._newest.cover)
 
-    def _write(self, lineage: Lineage, catalog: Catalog, commit: Commit) -> None:
-        """Spans, then a base, as the policy wants them at this marker."""
-        way, self._way = self._to(lineage, catalog, commit), None
-        if not way.cover or way.cover[-1].end != commit.id:
-            return
+    def _begin(self, lineage: Lineage, catalog: Catalog) -> bool:
+        """Begin the next merge that is wanted; False: none is."""
+        while self._queue:
+            marker = self._queue[0]
+            commit = lineage.commits.get(marker)
+            if commit is not None and marker in catalog.markers:
+                way, self._way = self._way, None  # where this fails, it is looked for anew
+                way = _to(way, lineage, catalog, commit, self._pool)
+                place = self._wanted(way)
+                if place is not None:
+                    self._merge(lineage, way.cover[place:])
+                    self._way = way
+                    return True
+                self._way = way
+            self._queue.popleft()
+        return False
+
+    def _wanted(self, way: _GrowingPath) -> int | None:
+        """From which piece on the next fold takes all; 0: a base. None: the policy wants none at this marker."""
+        if not way.cover or way.cover[-1].end != way.end:
+            return None
         if self.policy.radix:
             for span in spans(len(way.ids) - 1, self.policy.radix):
                 # None crosses a base: it would be the longest piece that leads here, and the base would not be used.
                 place = way.place_of(way.ids[-1 - span])
-                if place is not None:
-                    self._merge(lineage, way, place)
+                if place is not None and len(way.cover) - place > 1:
+                    return place
         base, *rest = way.cover
-        if self.policy.rebase and sum(piece.num_bytes for piece in rest) > self.policy.rebase * base.num_bytes:
-            self._merge(lineage, way, 0)
-        self._way = way
+        due = self.policy.rebase and sum(piece.num_bytes for piece in rest) > self.policy.rebase * base.num_bytes
+        return 0 if due and rest else None
 
-    def _to(self, lineage: Lineage, catalog: Catalog, commit: Commit) -> _GrowingPath:
-        """The way to a marker: that to the one before, and one piece more, where that is known."""
-        way, before = self._way, lineage.previous(commit.id) or lineage.claims[commit.generation].parent
-        if way is not None and way.catalog is catalog and way.listed == catalog.listed:
-            if way.end == commit.id:
-                return way
-            if way.end == before and way.cover and way.cover[-1].end == before:
-                way.cover.append(catalog.piece(before, commit))
-                way.ids.append(commit.id)
-                return way
-        chain = lineage.chain(commit.id)
-        return _GrowingPath(
-            catalog, catalog.listed, [each.id for each in chain], list(catalog.cover(chain, pool=self._pool))
-        )
+    def _merge(self, lineage: Lineage, pieces: list[Piece]) -> None:
+        self._progress.doing = f"merging {len(pieces)} pieces up to marker {pieces[-1].end}"
+        merging = plan_merge(self._objects, lineage, pieces, self._pool, task_bytes=TASK_BYTES)
+        self._merging = merging
+        self._futures = []
+        try:
+            for task in merging.tasks:
+                self._futures.append(self._engine.submit(task))
+        except BaseException:
+            self._drop()
+            raise
 
-    def _merge(self, lineage: Lineage, way: _GrowingPath, place: int) -> None:
-        """Write the fold of the pieces from a place on; 0: a base."""
-        pieces = way.cover[place:]
-        if len(pieces) < 2:
-            return
-        progress = self._progress
-        progress.doing = f"merging {len(pieces)} pieces up to marker {way.end}"
-        fold = merge(self._objects, lineage, pieces, self._pool, progress.count_merged)
-        progress.counts.fold_bytes += sum(ref.num_bytes for ref in fold.segments)
-        way.catalog.folded(fold.start, fold.end)
-        way.cover[place:] = [Piece(fold.start, fold.end, fold.segments, fold.chain)]
+    def _finish(self, catalog: Catalog) -> None:
+        """All tasks are done: the fold is put."""
+        merging, futures = self._merging, self._futures
+        assert merging is not None
+        try:
+            done = [future.result() for future in futures]
+            fold = merging.finish(self._objects, [each.refs for each in done])
+        finally:
+            self._drop()
+        self._progress.counts.fold_bytes_read += sum(each.read_bytes for each in done)
+        self._progress.counts.fold_bytes += sum(ref.num_bytes for ref in fold.segments)
+        catalog.folded(fold.start, fold.end)
+        for way in (self._way, self._newest):
+            if way is not None:
+                way.take(Piece(fold.start, fold.end, fold.segments, fold.chain))
+
+    def _drop(self) -> None:
+        """Forget the merge that was under way."""
+        for future in self._futures:
+            future.cancel()
+        self._merging, self._futures = None, []
+
+
+def _to(way: _GrowingPath | None, lineage: Lineage, catalog: Catalog, commit: Commit, pool: Executor) -> _GrowingPath:
+    """The way to a marker: that to the one before, and one piece more, where that is known."""
+    before = lineage.previous(commit.id) or lineage.claims[commit.generation].parent
+    if way is not None and way.catalog is catalog and way.listed == catalog.listed:
+        if way.end == commit.id:
+            return way
+        if way.end == before and way.cover and way.cover[-1].end == before:
+            way.cover.append(catalog.piece(before, commit))
+            way.ids.append(commit.id)
+            return way
+    chain = lineage.chain(commit.id)
+    return _GrowingPath(catalog, catalog.listed, [each.id for each in chain], list(catalog.cover(chain, pool=pool)))
 
 
 def spans(intervals_since_root: int, radix: int) -> Iterator[int]:

@@ -59,7 +59,7 @@ class DenseCopier:
         dropped = Dropped(commit, lineage.previous(commit.id), commit.time_s, "the loss of its dense state")
         self._losses.give_up(lineage, catalog, dropped)
 
-    def give_up_lost(self, lineage: Lineage, catalog: Catalog, mine: Callable[[int], bool]) -> None:
+    def give_up_lost(self, lineage: Lineage, catalog: Catalog) -> None:
         """Give up markers of the store that have none: a process that put a manifest may have been killed before."""
         if self._checked:
             return
@@ -67,9 +67,7 @@ class DenseCopier:
         sizes = by_folder({entry.name: entry.num_bytes for entry in self._objects.list(prefix)})
         for marker in sorted(catalog.markers - catalog.dropped):
             commit = lineage.commits.get(marker)
-            if commit is None or not mine(commit.ranks[0].partition):
-                continue
-            if _has_all(commit, sizes.get(dense_name(commit.job, marker), {})):
+            if commit is None or _has_all(commit, sizes.get(dense_name(commit.job, marker), {})):
                 continue
             if self._objects.size(dropped_name(commit.job, marker)) is not None:
                 continue  # gc has come in between

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field, replace
 from functools import partial
 
+from torchrec_stream_ckpt.engine.api import Engine, Site
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, OtherLogError, TrimmedError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.interval import Interval, intervals_of
@@ -21,80 +23,164 @@ from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
+_PATIENCE_S = 0.2
+"""A stop is heard so often while workers fold."""
 Segments = tuple[tuple[SegmentRef, ...], ...]
 """Of one marker, by rank."""
 
 
+BATCH_BYTES = 64 * 2**20
+"""Frames of several ranks that one task folds, at least; a rank with more has a task of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoldTask:
+    """Intervals of one marker to fold, with what their ranks held when they began; None: they begin with HELLO."""
+
+    intervals: tuple[tuple[Interval, tuple[TableShard, ...] | None], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of frames."""
+        return sum(interval.num_bytes for interval, _ in self.intervals)
+
+    def __str__(self) -> str:
+        first, last = self.intervals[0][0], self.intervals[-1][0]
+        return f"fold {first.commit.id} ranks {first.end.rank} to {last.end.rank}"
+
+    def run(self, place: Site) -> tuple[tuple[SegmentRef, ...], ...]:
+        """As of ``Task``: the segments of each interval."""
+        return tuple(
+            fold_interval(place.log, place.objects, interval, shards, place.tell) for interval, shards in self.intervals
+        )
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A marker that is being folded."""
+
+    refs: dict[int, tuple[SegmentRef, ...]] = field(default_factory=dict)
+    """What was there, by rank."""
+    tasks: list[tuple[FoldTask, Future[tuple[tuple[SegmentRef, ...], ...]]]] = field(default_factory=list)
+
+    def drop(self) -> None:
+        """Do not begin what has not begun."""
+        for _, future in self.tasks:
+            future.cancel()
+
+
 class IntervalFolder:
-    """Folds the intervals of some data partitions; other processes fold the others.
+    """Folds intervals, those of a few markers ahead if the engine has workers to spare.
 
     Args:
         log: The job's log. It is only read.
         objects: The store.
-        mine: Whether a data partition is this one's to fold.
         progress: Told of what is folded.
+        engine: Runs the tasks.
         pool: Threads that look for segments of several ranks at once; None: one after the other.
     """
 
     def __init__(
-        self,
-        log: Log,
-        objects: Objects,
-        mine: Callable[[int], bool],
-        progress: Progress,
-        pool: Executor | None = None,
+        self, log: Log, objects: Objects, progress: Progress, engine: Engine, pool: Executor | None = None
     ) -> None:
         self._log = log
         self._objects = objects
-        self._mine = mine
         self._progress = progress
+        self._engine = engine
         self._map = map if pool is None else pool.map
-        self._found: dict[tuple[MarkerId, int], tuple[SegmentRef, ...]] = {}
-        """Segments of markers that are not in the store yet, by marker and rank: not looked for twice."""
+        self._begun: dict[MarkerId, _Begun] = {}
         self._shards: dict[tuple[int, int], tuple[TableShard, ...]] = {}
         """What ranks hold in the newest generation that is folded, by generation and rank: it stays as it is."""
 
     def forget(self, missing: Sequence[Commit]) -> None:
-        """Keep what was found of these markers alone."""
+        """Keep what was begun of these markers alone."""
         wanted = {commit.id for commit in missing}
-        self._found = {key: refs for key, refs in self._found.items() if key[0] in wanted}
+        for marker in [each for each in self._begun if each not in wanted]:
+            self._begun.pop(marker).drop()
 
     def segments(
         self, lineage: Lineage, catalog: Catalog, commit: Commit, before: Commit | None, missing: Sequence[Commit]
-    ) -> Segments | None:
-        """The segments of all ranks, those of our partitions folded now; None when another's are not there yet.
+    ) -> Segments:
+        """The segments of all ranks, those that are not in the store folded now.
 
         Args:
             lineage: The control partition.
             catalog: What the store holds.
             commit: Of the marker.
             before: The marker before it in its generation; None for the first.
-            missing: The markers that are not in the store.
+            missing: The markers that are not in the store, in commit order.
 
         Raises:
             CorruptionError: the log is damaged, or lacks an interval.
+            EngineUnavailableError: what runs tasks is away.
         """
-        intervals = list(intervals_of(lineage.claims[commit.generation], commit, before))
-        leads = self._mine(commit.ranks[0].partition)
-        sought = [
-            each
-            for each in intervals
-            if (commit.id, each.end.rank) not in self._found and (leads or self._mine(each.end.partition))
-        ]
-        looked = zip(sought, self._map(self._look, sought), strict=True)
-        found = {interval.end.rank: refs for interval, refs in looked}
-        lacking = [each for each in sought if self._is_to_be_folded(each, found[each.end.rank])]
-        shards = self._shards_of_all(lacking, before)
-        for interval in lacking:
-            rank = interval.end.rank
-            self.check_there(lineage, catalog, interval, missing)
-            found[rank] = self.fold(catalog, interval, before, shards=shards.get(rank))
-        self._found |= {(commit.id, rank): refs for rank, refs in found.items() if refs}
-        complete = tuple(refs for each in intervals if (refs := self._found.get((commit.id, each.end.rank))))
-        return complete if len(complete) == len(intervals) else None
+        begun = self._begun.pop(commit.id, None)
+        if begun is None:
+            begun = self._begin(lineage, catalog, commit, before, missing)
+        try:
+            self._begin_others(lineage, catalog, commit, missing)
+            while left := [future for _, future in begun.tasks if not future.done()]:
+                self._progress.going_on()
+                self._progress.doing = f"folding marker {commit.id}"
+                self._engine.wait(left, _PATIENCE_S)
+            for task, future in begun.tasks:
+                for (interval, _), refs in zip(task.intervals, future.result(), strict=True):
+                    begun.refs[interval.end.rank] = refs
+                    self._progress.counts.frames_bytes += interval.num_bytes
+                    self._progress.counts.segment_bytes += sum(ref.num_bytes for ref in refs)
+        except BaseException:
+            begun.drop()
+            raise
+        return tuple(begun.refs[end.rank] for end in commit.ranks)
 
-    def _is_to_be_folded(self, interval: Interval, refs: tuple[SegmentRef, ...] | None) -> bool:
-        return refs == () or (refs is None and self._mine(interval.end.partition))
+    def _begin(
+        self, lineage: Lineage, catalog: Catalog, commit: Commit, before: Commit | None, missing: Sequence[Commit]
+    ) -> _Begun:
+        """Submit what the store does not have of a marker."""
+        intervals = list(intervals_of(lineage.claims[commit.generation], commit, before))
+        looked = zip(intervals, self._map(self._look, intervals), strict=True)
+        begun = _Begun({interval.end.rank: refs for interval, refs in looked if refs})
+        lacking = [interval for interval in intervals if interval.end.rank not in begun.refs]
+        known = self._shards_of_all(lacking, before)
+        batch: list[tuple[Interval, tuple[TableShard, ...] | None]] = []
+        for interval in lacking:
+            self.check_there(lineage, catalog, interval, missing)
+            held = known.get(interval.end.rank) or self._shards_before(catalog, interval, before)
+            batch.append((_slim(interval), held))
+            if held is not None:
+                self._know(interval, held)
+            if sum(each.num_bytes for each, _ in batch) >= BATCH_BYTES:
+                self._submit(begun, batch)
+                batch = []
+        if batch:
+            self._submit(begun, batch)
+        return begun
+
+    def _submit(self, begun: _Begun, batch: list[tuple[Interval, tuple[TableShard, ...] | None]]) -> None:
+        task = FoldTask(tuple(batch))
+        first, last = batch[0][0], batch[-1][0]
+        self._progress.doing = f"folding marker {first.commit.id}, ranks {first.end.rank} to {last.end.rank}"
+        begun.tasks.append((task, self._engine.submit(task, urgent=True)))
+
+    def _begin_others(self, lineage: Lineage, catalog: Catalog, now: Commit, missing: Sequence[Commit]) -> None:
+        """Submit what comes after ``now``, so that no worker waits. What is wrong there is said in its turn."""
+        if self._engine.workers == 1:
+            return
+        after = False
+        for commit in missing:
+            if sum(not future.done() for each in self._begun.values() for _, future in each.tasks) >= (
+                2 * self._engine.workers
+            ):
+                return
+            previous = lineage.previous(commit.id)
+            knows = previous is None or all((commit.generation, end.rank) in self._shards for end in commit.ranks)
+            if after and commit.id not in self._begun and knows:
+                before = lineage.find(previous) if previous is not None else None
+                try:
+                    self._begun[commit.id] = self._begin(lineage, catalog, commit, before, missing)
+                except CorruptionError:
+                    return
+            after = after or commit.id == now.id
 
     def _look(self, interval: Interval) -> tuple[SegmentRef, ...] | None:
         """The segments of an interval that is folded; None: it is not; empty: what is there is damaged.
@@ -126,8 +212,6 @@ class IntervalFolder:
         self, lineage: Lineage, catalog: Catalog, commit: Commit, before: Commit | None, into: Objects
     ) -> Segments:
         """The segments of all ranks of a marker whose manifest is damaged: what is whole in the store, the rest folded.
-
-        Whose partitions they are does not matter: what another one folds meanwhile is the same.
 
         Args:
             lineage: The control partition.
@@ -259,6 +343,12 @@ class IntervalFolder:
                 rank=interval.end.rank,
                 store=self._objects.url,
             ) from None
+
+
+def _slim(interval: Interval) -> Interval:
+    """The same without what is known of other ranks: it is sent to another process."""
+    claim = interval.claim if interval.after is None else replace(interval.claim, layout=None)
+    return replace(interval, claim=claim, commit=replace(interval.commit, ranks=(interval.end,)))
 
 
 def _standing_on(lineage: Lineage, marker: MarkerId, missing: Sequence[Commit]) -> str:

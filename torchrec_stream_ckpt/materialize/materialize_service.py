@@ -9,6 +9,7 @@ from typing import Any
 
 from torchrec_stream_ckpt.errors import (
     CorruptionError,
+    EngineUnavailableError,
     LogUnavailableError,
     MarkerNotFoundError,
     MissingObjectError,
@@ -30,6 +31,8 @@ from torchrec_stream_ckpt.types import MarkerId
 
 FIRST_RETRY_S = 1.0
 LAST_RETRY_S = 30.0
+_PATIENCE_S = 0.2
+"""A stop is heard so often while merges go on."""
 _NAMED = 8
 """Blocks that are not as they were proved which an event names."""
 
@@ -79,7 +82,8 @@ class MaterializeService(Service):
         *,
         until_closed: bool = False,
     ) -> None:
-        super().__init__(report, (LogUnavailableError, StoreUnavailableError), (FIRST_RETRY_S, LAST_RETRY_S))
+        away = (LogUnavailableError, StoreUnavailableError, EngineUnavailableError)
+        super().__init__(report, away, (FIRST_RETRY_S, LAST_RETRY_S))
         self._read = read
         self._open = open_
         self._until_closed = until_closed
@@ -158,10 +162,19 @@ class MaterializeService(Service):
             self.report(Event("trouble", {"message": f"scrub: {error.headline}", "hint": error.hint}))
 
     def _wait(self, seconds: float) -> None:
-        if self.scrub is None or self._trouble:
+        if self._materializer is not None and self._materializer.merging and not self._trouble:
+            self._wait_for_merges(self._materializer, time.monotonic() + seconds)
+        elif self.scrub is None or self._trouble:
             super()._wait(seconds)
         else:
             self.scrub.use(seconds, self._stop)
+
+    def _wait_for_merges(self, materializer: Materializer, until: float) -> None:
+        """The next round goes on with what was done, and looks at the log."""
+        while (left := until - time.monotonic()) > 0:
+            self.going_on()
+            if materializer.has_merged(min(left, _PATIENCE_S)):
+                return
 
     def _close(self) -> None:
         if self.scrub is not None:
@@ -197,12 +210,20 @@ class MaterializeService(Service):
             self._missed = error.headline
             self._catch_up(lineage, self._materializer)
         self._missed = ""
+        if last:
+            self._materializer.settle(lineage)
         self._hear_end(lineage, missing=len(self._materializer.missing))
 
     def _hear_end(self, lineage: Lineage, missing: int) -> None:
         """Whether the job has ended, as of the lineage of this round, and how many of its markers are not folded."""
         end = lineage.ended
-        self._over = self._until_closed and not missing and end is not None and end.outcome == Outcome.FINISHED
+        self._over = (
+            self._until_closed
+            and not missing
+            and end is not None
+            and end.outcome == Outcome.FINISHED
+            and (self._materializer is None or not self._materializer.merging)
+        )
         if end != self.status.ended and end is not None:
             fields = {"outcome": str(end.outcome), "reason": end.reason, "step": end.step}
             self.report(Event("ended", {"generation": end.generation, **fields}))

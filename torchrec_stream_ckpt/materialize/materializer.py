@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Executor
 from functools import partial
 
+from torchrec_stream_ckpt.engine.api import Engine, InProcess, Site
 from torchrec_stream_ckpt.errors import (
     CorruptionError,
+    EngineUnavailableError,
     MissingObjectError,
     OtherLogError,
     StreamCkptError,
@@ -36,6 +38,8 @@ from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.identity import prepare_store
 from torchrec_stream_ckpt.types import MarkerId
 
+_PATIENCE_S = 0.2
+"""A stop is heard so often while folds are waited for."""
 _HINT = (
     "bring a whole copy of the log back; or restart the job from a marker that the store has, and go on with "
     "--pass-over-lost"
@@ -43,7 +47,7 @@ _HINT = (
 
 
 class Materializer:
-    """Folds a log into a store. Any number may work on one job: what each writes is the same.
+    """Folds a log into a store. Two that work on one job do no harm: what each writes is the same.
 
     Args:
         log: The job's log. It is only read.
@@ -51,8 +55,7 @@ class Materializer:
         dense_of: Where the trainer has put the dense state of a marker.
         pool: Threads to read the store with.
         policy: What to write beside.
-        mine: Whether a data partition is this one's to fold; another process folds the others. The one that folds rank
-            0's puts manifests and folds.
+        engine: Makes what runs its tasks, of what tasks in this process work with.
         going_on: Called again and again while it works; ends the work where it stands by raising.
         pass_over: Called with a marker that can never be in the store, and why; without it, that is an error.
         head: What keeps the newest state warm on this host.
@@ -67,7 +70,7 @@ class Materializer:
         dense_of: Callable[[Commit], DenseStore],
         pool: Executor,
         policy: Policy | None = None,
-        mine: Callable[[int], bool] = lambda _: True,
+        engine: Callable[[Site], Engine] = InProcess,
         going_on: Callable[[], None] = lambda: None,
         pass_over: Callable[[Commit, CorruptionError], None] | None = None,
         head: HeadWriter | None = None,
@@ -76,14 +79,17 @@ class Materializer:
     ) -> None:
         self._log = log
         self._objects = objects
-        self._mine = mine
         self._catalog: Catalog | None = None
         self._progress = Progress(going_on)
         self._losses = Losses(objects, pass_over)
-        self._intervals = IntervalFolder(log, objects, mine, self._progress, pool)
+        self.engine = engine(Site(log, objects, pool, self._progress.tell))
+        """Runs the tasks; it is the caller's to close."""
+        self._intervals = IntervalFolder(log, objects, self._progress, self.engine, pool)
         self._dense = DenseCopier(objects, dense_of, self._losses, self._progress)
         self._repairer = Repairer(objects, pool, self._intervals, self._progress, repaired)
-        self._compactor = Compactor(objects, pool, policy or Policy(), self._progress)
+        self._compactor = Compactor(objects, pool, policy or Policy(), self._progress, self.engine)
+        self._late: StreamCkptError | None = None
+        """What a fold of this round could not be written for: markers come first."""
         self.proofs = ProofChecker(objects, pool, self._compactor, self._repairer, self._progress, proofs)
         """Compares markers with their proofs."""
         self._summarizer = Summarizer(objects, pool, self._progress)
@@ -180,48 +186,86 @@ class Materializer:
         return True
 
     def catch_up(self, lineage: Lineage) -> Iterator[MarkerId]:
-        """Put every missing marker into the store, as far as others do their part; yields each one that is whole.
+        """Put every missing marker into the store; yields each one that is whole.
+
+        Folds are begun, and do not hold markers up: see :attr:`merging`.
 
         Args:
             lineage: The control partition as of now.
 
         Raises:
             CorruptionError: the log is damaged, or lacks what the store does not have yet.
-            LogUnavailableError, StoreUnavailableError: one of them does not answer.
+            LogUnavailableError, StoreUnavailableError, EngineUnavailableError: one of them does not answer.
         """
         if not lineage.claims:
             return
         catalog = self._look(lineage)
-        self._dense.give_up_lost(lineage, catalog, self._mine)
-        waiting = False
+        self._dense.give_up_lost(lineage, catalog)
+        self._late = None
         self._check_proofs(lineage, catalog)
         for commit in list(self.missing):
             self._progress.going_on()
             segments = self._fold_or_pass(lineage, catalog, commit, _before(lineage, commit.id))
             if segments is None:
-                waiting = waiting or commit.id not in catalog.dropped
-            elif not waiting and self._mine(commit.ranks[0].partition):
-                self._put_marker(lineage, catalog, commit, segments)
-                self.missing.remove(commit)
-                self.missing_bytes -= backlog_bytes(lineage, [commit])
-                fold = partial(self._compactor.fold, lineage, catalog, commit)
-                self._repairer.mending(lineage, catalog, fold)
-                self.counts.markers += 1
-                self.proofs.add(commit)
-                self._check_proofs(lineage, catalog)
-                self._summarizer.came(catalog, commit.id)
-                yield commit.id
+                continue
+            self._put_marker(lineage, catalog, commit, segments)
+            self.missing.remove(commit)
+            self.missing_bytes -= backlog_bytes(lineage, [commit])
+            self._compactor.add(commit.id)
+            self._merge(lineage, catalog)
+            self.counts.markers += 1
+            self.proofs.add(commit)
+            self._check_proofs(lineage, catalog)
+            self._summarizer.came(catalog, commit.id)
+            yield commit.id
+        self._merge(lineage, catalog)
         self._are_missing(lineage, [commit for commit in self.missing if commit.id not in catalog.dropped])
-        if lineage.newest is not None and self._mine(lineage.newest.ranks[0].partition):
+        if lineage.newest is not None:
             self._summarizer.write(catalog)
         if self._head is not None:
             self._head.follow(lineage, catalog)
-        self._progress.doing = "waiting for others" if self.missing else "waiting for markers"
+        if self._late is not None:
+            raise self._late
+        if not self.merging:
+            self._progress.doing = "waiting for markers"
+
+    @property
+    def merging(self) -> bool:
+        """Whether folds are still to be written of markers that are in the store."""
+        return self._compactor.is_busy
+
+    def has_merged(self, timeout_s: float) -> bool:
+        """Let merges go on, at most for so long; whether the next :meth:`catch_up` can go on with them."""
+        try:
+            return self._compactor.wait(timeout_s)
+        except EngineUnavailableError:  # the next catch_up hears it from the tasks
+            return True
+
+    def settle(self, lineage: Lineage) -> None:
+        """Write all folds that are begun; raises as :meth:`catch_up`."""
+        if self._catalog is None:
+            return
+        while self.merging:
+            self._progress.going_on()
+            self._compactor.wait(_PATIENCE_S)
+            self._merge(lineage, self._catalog)
+            if self._late is not None:
+                raise self._late
+        self._progress.doing = "waiting for markers"
+
+    def _merge(self, lineage: Lineage, catalog: Catalog) -> None:
+        """Go on with folds. What goes wrong is raised when all markers are in the store."""
+        if self._late is not None:
+            return
+        try:
+            self._compactor.wait(0)
+            self._repairer.mending(lineage, catalog, partial(self._compactor.advance, lineage, catalog))
+        except StreamCkptError as error:
+            self._late = error
 
     def _check_proofs(self, lineage: Lineage, catalog: Catalog) -> None:
-        """Compare the markers that are in the store, if this process is the one that puts them there."""
-        newest = lineage.newest
-        self.proofs.check(lineage, catalog, leads=newest is not None and self._mine(newest.ranks[0].partition))
+        """Compare the markers that are in the store."""
+        self.proofs.check(lineage, catalog)
 
     def _load(self, job: bytes) -> Catalog:
         if self._catalog is None:
@@ -253,10 +297,7 @@ class Materializer:
     def _fold_or_pass(
         self, lineage: Lineage, catalog: Catalog, commit: Commit, before: Commit | None
     ) -> Segments | None:
-        """The segments of all ranks; None when others' are not there yet, or the marker was passed over.
-
-        A marker that is passed over is given up in the store, where all others see it, and a trim.
-        """
+        """The segments of all ranks; None when the marker was passed over, which gives it up in the store."""
         parent = before.id if before is not None else lineage.claims[commit.generation].parent
         stands_on_lost = _is_lost(catalog, parent)  # what is damaged there is an error, never a lost marker
         try:
@@ -267,10 +308,8 @@ class Materializer:
         except CorruptionError as error:
             if isinstance(error, MissingObjectError | OtherLogError):
                 raise  # the log has lost nothing
-            # Each marker comes into the store after the one on which it stands, which others may still be folding.
-            if not self._losses.allowed or parent is None or parent in catalog.markers | catalog.dropped:
-                self._losses.pass_over(commit, error, _HINT)
-                self._losses.give_up(lineage, catalog, Dropped.of_lost(commit, lineage.previous(commit.id)))
+            self._losses.pass_over(commit, error, _HINT)
+            self._losses.give_up(lineage, catalog, Dropped.of_lost(commit, lineage.previous(commit.id)))
             return None
 
     def _put_marker(self, lineage: Lineage, catalog: Catalog, commit: Commit, segments: Segments) -> None:

@@ -16,6 +16,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchrec_stream_ckpt.engine.api import Site
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -52,6 +53,27 @@ class MergeTask:
 
     def __str__(self) -> str:
         return f"merge {self.fold.end} from {self.fold.start or 'root'}"
+
+    def run(self, place: Site) -> Merged:
+        """As of ``Task``."""
+        read_bytes = 0
+
+        def tell(num_bytes: int) -> None:
+            nonlocal read_bytes
+            read_bytes += num_bytes
+            place.tell(num_bytes)
+
+        refs = merge_share(place.objects, self, place.pool, tell, place.scratch)
+        return Merged(refs, read_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What a task of a merge has done."""
+
+    refs: tuple[SegmentRef, ...]
+    read_bytes: int
+    """Chunks of pieces and of temporary files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +196,7 @@ def merge_share(
         refs = parts.finish()
         made.check()
     _check_written(objects, refs, task, parts.merged, pool)
+    failpoint("fold.read_back")
     return refs
 
 

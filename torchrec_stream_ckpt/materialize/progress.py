@@ -42,6 +42,10 @@ class Progress:
         self.counts.frames_bytes += num_bytes
         self.going_on()
 
+    def tell(self, num_bytes: int) -> None:
+        """A task that runs in this process has read bytes, which are counted when it is done."""
+        self.going_on()
+
     def count_proved(self, num_bytes: int) -> None:
         """Bytes of the store were read to compare them with a proof."""
         self.counts.proof_bytes += num_bytes

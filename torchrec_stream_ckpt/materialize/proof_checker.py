@@ -49,7 +49,7 @@ class ProofRule:
 
 
 class ProofChecker:
-    """Checks the markers of one store: of several materializers, the one that puts manifests does.
+    """Checks the markers of one store.
 
     Args:
         objects: The store.
@@ -99,19 +99,17 @@ class ProofChecker:
         """A marker has come into the store."""
         self._pending[commit.id] = None
 
-    def check(self, lineage: Lineage, catalog: Catalog, *, leads: bool) -> None:
+    def check(self, lineage: Lineage, catalog: Catalog) -> None:
         """Compare all markers that came into the store and were not compared yet.
 
         Args:
             lineage: The control partition.
             catalog: What the store holds.
-            leads: Whether this process is the one that does. Another one forgets what it knew: the leader goes on.
 
         Raises:
             StoreUnavailableError: the store does not answer: the next call goes on.
         """
-        if self._rule is None or not leads:
-            self._said = None
+        if self._rule is None:
             self._pending.clear()
             return
         if self._said is None:

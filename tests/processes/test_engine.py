@@ -1,0 +1,318 @@
+"""Folds and merges by workers in processes of their own, which die, stop, or find damage; and by no worker at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+
+from tests import stores, synthetic
+from tests.faults.disks import CannotMount, fill, small_disk
+from tests.faults.materializer import serve, wait
+from tests.forks import context
+from tests.synthetic import Job, image_of_store, images_of_all
+from tests.unit.folded_job import events_of, has, lineage_of, made_once
+from tests.unit.test_fold import check
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.engine import api
+from torchrec_stream_ckpt.engine.address import SiteAddress
+from torchrec_stream_ckpt.engine.processes import Processes
+from torchrec_stream_ckpt.errors import EngineUnavailableError
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.materialize import compactor, interval_folder
+from torchrec_stream_ckpt.materialize.compactor import Policy
+from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.materialize.synced import check_synced
+from torchrec_stream_ckpt.route.holdings import Holdings
+from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.types import MarkerId
+
+POLICY = Policy(rebase=0.5, compact="span2")
+FAILPOINTS, REPORT = "STREAM_CKPT_FAILPOINTS", "STREAM_CKPT_FAILPOINTS_REPORT"
+
+
+@pytest.fixture
+def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "SMALL_BYTES", 0)
+    monkeypatch.setattr(interval_folder, "BATCH_BYTES", 1)
+    monkeypatch.setattr(compactor, "TASK_BYTES", 1)
+
+
+def make_all_large() -> None:
+    api.SMALL_BYTES, interval_folder.BATCH_BYTES, compactor.TASK_BYTES = 0, 1, 1
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return grown(tmp_path / "log")
+
+
+@made_once
+def grown(root: Path) -> Job:
+    """Eight markers of two ranks, and a branch of one."""
+    job = Job(root, seed=5)
+    job.begin()
+    for _ in range(6):
+        job.touch(3)
+        parent = job.commit().id
+    job.begin(parent, world=1)
+    for _ in range(2):
+        job.touch(3)
+        job.commit()
+    return job
+
+
+@contextlib.contextmanager
+def materializer(job: Job, objects: Objects, policy: Policy = POLICY) -> Iterator[tuple[Materializer, Processes]]:
+    address = SiteAddress(uri=f"file://{job.root}", kafka_options=None, store=objects.url, store_options=None)
+    made: list[Processes] = []
+
+    def engine(here: api.Site) -> api.Engine:
+        made.append(Processes(here, address, 2))
+        return made[0]
+
+    with ThreadPoolExecutor(2) as pool:
+        dense = open_dense(str(job.root))
+        yield Materializer(FileLog(job.root), objects, lambda _: dense, pool, policy, engine=engine), made[0]
+        made[0].close()
+
+
+def run(job: Job, objects: Objects) -> Processes:
+    """Fold and merge everything by two workers."""
+    with materializer(job, objects) as (made, engine):
+        lineage = lineage_of(job)
+        assert len(list(made.catch_up(lineage))) == 8
+        made.settle(lineage)
+        assert engine.pids
+    return engine
+
+
+def in_process(job: Job, policy: Policy = POLICY) -> dict[str, bytes]:
+    """What this process alone would write."""
+    objects = open_store(str(job.root.parent / "alone"))
+    with ThreadPoolExecutor(2) as pool:
+        made = Materializer(FileLog(job.root), objects, lambda _: open_dense(str(job.root)), pool, policy)
+        list(made.catch_up(lineage_of(job)))
+        made.settle(lineage_of(job))
+    return dict(stores.contents(objects))
+
+
+@pytest.mark.usefixtures("nothing_is_small")
+def test_workers_write_the_bytes_that_one_process_writes(job: Job, tmp_path: Path) -> None:
+    objects = open_store(str(tmp_path / "store"))
+    engine = run(job, objects)
+    assert engine.restarts == 0
+    assert dict(stores.contents(objects)) == in_process(job)
+    starts = {start for start, _ in Catalog.load(objects, synthetic.JOB).folds}
+    assert None in starts
+    assert len(starts) > 1
+
+
+@pytest.mark.usefixtures("nothing_is_small")
+@pytest.mark.parametrize("point", ["fold.segment", "fold.segment_put"])
+def test_a_worker_that_is_killed_again_and_again_changes_nothing(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    """Each worker dies in its fourth task: in some of the folds, and in some of the merges."""
+    monkeypatch.setenv(FAILPOINTS, f"{point}=kill@4")
+    monkeypatch.setenv(REPORT, str(tmp_path / "fired"))
+    objects = open_store(str(tmp_path / "store"))
+    engine = run(job, objects)
+    fired = (tmp_path / "fired").read_text().split()
+    assert fired == [point] * engine.restarts
+    assert engine.restarts >= 4
+    assert dict(stores.contents(objects)) == in_process(job)
+
+
+@pytest.mark.usefixtures("nothing_is_small")
+def test_a_task_at_which_every_worker_dies_is_named_and_markers_that_are_there_stay(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FAILPOINTS, "fold.segment=kill@1")
+    objects = open_store(str(tmp_path / "store"))
+    with materializer(job, objects) as (made, engine):
+        with pytest.raises(
+            EngineUnavailableError, match=r"3 workers in a row have died at one task \(fold 1:1"
+        ) as told:
+            list(made.catch_up(lineage_of(job)))
+        assert str(told.value).count("SIGKILL") == 3
+        assert "out-of-memory" in told.value.hint
+        assert Catalog.load(objects, synthetic.JOB).markers == frozenset()
+        monkeypatch.delenv(FAILPOINTS)
+        kill_all(engine)
+        assert len(list(made.catch_up(lineage_of(job)))) == 8, "the next round begins anew"
+    check(job, objects=objects)
+
+
+def kill_all(engine: Processes) -> None:
+    for pid in engine.pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("nothing_is_small")
+def test_damage_that_a_worker_meets_is_repaired(job: Job, tmp_path: Path) -> None:
+    objects = open_store(str(tmp_path / "store"))
+    spans = Policy(rebase=0, compact="span2")
+    wanted, harmed = in_process(job, spans), []
+    with materializer(job, objects, spans) as (made, _):
+        lineage = lineage_of(job)
+        for marker in made.catch_up(lineage):
+            if marker == MarkerId(1, 2):
+                (path,) = (tmp_path / "store").glob("segments/*/g00000001-r00001-m00000002-p000.seg")
+                data = bytearray(path.read_bytes())
+                data[-9] ^= 1  # of a row: its directory is whole
+                path.write_bytes(data)
+                harmed.append(str(path.relative_to(tmp_path / "store")))
+        made.settle(lineage)
+        assert made.counts.repairs == 1
+    found = {name: data for name, data in stores.contents(objects).items() if not name.startswith("damaged/")}
+    assert harmed
+    assert found == wanted
+
+
+# ---------------------------------------------------------------------------------------------- the command
+
+
+def serve_large(arguments: Sequence[str], output: Path, environment: dict[str, str]) -> None:
+    make_all_large()
+    os.environ.update(environment)  # read by workers: here, failpoints were armed when this process began
+    serve(arguments, output)
+
+
+Serve = Callable[..., tuple[BaseProcess, Path]]
+
+
+@pytest.fixture
+def serving(job: Job, tmp_path: Path) -> Iterator[Serve]:
+    started: list[BaseProcess] = []
+
+    def start(*more: str, **environment: str) -> tuple[BaseProcess, Path]:
+        output = tmp_path / f"output-{len(started)}"
+        output.touch()
+        arguments = [f"file://{job.root}", "--store", f"file://{tmp_path / 'store'}", "--poll-s", "0.02", "--json"]
+        arguments += ["--engine", "local:2", "--rebase", "0.5", *more]
+        started.append(context.Process(target=serve_large, args=(arguments, output, environment)))
+        started[-1].start()
+        return started[-1], output
+
+    yield start
+    for process in started:
+        for pid in workers_of(process):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+
+
+def workers_of(process: BaseProcess) -> list[int]:
+    """Children of a materializer: spawned ones, and what watches them."""
+    try:
+        found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [int(pid) for pid in found if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def stopped(pids: Sequence[int]) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"]
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_markers_and_trims_go_on_while_a_base_is_merged_and_sigterm_ends_all(
+    job: Job, serving: Serve, tmp_path: Path
+) -> None:
+    """The first worker that merges stops there; the other one goes on folding."""
+    process, output = serving("--compact", "none", **{FAILPOINTS: "fold.read_back=stop"})
+    wait("a stopped worker", lambda: stopped(workers_of(process)), output)
+    wait("all markers", has(output, "marker", marker="2:2"), output)
+    (pid,) = stopped(workers_of(process))[:1]
+    for _ in range(2):
+        job.touch(3)
+        job.commit()
+    wait("the markers to come", has(output, "marker", marker="2:4"), output)
+    store, log = open_store(str(tmp_path / "store")), FileLog(job.root)
+    with ThreadPoolExecutor(2) as pool:
+        synced = check_synced(Holdings.load(store, Control(log).refresh()), None, pool)
+    assert synced.upto.id == MarkerId(2, 4), "a trim may go as far"
+    assert stopped([pid]) == [pid]
+    before = Catalog.load(store, synthetic.JOB).folds
+    os.kill(pid, signal.SIGKILL)  # its task is done by another one
+    wait("another fold", lambda: Catalog.load(store, synthetic.JOB).folds > before, output)
+    pids = workers_of(process)
+    assert process.is_alive()
+    os.kill(process.pid or 0, signal.SIGTERM)
+    process.join(60)
+    assert process.exitcode == 0
+    assert events_of(output)[-1]["event"] == "stop"
+    assert all(is_gone(each) for each in pids)
+    again, output = serving("--once", "--compact", "none")
+    again.join(60)
+    assert again.exitcode == 0, output.read_text()
+    compare(job, tmp_path / "store")
+
+
+def test_workers_end_with_a_materializer_that_is_killed_and_the_next_one_goes_on(
+    job: Job, serving: Serve, tmp_path: Path
+) -> None:
+    process, output = serving(**{FAILPOINTS: "fold.segment=stop@3"})
+    wait("two stopped workers", lambda: len(stopped(workers_of(process))) == 2, output)
+    pids = workers_of(process)
+    process.kill()
+    process.join()
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    deadline = time.monotonic() + 60
+    while not all(is_gone(pid) for pid in pids):
+        assert time.monotonic() < deadline, "workers outlive their materializer"
+        time.sleep(0.01)
+    again, output = serving("--once")
+    again.join(60)
+    assert again.exitcode == 0, output.read_text()
+    compare(job, tmp_path / "store")
+
+
+def test_a_full_disk_that_workers_meet_is_outlasted(job: Job, serving: Serve, tmp_path: Path) -> None:
+    disk = tmp_path / "store"
+    try:
+        with small_disk(disk, 2 * 2**20):
+            ballast = fill(disk, 16 * 2**10)
+            process, output = serving()
+            wait("the full disk", lambda: "No space left" in output.read_text(), output)
+            ballast.unlink()
+            wait("all markers", has(output, "marker", marker="2:2"), output)
+            wait("the end of merges", has(output, "recovered"), output)
+            os.kill(process.pid or 0, signal.SIGTERM)
+            process.join(60)
+            compare(job, disk)
+    except CannotMount as error:
+        pytest.skip(str(error))
+
+
+def test_two_materializers_with_workers_at_one_store_write_one_store(job: Job, serving: Serve, tmp_path: Path) -> None:
+    both = [serving("--once") for _ in range(2)]
+    for process, output in both:
+        process.join(120)
+        assert process.exitcode == 0, output.read_text()
+    compare(job, tmp_path / "store")
+
+
+def compare(job: Job, store: Path) -> None:
+    objects, lineage = open_store(str(store)), lineage_of(job)
+    for commit, image in images_of_all(job.log, lineage):
+        assert image_of_store(objects, lineage, commit.id) == image

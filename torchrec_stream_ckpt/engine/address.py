@@ -1,0 +1,58 @@
+"""Which log and store a worker opens: names alone. Secrets stand in files, which each worker reads for itself."""
+
+from __future__ import annotations
+
+import platform
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from torchrec_stream_ckpt.engine.api import Site
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.log.api import open_log
+from torchrec_stream_ckpt.store.api import open_store
+
+_READERS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteAddress:
+    """A log and a store, as a worker opens them."""
+
+    uri: str
+    """Of the log."""
+    kafka_options: str | None
+    """Path of a file."""
+    store: str
+    """URL."""
+    store_options: str | None
+    """Path of a file."""
+    incarnation: str | None = None
+    """Of the log, for workers on other hosts: they may have another one at its place."""
+    probe: str | None = None
+    """An object that is in the store, for the same."""
+
+    def open(self) -> Site:
+        """Open both; they stay open as long as the process lives.
+
+        Raises:
+            ConfigError: a file is missing here, or what is here at these places is something else.
+            LogUnavailableError, StoreUnavailableError: one of them does not answer.
+        """
+        log, objects = open_log(self.uri, self.kafka_options), open_store(self.store, self.store_options)
+        if self.incarnation is not None:
+            found = log.incarnation()
+            if found is None or found.id != self.incarnation:
+                raise ConfigError(
+                    f"a worker does not see the log of this materializer: {'another' if found else 'none'} is there",
+                    hint="run workers where the log can be read: a folder must be shared under the same path",
+                    uri=self.uri,
+                    node=platform.node(),
+                )
+        if self.probe is not None and objects.size(self.probe) is None:
+            raise ConfigError(
+                "a worker does not see the store of this materializer: another one is there",
+                hint="run workers where the store can be written: a folder must be shared under the same path",
+                store=self.store,
+                node=platform.node(),
+            )
+        return Site(log, objects, ThreadPoolExecutor(_READERS, "reader"))

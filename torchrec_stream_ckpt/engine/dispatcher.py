@@ -1,0 +1,116 @@
+"""What engines with workers share: a queue in which urgent tasks come first, and patience with workers that die."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchrec_stream_ckpt.engine import api
+from torchrec_stream_ckpt.engine.api import InProcess, Site, Task
+from torchrec_stream_ckpt.errors import EngineUnavailableError, StreamCkptError
+
+MAX_DEATHS = 3
+"""A task is given up when so many workers in a row died of it."""
+
+
+@dataclass(eq=False, slots=True)
+class Order:
+    """One task that was submitted."""
+
+    task: Task[Any]
+    urgent: bool
+    future: Future[Any] = field(default_factory=Future)
+    deaths: list[str] = field(default_factory=list)
+    """How the workers ended that were to do it."""
+
+
+class Dispatcher(ABC):
+    """Hands tasks to workers; small tasks run in this process. As of ``Engine``.
+
+    Args:
+        name: As ``--engine`` names it.
+        here: What small tasks work with.
+    """
+
+    def __init__(self, name: str, here: Site) -> None:
+        self.name = name
+        self.restarts = 0
+        self._here = InProcess(here)
+        self._queues: tuple[deque[Order], deque[Order]] = (deque(), deque())
+        """Urgent tasks, and others."""
+
+    @property
+    @abstractmethod
+    def workers(self) -> int:
+        """Tasks that run at once."""
+
+    def submit(self, task: Task[Any], *, urgent: bool = False) -> Future[Any]:
+        order = Order(task, urgent)
+        if task.num_bytes < api.SMALL_BYTES:
+            self._here.run(task, order.future)
+        else:
+            self._queues[not urgent].append(order)
+            self._assign()
+        return order.future
+
+    def wait(self, futures: Sequence[Future[Any]], timeout_s: float) -> None:
+        until = time.monotonic() + timeout_s
+        while True:
+            self._assign()
+            if any(future.done() for future in futures) or (left := until - time.monotonic()) <= 0:
+                return
+            self._poll(left)
+
+    def _next(self) -> Order | None:
+        """The task that is to begin next; it is no longer in the queue."""
+        for queue in self._queues:
+            while queue:
+                order = queue.popleft()
+                if not order.future.cancelled():
+                    return order
+        return None
+
+    def _done(self, order: Order, result: object) -> None:
+        """A worker has answered: with the result, or with an error, which is a value too."""
+        if order.future.cancelled():
+            return
+        if isinstance(result, StreamCkptError):
+            order.future.set_exception(result)
+        else:
+            order.future.set_result(result)
+
+    def _died(self, order: Order, how: str) -> None:
+        """The worker of a task is no more: another one does it, unless too many have died."""
+        self.restarts += 1
+        order.deaths.append(how)
+        if len(order.deaths) < MAX_DEATHS:
+            self._queues[not order.urgent].appendleft(order)
+        elif not order.future.cancelled():
+            order.future.set_exception(
+                EngineUnavailableError(
+                    f"{MAX_DEATHS} workers in a row have died at one task ({order.task}): {', '.join(order.deaths)}",
+                    hint="look for out-of-memory kills on their hosts; give them more memory, or run fewer at once",
+                    engine=self.name,
+                )
+            )
+
+    def _give_up(self, error: StreamCkptError) -> None:
+        """Nothing of what waits can be done now."""
+        while (order := self._next()) is not None:
+            order.future.set_exception(error)
+
+    @abstractmethod
+    def _assign(self) -> None:
+        """Give waiting tasks to workers that are free."""
+
+    @abstractmethod
+    def _poll(self, timeout_s: float) -> None:
+        """Hear from workers, or wait that long."""
+
+    @abstractmethod
+    def close(self) -> None: ...
