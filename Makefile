@@ -101,6 +101,11 @@ test-clouds: $(CLOUDS_STAMP) ## Run stores on Google's and Azure's protocols, ov
 	@OMP_NUM_THREADS=1 $(CLOUDS_VENV)/bin/python -m pytest -m 'not gpu' -k 'gs or abfs' tests/clouds \
 	  tests/contract/test_store_contract.py tests/distributed/test_cloud_store.py $(PYTEST_ARGS)
 
+# Ray is no part of the lock: the tests of one engine alone need it.
+test-ray: $(STAMP) ## Run the tests of the Ray engine, on a cluster of two nodes that they start on loopback (PYTEST_ARGS=...)
+	@$(PY) -m uv pip install --quiet --python $(PY) 'ray==2.60.0'
+	@OMP_NUM_THREADS=1 $(PY) -m pytest tests/processes/test_ray.py $(PYTEST_ARGS)
+
 lint: $(STAMP) ## Check style and types: ruff, mypy --strict on the package
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .

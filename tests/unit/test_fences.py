@@ -296,6 +296,14 @@ def test_fsspec_stays_in_its_module_and_no_file_system_of_it_is_imported_by_name
     assert importers("s3fs") | importers("botocore") | importers("aiobotocore") == set()
 
 
+def test_ray_is_imported_by_its_engine_alone_when_it_is_used() -> None:
+    assert importers("ray") == set(), "by name: engine/on_ray.py asks importlib"
+    assert [source for source in SOURCES if '"ray"' in SOURCES[source].read_text()] == [
+        "engine/choose.py",
+        "engine/on_ray.py",
+    ]
+
+
 def test_the_client_of_prometheus_stays_in_its_module() -> None:
     assert importers("prometheus_client") == {"metrics.py"}
 

@@ -191,6 +191,7 @@ def test_the_dashboard_asks_for_metrics_that_exist_and_for_nearly_all_of_them() 
         "materializer_scrub_oldest_seconds",
         "materializer_scrub_repaired_total",
         "materializer_scrubbed_bytes_total",
+        "materializer_worker_deaths_total",
     }
 
 

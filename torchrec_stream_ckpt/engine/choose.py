@@ -40,7 +40,7 @@ class EngineName:
             return cls("ray", host=match[1], port=int(match[2]))
         raise ConfigError(
             f"{text!r} is not an engine",
-            hint="use local (all cores), local:N (N processes) or ray://HOST:PORT (the port for clients, mostly 10001)",
+            hint="use local (all cores), local:N (N processes) or ray://HOST:PORT (a head, mostly port 6379)",
         )
 
     @property

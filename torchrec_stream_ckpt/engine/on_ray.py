@@ -1,7 +1,7 @@
 """Workers that Ray schedules, on as many hosts as its cluster has: ``--engine ray://HOST:PORT``, an extra of its own.
 
-The materializer is a Ray Client. Ray retries what it loses with a worker or a node; what it gives up is submitted once
-more. Task arguments hold names, never a secret.
+The materializer is a driver on a node of the cluster. Ray retries what it loses with a worker or a node; what it gives
+up is submitted once more. Task arguments hold names, never a secret.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OnRay(Dispatcher):
     Args:
         here: What small tasks work with.
         source: What workers open.
-        host: Of the server for Ray Clients.
+        host: Of the head of the cluster.
         port: Of the same.
 
     Raises:
@@ -75,7 +75,7 @@ class OnRay(Dispatcher):
         ray = _library()
         _check_reachable(*self._where)
         try:
-            ray.init(self.name, log_to_driver=False, logging_level=logging.WARNING, ignore_reinit_error=True)
+            ray.init(":".join(map(str, self._where)), log_to_driver=False, logging_level=logging.ERROR)
         except RuntimeError as error:
             raise _misfit(error, self.name) from None
         except Exception as error:
@@ -181,13 +181,14 @@ def _away(engine: str, error: Exception) -> EngineUnavailableError:
     why = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     return EngineUnavailableError(
         f"Ray cannot be reached: {why.splitlines()[0]:.200}",
-        hint="start the cluster, with its server for clients (port 10001), or use --engine local",
+        hint="start the cluster (ray start --head), name its head (mostly port 6379), and run the materializer on one "
+        "of its nodes; or use --engine local",
         engine=engine,
     )
 
 
 def _misfit(error: RuntimeError, engine: str) -> StreamCkptError:
-    """What Ray says of versions; it is the only thing that it refuses a client for."""
+    """What Ray says of versions; it is the only thing that it refuses a driver for."""
     said = " ".join(str(error).split())
     if "ersion" not in said:
         return _away(engine, error)
