@@ -64,7 +64,7 @@ def stream_ckpt(
             else never
         rdzv_port: port on the first node at which the nodes meet
         rdzv_conf: KEY=VALUE,KEY=VALUE for the rendezvous of torchrun; an elastic job has shorter waits by default
-        materializers: processes that share the log's partitions
+        materializers: replicas; a second one does no harm, and saves no time: cores do (--engine)
         materializer_cpu: CPUs of each of them
         materializer_memMB: memory of each of them in MB
         store_options: file of key=value settings of an object store, for all roles

@@ -237,7 +237,7 @@ def _store(work: Workload, where: Deployment, result: Plan) -> Rows:
             f"{size(round(result.store_write_bytes_per_s))}/s",
             f"bases included (--rebase {where.rebase:g}), spans not",
         ),
-        ("materializers", str(result.materializers), "workers"),
+        ("materializer", str(result.materializers), "workers (cores)"),
     ]
     return rows + [(f"after {duration(age_s)}", size(round(held)), kept) for age_s, held in result.store_bytes]
 

@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.store.runs import Window, columns_of, cuts_of, open_at
 
 WINDOWS_OF_BLOCK = 8
 """It stands in the store's format: a part of a fold ends with a block of windows."""
-_READ_TWICE = 0.05
+_READ_TWICE = 0.08
 """Part of the bytes that tasks may read twice: of the chunks that lie across their borders."""
 
 Floats = npt.NDArray[np.float64]

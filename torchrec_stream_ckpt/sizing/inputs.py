@@ -156,6 +156,8 @@ class UnitCosts:
     """(m) A restore of nothing, one rank: control records, manifests, plan."""
     restore_doubling_s: float = 0.03
     """(m) What each doubling of the ranks adds to it."""
+    merge_bytes_per_s: float = 250e6
+    """A core of the materializer, of what a merge reads; it writes, and reads that back, in the same time."""
     fold_bytes_per_s: float = 300e6
     """A core of the materializer (docs/operations.md)."""
     disk_bytes_per_s: float = 500e6

@@ -86,6 +86,15 @@ def store_bytes(work: Workload, where: Deployment, age_s: float) -> float:
     return recent + old + bases * work.table_bytes
 
 
+def materializer_cores(work: Workload, where: Deployment, costs: UnitCosts) -> float:
+    """Cores that are busy all the time.
+
+    The log is folded once. For each byte of intervals a base reads that byte, and 1/rebase bytes of the base before.
+    """
+    merged = work.distinct_bytes(work.marker_s) / work.marker_s * (1.0 + 1.0 / where.rebase) if where.rebase else 0.0
+    return stream_bytes_per_s(work) / costs.fold_bytes_per_s + merged / costs.merge_bytes_per_s
+
+
 def store_write_bytes_per_s(work: Workload, where: Deployment) -> float:
     """Bytes a second into the store: intervals, 1 + 1/rebase times for bases, and dense state with each marker."""
     amplification = 1.0 + (1.0 / where.rebase if where.rebase else 0.0)

@@ -16,7 +16,14 @@ from torchrec_stream_ckpt.sizing.failure import (
     sweep_time,
 )
 from torchrec_stream_ckpt.sizing.inputs import Deployment, UnitCosts, Workload
-from torchrec_stream_ckpt.sizing.keep import BrokerNeed, broker_need, log_bytes, store_bytes, store_write_bytes_per_s
+from torchrec_stream_ckpt.sizing.keep import (
+    BrokerNeed,
+    broker_need,
+    log_bytes,
+    materializer_cores,
+    store_bytes,
+    store_write_bytes_per_s,
+)
 from torchrec_stream_ckpt.sizing.requests import Bills, bills
 from torchrec_stream_ckpt.sizing.stream import drain_frames, step_cost, stream_bytes_per_s
 
@@ -49,6 +56,7 @@ class Plan:
     store_bytes: tuple[tuple[float, float], ...]
     """(age of the job in seconds, bytes of the store)."""
     materializers: int
+    """Workers of the materializer's engine, a core each: they fold and merge."""
     commit_s: float
     marker_s: float
     """What markers are really apart: not less than a commit takes."""
@@ -84,7 +92,7 @@ def plan(work: Workload, where: Deployment | None = None, costs: UnitCosts | Non
         store_interval_bytes=work.distinct_bytes(work.marker_s),
         store_write_bytes_per_s=store_write_bytes_per_s(work, where),
         store_bytes=tuple((age_s, store_bytes(work, where, age_s)) for age_s in AGES_S),
-        materializers=max(1, math.ceil(rate / (costs.fold_bytes_per_s * costs.use))),
+        materializers=max(1, math.ceil(materializer_cores(work, where, costs) / costs.use)),
         commit_s=commit_time(work, costs),
         marker_s=marker_s,
         loss_mean_s=mean_s,

@@ -1,0 +1,215 @@
+"""A materializer by one core and by several, what a byte of its work costs, and a day of it at full size.
+
+    python benchmarks/scaleout/run.py [--rows 3000000] [--intervals 24] [--rounds 3] [--out FILE.json]
+
+One table of 64 float32 columns with a row-wise state, four ranks, then intervals of random rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(Path(__file__).parent)]
+
+from simulate import Day, simulate  # noqa: E402
+
+from tests import builders, stores  # noqa: E402
+from tests.synthetic import Job  # noqa: E402
+from torchrec_stream_ckpt.control.partition import Control  # noqa: E402
+from torchrec_stream_ckpt.engine.address import SiteAddress  # noqa: E402
+from torchrec_stream_ckpt.engine.api import Engine, InProcess, Site  # noqa: E402
+from torchrec_stream_ckpt.engine.processes import Processes  # noqa: E402
+from torchrec_stream_ckpt.flags import positive, whole  # noqa: E402
+from torchrec_stream_ckpt.format.schema import Schema  # noqa: E402
+from torchrec_stream_ckpt.log.files import FileLog  # noqa: E402
+from torchrec_stream_ckpt.materialize import compactor, interval_folder  # noqa: E402
+from torchrec_stream_ckpt.materialize.compactor import Policy  # noqa: E402
+from torchrec_stream_ckpt.materialize.materializer import Materializer  # noqa: E402
+from torchrec_stream_ckpt.store.dense import open_dense  # noqa: E402
+from torchrec_stream_ckpt.store.folder import FolderObjects  # noqa: E402
+from torchrec_stream_ckpt.types import StateSpec  # noqa: E402
+
+DIM, RANKS = 64, 4
+# Workers import this file again, and need no torch: what imports it is imported where it is used.
+
+
+def tell(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text} (load {os.getloadavg()[0]:.2f})", file=sys.stderr)
+
+
+EXAMPLE = {"table_bytes": 545e9, "interval_bytes": 46.5e9, "frame_bytes": 2.9e9 * 30, "ranks": 1024, "marker_s": 30.0}
+"""The example of docs/sizing.md, on 1,024 ranks."""
+
+
+def trained(root: Path, rows: int, intervals: int) -> Job:
+    """A log: the table, and then intervals of a twelfth of it, so that a base is due at every twelfth marker or so."""
+    schema = Schema((builders.table("t", rows, DIM, "float32", StateSpec("momentum1", "float32", True)),))
+    job = Job(root, world=RANKS, schema=schema)
+    job.begin()
+    job.commit()
+    for _ in range(intervals):
+        for stream in job.streams:
+            for shard in stream.shards:
+                count = max(1, shard.rows // 8)
+                job._put(stream, shard, np.sort(shard.row0 + job.random.choice(shard.rows, count, replace=False)))
+        job.flush()
+        job.commit()
+    return job
+
+
+def fold(root: Path, store: Path, workers: int, rebase: float, cores: int) -> dict[str, float]:
+    """Fold and merge a log into a new store, on ``cores`` cores: wall and CPU seconds, and what was read."""
+    objects, log = FolderObjects(store), FileLog(root)
+    address = SiteAddress(uri=f"file://{root}", kafka_options=None, store=objects.url, store_options=None)
+    made: list[Engine] = []
+
+    def engine(here: Site) -> Engine:
+        made.append(InProcess(here) if workers == 1 else Processes(here, address, workers))
+        return made[0]
+
+    lineage = Control(log).refresh()
+    usable = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, set(sorted(usable)[:cores]))
+    begin, cpu = time.perf_counter(), _cpu()
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            dense = open_dense(str(root))
+            materializer = Materializer(log, objects, lambda _: dense, pool, Policy(rebase=rebase), engine=engine)
+            list(materializer.catch_up(lineage))
+            materializer.settle(lineage)
+        for each in made:
+            each.close()
+    finally:
+        os.sched_setaffinity(0, usable)
+    counts = materializer.counts
+    return {
+        "wall_s": time.perf_counter() - begin,
+        "cpu_s": _cpu() - cpu,
+        "frames_bytes": counts.frames_bytes,
+        "segment_bytes": counts.segment_bytes,
+        "fold_bytes_read": counts.fold_bytes_read,
+        "fold_bytes": counts.fold_bytes,
+    }
+
+
+def _cpu() -> float:
+    """Of this process and of all children that have ended."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def measured(root: Path, scratch: Path, workers: int, rounds: int) -> dict[str, Any]:
+    """One core and ``workers`` cores in turns, on the same log; the bytes of both stores are compared."""
+    variants = {
+        "one core": (1, 1.0, 1),
+        f"{workers} cores": (workers, 1.0, workers),
+        "folds alone, one core": (1, 0.0, 1),
+    }
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
+    written: dict[str, int] = {}
+    for number in range(rounds):
+        for name in random.Random(number).sample(sorted(variants), len(variants)):
+            tell(f"round {number + 1} of {rounds}: {name}")
+            with tempfile.TemporaryDirectory(dir=scratch) as store:
+                found[name].append(fold(root, Path(store, "store"), *variants[name]))
+                if not number and not name.startswith("folds"):
+                    contents = stores.contents(FolderObjects(Path(store, "store")))
+                    written[name] = hash(tuple(sorted((key, bytes(data)) for key, data in contents.items())))
+    assert len(set(written.values())) == 1, "the stores differ"
+    one, several = (found[name] for name in list(variants)[:2])
+    ratios = [a["wall_s"] / b["wall_s"] for a, b in zip(one, several, strict=True)]
+    return {
+        "workers": workers,
+        "rounds": found,
+        "one_core_over_several": {"median": statistics.median(ratios), "each": ratios},
+        "cpu_of_several_over_one": statistics.median(
+            b["cpu_s"] / a["cpu_s"] for a, b in zip(one, several, strict=True)
+        ),
+    }
+
+
+def unit_costs(report: dict[str, Any]) -> dict[str, float]:
+    """Core seconds of a byte: CPU time, which other work on this machine changes little."""
+    alone, one = report["rounds"]["folds alone, one core"], report["rounds"]["one core"]
+    fold_s = statistics.median(each["cpu_s"] / each["frames_bytes"] for each in alone)
+    merge_s = statistics.median(
+        (both["cpu_s"] - each["cpu_s"]) / both["fold_bytes_read"] for both, each in zip(one, alone, strict=True)
+    )
+    return {"fold_s_per_byte": fold_s, "merge_s_per_byte": merge_s}
+
+
+class _Nothing:
+    """A task that does nothing: what it costs to hand one over."""
+
+    num_bytes = 2**40
+
+    def run(self, site: Site) -> None: ...
+
+
+def task_cost(root: Path, store: Path, count: int = 200) -> float:
+    """Seconds of the materializer for each task that a worker does."""
+    objects, log = FolderObjects(store), FileLog(root)
+    address = SiteAddress(uri=f"file://{root}", kafka_options=None, store=objects.url, store_options=None)
+    with ThreadPoolExecutor(1) as pool:
+        engine = Processes(Site(log, objects, pool), address, 2)
+        engine.wait([engine.submit(_Nothing())], 60.0)
+        cpu = time.process_time()
+        futures = [engine.submit(_Nothing()) for _ in range(count)]
+        while left := [future for future in futures if not future.done()]:
+            engine.wait(left, 1.0)
+        engine.close()
+    return (time.process_time() - cpu) / count
+
+
+def main() -> None:
+    from common import machine
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=whole(1000), default=4_000_000)
+    parser.add_argument("--intervals", type=whole(10), default=20)
+    parser.add_argument("--rounds", type=whole(1), default=3)
+    parser.add_argument("--workers", type=whole(2), default=2)
+    parser.add_argument("--hours", type=positive, default=24.0, help="that are simulated")
+    parser.add_argument("--scratch", type=Path, default=None, help="where temporary folders are made")
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    if args.rows < 1_000_000:  # a smoke test: nothing is small then
+        from torchrec_stream_ckpt.engine import api
+
+        api.SMALL_BYTES, interval_folder.BATCH_BYTES, compactor.TASK_BYTES = 0, 1, 1
+    report: dict[str, Any] = {"case": "scaleout", "machine": machine()}
+    with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
+        tell("writing the log")
+        root = Path(folder, "log")
+        trained(root, args.rows, args.intervals)
+        report["measured"] = measured(root, Path(folder), args.workers, args.rounds)
+        report["unit_costs"] = unit_costs(report["measured"]) | {"task_s": task_cost(root, Path(folder, "none"))}
+    report["load_average_after"] = os.getloadavg()[0]
+    tell("simulating")
+    report["example"] = EXAMPLE
+    report["simulated"] = [
+        simulate(Day(**EXAMPLE, workers=workers, hours=args.hours, **report["unit_costs"]))
+        for workers in (8, 16, 24, 32, 48)
+    ]
+    text = json.dumps(report, indent=1)
+    if args.out is not None:
+        args.out.write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
