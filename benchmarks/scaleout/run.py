@@ -202,8 +202,18 @@ def main() -> None:
     tell("simulating")
     report["example"] = EXAMPLE
     report["simulated"] = [
-        simulate(Day(**EXAMPLE, workers=workers, hours=args.hours, **report["unit_costs"]))
-        for workers in (8, 16, 24, 32, 48)
+        simulate(
+            Day(
+                **EXAMPLE,
+                workers=workers,
+                hours=args.hours,
+                rebase=rebase,
+                store_bytes_per_s=store,
+                **report["unit_costs"],
+            )
+        )
+        for rebase, store in ((1.0, 3e9), (1.0, 12e9), (3.0, 6e9))
+        for workers in (8, 16, 24, 37)
     ]
     text = json.dumps(report, indent=1)
     if args.out is not None:

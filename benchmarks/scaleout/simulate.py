@@ -59,12 +59,13 @@ def simulate(day: Day) -> dict[str, Any]:
         if day.away[0] <= now < day.away[0] + day.away[1]:
             continue
         cores = day.workers * (1 - day.lost_share)
-        traffic = day.store_bytes_per_s
-        while folds and cores > 1e-9 and traffic > 1:
-            take = min(folds[0][1], cores / day.fold_s_per_byte, traffic)
+        reads = writes = day.store_bytes_per_s
+        while folds and cores > 1e-9 and writes > 1:
+            written = day.interval_bytes / day.frame_bytes
+            take = min(folds[0][1], cores / day.fold_s_per_byte, writes / written)
             folds[0][1] -= take
             cores -= take * day.fold_s_per_byte
-            traffic -= take * day.interval_bytes / day.frame_bytes
+            writes -= take * written
             if folds[0][1] > 1:
                 break
             committed, _ = folds.popleft()
@@ -81,7 +82,8 @@ def simulate(day: Day) -> dict[str, Any]:
         if merged_left <= 0 and owed:
             merged_left = owed.popleft()
         if merged_left > 0 and cores > 1e-9:
-            take = min(merged_left, cores / day.merge_s_per_byte, traffic)
+            written = 1.0 / (1.0 + day.rebase)  # of what is read: the base of the two
+            take = min(merged_left, cores / day.merge_s_per_byte, reads / (1.0 + written), writes / written)
             merged_left -= take
             cores -= take * day.merge_s_per_byte
             merging += take
@@ -94,6 +96,8 @@ def simulate(day: Day) -> dict[str, Any]:
     undisturbed = [lag for number, lag in enumerate(lags) if number > 40 and not outage[0] - 1 <= number <= outage[1]]
     return {
         "workers": day.workers,
+        "rebase": day.rebase,
+        "store_bytes_per_s": day.store_bytes_per_s,
         "markers": len(lags),
         "behind_at_the_end": len(folds),
         "lag_s_first_marker": lags[0] if lags else None,
@@ -107,7 +111,7 @@ def simulate(day: Day) -> dict[str, Any]:
         "merged_bytes": merging,
         "leader_s_a_marker": leader_s,
         "busy": busy / (day.workers * day.hours * 3600),
-        "keeps_up": not folds or (len(folds) <= 2 and len(due_at) <= 1),
+        "keeps_up": len(folds) <= 2 and len(due_at) <= 1,
     }
 
 
