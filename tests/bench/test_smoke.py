@@ -77,6 +77,13 @@ def test_merges_read_each_byte_once_and_spans_are_counted(tmp_path: Path) -> Non
     assert by_radix[2]["pieces_most"] < by_radix[16]["pieces_most"]
 
 
+def test_a_materializer_scales_out_and_a_day_is_simulated(tmp_path: Path) -> None:
+    report = run("scaleout/run.py", "--rows 4000 --intervals 10 --rounds 1 --hours 1", tmp_path)
+    assert report["measured"]["rounds"]["2 cores"][0]["fold_bytes"] > 0
+    assert min(report["unit_costs"].values()) > 0
+    assert len(report["simulated"]) == 12
+
+
 @pytest.mark.kafka
 def test_a_log_of_a_broker_is_folded(tmp_path: Path) -> None:
     report = run("ingest/run.py", "--log kafka --megabytes 2 --rows 4000 --rounds 1", tmp_path)
@@ -151,6 +158,7 @@ TOO_SMALL = {
     "recovery/run.py --rows 10": "--rows: 10 is too small: pass at least 1000",
     "restore/run.py --rows 500": "--rows 500 --steps 10: the steps touch a tenth of the rows",
     "scale/run.py --rows 10": "--rows: 10 is too small: pass at least 1000",
+    "scaleout/run.py --rows 10": "--rows: 10 is too small: pass at least 1000",
     "step_time/gil.py --seconds 0": "--seconds 0: nothing can be counted in that time: pass more than 0",
     "step_time/run.py --steps two": "--steps: 'two' is not a whole number",
     "step_time/run.py --variants off_again": "invalid choice",
