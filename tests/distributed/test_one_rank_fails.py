@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from tests import ranks
 from tests.inside import inside
 from tests.model import PLAN_2, Trainer, differences, trainer, truth
+from tests.pressure import everywhere
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError, StoreUnavailableError, StreamCkptError
 from torchrec_stream_ckpt.format.control import parse_control
@@ -318,6 +320,30 @@ def test_ranks_that_cut_different_markers_are_told_so_and_nothing_is_committed(t
         assert said[1].startswith("MarkerFailedError: ")
         assert "the ranks have cut different markers: rank 0: marker 2 at step 2; rank 1: marker 3 at step 2" in said[1]
         assert "on all ranks at the same step" in said[1]
+    assert _markers(uri) == ["1:1"]
+
+
+def _omits_a_step(uri: str) -> str:
+    job = trainer(PLAN_2)
+    settings = StreamConfig(uri=uri, marker_every=2, commit_timeout_s=TIMEOUT_S)
+    checkpointer = StreamCheckpointer(job.dmp, job.optimizer, config=settings)
+    deadline, iteration, said = time.monotonic() + HANG_S, 0, ""
+    while not everywhere(bool(said)):
+        assert time.monotonic() < deadline
+        iteration += 1
+        job.step()
+        if iteration != 3 or dist.get_rank() == 0:
+            checkpointer.step()
+        said = said or str(inside(checkpointer).coordinator.failure or "")
+    checkpointer.close(5.0)  # one rank alone may have cut once more
+    return said
+
+
+def test_a_rank_that_omits_one_step_is_named_and_no_later_marker_mixes_two_steps(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    for said in ranks.run(2, _omits_a_step, uri, timeout_s=HANG_S):
+        assert "the ranks have cut at different steps of training: ebc has had " in said
+        assert "call step() and mark() on all ranks after the same training steps" in said
     assert _markers(uri) == ["1:1"]
 
 

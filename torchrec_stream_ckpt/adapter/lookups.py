@@ -86,6 +86,8 @@ class Lookups:
         self._tbe = tbe
         self._count = count
         self._numbers = itertools.count(1)
+        self._made: dict[int, int] = {}
+        """Forwards that lead to an update, by the thread that made them: no other one writes its number."""
         self._pending: dict[int, weakref.ref[Any]] = {}
         """Number of a forward after the last update -> its hook, which lives as long as its graph does."""
         self._bound = threading.local()
@@ -96,8 +98,13 @@ class Lookups:
         """Forwards after the last update whose backward may still come: their graphs are alive. Where counted."""
         return len(self._pending)
 
+    @property
+    def forwards(self) -> int:
+        """That lead to an update, since this object hooks them. No rank of a sharded module makes one alone."""
+        return sum(self._made.copy().values())
+
     def forget(self) -> None:
-        """No forward so far counts."""
+        """No forward so far is in flight."""
         self._pending.clear()
 
     def on_update(
@@ -144,7 +151,8 @@ class Lookups:
             unseen()
 
         def hook(lookup: Lookup, node: Any, check: Callable[[], None] | None) -> None:
-            number = next(self._numbers)
+            number, thread = next(self._numbers), threading.get_ident()
+            self._made[thread] = self._made.get(thread, 0) + 1
 
             def starting(_grads: object) -> None:
                 start(lookup, number)

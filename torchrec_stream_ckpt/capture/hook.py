@@ -186,6 +186,15 @@ class Capture:
         """Changed rows that were not sent when their masks were last looked at; on any thread."""
         return sum(mask.touched.left + mask.frozen.left for mask in self._masks)
 
+    def forwards(self) -> dict[str, int]:
+        """Path of each sharded module -> its forwards on this rank that lead to updates, since the hooks are there."""
+        found: dict[str, int] = {}
+        for kernel in self._kernels:
+            for shard in kernel.held:
+                path = shard.table.name.rpartition(".")[0]
+                found[path] = max(kernel.lookups.forwards, found.get(path, 0))
+        return found
+
     def changed(self) -> bool:
         """Whether any row has changed since it was sent or frozen. On a GPU the host waits."""
         self._count_left()

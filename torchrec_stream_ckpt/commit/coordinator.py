@@ -25,9 +25,9 @@ import contextlib
 import logging
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -36,6 +36,7 @@ from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.commit.dcp import written_by
 from torchrec_stream_ckpt.commit.dense import DenseState
 from torchrec_stream_ckpt.commit.generation import Generation
+from torchrec_stream_ckpt.commit.in_step import check_in_step
 from torchrec_stream_ckpt.commit.replicas import check_same
 from torchrec_stream_ckpt.commit.seal import Seal
 from torchrec_stream_ckpt.errors import (
@@ -89,6 +90,8 @@ class CutOrder:
     """What the user says of the marker; that of rank 0 counts."""
     event_s: float | None = None
     """Up to where in event time this rank has trained; None: nobody has said."""
+    forwards: Mapping[str, int] = field(default_factory=dict)
+    """As ``Capture.forwards`` at the cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,8 @@ class MarkerVote:
     """Set when what the log had acknowledged of this rank's stream is gone: no later marker can be restored."""
     event_s: float | None = None
     """As of its ``CutOrder``."""
+    forwards: Mapping[str, int] = field(default_factory=dict)
+    """As of its ``CutOrder``; said with the cut."""
 
 
 class Coordinator:
@@ -232,8 +237,10 @@ class Coordinator:
         """Return when the marker is committed, otherwise raise why not; the same on every rank."""
         deadline = time.monotonic() + self._timeout_s
         listing = zlib.crc32("\n".join(self._dense.listing).encode())
-        votes = self._agree(cut, 1, MarkerVote(cut.marker, cut.step, cut.seal.reason, listing), deadline)
+        said = MarkerVote(cut.marker, cut.step, cut.seal.reason, listing, forwards=cut.forwards)
+        votes = self._agree(cut, 1, said, deadline)
         self._check(votes)
+        check_in_step([vote.forwards for vote in votes], self._generation.claim.generation, cut.marker)
         if len({vote.listing for vote in votes}) > 1:
             check_same(self._agree(cut, 2, self._dense.listing, deadline))
         failpoint("cut.agreed")

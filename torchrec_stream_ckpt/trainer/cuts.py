@@ -157,6 +157,7 @@ class Cuts:
         """
         assert self.idle
         self._seal = seal = Seal()
+        forwards = self._capture.forwards()
         extra = deadline_s is not None or self._capture.outside.in_place
         drain = Drain(step, marker, extra=extra, deadline_s=deadline_s)
         staged: dict[str, Any] | None = None
@@ -177,9 +178,9 @@ class Cuts:
         except BaseException as error:  # a Stateful of the user, memory, the publisher; or an interrupt
             self._fail(marker, error)
             if not isinstance(error, Exception):
-                self._hand_over(CutOrder(marker, step, seal, staged, meta, event_s), taken)
+                self._hand_over(CutOrder(marker, step, seal, staged, meta, event_s, forwards), taken)
                 raise
-        future = self._hand_over(CutOrder(marker, step, seal, staged, meta, event_s), taken)
+        future = self._hand_over(CutOrder(marker, step, seal, staged, meta, event_s, forwards), taken)
         self._ask()
         return future
 
