@@ -35,11 +35,7 @@ Store, below its URL (``<job>`` is the job's id in 32 hex digits)::
                                                                 which log, from offset 512 to 1024, and a checksum
     places/<digest>/<job>                                       a log that was at this place has committed markers
 
-HEAD, below its folder (by default one of the user in shared memory)::
-
-    <job>/HEAD                            which marker the arrays hold
-    <job>/lock                            lock of those who write and read the arrays
-    <job>/t00003-c00000016                table 3, the column slice that begins at 16: weights, states, checksums
+The names of a HEAD's files are in ``format/head.py``.
 """
 
 from __future__ import annotations
@@ -78,8 +74,6 @@ SUMMARIES_DIR = "summaries"
 RECORDS_DIR = "records"
 PLACES_DIR = "places"
 TEMPORARY_PREFIX = ".put-"
-HEAD_FILE = "HEAD"
-HEAD_LOCK = "lock"
 MAX_PARTITIONS = 65_536
 MAX_GENERATION = 99_999_999
 
@@ -105,7 +99,6 @@ _SUMMARY = re.compile(rf"{SUMMARIES_DIR}/{_JOB}/{_MARKER}-to-{_MARKER}-n([0-9]{{
 _SCRUB_PLACE = re.compile(rf"{SCRUB_DIR}/{_JOB}/(service|command)-([0-9]{{8,20}})")
 _COPY = re.compile(rf"{RECORDS_DIR}/{_JOB}/([0-9a-f]{{8}})-e([0-9]{{4,9}})-([0-9]{{20}})-([0-9]{{20}})-([0-9a-f]{{8}})")
 _DENSE_FILE = re.compile(rf"{DENSE_DIR}/{_JOB}/{_MARKER}/([^/]+)")
-_HEAD_SLICE = re.compile(r"t([0-9]{5,9})-c([0-9]{8,10})")
 _OBJECT_PART = re.compile(rf"(?!\.{{1,2}}$)(?!{re.escape(TEMPORARY_PREFIX)})[A-Za-z0-9._-]{{1,200}}")
 _MAX_OBJECT_NAME = 800
 
@@ -440,18 +433,6 @@ def parse_dense_file(name: str) -> tuple[bytes, MarkerId, str] | None:
     if match is None or found is None or dense_file_name(*found, match[4]) != name:
         return None
     return (*found, match[4])
-
-
-def head_slice_name(table: int, col0: int) -> str:
-    """Of the file of one column slice of a table in a HEAD."""
-    return f"t{table:05d}-c{col0:08d}"
-
-
-def parse_head_slice(name: str) -> tuple[int, int] | None:
-    """What :func:`head_slice_name` was given, or None."""
-    match = _HEAD_SLICE.fullmatch(name)
-    found = (int(match[1]), int(match[2])) if match else None
-    return found if found and head_slice_name(*found) == name else None
 
 
 def _marker_name(marker: MarkerId) -> str:

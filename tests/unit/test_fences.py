@@ -338,8 +338,8 @@ def test_private_names_of_a_checkpointer_are_known_to_one_file_of_the_tests_alon
                 assert held not in holders or path.name == "inside.py", f"{path}:{node.lineno} knows {node.attr}"
 
 
-TO_BE_SPLIT = {"torchrec_stream_ckpt/layout.py": 480, "tests/unit/test_summaries.py": 550}
-"""Files that are longer: no further ones, and none of these grows."""
+TO_BE_SPLIT = {"tests/unit/test_summaries.py": 512}
+"""A file that is longer: no further ones, and it does not grow."""
 
 
 def test_no_file_has_more_than_450_lines() -> None:

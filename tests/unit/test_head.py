@@ -19,13 +19,12 @@ from tests.unit.warm_head import Warm, counted_builds, whole
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format import head as head_format
 from torchrec_stream_ckpt.format.dense import digest_files
-from torchrec_stream_ckpt.format.head import HeadState, SliceLayout, column_slices
+from torchrec_stream_ckpt.format.head import HeadState, SliceLayout, column_slices, head_slice_name
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import decode_chunk
 from torchrec_stream_ckpt.layout import (
     DATA_DIR,
     dense_name,
-    head_slice_name,
 )
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.compactor import Policy

@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 
 from tests.builders import claim, commit
-from torchrec_stream_ckpt.layout import CONTROL_LOCK, HEAD_LOCK, RELAY_LOCK
+from torchrec_stream_ckpt.format.head import HEAD_LOCK
+from torchrec_stream_ckpt.layout import CONTROL_LOCK, RELAY_LOCK
 from torchrec_stream_ckpt.locks import held
 from torchrec_stream_ckpt.log import control_file
 from torchrec_stream_ckpt.log.files import FileLog

@@ -2,12 +2,19 @@
 
 A HEAD is a copy in the memory of one host: nothing of it is kept across a restart of that host, and what another
 version of this program left there is made anew. So its format is no part of docs/format.md.
+
+Its files, below its folder (by default one of the user in shared memory)::
+
+    <job>/HEAD                            which marker the arrays hold
+    <job>/lock                            lock of those who write and read the arrays
+    <job>/t00003-c00000016                table 3, the column slice that begins at 16: weights, states, checksums
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -28,6 +35,9 @@ FORMAT = 1
 BLOCK_BYTES = 2**20
 """Bytes that one checksum stands for."""
 PAGE_BYTES = 4096
+HEAD_FILE = "HEAD"
+HEAD_LOCK = "lock"
+_SLICE = re.compile(r"t([0-9]{5,9})-c([0-9]{8,10})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,3 +187,15 @@ def column_slices(schema: Schema, shards: Sequence[tuple[TableShard, ...]]) -> t
         if table.rows and position != table.dim:
             raise CorruptionError("column slices of a table overlap or leave columns out", table=table.name)
     return tuple(sorted(found))
+
+
+def head_slice_name(table: int, col0: int) -> str:
+    """Of the file of one column slice of a table in a HEAD."""
+    return f"t{table:05d}-c{col0:08d}"
+
+
+def parse_head_slice(name: str) -> tuple[int, int] | None:
+    """What :func:`head_slice_name` was given, or None."""
+    match = _SLICE.fullmatch(name)
+    found = (int(match[1]), int(match[2])) if match else None
+    return found if found and head_slice_name(*found) == name else None

@@ -19,12 +19,11 @@ import numpy.typing as npt
 from torchrec_stream_ckpt.errors import CorruptionError, StoreUnavailableError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.format.head import FORMAT, HeadSlice, HeadState, SliceLayout, column_slices
+from torchrec_stream_ckpt.format.head import FORMAT, HeadSlice, HeadState, SliceLayout, column_slices, head_slice_name
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import Directory, decode_chunk
-from torchrec_stream_ckpt.layout import head_slice_name
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
 from torchrec_stream_ckpt.store.head import Head, HeadFolder, SliceArrays

@@ -19,10 +19,17 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StreamCkptError
-from torchrec_stream_ckpt.format.head import HeadSlice, HeadState, SliceLayout
+from torchrec_stream_ckpt.format.head import (
+    HEAD_FILE,
+    HEAD_LOCK,
+    HeadSlice,
+    HeadState,
+    SliceLayout,
+    head_slice_name,
+    parse_head_slice,
+)
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.layout import HEAD_FILE, HEAD_LOCK, head_slice_name, parse_head_slice
 from torchrec_stream_ckpt.locks import await_lock, close_lock, open_lock
 
 READER_WAIT_S = 1.0
