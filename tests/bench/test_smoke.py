@@ -80,7 +80,9 @@ def test_merges_read_each_byte_once_and_spans_are_counted(tmp_path: Path) -> Non
 def test_a_materializer_scales_out_and_a_day_is_simulated(tmp_path: Path) -> None:
     report = run("scaleout/run.py", "--rows 4000 --intervals 10 --rounds 1 --hours 1", tmp_path)
     assert report["measured"]["rounds"]["2 cores"][0]["fold_bytes"] > 0
-    assert min(report["unit_costs"].values()) > 0
+    costs = report["unit_costs"]
+    assert min(costs["fold_s_per_byte"], costs["task_s"]) > 0
+    assert "merge_s_per_byte" in costs  # a difference of two runs: of a few rows it may be anything
     assert len(report["simulated"]) == 12
 
 

@@ -37,6 +37,7 @@ NOT_RUN = {
     r"^stream-ckpt list kafka://(broker1|127\.0\.0\.1:PORT)": "a cluster; tests/kafka/test_security.py",
     r"^stream-ckpt broker .*--secure": "tests/kafka/test_security.py starts it so",
     r"^stream-ckpt broker \w+ --dir my-broker$": "tests/kafka/test_broker.py, and the tutorial below",
+    r"--engine ray://": "a cluster; tests/processes/test_ray.py starts one",
     r"^stream-ckpt recover ": "a log that was lost: tests/unit/test_recover.py",
     r"^stream-ckpt gc .*--give-up \d": "markers that are lost: tests/unit/test_giving_up.py",
     r"^stream-ckpt relay ": "a job of two tiers: tests/unit/test_tiers.py",

@@ -83,6 +83,8 @@ def test_what_deletes_is_refused_by_name_and_goes_on_once_it_may(
     for command in (("gc", uri, *where, *KEEP), ("unpin", uri, "1:2", *where)):
         with pytest.raises(StoreUnavailableError, match="cannot delete it: Operation not permitted") as told:
             run(*command)
+        stays = "2 markers are given up for good by this run" if command[0] == "gc" else "cannot delete it"
+        assert stays in told.value.message
         assert str(store) in str(told.value.where)
         assert "right" in told.value.hint
     objects = open_store(str(store))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,29 @@ def test_nothing_is_written_into_the_store_of_another_log(job: Job, tmp_path: Pa
     assert {name: data for name, data in after.items() if not name.startswith(f"{SCRUB_DIR}/")} == before
 
 
+def test_what_may_not_be_replaced_is_not_called_lost(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    damaged = one(job, "interval")
+    harm(damaged)
+    put = FolderObjects._put
+
+    def refusing(self: FolderObjects, path: Path, parts: Any) -> None:
+        if path == damaged:
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        put(self, path, parts)
+
+    monkeypatch.setattr(FolderObjects, "_put", refusing)
+    status, record = scrub(job, "--repair")
+    (found,) = record["damaged"]
+    assert (status, found["state"], found["lost"]) == (1, "damaged", None)
+    assert "cannot write it: Operation not permitted" in found["unrepaired"]
+    said = invoke(f"file://{job.root}", "--store", str(store_of(job)), "--repair", "--anew").stdout
+    assert "; not repaired now: cannot write it: Operation not permitted" in said
+    assert "the rights to write and replace" in said
+    monkeypatch.undo()
+    status, record = scrub(job, "--repair", "--anew")
+    assert (status, [each["state"] for each in record["damaged"]]) == (0, ["repaired"])
+
+
 @pytest.mark.parametrize("kind", ["interval", "base", "dense", "manifest", "fold"])
 def test_an_object_that_alone_cannot_be_read_is_named_and_the_rest_is_read(
     job: Job, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -122,7 +146,8 @@ def test_an_object_that_alone_cannot_be_read_is_named_and_the_rest_is_read(
         status, record = scrub(job, *flags)
         assert (status, record["ended"]) == (1, True)
         assert barred in {each["name"] for each in record["damaged"]} or kind == "dense"
-        assert any("no right to read this one" in each["reason"] + (each["lost"] or "") for each in record["damaged"])
+        said = [each["reason"] + (each["lost"] or "") + (each["unrepaired"] or "") for each in record["damaged"]]
+        assert any("no right to read this one" in each for each in said)
     monkeypatch.undo()
     status, record = scrub(job, "--anew")
     assert (status, record["damaged"]) == (0, [])

@@ -19,7 +19,7 @@ from torchrec_stream_ckpt.format.compared import Comparison
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.imported import is_import, unfinished_import
 from torchrec_stream_ckpt.format.lineage import changed_tables
-from torchrec_stream_ckpt.proofs.standing import ProofStanding, of_history, standing_of
+from torchrec_stream_ckpt.proofs.standing import ProofStanding, blocks_differ, of_history, standing_of
 from torchrec_stream_ckpt.reporting.now import ended_of
 from torchrec_stream_ckpt.reporting.proofs import compared_in_words, standing_record
 from torchrec_stream_ckpt.route.best import Condition, meeting, numbers_of, ordered, said_of
@@ -105,10 +105,8 @@ def _standing(job: Job, said: list[Comparison]) -> ProofStanding | None:
 def _print_compared(rows: list[dict[str, Any]], standing: ProofStanding | None) -> None:
     for row in rows:
         if row["compared"] is not None and row["compared"]["differing"]:
-            count = row["compared"]["differing"]
-            console().print(
-                f"{row['marker']}: {count} blocks of rows are not as they were in the tables", soft_wrap=True
-            )
+            said = blocks_differ(row["compared"]["differing"])
+            console().print(f"{row['marker']}: {said} in the tables", soft_wrap=True)
     if standing is not None:
         console().print(f"rows compared with proofs: {compared_in_words(standing, time.time())}", soft_wrap=True)
 

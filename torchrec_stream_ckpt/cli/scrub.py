@@ -144,6 +144,8 @@ class _Result:
             lines.append("  nothing is damaged" if self.place.ended else "  nothing was damaged")
         if self.left and not repaired:
             lines.append("  to repair them: the same command with --repair")
+        if any(each.unrepaired for each in self.damage):
+            lines.append("  to repair the rest: give the rights to write and replace, and scrub again")
         if self.unnamed:
             more = f"{self.unnamed} more were damaged when an earlier scrub of this pass read them"
             lines.append(f"  {more}, and are not named here: --anew reads everything again")
@@ -162,6 +164,7 @@ def _damage(damage: Damage) -> dict[str, str | None]:
         "source": damage.repair.source if damage.repair is not None else None,
         "aside": (damage.repair.aside or None) if damage.repair is not None else None,
         "lost": damage.lost or None,
+        "unrepaired": damage.unrepaired or None,
     }
 
 
@@ -175,6 +178,8 @@ def _line(damage: Damage) -> str:
         became = f"; repaired from {damage.repair.source}"
     elif damage.lost:
         became = f"; lost: {damage.lost}"
+    elif damage.unrepaired:
+        became = f"; not repaired now: {damage.unrepaired}"
     return printable(f"{damage.state}: {place}: {damage.reason}{became}")
 
 

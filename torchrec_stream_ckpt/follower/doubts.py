@@ -81,7 +81,8 @@ class Doubts:
 
 
 IN_TABLES = (
-    "let it follow on: these rows are served once the trainer has sent them again, or a newer marker proves them; "
+    "call advance() again: it loads all rows anew. Rows that log and store have lost are served once the trainer has "
+    "sent them again, or a newer marker proves them; "
     "or serve them as they are: FollowedTables(..., accept_unproved=True)"
 )
 IN_A_STREAM = (

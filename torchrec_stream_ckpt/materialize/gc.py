@@ -11,14 +11,20 @@ by a run that comes a grace period later, for there may be restores and material
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, ScratchUnavailableError, StreamCkptError
+from torchrec_stream_ckpt.errors import (
+    ConfigError,
+    CorruptionError,
+    ScratchUnavailableError,
+    StoreUnavailableError,
+    StreamCkptError,
+)
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import BY_HAND, RETENTION, Dropped
@@ -326,7 +332,8 @@ def collect(
     read_back.save()
     for kind in _PHASES:
         names = [entry.name for entry in found.now if entry.name.startswith(f"{kind}/")]
-        list(pool.map(lambda name: _delete(objects, name), names))
+        with _telling_what_stays(len(plan.dropping) - len(came_back)):
+            list(pool.map(lambda name: _delete(objects, name), names))
     waiting = {entry.name for entry in found.later}
     if listed is not None:
         shorten(objects, job, listed, waiting)
@@ -408,6 +415,20 @@ def _drop(objects: Objects, lineage: Lineage, marker: MarkerId, reason: str) -> 
         dropped = Dropped(lineage.find(marker), lineage.previous(marker), time.time(), reason)
         objects.put(dropped_name(lineage.job, marker), [dropped.to_bytes()])
         failpoint("gc.dropped")
+
+
+@contextmanager
+def _telling_what_stays(dropped: int) -> Iterator[None]:
+    """An object cannot be deleted: markers that were given up before are so for good."""
+    try:
+        yield
+    except StoreUnavailableError as error:
+        if not dropped:
+            raise
+        markers = f"{dropped} markers are" if dropped > 1 else "1 marker is"
+        done = f"{markers} given up for good by this run; their objects are not all deleted"
+        hint = f"{error.hint}; the next gc deletes the rest"
+        raise StoreUnavailableError(f"{error.message}; {done}", hint=hint, **error.where) from None
 
 
 def _delete(objects: Objects, name: str) -> None:

@@ -143,7 +143,8 @@ class MaterializeService(Service):
         """Passed to the scrub: called for each damaged object that cannot be repaired."""
         if damage.repair is None:
             fields = {"marker": str(damage.marker) if damage.marker is not None else None, "table": damage.table}
-            self.report(Event("damaged", {"name": damage.name, **fields, "reason": damage.reason, "lost": damage.lost}))
+            said = {"name": damage.name, **fields, "reason": damage.reason}
+            self.report(Event("damaged", {**said, "lost": damage.lost, "unrepaired": damage.unrepaired}))
         elif self._materializer is not None:
             self._materializer.forget()
 

@@ -58,6 +58,8 @@ class Damage:
     """How it was repaired; None: it was not."""
     lost: str = ""
     """Why it cannot be repaired; empty before any attempt."""
+    unrepaired: str = ""
+    """Why it was not repaired this time: a place did not answer, or may not be written; empty before any attempt."""
 
     @property
     def state(self) -> str:
@@ -240,9 +242,11 @@ class Scrubber:
                 for _ in reader.read(name):  # what was written is read back
                     pass
                 damage = replace(damage, repair=repair)
-            except (CorruptionError, MarkerNotFoundError, StoreUnavailableError) as why:
-                if isinstance(why, StoreUnavailableError):
-                    check_store(self._objects)  # it is away, or it takes no object
+            except StoreUnavailableError as why:
+                check_store(self._objects)  # it is away, or it takes no object
+                reader.forget()
+                damage = replace(damage, unrepaired=why.headline)
+            except (CorruptionError, MarkerNotFoundError) as why:
                 reader.forget()
                 damage = replace(damage, lost=str(why.where.get("elsewhere", why.headline)))
         self._note(damage)

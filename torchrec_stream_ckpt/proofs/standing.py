@@ -93,3 +93,8 @@ def back_from(lineage: Lineage, marker: MarkerId) -> Iterator[MarkerId]:
 def turn_markers(window: Window) -> int:
     """Markers that prove all rows once, with windows as wide as this one."""
     return -(-POSITIONS // window.width)
+
+
+def blocks_differ(count: int) -> str:
+    """For people: what is said of so many blocks of rows that do not fit their proof."""
+    return "1 block of rows is not as it was" if count == 1 else f"{count} blocks of rows are not as they were"

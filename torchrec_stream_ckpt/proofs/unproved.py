@@ -10,6 +10,7 @@ from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.proofs.compare import Tally
 from torchrec_stream_ckpt.proofs.met import Circle
+from torchrec_stream_ckpt.proofs.standing import blocks_differ
 from torchrec_stream_ckpt.route.path import Path
 from torchrec_stream_ckpt.types import MarkerId, RowRange
 
@@ -67,7 +68,7 @@ class Unproved:
         named = "; ".join(str(block) for block in self.blocks[:_SAID])
         more = f"; and {self.count - _SAID} more" if self.count > _SAID else ""
         return ProofMismatchError(
-            f"{self.count} blocks of rows are not as they were in the tables at a cut: {named}{more}",
+            f"{blocks_differ(self.count)} in the tables at a cut: {named}{more}",
             hint="restore a marker before the one that proved them, or go on with these rows: "
             "restore(..., accept_unproved=True), on a command line --accept-unproved",
             marker=marker,

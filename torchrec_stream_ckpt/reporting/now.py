@@ -10,7 +10,7 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import Proved
 from torchrec_stream_ckpt.format.remarks import Outcome
-from torchrec_stream_ckpt.proofs.standing import ProofStanding
+from torchrec_stream_ckpt.proofs.standing import ProofStanding, blocks_differ
 from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.units import duration
@@ -219,7 +219,7 @@ def _of_proofs(compared: ProofStanding) -> str:
     """Rows that the store does not have as they were in the tables."""
     at = ", ".join(str(marker) for marker in compared.differing_at[:3])
     return (
-        f"{compared.differing} blocks of rows are not as they were in the tables, found at marker {at}; a trainer that "
+        f"{blocks_differ(compared.differing)} in the tables, found at marker {at}; a trainer that "
         "runs sends them again, and they are compared again within a round"
     )
 

@@ -38,7 +38,7 @@ def compared_in_words(standing: ProofStanding, now_s: float) -> str:
     """How much was compared, and since when; or what differs."""
     if standing.differing:
         at = ", ".join(str(marker) for marker in standing.differing_at[:3])
-        return f"{standing.differing} blocks differ, found at {at}"
+        return f"{standing.differing} {'block differs' if standing.differing == 1 else 'blocks differ'}, found at {at}"
     share = "all" if standing.share >= 1 else f"{100 * standing.share:.0f}%"
     return f"{share}, the oldest {duration(max(0.0, now_s - standing.oldest_s))} ago"
 
