@@ -95,7 +95,7 @@ def test_what_cannot_be_captured_is_refused_at_attach_by_name(tmp_path: Path) ->
     said = ranks.run(2, _refusals, tmp_path)[0]
     assert "the optimizer OptimizerWrapper may have state that is not captured" in said["unknown wrapper"]
     assert "in_backward_optimizer_filter" in said["fused parameter"]
-    assert "Linear is no DistributedModelParallel" in said["no DMP"]
+    assert "Linear is not a DistributedModelParallel" in said["no DMP"]
     assert "'loader' (object)" in said["no state_dict"]
     assert "compute_kernel='fused'" in said["dense kernel"]
     assert "one row of 250000 columns does not fit a frame of 1000000 bytes [table=ebc.t_user" in said["wide row"]
