@@ -71,7 +71,7 @@ def trained(root: Path, rows: int, intervals: int) -> Job:
     return job
 
 
-def fold(root: Path, store: Path, workers: int, rebase: float, cores: int) -> dict[str, float]:
+def fold(root: Path, store: Path, workers: int, policy: Policy, cores: int) -> dict[str, float]:
     """Fold and merge a log into a new store, on ``cores`` cores: wall and CPU seconds, and what was read."""
     objects, log = FolderObjects(store), FileLog(root)
     address = SiteAddress(uri=f"file://{root}", kafka_options=None, store=objects.url, store_options=None)
@@ -88,7 +88,7 @@ def fold(root: Path, store: Path, workers: int, rebase: float, cores: int) -> di
     try:
         with ThreadPoolExecutor(4) as pool:
             dense = open_dense(str(root))
-            materializer = Materializer(log, objects, lambda _: dense, pool, Policy(rebase=rebase), engine=engine)
+            materializer = Materializer(log, objects, lambda _: dense, pool, policy, engine=engine)
             list(materializer.catch_up(lineage))
             materializer.settle(lineage)
         for each in made:
@@ -115,9 +115,9 @@ def _cpu() -> float:
 def measured(root: Path, scratch: Path, workers: int, rounds: int) -> dict[str, Any]:
     """One core and ``workers`` cores in turns, on the same log; the bytes of both stores are compared."""
     variants = {
-        "one core": (1, 1.0, 1),
-        f"{workers} cores": (workers, 1.0, workers),
-        "folds alone, one core": (1, 0.0, 1),
+        "one core": (1, Policy(), 1),
+        f"{workers} cores": (workers, Policy(), workers),
+        "folds alone, one core": (1, Policy(rebase=0, compact="none"), 1),
     }
     found: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
     written: dict[str, int] = {}
