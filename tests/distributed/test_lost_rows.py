@@ -355,7 +355,7 @@ def test_a_restore_that_is_refused_leaves_a_verdict_and_one_that_accepts_sends_t
     uri = f"file://{tmp_path}/log"
     ((refused,),) = ranks.run(1, _restore, uri, [MARKERS[-1]])
     assert "ProofMismatch" not in refused
-    assert "1 blocks of rows" in refused
+    assert "1 block of rows" in refused
     log = FileLog(tmp_path / "log")
     job = Control(log).refresh().job
     ((_, verdict),) = new_verdicts(open_store(str(tmp_path / "log")), job, 1, ())

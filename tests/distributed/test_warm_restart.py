@@ -91,7 +91,7 @@ def test_damage_of_head_that_nobody_looks_for_does_not_fit_the_proof(
     flip_first_bit(head)
     settings = StreamConfig(uri=f"file://{copy}", marker_every=3, head=str(head), verify_head=False)
     plan, kind = WIDE[bool(build(source[0]))][1], build(source[0])
-    with pytest.raises(ranks.RankFailed, match=f"ProofMismatchError: 1 blocks of rows .* weights .*proved by {newest}"):
+    with pytest.raises(ranks.RankFailed, match=f"ProofMismatchError: 1 block of rows .* weights .*proved by {newest}"):
         ranks.run(1, jobs.restore_once, plan, settings, None, kind)
     ((state, _, used),) = ranks.run(1, jobs.restore_once, plan, settings, None, kind, True)
     assert used == f"head {newest}"
