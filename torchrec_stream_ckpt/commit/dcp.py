@@ -72,9 +72,7 @@ def come_together(marker: MarkerId, group: dist.ProcessGroup) -> None:
         dist.all_gather(said, mine, group=group)
         markers = [MarkerId(*each.tolist()) for each in said]
         if marker < max(markers):
-            raise MarkerFailedError(
-                f"this rank is late: others already save marker {max(markers)} already", marker=marker
-            )
+            raise MarkerFailedError(f"this rank is late: others already save marker {max(markers)}", marker=marker)
         if marker == min(markers):
             return
 
