@@ -86,13 +86,13 @@ class Frames:
         if damaged in self._corpus:
             return "harmless"
         try:
-            self._read(damaged)
+            self.read(damaged)
         except StreamCkptError:
             return "refused"
         return "harmless" if self.reseal else "accepted"
 
     @staticmethod
-    def _read(frame: bytes) -> None:
+    def read(frame: bytes) -> None:
         """As readers do: header, checksum, then what the kind holds."""
         packed = pack_commit(frame)
         try:
@@ -197,7 +197,7 @@ class StoreObjects:
 
     def __init__(self) -> None:
         self._corpus = [data for name, data in make_store.objects().items() if name != "pin"]
-        self._whole = {data: self._read(data) for data in self._corpus}
+        self._whole = {data: self.read(data) for data in self._corpus}
 
     def attempt(self, rng: random.Random) -> str:
         whole = rng.choice(self._corpus)
@@ -205,7 +205,7 @@ class StoreObjects:
         if self.reseal:
             damaged = self._resealed(damaged, rng)
         try:
-            found = self._read(damaged)
+            found = self.read(damaged)
         except StreamCkptError:
             return "refused"
         return "harmless" if self.reseal or found in self._whole.values() else "accepted"
@@ -231,7 +231,7 @@ class StoreObjects:
             return data
 
     @staticmethod
-    def _read(data: bytes) -> str:
+    def read(data: bytes) -> str:
         """As readers do, by what it says it is; everything that it means."""
         if data.startswith(b"{"):
             for kind in (Manifest, Fold, Dropped, Garbage, Verdict, Reading):

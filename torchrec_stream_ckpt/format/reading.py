@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -72,7 +71,9 @@ class Reading:
 
 def _is_sound(body: dict[str, Any], units: tuple[ReadUnit, ...]) -> bool:
     """Whether each field has a value of its type."""
+    if not isinstance(body["clocks"], dict):
+        return False
     seconds = [body["time_s"], *body["clocks"].values()]
-    plain = all(type(each) in (int, float) and math.isfinite(each) for each in seconds)
+    plain = all(type(each) in (int, float) and abs(each) < 2**63 for each in seconds)  # no NaN, no infinity
     whole = all(type(each.crc) is int and type(each.num_bytes) is int and isinstance(each.name, str) for each in units)
     return plain and whole and isinstance(body.get("store", ""), str)
