@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -71,6 +72,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {ROOT / name: place for place, name in enumerate(LONG)}
     assert all(path.is_file() for path in places), "LONG names a file that is not there"
     items.sort(key=lambda item: places.get(item.path, len(LONG)))
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """A recipe that a test runs in this process sets up the logging of the process, towards what the test captures.
+
+    Later tests would log into a stream that is closed, and find the complaint in what they captured themselves.
+    """
+    root = logging.getLogger()
+    level, before = root.level, list(root.handlers)
+    yield
+    for handler in root.handlers[:]:
+        if type(handler) is logging.StreamHandler and handler not in before:  # pytest's own are of other types
+            root.removeHandler(handler)
+    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")
