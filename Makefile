@@ -139,7 +139,7 @@ bench: $(STAMP) ## Run benchmarks/*/run.py (BENCH=NAME for one, BENCH_ARGS=...)
 bench-age: $(STAMP) ## Say which filed results are older than the code that they measure (BENCH_ARGS="restore marker")
 	@$(PY) benchmarks/filed.py $(BENCH_ARGS)
 
-lock: $(STAMP) ## Resolve requirements/cpu*.txt anew from pyproject.toml (UPGRADE=1 takes newer versions)
+lock: $(STAMP) ## Resolve the locks of requirements/ anew (UPGRADE=1 takes newer versions)
 	@bash scripts/lock.sh $(if $(UPGRADE),--upgrade)
 
 clean: ## Remove caches, build products and the demo's folder; .venv* stay

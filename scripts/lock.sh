@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Resolve pyproject.toml into every lock of requirements/; versions stay as they are unless --upgrade is given.
 # cpu.txt is what pyproject.toml and cpu.in say, cpu-NAME.txt the same with what NAME.txt puts in its place. docs.txt is docs.in, deploy.txt is deploy.in.
+# clouds.txt is clouds.in with the versions of cpu.txt, less what cpu.txt has: its venv stands beside .venv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 readonly python=.venv/bin/python
@@ -21,6 +22,15 @@ compile() {
   mv "$lock.new" "$lock"
 }
 
+# LOCK, another lock of which it has nothing, and what to resolve
+compile_beside() {
+  local lock=$1 other=$2
+  shift 2
+  compile "$lock" --no-annotate --constraint "$other" "$@"
+  grep -vxF -f <(grep -v '^#' "$other") "$lock" >"$lock.new"
+  mv "$lock.new" "$lock"
+}
+
 # LOCK and more options for uv
 resolve() {
   local lock=$1
@@ -36,3 +46,4 @@ for lock in requirements/cpu-*.txt; do
 done
 compile requirements/docs.txt requirements/docs.in "$@"
 compile requirements/deploy.txt requirements/deploy.in "$@"
+compile_beside requirements/clouds.txt requirements/cpu.txt requirements/clouds.in "$@"

@@ -20,7 +20,7 @@ from kubernetes.client.configuration import Configuration
 
 from tests.unit.folded_job import folded_job, store_of
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.metrics import METRICS, TRAINER_METRICS
+from torchrec_stream_ckpt.metrics import FOLLOWER_METRICS, METRICS, TRAINER_METRICS
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -331,13 +331,33 @@ def test_the_image_is_built_from_files_that_are_there() -> None:
     assert pod_of(document)["securityContext"]["runAsUser"] == int(user)
 
 
+# Locks.
+
+
+def test_every_list_of_requirements_is_resolved_and_no_lock_has_what_another_brings() -> None:
+    requirements, script = ROOT / "requirements", (ROOT / "scripts" / "lock.sh").read_text()
+    lists = sorted(path.name for path in requirements.glob("*.in"))
+    assert "clouds.in" in lists
+    assert [name for name in lists if f"requirements/{name}" not in script] == []
+    pins = {
+        name: set(re.findall(r"^([a-z0-9-]+)==", (requirements / name).read_text(), re.M))
+        for name in ("cpu.txt", "clouds.txt")
+    }
+    assert pins["clouds.txt"]
+    assert not pins["clouds.txt"] & pins["cpu.txt"], "its venv stands beside .venv"
+
+
 # Prometheus.
 
 RULES = yaml.safe_load((DEPLOY / "prometheus" / "rules.yml").read_text())
 
 
 def test_alerts_ask_for_metrics_that_exist_and_say_what_to_do() -> None:
-    known = {name for metric in (*TRAINER_METRICS.values(), *METRICS.values()) for name in metric.series}
+    known = {
+        name
+        for metric in (*TRAINER_METRICS.values(), *METRICS.values(), *FOLLOWER_METRICS.values())
+        for name in metric.series
+    }
     rules = [rule for group in RULES["groups"] for rule in group["rules"]]
     assert len({rule["alert"] for rule in rules}) == len(rules) > 10
     for rule in rules:
@@ -347,6 +367,35 @@ def test_alerts_ask_for_metrics_that_exist_and_say_what_to_do() -> None:
         assert "by (job" in rule["expr"], "jobs are told apart"
         assert rule["labels"].keys() == {"severity"}
         assert rule["annotations"].keys() == {"summary", "action"}
+
+
+def test_every_condition_of_the_list_of_alerts_is_a_rule() -> None:
+    """Each expression of docs/operations.md, by its metric; ``absent`` cannot tell jobs apart, so rules have another form."""
+    (rows,) = re.findall(
+        r"^\| alert \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", (ROOT / "docs" / "operations.md").read_text(), re.M
+    )
+    listed = {name for line in rows.splitlines() for name in re.findall(r"\bstream_ckpt_\w+", line.split(" | ")[1])}
+    asked = {
+        name
+        for group in RULES["groups"]
+        for rule in group["rules"]
+        for name in re.findall(r"\bstream_ckpt_\w+", rule["expr"])
+    }
+    assert "stream_ckpt_follower_doubted_blocks" in listed
+    assert listed <= asked
+
+
+def test_what_promtool_is_asked_is_of_these_rules() -> None:
+    """promtool may be missing here: what it is asked is looked at all the same."""
+    tests = yaml.safe_load((DEPLOY / "prometheus" / "rules_test.yml").read_text())["tests"]
+    rules = {rule["alert"]: rule for group in RULES["groups"] for rule in group["rules"]}
+    tried = [each for test in tests for each in test["alert_rule_test"]]
+    assert {each["alertname"] for each in tried} <= rules.keys()
+    for each in tried:
+        for alert in each["exp_alerts"]:
+            assert alert["exp_annotations"].keys() == rules[each["alertname"]]["annotations"].keys()
+    fired = {each["alertname"] for each in tried if each["exp_alerts"]}
+    assert {"StreamCkptReplicaServesNothing", "StreamCkptNoMarker", "StreamCkptRowsDiffer"} <= fired
 
 
 def test_prometheus_takes_the_rules_and_they_fire_as_they_should() -> None:
