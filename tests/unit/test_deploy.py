@@ -370,7 +370,7 @@ def test_alerts_ask_for_metrics_that_exist_and_say_what_to_do() -> None:
 
 
 def test_every_condition_of_the_list_of_alerts_is_a_rule() -> None:
-    """Each expression of docs/operations.md, by its metric; ``absent`` cannot tell jobs apart, so rules have another form."""
+    """Each expression of docs/operations.md, by its metric: rules say ``absent`` in another way."""
     (rows,) = re.findall(
         r"^\| alert \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", (ROOT / "docs" / "operations.md").read_text(), re.M
     )

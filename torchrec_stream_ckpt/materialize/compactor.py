@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from torchrec_stream_ckpt.engine.api import Engine
@@ -59,13 +59,25 @@ class _GrowingPath:
     """From the first marker of the job on."""
     cover: list[Piece]
     """As ``Catalog.cover``."""
+    ahead: dict[MarkerId, list[Piece]] = field(default_factory=dict)
+    """Folds by where they end: at markers that were not asked for yet."""
 
     @property
     def end(self) -> MarkerId:
         return self.ids[-1]
 
+    def grow(self, piece: Piece) -> None:
+        """The next marker, with its interval."""
+        self.cover.append(piece)
+        self.ids.append(piece.end)
+        for fold in self.ahead.pop(piece.end, ()):
+            self.take(fold)
+
     def take(self, fold: Piece) -> None:
-        """A fold has come in place of pieces."""
+        """A fold has come in place of pieces, perhaps of some that are not here yet."""
+        if fold.end > self.end:
+            self.ahead.setdefault(fold.end, []).append(fold)
+            return
         place = next((place for place, piece in enumerate(self.cover) if piece.start == fold.start), None)
         stop = next((place for place, piece in enumerate(self.cover, 1) if piece.end == fold.end), None)
         if place is not None and stop is not None and place < stop:
@@ -221,8 +233,7 @@ def _to(way: _GrowingPath | None, lineage: Lineage, catalog: Catalog, commit: Co
         if way.end == commit.id:
             return way
         if way.end == before and way.cover and way.cover[-1].end == before:
-            way.cover.append(catalog.piece(before, commit))
-            way.ids.append(commit.id)
+            way.grow(catalog.piece(before, commit))
             return way
     chain = lineage.chain(commit.id)
     return _GrowingPath(catalog, catalog.listed, [each.id for each in chain], list(catalog.cover(chain, pool=pool)))

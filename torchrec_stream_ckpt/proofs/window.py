@@ -15,19 +15,21 @@ from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Window
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.format.segment import SegmentKind, slices_of
+from torchrec_stream_ckpt.format.segment import slices_of
 from torchrec_stream_ckpt.proofs.met import Met
 from torchrec_stream_ckpt.proofs.rowsums import RowSums, Slice
 from torchrec_stream_ckpt.proofs.unproved import Compared
 from torchrec_stream_ckpt.route.path import Path
-from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.api import Objects, Readable
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
-from torchrec_stream_ckpt.store.ranges import read_window
-from torchrec_stream_ckpt.store.reader import load_notes, open_segments
+from torchrec_stream_ckpt.store.ranges import SMALL_BYTES, read_window
+from torchrec_stream_ckpt.store.reader import open_segments
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
 _MOST_OPEN = 2**14
-"""Segments of folds whose directories are kept from marker to marker: some 40 MB."""
+"""Segments whose directories are kept from marker to marker: some 40 MB."""
+_MOST_AT_HAND = 64 * 2**20
+"""Bytes of small objects that are kept while one marker is compared: each is read once, directory and rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class WindowReader:
         self._pool = pool
         self._progress = progress
         self._open: dict[SegmentRef, Picked] = {}
-        """Segments of folds: many markers are read through the same base."""
+        """Directories, that of the segment used last at the end: many markers are read through the same pieces."""
 
     def check(
         self, lineage: Lineage, catalog: Catalog, marker: MarkerId, cover: Sequence[Piece] | None = None
@@ -86,31 +88,38 @@ class WindowReader:
             cover = catalog.cover(lineage.chain(marker), pool=self._pool)
         if not cover or cover[-1].end != marker:
             raise CorruptionError("the store has a gap before this marker", marker=marker)
-        notes = load_notes(catalog, marker, self._pool)
+        near, last = _AtHand(self._objects), catalog.manifest(marker).last
+        notes = tuple(Notes.from_json(each.front.notes, each.ref.name) for each in self._opened(near, catalog, last))
         window = window_of(notes)
         if window is None:
             return WindowCheck(marker, None)
-        pieces = self._pieces(catalog, lineage, marker, cover)
+        pieces = self._pieces(near, catalog, lineage, marker, cover)
         reading = _MarkerWindow(lineage, Path.at(lineage, marker), notes, window, pieces)
         try:
-            found = self._read(reading, whole=False)
+            found = self._read(near, reading, whole=False)
         except CorruptionError:
             found = None
         if found is None or found.differing:
-            found = self._read(reading, whole=True)
+            near.clear()
+            found = self._read(self._objects, reading, whole=True)
         return found
 
-    def _pieces(
-        self, catalog: Catalog, lineage: Lineage, marker: MarkerId, cover: Sequence[Piece]
-    ) -> tuple[Piece, ...]:
-        """Open, and without tables that a later generation has sent whole."""
-        refs = [ref for piece in cover for ref in piece.segments]
-        missing = [ref for ref in refs if ref not in self._open]
-        fresh = dict(zip(missing, open_segments(self._objects, missing, catalog.job, self._pool), strict=True))
-        picked = iter([self._open.get(ref) or fresh[ref] for ref in refs])
-        self._open |= {ref: each for ref, each in fresh.items() if each.front.id.kind is SegmentKind.FOLD}
+    def _opened(self, near: _AtHand, catalog: Catalog, refs: Sequence[SegmentRef]) -> list[Picked]:
+        """All chunks of each segment; what was not read yet is read, small objects whole."""
+        missing = [ref for ref in dict.fromkeys(refs) if ref not in self._open]
+        near.take(missing, self._pool)
+        found = {ref: self._open.pop(ref) for ref in dict.fromkeys(refs) if ref in self._open}
+        found |= zip(missing, open_segments(near, missing, catalog.job, self._pool), strict=True)
+        self._open |= found
         for ref in list(islice(self._open, max(0, len(self._open) - _MOST_OPEN))):
             del self._open[ref]
+        return [found[ref] for ref in refs]
+
+    def _pieces(
+        self, near: _AtHand, catalog: Catalog, lineage: Lineage, marker: MarkerId, cover: Sequence[Piece]
+    ) -> tuple[Piece, ...]:
+        """Open, and without tables that a later generation has sent whole."""
+        picked = iter(self._opened(near, catalog, [ref for piece in cover for ref in piece.segments]))
         bases, pieces = lineage.bases(marker), []
         for piece in cover:
             stale = [table for table, base in bases.items() if base > piece.generation]
@@ -118,17 +127,47 @@ class WindowReader:
             pieces.append(replace(piece, opened=tuple(opened)))
         return tuple(pieces)
 
-    def _read(self, reading: _MarkerWindow, *, whole: bool) -> WindowCheck:
+    def _read(self, objects: Readable, reading: _MarkerWindow, *, whole: bool) -> WindowCheck:
         sums, num_bytes = reading.sums(), 0
         for piece in reading.pieces:
             schema = reading.lineage.claims[piece.generation].schema  # an older one may have had other tables
             window, ids = reading.window, reading.ids
-            for each in read_window(self._objects, piece.opened, schema, ids, window, self._pool, whole=whole):
-                sums.rows(each.table, each.col0, each.cols, each.rows, 0)
+            for each in read_window(objects, piece.opened, schema, ids, window, self._pool, whole=whole):
+                for rows in each.chunks:
+                    sums.rows(rows.table, rows.col0, rows.cols, rows.rows, 0)
                 num_bytes += each.num_bytes
                 self._progress(each.num_bytes)
         compared = replace(sums.compare(), total=cells_of(reading.schema, reading.window))
         return WindowCheck(reading.marker, reading.window, compared, num_bytes)
+
+
+class _AtHand:
+    """A store of which small objects are at hand, while one marker is compared."""
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._held: dict[str, memoryview] = {}
+        self._num_bytes = 0
+
+    def take(self, refs: Iterable[SegmentRef], pool: Executor) -> None:
+        """Read small ones whole, side by side, as far as there is room; raises as ``Objects.read``."""
+        names = []
+        for ref in refs:
+            if ref.num_bytes <= SMALL_BYTES and self._num_bytes + ref.num_bytes <= _MOST_AT_HAND:
+                self._num_bytes += ref.num_bytes
+                names.append((ref.name, ref.num_bytes))
+        self._held |= pool.map(lambda each: (each[0], self._objects.read(each[0], 0, each[1])), names)
+
+    def clear(self) -> None:
+        """Nothing is at hand any more."""
+        self._held.clear()
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        """As ``Objects.read``."""
+        held = self._held.get(name)
+        if held is None or end is None or end > len(held):
+            return self._objects.read(name, begin, end)
+        return held[begin:end]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,15 @@
 
 Such blocks are spread over a whole table: chunks that hold one would be most of a store. What is read of a chunk has no
 checksum of its own. So a reader compares the rows with a proof, and reads chunks whole where they do not fit.
+
+Requests follow from objects and their bytes, not from chunks and sections. Wanted chunks within ``SMALL_BYTES`` are one
+request. Otherwise the chunks within ``RANGE_BYTES`` are read in two passes, first ids, then rows; in each pass, parts
+closer than ``GAP_BYTES`` are one request.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
@@ -23,10 +28,16 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import ChunkEntry, check_chunk, chunk_layout, decode_chunk, entries_of
 from torchrec_stream_ckpt.store.api import Readable
 from torchrec_stream_ckpt.store.catalog import Picked
-from torchrec_stream_ckpt.store.reader import AHEAD, GAP_BYTES
+from torchrec_stream_ckpt.store.reader import AHEAD, GAP_BYTES, RANGE_BYTES
 
+SMALL_BYTES = 2**20
+"""So many bytes of an object are read by one request, whatever is wanted of them."""
 _WHOLE_SHARE = 0.5
 """A chunk of which more than this share is wanted is read whole, with its checksum."""
+
+Span = tuple[int, int]
+"""Bytes [begin, end) of an object."""
+Places = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +48,16 @@ class WindowRows:
     col0: int
     cols: int
     rows: RowsView
+
+
+@dataclass(frozen=True, slots=True)
+class WindowRead:
+    """Chunks of one segment that were read together."""
+
+    chunks: tuple[WindowRows, ...]
+    """In their order, those that have rows of the window."""
     num_bytes: int
-    """What was read for them."""
+    """What was read."""
 
 
 def read_window(
@@ -50,7 +69,7 @@ def read_window(
     pool: Executor,
     *,
     whole: bool = False,
-) -> Iterator[WindowRows]:
+) -> Iterator[WindowRead]:
     """The rows of all chunks that belong to blocks of a window, chunk by chunk in their order.
 
     Args:
@@ -66,8 +85,8 @@ def read_window(
         CorruptionError: a segment is gone, shorter, or (as far as it was read whole) altered.
         StoreUnavailableError: the store does not answer.
     """
-    pending: deque[Future[WindowRows | None]] = deque()
-    wanted = _wanted(picked, ids, window)
+    pending: deque[Future[WindowRead]] = deque()
+    wanted = _groups(picked, ids, window)
     read = partial(_read, objects, schema, whole)
     try:
         while True:
@@ -75,102 +94,174 @@ def read_window(
                 pending.append(pool.submit(read, *following))
             if not pending:
                 return
-            if (found := pending.popleft().result()) is not None:
-                yield found
+            yield pending.popleft().result()
     finally:
         for future in pending:
             future.cancel()
 
 
-def _wanted(
+def _groups(
     picked: Iterable[Picked], ids: Sequence[int | None], window: Window
-) -> Iterator[tuple[Picked, ChunkEntry, Ints]]:
-    """Each chunk that may hold rows of the window, and the blocks."""
+) -> Iterator[tuple[str, list[tuple[ChunkEntry, Ints]]]]:
+    """(segment, its chunks within ``RANGE_BYTES`` that may hold rows of the window, each with the blocks)."""
     for each in picked:
+        group: list[tuple[ChunkEntry, Ints]] = []
         for entry in entries_of(each.entries):
             id_ = ids[entry.table] if entry.table < len(ids) else None
-            if id_ is not None and len(blocks := window.blocks(id_, entry.first, entry.last + 1)):
-                yield each, entry, blocks
+            if id_ is None or not len(blocks := window.blocks(id_, entry.first, entry.last + 1)):
+                continue
+            if group and entry.offset + entry.num_bytes - group[0][0].offset > RANGE_BYTES:
+                yield each.ref.name, group
+                group = []
+            group.append((entry, blocks))
+        if group:
+            yield each.ref.name, group
 
 
 def _read(
-    objects: Readable, schema: Schema, whole: bool, picked: Picked, entry: ChunkEntry, blocks: Ints
-) -> WindowRows | None:
-    layout = chunk_layout(entry, schema, picked.ref.name)
-    if not whole:
-        source = _Ranges(objects, picked.ref.name, entry)
-        ids = _ids(source, layout, entry)
-        places = _places(ids, blocks)
-        if not len(places):
-            return None
-        if len(places) <= _WHOLE_SHARE * entry.rows:
-            return WindowRows(
-                entry.table, entry.col0, entry.cols, _view(source, layout, entry, ids, places), source.num_bytes
-            )
-    data = objects.read(picked.ref.name, entry.offset, entry.offset + entry.num_bytes)
-    check_chunk(entry, data, picked.ref.name)
-    view = decode_chunk(entry, data, schema, picked.ref.name)
-    places = _places(view.ids, blocks)
-    if not len(places):
-        return None
-    states = tuple(state[places] for state in view.states)
-    rows = RowsView(view.ids[places], view.weights[places], states)
-    return WindowRows(entry.table, entry.col0, entry.cols, rows, len(data))
+    objects: Readable, schema: Schema, whole: bool, name: str, group: Sequence[tuple[ChunkEntry, Ints]]
+) -> WindowRead:
+    """A group; ``whole``: with all of its chunks whole."""
+    chunks = [_Sought(entry, blocks, chunk_layout(entry, schema, name), name) for entry, blocks in group]
+    source = _Ranges(objects, name)
+    first, last = group[0][0], group[-1][0]
+    if whole or last.offset + last.num_bytes - first.offset <= SMALL_BYTES:
+        source.fetch(chunk.whole for chunk in chunks)
+        found = [chunk.rows_of_whole(source, schema) for chunk in chunks]
+    else:
+        source.fetch(chunk.ids_span for chunk in chunks if not chunk.is_gapless)
+        chosen = [(chunk, *chunk.places(source)) for chunk in chunks]
+        chosen = [each for each in chosen if len(each[2])]
+        source.fetch(span for chunk, _, places in chosen for span in chunk.spans(places))
+        found = [
+            chunk.rows_of_whole(source, schema) if chunk.is_wanted_whole(places) else chunk.rows(source, ids, places)
+            for chunk, ids, places in chosen
+        ]
+    return WindowRead(tuple(rows for rows in found if rows is not None), source.num_bytes)
 
 
 class _Ranges:
-    """Parts of one chunk."""
+    """Parts of one object: each fetch forgets what was fetched before."""
 
-    def __init__(self, objects: Readable, name: str, entry: ChunkEntry) -> None:
-        self._objects, self._name, self._entry = objects, name, entry
+    def __init__(self, objects: Readable, name: str) -> None:
+        self._objects, self._name = objects, name
+        self._begins: list[int] = []
+        self._parts: list[memoryview] = []
         self.num_bytes = 0
         """Read so far."""
 
-    def read(self, begin: int, end: int) -> memoryview:
-        """Bytes [begin, end) of the chunk."""
-        offset = self._entry.offset
-        self.num_bytes += end - begin
-        return self._objects.read(self._name, offset + begin, offset + end)
+    def fetch(self, spans: Iterable[Span]) -> None:
+        """Read spans, those that are close by one request."""
+        merged: list[Span] = []
+        for begin, end in sorted(spans):
+            if merged and begin - merged[-1][1] <= GAP_BYTES and end - merged[-1][0] <= RANGE_BYTES:
+                merged[-1] = merged[-1][0], max(end, merged[-1][1])
+            else:
+                merged.append((begin, end))
+        self._begins = [begin for begin, _ in merged]
+        self._parts = [self._objects.read(self._name, begin, end) for begin, end in merged]
+        self.num_bytes += sum(end - begin for begin, end in merged)
 
-    def error(self) -> CorruptionError:
-        place = {"name": self._name, "offset": str(self._entry.offset)}
-        return CorruptionError("chunk's ids are not those that the directory names", **place)
-
-
-def _ids(source: _Ranges, layout: RowLayout, entry: ChunkEntry) -> Ints:
-    """All ids of a chunk: they are not read where they follow each other without a gap."""
-    if entry.last - entry.first + 1 == entry.rows:
-        return np.arange(entry.first, entry.last + 1, dtype=np.int64)
-    begin = layout.offsets(entry.rows)[0][0]
-    ids = np.frombuffer(source.read(begin, begin + 8 * entry.rows), "<i8")
-    if not (entry.first == ids[0] and ids[-1] == entry.last) or not bool((ids[1:] > ids[:-1]).all()):
-        raise source.error()
-    return ids
+    def get(self, span: Span) -> memoryview:
+        """One of the spans that were fetched last."""
+        number = bisect_right(self._begins, span[0]) - 1
+        begin = self._begins[number]
+        return self._parts[number][span[0] - begin : span[1] - begin]
 
 
-def _places(ids: Ints, blocks: Ints) -> npt.NDArray[np.intp]:
-    """Where rows of these blocks stand among ascending ids."""
-    of_rows = ids // BLOCK_ROWS
-    return np.flatnonzero(blocks[np.minimum(np.searchsorted(blocks, of_rows), len(blocks) - 1)] == of_rows)
+@dataclass(frozen=True, slots=True)
+class _Sought:
+    """One chunk, and the blocks that are looked for in it."""
+
+    entry: ChunkEntry
+    blocks: Ints
+    layout: RowLayout
+    name: str
+
+    @property
+    def whole(self) -> Span:
+        return self.entry.offset, self.entry.offset + self.entry.num_bytes
+
+    @property
+    def is_gapless(self) -> bool:
+        """Whether its ids follow each other without a gap: then they are not read."""
+        return self.entry.last - self.entry.first + 1 == self.entry.rows
+
+    @property
+    def ids_span(self) -> Span:
+        begin = self.entry.offset + self.layout.offsets(self.entry.rows)[0][0]
+        return begin, begin + 8 * self.entry.rows
+
+    def places(self, source: _Ranges) -> tuple[Ints, Places]:
+        """(all ids, where those of the blocks stand among them).
+
+        Raises:
+            CorruptionError: the ids are not those that the directory names.
+        """
+        entry = self.entry
+        if self.is_gapless:
+            ids = np.arange(entry.first, entry.last + 1, dtype=np.int64)
+        else:
+            ids = np.frombuffer(source.get(self.ids_span), "<i8")
+            if not (entry.first == ids[0] and ids[-1] == entry.last) or not bool((ids[1:] > ids[:-1]).all()):
+                place = {"name": self.name, "offset": str(entry.offset)}
+                raise CorruptionError("chunk's ids are not those that the directory names", **place)
+        return ids, self._among(ids)
+
+    def _among(self, ids: Ints) -> Places:
+        of_rows = ids // BLOCK_ROWS
+        blocks = self.blocks
+        return np.flatnonzero(blocks[np.minimum(np.searchsorted(blocks, of_rows), len(blocks) - 1)] == of_rows)
+
+    def is_wanted_whole(self, places: Places) -> bool:
+        return len(places) > _WHOLE_SHARE * self.entry.rows
+
+    def spans(self, places: Places) -> Iterator[Span]:
+        """What is read for some rows."""
+        if self.is_wanted_whole(places):
+            yield self.whole
+            return
+        for begin, row_bytes in self._sections():
+            for first, last in _runs(places, row_bytes):
+                yield begin + int(places[first]) * row_bytes, begin + (int(places[last - 1]) + 1) * row_bytes
+
+    def _sections(self) -> Iterator[tuple[int, int]]:
+        """(first byte, bytes of a row) of weights and states."""
+        offsets, _ = self.layout.offsets(self.entry.rows)
+        for section, offset in zip(self.layout.sections[1:], offsets[1:], strict=True):
+            yield self.entry.offset + offset, section.row_bytes
+
+    def rows(self, source: _Ranges, ids: Ints, places: Places) -> WindowRows:
+        """Rows by their places, out of their spans."""
+        arrays: list[Array] = []
+        for section, (begin, row_bytes) in zip(self.layout.sections[1:], self._sections(), strict=True):
+            parts = []
+            for run in _runs(places, row_bytes):
+                of_run = places[slice(*run)]
+                first, last = int(of_run[0]), int(of_run[-1])
+                data = source.get((begin + first * row_bytes, begin + (last + 1) * row_bytes))
+                part = np.frombuffer(data, NUMPY_DTYPES[section.dtype]).reshape(last + 1 - first, section.width)
+                parts.append(part[of_run - first])
+            array = np.concatenate(parts)
+            arrays.append(array[:, 0] if section.per_row else array)
+        return self._given(RowsView(ids[places], arrays[0], tuple(arrays[1:])))
+
+    def rows_of_whole(self, source: _Ranges, schema: Schema) -> WindowRows | None:
+        """Rows of the blocks out of the whole chunk, whose checksum is compared; None: there are none."""
+        data = source.get(self.whole)
+        check_chunk(self.entry, data, self.name)
+        view = decode_chunk(self.entry, data, schema, self.name)
+        places = self._among(view.ids)
+        if not len(places):
+            return None
+        states = tuple(state[places] for state in view.states)
+        return self._given(RowsView(view.ids[places], view.weights[places], states))
+
+    def _given(self, rows: RowsView) -> WindowRows:
+        return WindowRows(self.entry.table, self.entry.col0, self.entry.cols, rows)
 
 
-def _view(source: _Ranges, layout: RowLayout, entry: ChunkEntry, ids: Ints, places: npt.NDArray[np.intp]) -> RowsView:
-    """Rows of a chunk by their places in it."""
-    offsets, _ = layout.offsets(entry.rows)
-    arrays: list[Array] = []
-    for section, offset in zip(layout.sections[1:], offsets[1:], strict=True):
-        parts = []
-        for begin, end in _runs(places, section.row_bytes):
-            first, last = int(places[begin]), int(places[end - 1])
-            data = source.read(offset + first * section.row_bytes, offset + (last + 1) * section.row_bytes)
-            part = np.frombuffer(data, NUMPY_DTYPES[section.dtype]).reshape(last + 1 - first, section.width)
-            parts.append(part[places[begin:end] - first])
-        array = np.concatenate(parts)
-        arrays.append(array[:, 0] if section.per_row else array)
-    return RowsView(ids[places], arrays[0], tuple(arrays[1:]))
-
-
-def _runs(places: npt.NDArray[np.intp], row_bytes: int) -> Sequence[tuple[int, int]]:
+def _runs(places: Places, row_bytes: int) -> Sequence[tuple[int, int]]:
     """Ranges of ``places`` that are read together: a request costs more than a gap."""
     breaks = np.flatnonzero(np.diff(places) * row_bytes > GAP_BYTES) + 1
     edges = [0, *breaks.tolist(), len(places)]
