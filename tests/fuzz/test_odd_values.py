@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-
 from crc32c import crc32c
 
 from tests.fuzz.targets import Frames, StoreObjects
