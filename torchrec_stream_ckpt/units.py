@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Callable
 
 from torchrec_stream_ckpt.errors import ConfigError
 
@@ -28,7 +29,8 @@ def duration(seconds: float) -> str:
     """A length of time for people."""
     for unit, length in _LENGTHS.items():
         if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
+            many = seconds / length
+            return f"{many:.1f} {unit}" if many < 1e7 else f"{many:.1e} {unit}"
     if seconds >= 10:
         return f"{seconds:.0f} s"
     return f"{seconds:.1f} s" if seconds >= 0.1 else f"{1e3 * seconds:.0f} ms"
@@ -39,9 +41,21 @@ def age(time_s: float) -> str:
     return duration(max(0.0, time.time() - time_s))
 
 
-def clock(time_s: float) -> str:
-    """A moment of the wall clock, in local time."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
+def clock(time_s: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
+    """A moment of the wall clock, in local time; "an unknown day" if no calendar has it (records may say anything)."""
+    return _moment(time.localtime, time_s, form)
+
+
+def day(time_s: float, form: str = "%Y-%m-%d %H:%M UTC") -> str:
+    """A moment of the wall clock, in UTC; "an unknown day" as in :func:`clock`."""
+    return _moment(time.gmtime, time_s, form)
+
+
+def _moment(fields: Callable[[float], time.struct_time], time_s: float, form: str) -> str:
+    try:
+        return time.strftime(form, fields(time_s))
+    except (OverflowError, ValueError, OSError):
+        return "an unknown day"
 
 
 def parse_size(text: str) -> int:

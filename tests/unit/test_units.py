@@ -7,7 +7,7 @@ import time
 import pytest
 
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.units import age, clock, duration, parse_duration, parse_size, size
+from torchrec_stream_ckpt.units import age, clock, day, duration, parse_duration, parse_size, size
 
 
 def test_bytes_are_shown_in_powers_of_1000() -> None:
@@ -42,6 +42,13 @@ def test_a_clock_that_runs_ahead_makes_no_negative_age() -> None:
 
 def test_a_moment_is_shown_in_local_time() -> None:
     assert clock(0.0) == time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(0))
+
+
+@pytest.mark.parametrize("time_s", [1e308, -1e308, float("inf"), float("nan")])
+def test_a_moment_that_no_calendar_has_is_an_unknown_day(time_s: float) -> None:
+    assert clock(time_s) == day(time_s) == day(time_s, "%H:%M") == "an unknown day"
+    assert day(0.0) == "1970-01-01 00:00 UTC"
+    assert duration(1e308) == "1.2e+303 d"
 
 
 def test_sizes_and_times_are_read_as_people_write_them() -> None:

@@ -100,8 +100,8 @@ def _since(seen: Look) -> str:
     """The age of the newest marker, and when that was: the time of day, or the day."""
     if seen.loss_s is None or seen.newest is None:
         return "all of it"
-    day, time_of_day = clock(seen.newest.time_s).split()
-    return f"{duration(seen.loss_s)} ({time_of_day if seen.loss_s < _DAY_S else day})"
+    when = clock(seen.newest.time_s, "%H:%M:%S" if seen.loss_s < _DAY_S else "%Y-%m-%d")
+    return f"{duration(seen.loss_s)} ({when})"
 
 
 def _said(seen: Look) -> MarkerRow | None:

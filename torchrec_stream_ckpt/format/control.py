@@ -5,7 +5,6 @@ Readers refuse unknown shapes by name and never trust a length. Fields that the 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from sys import intern
@@ -24,6 +23,7 @@ from torchrec_stream_ckpt.format.remarks import End, Note
 from torchrec_stream_ckpt.format.schema import NO_TABLES, Schema, canonical, plain
 from torchrec_stream_ckpt.format.snapshot import Snapshot
 from torchrec_stream_ckpt.types import MarkerId, RankEnd, TableShard
+from torchrec_stream_ckpt.units import day
 
 MAX_PLACE_CHARS = 4096
 
@@ -319,10 +319,7 @@ class Trim(Record):
     @property
     def day(self) -> str:
         """When it was written, for people."""
-        try:
-            return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.time_s))
-        except (OverflowError, ValueError, OSError):
-            return "an unknown day"
+        return day(self.time_s)
 
     def reach(self, generation: int) -> MarkerId | None:
         """The marker up to which data of ``generation`` may be gone."""

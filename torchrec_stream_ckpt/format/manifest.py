@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -26,6 +25,7 @@ from torchrec_stream_ckpt.format.schema import canonical
 from torchrec_stream_ckpt.format.segment import HEADER_LEN
 from torchrec_stream_ckpt.layout import FoldName, StoreSegment, parse_fold_segment
 from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.units import day
 
 FORMAT = 1
 """Format of a store: of its names, its segments and its JSON objects."""
@@ -174,7 +174,7 @@ class Dropped:
     @property
     def day(self) -> str:
         """When, for people."""
-        return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.time_s))
+        return day(self.time_s)
 
     def to_bytes(self) -> bytes:
         body = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from torchrec_stream_ckpt.reporting.stalls import Stalls
 from torchrec_stream_ckpt.reporting.style import STYLE
 from torchrec_stream_ckpt.reporting.svg import text_of
 from torchrec_stream_ckpt.reporting.values import series, values
-from torchrec_stream_ckpt.units import duration, size
+from torchrec_stream_ckpt.units import day, duration, size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +39,6 @@ def page(report: Report) -> str:
         parts += _charts(report)
     else:
         parts.append("<p>No marker has been committed: there is nothing to draw.</p>")
-    made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(report.look.time_s))
     title = f"Stream of {report.uri}"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -49,7 +47,8 @@ def page(report: Report) -> str:
         '<meta name="color-scheme" content="light dark">'
         f"<title>{text_of(title)}</title><style>{STYLE}</style></head>\n<body><main>"
         f'<header><h1>Checkpoint stream</h1><p class="where">{text_of(report.uri)}</p>'
-        f"<p>As of {made}{_job(report)}{_ended(report.look)}</p></header>\n{_joined(parts)}</main></body></html>\n"
+        f"<p>As of {day(report.look.time_s)}{_job(report)}{_ended(report.look)}</p></header>\n"
+        f"{_joined(parts)}</main></body></html>\n"
     )
 
 

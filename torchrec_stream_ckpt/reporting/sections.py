@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
+import sys
 from collections.abc import Callable, Sequence
 
 from torchrec_stream_ckpt.format.lineage import Lineage, changed_tables
@@ -29,7 +29,7 @@ from torchrec_stream_ckpt.reporting.svg import (
     ticks,
 )
 from torchrec_stream_ckpt.types import MarkerId
-from torchrec_stream_ckpt.units import duration, size
+from torchrec_stream_ckpt.units import day, duration, size
 
 MOST_BARS = 100
 """Bars of a chart; of more markers each bar is the mean of some."""
@@ -87,8 +87,9 @@ def details(summary: str, body: str) -> str:
 def over_time(intervals: Sequence[Traffic]) -> str:
     """Step over time, a line a generation."""
     first, last = intervals[0].commit.time_s, max(each.commit.time_s for each in intervals)
+    span_s = min(last - first, sys.float_info.max)  # between two clocks that are far off it would be infinite
     unit, length = next(
-        (pair for pair in (("days", 86_400.0), ("hours", 3_600.0), ("minutes", 60.0)) if last - first > 2 * pair[1]),
+        (pair for pair in (("days", 86_400.0), ("hours", 3_600.0), ("minutes", 60.0)) if span_s > 2 * pair[1]),
         ("seconds", 1.0),
     )
     lines: dict[int, list[tuple[float, float]]] = {}
@@ -96,10 +97,9 @@ def over_time(intervals: Sequence[Traffic]) -> str:
         point = ((each.commit.time_s - first) / length, float(each.commit.step))
         lines.setdefault(each.commit.generation, []).append(point)
     across, upward = plot_axes()
-    x = Axis(0.0, (last - first) / length or 1.0, *across)
+    x = Axis(0.0, span_s / length or 1.0, *across)
     y = Axis(0.0, max(each.commit.step for each in intervals) or 1.0, *upward)
-    begin = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(first))
-    body = grid(x, y, _labels(x, count), _labels(y, count), f"{unit} since {begin}; upward: step")
+    body = grid(x, y, _labels(x, count), _labels(y, count), f"{unit} since {day(first)}; upward: step")
     body += "".join(
         polyline(Line(f"generation {generation}", thinned(points), generation % _OTHERS, len(points) <= 60), x, y)
         for generation, points in lines.items()
@@ -176,7 +176,7 @@ def _generations(whole: Lineage, ends: dict[int, tuple[int, int, int]]) -> str:
             claim.world or "a fence",
             f"{ends[generation][2]:,}",
             f"{ends[generation][0]:,} to {ends[generation][1]:,}",
-            time.strftime("%Y-%m-%d %H:%M", time.gmtime(claim.time_s)),
+            day(claim.time_s, "%Y-%m-%d %H:%M"),
             whole.ends[generation].outcome if generation in whole.ends else "-",
             "; ".join(changed_tables(whole, claim)) or "-",
         )
@@ -396,7 +396,7 @@ def last_markers(look: Look) -> str:
         (
             row.marker,
             f"{row.step:,}",
-            time.strftime("%m-%d %H:%M:%S", time.gmtime(row.time_s)),
+            day(row.time_s, "%m-%d %H:%M:%S"),
             duration(row.took_s) if row.took_s is not None else "-",
             f"{row.rows:,}",
             size(row.num_bytes),
