@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,7 +13,22 @@ import pytest
 from crc32c import crc32c
 
 from tests.golden import make_store
-from tests.stores import HeldObjects, History, contents, rows_by_route
+from tests.stores import History
+from tests.unit.summarized_job import (
+    NEVER,
+    NEWEST,
+    RUN,
+    Store,
+    exact,
+    flip,
+    folded,
+    history_of_two,
+    make_small,
+    materializer,
+    names,
+    parts_of,
+    put_again,
+)
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.failpoints import arm
 from torchrec_stream_ckpt.format import summary as summary_format
@@ -31,51 +45,29 @@ from torchrec_stream_ckpt.layout import (
 )
 from torchrec_stream_ckpt.materialize import summarizer
 from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.gc import GcRules, collect
-from torchrec_stream_ckpt.materialize.interval_folder import IntervalFolder
-from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.materialize.progress import Progress
-from torchrec_stream_ckpt.materialize.repairer import Repairer
-from torchrec_stream_ckpt.materialize.retention import Retention
-from torchrec_stream_ckpt.materialize.scrub_mender import ScrubMender
-from torchrec_stream_ckpt.materialize.scrubber import Damage, Scrubber
 from torchrec_stream_ckpt.restore.verify import verify_marker
 from torchrec_stream_ckpt.route.locate import load_catalog, locate
-from torchrec_stream_ckpt.route.route import Route
-from torchrec_stream_ckpt.store import summaries
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.store.summaries import list_summaries, load_summary, put_summary
+from torchrec_stream_ckpt.store.summaries import list_summaries, load_summary
 from torchrec_stream_ckpt.types import MarkerId
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
-NEVER = Policy(rebase=0, compact="none")
-RUN = 8
-NEWEST = MarkerId(2, 30)
-
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(summarizer, "MARKERS", RUN)
-    monkeypatch.setattr(summaries, "WORTH_IT", 4)
+    make_small(monkeypatch)
 
 
-class Store(HeldObjects):
-    """Counts the objects that are read, by their folder."""
+@pytest.fixture
+def history() -> History:
+    return history_of_two()
 
-    url = "held://"
 
-    def __init__(self, held: dict[str, bytes] | None = None) -> None:
-        super().__init__(held or {})
-        self.reads: Counter[str] = Counter()
-
-    def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
-        self.reads[name.split("/")[0]] += 1
-        return super().read(name, begin, end)
-
-    def copy(self) -> Store:
-        return Store(dict(self._held))
+@pytest.fixture
+def store() -> Store:
+    return Store(dict(folded()))
 
 
 class Later(History):
@@ -83,46 +75,6 @@ class Later(History):
 
     def time_of(self, marker: MarkerId) -> float:
         return 1.0 + super().time_of(marker)
-
-
-@pytest.fixture(scope="module")
-def history(tmp_path_factory: pytest.TempPathFactory) -> History:
-    """Two generations: the second one stands on a marker in the middle of the first one."""
-    history = History(tmp_path_factory.mktemp("history") / "log")
-    history.generation(1, range(1, 21))
-    history.generation(2, range(15, 31), "1:14")
-    return history
-
-
-def materializer(history: History, store: Store, policy: Policy = NEVER) -> Materializer:
-    pool = ThreadPoolExecutor(2)
-    return Materializer(history.log, store, lambda _: open_dense(str(history.root)), pool, policy)  # type: ignore[arg-type]
-
-
-@pytest.fixture(scope="module")
-def folded(history: History) -> dict[str, bytes]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(summarizer, "MARKERS", RUN)
-        store = Store()
-        list(materializer(history, store).catch_up(history.lineage))
-        return dict(contents(store))  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def store(folded: dict[str, bytes]) -> Store:
-    return Store(dict(folded))
-
-
-def names(store: Store) -> list[str]:
-    return sorted(entry.name for entry in store.list(f"{SUMMARIES_DIR}/"))
-
-
-def exact(history: History, store: Store, marker: MarkerId = NEWEST) -> list[Route]:
-    """Restore a marker; the routes that were taken, one after the other, until one led to all rows."""
-    routes: list[Route] = []
-    rows, _ = rows_by_route(store, history.lineage, marker, routes.append)
-    assert rows == history.rows[marker]
-    return routes
 
 
 # What is written.
@@ -153,7 +105,7 @@ def test_bytes_of_summaries_are_linear_in_the_markers_and_are_never_written_agai
     assert all(after[: len(before)] == before for before, after in pairwise(at))
 
 
-def test_another_process_goes_on_where_one_was_killed(history: History, folded: dict[str, bytes]) -> None:
+def test_another_process_goes_on_where_one_was_killed(history: History) -> None:
     for killed_at in (5, 8, 9, 17, 30):
         store = Store()
         steps = materializer(history, store).catch_up(history.lineage)
@@ -161,7 +113,7 @@ def test_another_process_goes_on_where_one_was_killed(history: History, folded: 
             pass
         del steps
         list(materializer(history, store).catch_up(history.lineage))
-        assert names(store) == sorted(name for name in folded if name.startswith(SUMMARIES_DIR))
+        assert names(store) == sorted(name for name in folded() if name.startswith(SUMMARIES_DIR))
         exact(history, store)
 
 
@@ -199,6 +151,23 @@ def test_what_is_damaged_is_left_out(history: History, store: Store) -> None:
         writer.write(catalog)
     (first, *_) = list_summaries(store, job)  # type: ignore[arg-type]
     assert (first.first, first.count) == (MarkerId(1, 1), RUN - 2)
+
+
+@pytest.mark.parametrize("point", ["materialize.summary", "materialize.summary_put"])
+def test_a_process_that_ends_beside_a_summary_leaves_a_whole_store(history: History, point: str) -> None:
+    store = Store()
+    arm(f"{point}=raise@2")
+    try:
+        with pytest.raises(OSError, match="failpoint materialize"):
+            list(materializer(history, store).catch_up(history.lineage))
+    finally:
+        arm("")
+    held = Catalog.load(store, history.lineage.job).markers  # type: ignore[arg-type]
+    assert len(held) == 2 * RUN
+    exact(history, store, max(held))
+    list(materializer(history, store).catch_up(history.lineage))
+    assert len(names(store)) == 4
+    exact(history, store)
 
 
 # What is read.
@@ -253,10 +222,6 @@ def test_verify_reads_the_objects(history: History, store: Store) -> None:
 # What they may say.
 
 
-def flip(data: bytes) -> bytes:
-    return data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
-
-
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "flipped": flip,
     "cut": lambda data: data[:-3],
@@ -276,21 +241,6 @@ def test_a_damaged_one_is_as_if_it_were_not_there(history: History, store: Store
         store._held[name] = DAMAGE[damage](store._held[name])
     (route,) = exact(history, store)
     assert not route.summarized
-
-
-def put_again(store: Store, name: str, parts: dict[str, Part]) -> None:
-    """In the place of a summary another one, with checksums that fit."""
-    before = parse_summary_name(name)
-    assert before is not None
-    store.delete(name)
-    markers = [before.first] * (before.count - 1) + [before.last]
-    put_summary(store, Summary(before.job, parts), markers)  # type: ignore[arg-type]
-
-
-def parts_of(store: Store, name: str) -> dict[str, Part]:
-    parsed = parse_summary_name(name)
-    assert parsed is not None
-    return dict(load_summary(store, parsed).parts)  # type: ignore[arg-type]
 
 
 def test_one_of_a_newer_version_or_of_another_job_is_not_read(history: History, store: Store) -> None:
@@ -375,60 +325,6 @@ def test_objects_that_gc_took_are_not_brought_back_by_a_summary(history: History
     assert route.stored == MarkerId(2, 19), "what comes after the gap is the log's"
 
 
-# Those who delete and repair.
-
-
-def collected(history: History, store: Store, rules: GcRules) -> None:
-    with ThreadPoolExecutor(2) as pool:
-        collect(store, history.lineage, history.lineage.job, rules, pool, clocks=lambda: {"boot": 1.0})  # type: ignore[arg-type]
-
-
-def test_gc_takes_those_of_which_most_markers_went_and_the_materializer_writes_others(
-    history: History, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = Store()
-    list(materializer(history, store, Policy(rebase=1e-9, compact="none")).catch_up(history.lineage))
-    before = names(store)
-    rules = GcRules(retention=Retention(newest=10), grace_s=0.0)
-    collected(history, store, rules)
-    after = names(store)
-    assert set(after) < set(before)
-    lineage = history.lineage
-    kept = Catalog.load(store, lineage.job).markers  # type: ignore[arg-type]
-    for name in after:
-        parsed = parse_summary_name(name)
-        assert parsed is not None
-        assert 2 * sum(parsed.first <= marker <= parsed.last for marker in kept) >= parsed.count
-    exact(history, store)
-    monkeypatch.setattr(summarizer, "MARKERS", 2)
-    list(materializer(history, store).catch_up(lineage))
-    job, covered = lineage.job, [name for name in map(parse_summary_name, names(store)) if name is not None]
-    left = summarizer.without_summary(Catalog.load(store, job), covered)  # type: ignore[arg-type]
-    assert len(left) < 2
-    exact(history, store)
-
-
-def test_gc_waits_its_grace_period_for_them(history: History) -> None:
-    store = Store()
-    list(materializer(history, store, Policy(rebase=1e-9, compact="none")).catch_up(history.lineage))
-    before = names(store)
-    collected(history, store, GcRules(retention=Retention(newest=10), grace_s=3600.0))
-    assert names(store) == before
-
-
-def test_gc_takes_one_whose_markers_another_one_has(history: History, store: Store) -> None:
-    first, second, *_ = names(store)
-    both = {**parts_of(store, first), **parts_of(store, second)}
-    whole = [each for each in map(parse_summary_name, (first, second)) if each is not None]
-    markers = [whole[0].first, *([whole[0].last] * (2 * RUN - 2)), whole[1].last]
-    put_summary(store, Summary(history.lineage.job, both), markers)  # type: ignore[arg-type]
-    collected(history, store, GcRules(retention=Retention(newest=100), grace_s=0.0))
-    assert not {first, second} & set(names(store))
-    assert len(names(store)) == 3
-    (route,) = exact(history, store)
-    assert route.summarized
-
-
 # The bytes.
 
 
@@ -455,58 +351,3 @@ def test_segments_of_another_job_are_refused(store: Store) -> None:
     assert parsed is not None
     with pytest.raises(CorruptionError, match="cannot have"):
         Summary.from_bytes(Summary(b"\xaa" * 16, {name: Part(128, bytes(128))}).to_bytes(), "here")
-
-
-# What a scrub says.
-
-
-def scrubbed(history: History, store: Store, *, repair: bool = False) -> list[Damage]:
-    told: list[Damage] = []
-    with ThreadPoolExecutor(2) as pool:
-        progress = Progress(lambda: None)
-        folder = IntervalFolder(history.log, store, lambda _: True, progress)  # type: ignore[arg-type]
-        repairer = Repairer(store, pool, folder, progress, lambda _: None)  # type: ignore[arg-type]
-        mender = ScrubMender(store, repairer, lambda _: open_dense(str(history.root)), progress)  # type: ignore[arg-type]
-        scrubber = Scrubber(store, lambda: history.lineage, "command", mender if repair else None, told.append)  # type: ignore[arg-type]
-        for _ in scrubber.pieces(anew=True):
-            pass
-    return told
-
-
-def test_a_scrub_names_a_damaged_and_a_stale_summary_and_takes_them_away(history: History, store: Store) -> None:
-    assert scrubbed(history, store) == []
-    first, second, *others = names(store)
-    store._held[first] = flip(store._held[first])
-    parts = parts_of(store, second)
-    manifest = next(name for name in parts if name.startswith("manifests/"))
-    parsed = Manifest.from_bytes(parts[manifest].data, manifest)
-    lying = replace(parsed, segments=((replace(parsed.refs[0], rows=77),),)).to_bytes()
-    put_again(store, second, {**parts, manifest: Part(len(lying), lying)})
-    (stale,) = set(names(store)) - {first, *others}
-    told = scrubbed(history, store)
-    assert {damage.name for damage in told} == {first, stale}
-    assert {damage.state for damage in told} == {"damaged"}
-    told = scrubbed(history, store, repair=True)
-    assert {damage.state for damage in told} == {"repaired"}
-    assert names(store) == others
-    assert scrubbed(history, store) == []
-    list(materializer(history, store).catch_up(history.lineage))
-    assert len(names(store)) == 4
-    exact(history, store)
-
-
-@pytest.mark.parametrize("point", ["materialize.summary", "materialize.summary_put"])
-def test_a_process_that_ends_beside_a_summary_leaves_a_whole_store(history: History, point: str) -> None:
-    store = Store()
-    arm(f"{point}=raise@2")
-    try:
-        with pytest.raises(OSError, match="failpoint materialize"):
-            list(materializer(history, store).catch_up(history.lineage))
-    finally:
-        arm("")
-    held = Catalog.load(store, history.lineage.job).markers  # type: ignore[arg-type]
-    assert len(held) == 2 * RUN
-    exact(history, store, max(held))
-    list(materializer(history, store).catch_up(history.lineage))
-    assert len(names(store)) == 4
-    exact(history, store)
