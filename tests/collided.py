@@ -16,8 +16,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
 from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.sharding_plan import row_wise
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.mc_embedding_modules import (
@@ -39,6 +38,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.model import assemble
+from tests.wrapped import wrapped
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 
 # name, rows, dim, features, steps between two evictions, raw ids
@@ -186,23 +186,7 @@ def job(
         if kind == "bag"
         else ManagedCollisionEmbeddingCollectionSharder(EmbeddingCollectionSharder(fused_params=fused))
     )
-    plan = construct_module_sharding_plan(
-        net.mc,
-        {name: row_wise() for name, *_ in TABLES},
-        sharder=sharder,
-        local_size=dist.get_world_size(),
-        world_size=dist.get_world_size(),
-        device_type="cpu",
-    )
-    for parameter in plan.values():
-        parameter.compute_kernel = "fused"
-    dmp = DistributedModelParallel(
-        net,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=torch.device("cpu"),
-        plan=ShardingPlan(plan={"mc": plan}),
-        sharders=[sharder],
-    )
+    dmp = wrapped(net, {name: row_wise() for name, *_ in TABLES}, sharder, part="mc")
     keyed = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(dmp.named_parameters())), lambda p: torch.optim.Adam(p, lr=0.01)
     )

@@ -14,12 +14,12 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.sharding_plan import row_wise, table_wise
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from tests.wrapped import wrapped
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 
 BATCH = 6
@@ -233,26 +233,10 @@ def bits(tensor: torch.Tensor) -> bytes:
 def build(kind: str, lr: float = 0.05, **fused: Any) -> Job:
     """A job with that optimizer for its tower."""
     torch.manual_seed(5)
-    net, world = Net(), dist.get_world_size()
+    net = Net()
     params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1, "eps": 1e-6, **fused}
     sharder = EmbeddingBagCollectionSharder(fused_params=params)
-    plan = construct_module_sharding_plan(
-        net.ebc,
-        {"t_one": table_wise(rank=0), "t_two": row_wise()},
-        sharder=sharder,
-        local_size=world,
-        world_size=world,
-        device_type="cpu",
-    )
-    for parameter in plan.values():
-        parameter.compute_kernel = "fused"
-    dmp = DistributedModelParallel(
-        net,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=torch.device("cpu"),
-        plan=ShardingPlan(plan={"ebc": plan}),
-        sharders=[sharder],
-    )
+    dmp = wrapped(net, {"t_one": table_wise(rank=0), "t_two": row_wise()}, sharder)
     return Job(dmp, OPTIMIZERS[kind](list(dmp.module.over.parameters()), lr))
 
 

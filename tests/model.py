@@ -16,17 +16,17 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.sharding_plan import (
     column_wise,
-    construct_module_sharding_plan,
     data_parallel,
     row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from tests.wrapped import wrapped
 
 warnings.filterwarnings("ignore")
 
@@ -134,26 +134,8 @@ def trainer(
         "cw": lambda arg: column_wise(ranks=arg),
         "dp": lambda _: data_parallel(),
     }
-    world = dist.get_world_size()
-    plan = construct_module_sharding_plan(
-        module.ebc,
-        per_param_sharding={name: makers[kind](arg) for name, (kind, arg) in spec.items()},
-        sharder=sharder,
-        local_size=world,
-        world_size=world,
-        device_type="cpu",
-    )
-    for parameter in plan.values():
-        if parameter.sharding_type != ShardingType.DATA_PARALLEL.value:
-            parameter.compute_kernel = "fused"
-    dmp = DistributedModelParallel(
-        module,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=torch.device("cpu"),
-        plan=ShardingPlan(plan={"ebc": plan}),
-        sharders=[sharder],
-        data_parallel_wrapper=wrapper,
-    )
+    places = {name: makers[kind](arg) for name, (kind, arg) in spec.items()}
+    dmp = wrapped(module, places, sharder, wrapper=wrapper)
     with torch.no_grad():
         for name, value in dmp.state_dict().items():
             shards = [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]

@@ -16,8 +16,7 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.sharding_plan import row_wise, table_wise
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
@@ -27,6 +26,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from tests import ranks
 from tests.inside import inside
 from tests.model import assemble, differences
+from tests.wrapped import wrapped
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import (
     ConfigError,
@@ -136,27 +136,15 @@ def _batch(step: int) -> tuple[torch.Tensor, KeyedJaggedTensor]:
 
 def build(parts: tuple[str, ...] = ("dense",), dense: str = "adam", lr: float = 0.01, kind: type[Net] = Net) -> Job:
     torch.manual_seed(3)
-    net, world = kind(parts), dist.get_world_size()
+    net = kind(parts)
     sharder = EmbeddingBagCollectionSharder(
         fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05, "eps": 1e-6}
     )
-    plan = construct_module_sharding_plan(
-        net.ebc,
-        {"t_one": table_wise(rank=0), "t_two": row_wise()},
-        sharder=sharder,
-        local_size=world,
-        world_size=world,
-        device_type="cpu",
-    )
-    for parameter in plan.values():
-        parameter.compute_kernel = "fused"
-    dmp = DistributedModelParallel(
+    dmp = wrapped(
         net,
-        env=ShardingEnv.from_process_group(dist.group.WORLD),
-        device=torch.device("cpu"),
-        plan=ShardingPlan(plan={"ebc": plan}),
-        sharders=[sharder],
-        data_parallel_wrapper=DefaultDataParallelWrapper(find_unused_parameters="unused" in parts),
+        {"t_one": table_wise(rank=0), "t_two": row_wise()},
+        sharder,
+        wrapper=DefaultDataParallelWrapper(find_unused_parameters="unused" in parts),
     )
     with torch.no_grad():
         for value in dmp.state_dict().values():

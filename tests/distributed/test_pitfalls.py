@@ -16,14 +16,14 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.itep_embeddingbag import ShardedITEPEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.quant_embeddingbag import ShardedQuantEmbeddingBagCollection
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
-from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.distributed.sharding_plan import row_wise
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests import jobs, ranks
 from tests.model import PLAN_2, assemble, differences, trainer, truth
+from tests.wrapped import wrapped
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.adapter import modules
 from torchrec_stream_ckpt.errors import UnsupportedError
@@ -48,14 +48,7 @@ def _tables() -> DistributedModelParallel:
     net = Tables()
     params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
     sharder = EmbeddingBagCollectionSharder(fused_params=params)
-    world = dist.get_world_size()
-    plan = construct_module_sharding_plan(
-        net.ebc, {"t": row_wise()}, sharder=sharder, local_size=world, world_size=world, device_type="cpu"
-    )
-    plan["t"].compute_kernel = "fused"
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
-    cpu = torch.device("cpu")
-    return DistributedModelParallel(net, env=env, device=cpu, plan=ShardingPlan(plan={"ebc": plan}), sharders=[sharder])
+    return wrapped(net, {"t": row_wise()}, sharder)
 
 
 def _all_of(dmp: DistributedModelParallel) -> dict[str, torch.Tensor]:
