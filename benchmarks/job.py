@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from device import join
+from device import START, join, start_ranks
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -151,9 +151,9 @@ def join_group(folder: Path, rank: int, world: int, device: str = "cpu") -> None
 
 def spread(body: Callable[..., Any], world: int, folder: Path, *args: Any, device: str = "cpu") -> Any:
     """Run ``body(*args)`` on ``world`` fresh ranks of one group; what rank 0 returns."""
-    results = mp.get_context("spawn").SimpleQueue()
+    results = mp.get_context(START).SimpleQueue()
     (folder / f"group-{world}").unlink(missing_ok=True)
-    mp.spawn(_rank, (body, world, folder, device, args, results), nprocs=world)
+    start_ranks(_rank, world, body, world, folder, device, args, results)
     return results.get()
 
 

@@ -24,7 +24,7 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from common import Goal, Report, arguments, at_least, scratch, tell  # noqa: E402
-from device import add_device, finish_queued  # noqa: E402
+from device import START, add_device, finish_queued  # noqa: E402
 from job import Job, Shape, build, spread  # noqa: E402
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
@@ -42,7 +42,7 @@ def spin() -> None:
 
 @contextmanager
 def busy_cores(count: int) -> Iterator[None]:
-    others = [mp.get_context("spawn").Process(target=spin, daemon=True) for _ in range(count)]
+    others = [mp.get_context(START).Process(target=spin, daemon=True) for _ in range(count)]
     for other in others:
         other.start()
     try:

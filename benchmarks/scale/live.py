@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from common import at_least  # noqa: E402
-from device import add_device, finish_queued, join  # noqa: E402
+from device import START, add_device, finish_queued, join, start_ranks  # noqa: E402
 
 from tests.inside import inside  # noqa: E402
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
@@ -195,10 +195,9 @@ def spawn(ranks: int, function: Callable[..., Any], shape: Shape, *args: Any) ->
     """What rank 0 of ``function(rank, ranks, shape, *args)`` returns, on N new processes of one thread each."""
     import tempfile
 
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
+    results = mp.get_context(START).SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="scale-group-") as group:
-        mp.spawn(_rank_main, (ranks, group, results, function, shape, args), nprocs=ranks)
+        start_ranks(_rank_main, ranks, ranks, group, results, function, shape, args)
         return results.get()
 
 

@@ -33,7 +33,7 @@ sys.path[1:1] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 from common import at_least, machine  # noqa: E402
 from data import CRITEO_ROWS  # noqa: E402
-from device import add_device, finish_queued, join  # noqa: E402
+from device import START, add_device, finish_queued, join, start_ranks  # noqa: E402
 
 from tests.inside import inside  # noqa: E402
 
@@ -191,10 +191,9 @@ def main() -> None:
     if "off" not in args.variants:
         parser.error("--variants: 'off' is what the others are compared with: name it, too")
     here = machine()
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
+    results = mp.get_context(START).SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="step-time-", dir=os.environ.get("BENCH_DIR")) as scratch:
-        mp.spawn(_rank, (args, scratch, results), nprocs=args.ranks)
+        start_ranks(_rank, args.ranks, args, scratch, results)
         blocks = results.get()
     report = {
         "case": "step_time",

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 from common import synced
+from device import START
 
 CHUNK_BYTES = 1_000_000
 _HEADER = struct.Struct("<IIIIQI")  # table, number of the chunk, chunks of the table, rows, first row, bytes of a row
@@ -112,7 +113,7 @@ class Pipeline:
         self._tables, self._rest, self._folder = tables, rest, folder
         self._done = 0
         self._asked = 0
-        context = mp.get_context("spawn")
+        context = mp.get_context(START)
         self._slots = [[table.clone().share_memory_() for table in tables] for _ in range(slots)]
         self._queue, self._acks = QuickQueue(context), context.SimpleQueue()
         arguments = (self._queue.reader, self._acks, self._slots, folder / "chunks", topic)
@@ -265,7 +266,7 @@ class LoadingService:
 
     def __init__(self, tables: list[torch.Tensor], folder: Path) -> None:
         self._folder = folder
-        context = mp.get_context("spawn")
+        context = mp.get_context(START)
         self._asks, self._answers = context.SimpleQueue(), context.Pipe(duplex=False)
         shared = [table.clone().share_memory_() for table in tables]
         self._process = context.Process(target=serve, args=(self._asks, self._answers[1], shared), daemon=True)
