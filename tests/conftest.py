@@ -20,7 +20,7 @@ from torchrec_stream_ckpt.broker.kraft import Broker
 # How long an example takes says more of the machine than of the code. The same examples each time, so that what
 # fails is what was changed; new ones in the long form (make test-slow).
 settings.register_profile(
-    "here", deadline=None, derandomize="STREAM_CKPT_RANDOM" not in os.environ, max_examples=sampled(100, 50)
+    "here", deadline=None, derandomize="STREAM_CKPT_RANDOM" not in os.environ, max_examples=sampled(100, 30)
 )
 settings.load_profile("here")
 
@@ -36,11 +36,19 @@ LONG = (
     "tests/faults/test_partitions.py",
     "tests/bench/test_smoke_ranks.py",
     "tests/distributed/test_recipes.py",
+    "tests/s3/test_s3_faults.py",
+    "tests/distributed/test_store_restore.py",
+    "tests/distributed/test_stream_reader.py",
+    "tests/distributed/test_warm_start.py",
+    "tests/distributed/test_quickstart.py",
     "tests/kafka/test_kafka_losses.py",
     "tests/kafka/test_broker.py",
     "tests/distributed/test_elastic.py",
     "tests/played/test_played_gpu.py",
     "tests/distributed/test_damage.py",
+    "tests/distributed/test_tour.py",
+    "tests/distributed/test_tiered_jobs.py",
+    "tests/fuzz/test_fuzz.py",
     "tests/distributed/test_torchx_local.py",
     "tests/kafka/test_security.py",
     "tests/kafka/test_kafka_tiers.py",
