@@ -103,7 +103,7 @@ MORE_EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=sampled(300, 100))
+@settings(max_examples=sampled(300, 50))
 @given(st.lists(MORE_EVENTS, max_size=50), st.sampled_from([0, 400, BUDGET_BYTES, 10**6]), st.sampled_from([2, 3, 40]))
 def test_a_cut_is_the_boundary_whenever_counts_arrive(
     events: list[tuple[object, ...]], budget_bytes: int, ring_frames: int
@@ -115,7 +115,7 @@ def test_a_cut_is_the_boundary_whenever_counts_arrive(
     assert job.ring.waits == 0
 
 
-@settings(max_examples=sampled(100, 40))
+@settings(max_examples=sampled(100, 20))
 @given(st.lists(MORE_EVENTS, max_size=30), st.sampled_from([2, 40]))
 def test_drains_alone_send_all_that_is_marked_once_training_pauses(
     events: list[tuple[object, ...]], ring_frames: int

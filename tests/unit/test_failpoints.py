@@ -28,10 +28,11 @@ def disarmed() -> Iterator[None]:
 
 def compiled_in() -> Counter[str]:
     """Names that the package passes to ``failpoint``, read from its source."""
+    texts = (source.read_text() for source in Path(torchrec_stream_ckpt.__file__).parent.rglob("*.py"))
     return Counter(
         node.args[0].value
-        for source in Path(torchrec_stream_ckpt.__file__).parent.rglob("*.py")
-        for node in ast.walk(ast.parse(source.read_text()))
+        for text in texts
+        for node in (ast.walk(ast.parse(text)) if "failpoint(" in text else ())  # parsing all takes a second
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "failpoint"
         if isinstance(node.args[0], ast.Constant)
     )

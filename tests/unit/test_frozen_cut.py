@@ -23,7 +23,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@settings(max_examples=sampled(300, 100))
+@settings(max_examples=sampled(300, 50))
 @given(st.lists(EVENTS, max_size=40), st.sampled_from([0, 400, BUDGET_BYTES, 10**6]))
 def test_a_cut_that_is_sent_is_the_boundary_whatever_happens_meanwhile(
     events: list[tuple[object, ...]], budget_bytes: int

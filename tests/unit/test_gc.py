@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import stores
+from tests.sampled import sampled
 from tests.stores import History
 from tests.unit.gc_history import ALWAYS, HOUR, NEVER, SPANS, branched, check_whole, gc, names, offered, plain, rules
 from torchrec_stream_ckpt.errors import (
@@ -96,7 +97,7 @@ def test_a_dry_run_says_what_a_run_does_and_does_nothing(tmp_path: Path, pool: E
     assert f"{len(planned.now)} objects, {size(planned.num_bytes)}" in planned.describe()
 
 
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=sampled(6, 4), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from([NEVER, ALWAYS, SPANS]),
     st.lists(

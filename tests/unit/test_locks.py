@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,20 @@ def _started(method: str) -> End:
     return end
 
 
+def _from_server() -> End:
+    """Of a server of its own: that of other tests imports torch before it forks anything."""
+    server = forkserver.ForkServer()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forkserver, "connect_to_new_process", server.connect_to_new_process)
+        end = _started("forkserver")
+
+    def end_both() -> None:
+        end()
+        server._stop()  # type: ignore[attr-defined]
+
+    return end_both
+
+
 def _ran() -> End:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], close_fds=False)
 
@@ -105,7 +120,7 @@ def _loading() -> End:
 CHILDREN: dict[str, Callable[[], End]] = {
     "fork": _forked,
     "multiprocessing-fork": lambda: _started("fork"),
-    "forkserver": lambda: _started("forkserver"),
+    "forkserver": _from_server,
     "spawn": lambda: _started("spawn"),
     "subprocess": _ran,
     "dataloader": _loading,

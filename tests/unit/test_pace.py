@@ -129,7 +129,7 @@ def test_votes_that_come_only_when_a_marker_may_be_affordable_cost_hardly_a_mark
     each, some = Run(bound=bound), Run(bound=bound, spaced=True)
     for load in (CHEAP, DEAR, CHEAP):
         for run in (each, some):
-            run.run(load, 2000)
+            run.run(load, sampled(2000, 1000))
         assert some.markers >= 0.9 * each.markers
         assert some.spent_s <= bound * some.training_s + 0.6
     assert some.votes < part * each.votes

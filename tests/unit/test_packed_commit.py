@@ -236,7 +236,7 @@ def test_what_a_writer_does_not_make_is_left_to_the_slow_way(how: str) -> None:
 
 
 @given(commits(), st.data())
-@settings(max_examples=sampled(300, 100))
+@settings(max_examples=sampled(300, 50))
 def test_one_byte_of_the_payload_makes_no_difference_between_the_ways(commit: Commit, data: st.DataObject) -> None:
     text = bytearray(text_of(commit).encode("ascii"))
     place = data.draw(st.integers(0, len(text) - 1))
@@ -247,7 +247,7 @@ def test_one_byte_of_the_payload_makes_no_difference_between_the_ways(commit: Co
 
 
 @given(st.data())
-@settings(max_examples=sampled(300, 100))
+@settings(max_examples=sampled(300, 50))
 def test_one_byte_of_the_header_makes_no_difference_between_the_ways(data: st.DataObject) -> None:
     frame = bytearray(COMMIT.to_frame())
     for _ in range(data.draw(st.integers(1, 2))):

@@ -99,7 +99,7 @@ def test_a_second_time_drops_nothing_more(retention: Retention, markers: list[Ca
     assert plan(retention, left, now_s) == Decision(decision.kept, ())
 
 
-@settings(max_examples=sampled(200, 60))
+@settings(max_examples=sampled(200, 40))
 @given(retentions, candidates, candidates, times, st.floats(0, 1e6))
 def test_what_was_dropped_is_never_wanted_again(
     retention: Retention, markers: list[Candidate], more: list[Candidate], now_s: float, later_s: float

@@ -67,7 +67,7 @@ class Twin:
         assert other.find().numel() == 0
 
 
-@settings(max_examples=sampled(300, 100))
+@settings(max_examples=sampled(300, 50))
 @given(st.lists(EVENTS, max_size=25), st.sampled_from([0, TOTAL]))
 def test_what_is_found_is_what_was_set_and_not_cleared(events: list[tuple[object, ...]], small: int) -> None:
     with pytest.MonkeyPatch.context() as patched:

@@ -26,7 +26,7 @@ from torchrec_stream_ckpt.types import MarkerId
 
 
 @given(st.lists(RECORDS, max_size=30), st.data())
-@settings(max_examples=sampled(200, 60), deadline=None)
+@settings(max_examples=sampled(200, 40), deadline=None)
 def test_a_reader_from_a_snapshot_and_the_tail_sees_what_a_reader_of_everything_sees(
     history: list[ControlRecord], data: st.DataObject
 ) -> None:

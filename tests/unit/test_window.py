@@ -12,6 +12,7 @@ import pytest
 
 from tests.builders import table
 from tests.evolved import EvolvingJob, random_job
+from tests.sampled import paired
 from tests.stores import fold
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import CorruptionError
@@ -48,8 +49,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("seed", "policy"), paired(range(2), POLICIES))
 def test_markers_of_any_job_are_as_they_were_proved(tmp_path: Path, seed: int, policy: str) -> None:
     job = random_job(tmp_path, seed)
     fold(tmp_path, POLICIES[policy])
