@@ -51,8 +51,8 @@ def headers(draw: st.DrawFn) -> Header:
         section_offsets=tuple(offset for _, offset in sections),
         chain=draw(U32),
     )
-    plain = Header(header.kind, header.job, header.generation)
     unused = UNUSED_FIELDS.get(header.kind, ())
+    plain = Header(header.kind, header.job, 0 if "generation" in unused else header.generation)
     for name in (*unused, *(["section_offsets"] if "dtypes" in unused else [])):
         setattr(header, name, getattr(plain, name))
     if header.kind not in (Kind.ROWS, Kind.IDS):
