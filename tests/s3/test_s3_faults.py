@@ -14,6 +14,8 @@ from tests.s3.server import SECRET, S3Server
 from torchrec_stream_ckpt.errors import StoreUnavailableError
 from torchrec_stream_ckpt.store.api import Entry, Objects, open_store
 
+pytestmark = pytest.mark.usefixtures("short_pauses")
+
 LARGE = bytes(range(256)) * 4096 * 101
 """101 MiB: an upload of three parts."""
 

@@ -166,6 +166,7 @@ def _stored(server: S3Server) -> int:
     return total
 
 
+@pytest.mark.usefixtures("short_pauses")
 def test_a_server_that_says_nothing_is_given_up(s3_server: S3Server) -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:  # connects, and nobody ever answers
         config = {"read_timeout": 0.05, "retries": {"max_attempts": 1}}
