@@ -23,7 +23,7 @@ sys.path[1:1] = [str(HERE.parents[1]), str(HERE.parents[1] / "merge"), str(HERE.
 
 import numpy as np  # noqa: E402
 from common import at_least, machine  # noqa: E402
-from lists import RATIO, Chunk, Lists  # noqa: E402
+from lists import RATIO, Asked, Chunk, Filters, Lists  # noqa: E402
 from radix import Layout  # noqa: E402
 from workload import WORKLOADS, Ids, Workload, shaped  # noqa: E402
 
@@ -31,6 +31,7 @@ from torchrec_stream_ckpt.materialize.compactor import Policy  # noqa: E402
 
 RATIOS = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 1.0)
 MARKERS = (10, 31, 50, 75, 100, 125, 150)
+ALL = Filters()
 
 
 @dataclass
@@ -48,6 +49,12 @@ class Counted:
     """By marker: what its restore reads beside its base."""
     bases: int = 0
     """After the first one."""
+    files: dict[int, int] = field(default_factory=dict)
+    """By marker, of IncrCP alone: what its restore opens beside its base, with a list a table and bundles."""
+    files_unbundled: dict[int, int] = field(default_factory=dict)
+    """The same if each part of Row_0 and of Row_1 were a file of its own."""
+    asked: Asked | None = None
+    """Of IncrCP alone: what its filters kept from being read or rewritten."""
 
 
 def naive(workload: Workload, markers: Sequence[int]) -> Counted:
@@ -73,17 +80,19 @@ def differential(workload: Workload, markers: Sequence[int], *, resets: bool) ->
     return found
 
 
-def incrcp(workload: Workload, markers: Sequence[int], ratio: float, reset_every: int = 0) -> Counted:
+def incrcp(
+    workload: Workload, markers: Sequence[int], ratio: float, reset_every: int = 0, filters: Filters = ALL
+) -> Counted:
     """IncrCP's two-dimensional lists; ``reset_every``: a new base after so many chunks, as in the authors' runs."""
-    found, lists, since = Counted(), Lists[Ids](ratio), 0
+    found, lists, since = Counted(), Lists[Ids](ratio, filters), 0
     changed = np.zeros(workload.rows, np.bool_)
-    extracted: list[tuple[int, int, int]] = []  # (interval, superseded by, rows)
+    extracted: list[Extracted] = []
     own: list[int] = []
     bundles = Bundles()
     for interval, ids in enumerate(workload.touched[1:], 1):
         since += 1
         if reset_every and since > reset_every:
-            _read(found, lists, extracted, own, markers)
+            _read(found, lists, extracted, bundles, own, markers)
             lists.clear()
             extracted, own, since = [], [], 0
             found.dead += bundles.dead
@@ -102,7 +111,7 @@ def incrcp(workload: Workload, markers: Sequence[int], ratio: float, reset_every
                     continue
                 found.written += len(dead)
                 bundles.take(table, chunk.interval)
-                extracted.append((chunk.interval, interval, rows))
+                extracted.append(Extracted(table, chunk.interval, interval, rows))
                 if rows == len(dead):
                     lists.drop(table, chunk.interval)
                 else:
@@ -114,9 +123,20 @@ def incrcp(workload: Workload, markers: Sequence[int], ratio: float, reset_every
         own.append(interval)
         found.written += len(ids)
         found.stored += len(ids)
-    _read(found, lists, extracted, own, markers)
+    _read(found, lists, extracted, bundles, own, markers)
     found.dead += bundles.dead
+    found.asked = lists.asked
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Extracted:
+    """Rows that an interval took out of the chunk of an older one."""
+
+    table: int
+    chunk: int
+    by: int
+    rows: int
 
 
 @dataclass
@@ -140,6 +160,10 @@ class Bundles:
             if not self._parts[bundle]:
                 del self._parts[bundle], self._rows[bundle]
 
+    def of(self, table: int, chunk: int) -> tuple[int, int]:
+        """The file that has what is left of a chunk: the chunk's own, or a bundle."""
+        return self._of.get((table, chunk), (table, chunk))
+
     @property
     def dead(self) -> int:
         return sum(self._rows.values()) - sum(sum(parts.values()) for parts in self._parts.values())
@@ -148,20 +172,25 @@ class Bundles:
 def _read(
     found: Counted,
     lists: Lists[Ids],
-    extracted: Sequence[tuple[int, int, int]],
+    extracted: Sequence[Extracted],
+    bundles: Bundles,
     own: Sequence[int],
     markers: Sequence[int],
 ) -> None:
     """Of the markers since the base: chunks up to the marker, and what later intervals have taken out of them."""
     for marker in sorted(set(own).intersection(markers)):
-        left = sum(
-            len(chunk.where)
+        left = [
+            (table, interval, len(chunk.where))
             for interval in own
             if interval <= marker
             for table in lists.tables()
             if (chunk := lists.left(table, interval)) is not None
-        )
-        found.restored[marker] = left + sum(rows for old, new, rows in extracted if old <= marker < new)
+        ]
+        taken = [each for each in extracted if each.chunk <= marker < each.by]
+        found.restored[marker] = sum(rows for _, _, rows in left) + sum(each.rows for each in taken)
+        found.files_unbundled[marker] = len(left) + len(taken)
+        own_files = {bundles.of(table, interval) for table, interval, _ in left}
+        found.files[marker] = len(own_files) + len({(each.table, each.by) for each in taken})
 
 
 def spans(workload: Workload, markers: Sequence[int], radix: int, rebase: float) -> Counted:

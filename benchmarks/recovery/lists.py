@@ -76,6 +76,16 @@ class Chunk(Generic[Where]):
         return cls(interval, int(keys[0]), int(keys[-1]), Bloom(keys), where)
 
 
+@dataclass(frozen=True)
+class Filters:
+    """Which of the three are asked; an ablation leaves one out."""
+
+    ranges: bool = True
+    bloom: bool = True
+    real: bool = True
+    """Without it a chunk that was read is rewritten if it holds one row of the new chunk."""
+
+
 @dataclass
 class Asked:
     """What the filters were asked, and kept from being read or rewritten."""
@@ -91,6 +101,7 @@ class Lists(Generic[Where]):
     """The first row of all tables' lists, oldest chunk first."""
 
     ratio: float = RATIO
+    filters: Filters = Filters()
     asked: Asked = field(default_factory=Asked)
     _chunks: dict[int, dict[int, Chunk[Where]]] = field(default_factory=dict)
 
@@ -119,9 +130,9 @@ class Lists(Generic[Where]):
         found = []
         for chunk in self._chunks.get(table, {}).values():
             self.asked.chunks += 1
-            if chunk.low > keys[-1] or chunk.high < keys[0]:
+            if self.filters.ranges and (chunk.low > keys[-1] or chunk.high < keys[0]):
                 self.asked.by_range += 1
-            elif chunk.known.hits(keys) <= int(self.ratio * len(keys)):
+            elif self.filters.bloom and chunk.known.hits(keys) <= int(self.ratio * len(keys)):
                 self.asked.by_bloom += 1
             else:
                 found.append(chunk)
@@ -129,7 +140,7 @@ class Lists(Generic[Where]):
 
     def worth_rewriting(self, rows: int, keys: Ids) -> bool:
         """Filter 3: ``rows`` of the new chunk's are in the one that was read."""
-        if rows > int(self.ratio * len(keys)):
+        if rows > (int(self.ratio * len(keys)) if self.filters.real else 0):
             return True
         self.asked.by_ratio += 1
         return False
