@@ -84,11 +84,13 @@ class Job:
     optimizer: CombinedOptimizer
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def train(self, ids: list[torch.Tensor], bags: int = 1) -> None:
-        """One step, on ids of each table; every ``len(ids[n]) / bags`` of them make a bag."""
+    def train(self, ids: list[torch.Tensor], bags: int = 1) -> torch.Tensor:
+        """One step, on ids of each table; every ``len(ids[n]) / bags`` of them make a bag. Returns this rank's loss."""
         self.optimizer.zero_grad()
-        self.model(features(self.shape, ids, bags).to(torch.device(self.shape.device))).backward()
+        loss: torch.Tensor = self.model(features(self.shape, ids, bags).to(torch.device(self.shape.device)))
+        loss.backward()
         self.optimizer.step()
+        return loss.detach()
 
     @property
     def num_bytes(self) -> int:

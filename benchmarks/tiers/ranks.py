@@ -1,0 +1,172 @@
+"""SCR-Exa's question: what checkpoints add to a job on more and more ranks, with the node's own tier and without it.
+
+    python benchmarks/tiers/ranks.py [--ranks 1 2 4] [--far file] [--rounds 5] [--logs-only] [--quick] [--out FILE.json]
+
+A run is ``--steps`` steps with a checkpoint every ``--every``, and is over when its last checkpoint is durable:
+
+``none``         no checkpoints; it runs twice, and the difference is the noise
+``torch.save``   each rank saves its tables, states and dense state to the far place, with fsync, while training waits
+``far``          ours: a log at the far place alone
+``near, far``    ours: a folder of the node, and the far place, to which a relay beside training copies; durable is the
+                 near one, and the relay has ended before the next run begins
+
+The far place is a broker on loopback, or a folder (``--far file``). Every run begins from the same state and writes a
+training log on each rank, a line a step with the loss to its last bit. All variants must write the same bytes;
+``--logs-only`` does only that, takes no time, and needs no idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve()
+sys.path[1:1] = [str(HERE.parents[1]), str(HERE.parents[2])]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from common import Measured, Report, UnavailableError, arguments, at_least, scratch, synced, take_turns, timed  # noqa: E402
+from data import zipf_ids  # noqa: E402
+from job import Job, Shape, build, spread  # noqa: E402
+
+from torchrec_stream_ckpt import StreamCheckpointer, StreamCkptError, StreamConfig  # noqa: E402
+from torchrec_stream_ckpt.broker.kraft import Broker  # noqa: E402
+
+NONE, AGAIN, SAVE, FAR, BOTH = "none", "none again", "torch.save", "far", "near, far"
+WHOLE_RUN_S = 600.0
+
+
+class Runs:
+    """The variants on one rank."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path, bootstrap: str) -> None:
+        self._args, self._folder, self._bootstrap = args, folder, bootstrap
+        self._rank = dist.get_rank()
+        self._shape = Shape((args.rows,) * args.tables, args.dim, dense_optimizer="adam")
+        self._ids = [zipf_ids(self._shape.rows, args.batch, 100 * self._rank + step) for step in range(args.steps)]
+        self._runs = 0
+        self.digests: dict[str, list[str]] = {}
+        """By variant: of the training logs of all ranks."""
+
+    def run(self, variant: str) -> float:
+        """Seconds of the slowest rank."""
+        self._runs += 1
+        job = build(self._shape)
+        folder = self._folder / f"run-{self._runs}"
+        if self._rank == 0:
+            folder.mkdir()
+        dist.barrier()
+        path = folder / f"train-{self._rank}.log"
+        with ExitStack() as stack, open(path, "w") as log:
+            after_step, finish = self._hooks(variant, job, folder, stack)
+            dist.barrier()
+            taken = torch.tensor(timed(lambda: self._train(job, log, after_step, finish)))
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        self._compare(variant, path)
+        return float(taken)
+
+    def _train(self, job: Job, log: Any, after_step: Callable[[int], object], finish: Callable[[], object]) -> None:
+        for step, ids in enumerate(self._ids, 1):
+            loss = job.train(ids, self._args.batch)
+            print(f"step {step} loss {float(loss).hex()}", file=log)
+            after_step(step)
+        finish()
+
+    def _hooks(
+        self, variant: str, job: Job, folder: Path, stack: ExitStack
+    ) -> tuple[Callable[[int], object], Callable[[], object]]:
+        """What comes after each step, and at the end."""
+        if variant in (NONE, AGAIN):
+            return (lambda _: None), (lambda: None)
+        if variant == SAVE:
+            return partial(self._save, job, folder / f"all-{self._rank}.pt"), (lambda: None)
+        far = f"kafka://{self._bootstrap}/run-{self._runs}" if self._bootstrap else f"file://{folder}/far"
+        config = StreamConfig(
+            uri=(f"file://{folder}/near", far) if variant == BOTH else far,
+            store=str(folder / "store"),
+            marker_every=self._args.every,
+            head=None,
+        )
+        checkpointer = stack.enter_context(StreamCheckpointer(job.model, job.optimizer, config=config))
+        checkpointer.mark().result(WHOLE_RUN_S)  # all rows are sent once before the clock is started
+        return (lambda _: checkpointer.step()), (lambda: checkpointer.mark().result(WHOLE_RUN_S))
+
+    def _save(self, job: Job, path: Path, step: int) -> None:
+        if step % self._args.every and step != self._args.steps:
+            return
+        dense = {key: each for key, each in job.model.state_dict().items() if not hasattr(each, "local_shards")}
+        torch.save(job.tensors | dense, path)
+        synced(path)
+        dist.barrier()
+
+    def _compare(self, variant: str, path: Path) -> None:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, digest)
+        if self.digests.setdefault(variant, found) != found or found != next(iter(self.digests.values())):
+            raise RuntimeError(f"{variant}: a training log differs, {found}; before it: {self.digests}")
+
+
+def measure(args: argparse.Namespace, folder: Path, bootstrap: str) -> tuple[Measured, dict[str, list[str]]]:
+    """(all ranks) Times by variant, and the digests of the training logs."""
+    torch.set_num_threads(1)
+    runs = Runs(args, folder, bootstrap)
+    variants = {name: partial(runs.run, name) for name in (NONE, AGAIN, SAVE, FAR, BOTH)}
+    if args.logs_only:
+        for run in variants.values():
+            run()
+        return Measured(), runs.digests
+    return take_turns(variants, args.rounds, warm_up=1), runs.digests
+
+
+def each_world(args: argparse.Namespace, report: Report, bootstrap: str) -> None:
+    for ranks in args.ranks:
+        with scratch("tiers") as folder:
+            measured, digests = spread(measure, ranks, folder, args, folder, bootstrap)
+        name = f"{ranks} ranks" if ranks > 1 else "1 rank"
+        report.facts[f"{name}: SHA-256 of the training logs"] = digests
+        same = len({tuple(each) for each in digests.values()}) == 1
+        report.facts[f"{name}: training logs are the same bytes"] = same
+        if measured.times:
+            report.add(name, measured, NONE, unit="s", scale=1)
+
+
+def main() -> None:
+    parser = arguments(__doc__, rounds=5)
+    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2, 4])
+    parser.add_argument("--far", choices=("kafka", "file"), default="kafka")
+    for name, default in (("tables", 4), ("rows", 200_000), ("dim", 64), ("batch", 2048), ("steps", 60), ("every", 10)):
+        parser.add_argument(f"--{name}", type=at_least(1), default=default)
+    parser.add_argument("--logs-only", action="store_true", help="compare the training logs; nothing is timed")
+    parser.add_argument("--quick", action="store_true", help="small sizes; no figure means anything then")
+    args = parser.parse_args()
+    if args.quick:
+        parser.set_defaults(rows=2000, dim=8, batch=64, steps=6, every=2, rounds=1)
+        args = parser.parse_args()
+    report = Report("tiers", args)
+    report.facts |= {"steps": args.steps, "steps a checkpoint": args.every, "far": args.far}
+    with ExitStack() as stack:
+        bootstrap = ""
+        if args.far == "kafka":
+            try:
+                folder = stack.enter_context(scratch("tiers-broker"))
+                broker = Broker(folder / "broker")
+                bootstrap = broker.start(die_with=os.getpid()).bootstrap
+                stack.callback(broker.stop)
+            except (StreamCkptError, OSError, UnavailableError) as error:
+                report.facts["not measured"] = f"no broker: {error}"
+                report.finish()
+                return
+        each_world(args, report, bootstrap)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
