@@ -1,6 +1,6 @@
 """Figures 13, 14, 15 and 17 of IncrCP's paper, counted in rows and files: no clock, so any machine will do.
 
-    python benchmarks/recovery/figures.py [--figures 13 14a 14b 15 17] [--quick] [--out FILE.json]
+    python benchmarks/recovery/figures.py [--figures 13 14a 14b 15 17] [--part 1] [--quick] [--out FILE.json]
 
 ``13``   R, the least part of a new chunk that an extraction takes out of an old one: rows written, read back, restored
 ``14a``  each of the three filters left out
@@ -9,7 +9,7 @@
 ``17``   the length of an interval, over one number of steps
 
 Sizes are those of the authors' scripts where these say them: R, 50 markers of 10 steps for 13 and 14, 100 markers and a
-base every 80 for 15. Figure 17 is theirs on Criteo Terabyte with 16 GPUs and R = 0.0003; here it is the Kaggle job.
+base every 80 for 15. ``--part 4`` takes a quarter of the rows and of the batch. Figure 17 is theirs on Criteo Terabyte with 16 GPUs and R = 0.0003; here it is the Kaggle job.
 The rules are those of ``counts.py``, which ``tests/bench`` compares with the files of ``run.py`` row for row.
 """
 
@@ -21,13 +21,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve()
 sys.path[1:1] = [str(HERE.parents[1]), str(HERE.parents[1] / "merge"), str(HERE.parents[2])]
 
-from common import machine  # noqa: E402
+from common import at_least, machine  # noqa: E402
 from counts import Counted, differential, incrcp, naive, spans  # noqa: E402
 from lists import RATIO, Filters  # noqa: E402
 from workload import WORKLOADS, Workload  # noqa: E402
@@ -37,9 +38,10 @@ from torchrec_stream_ckpt.materialize.compactor import Policy  # noqa: E402
 RATIOS = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0)
 BUNDLED_RATIOS = RATIOS[:6]
 MARKERS = 50
+AT = (10, 25, MARKERS)
 RESET_EVERY, RESET_MARKERS = 80, 100
 STEPS, LENGTHS = 500, (5, 10, 25, 50, 100)
-QUICK = {"rows": 4000, "batch": 60}
+QUICK_PART = 500
 LEFT_OUT = {
     "all three": Filters(),
     "without key ranges": Filters(ranges=False),
@@ -49,9 +51,18 @@ LEFT_OUT = {
 }
 
 
-def sized(name: str, quick: bool, **sizes: int) -> Workload:
-    """A workload of ``run.py`` with other sizes; the quick one is a small one with as many markers."""
-    return replace(WORKLOADS[name], **sizes | (QUICK if quick else {}))
+@cache
+def sized(name: str, part: int, intervals: int = MARKERS, steps: int = 10) -> Workload:
+    """A workload of ``run.py``: one row and one sample of so many. One object, as its ids take long to draw."""
+    whole = WORKLOADS[name]
+    return replace(whole, rows=whole.rows // part, batch=whole.batch // part, intervals=intervals, steps=steps)
+
+
+@cache
+def extracted(workload: Workload, at: tuple[int, ...], ratio: float = RATIO, filters: Filters = Filters()) -> Counted:
+    """IncrCP without new bases; more than one figure has it."""
+    print(f"{workload.name}: IncrCP, R={ratio:g}, {filters}", file=sys.stderr, flush=True)
+    return incrcp(workload, at, ratio, filters=filters)
 
 
 def row(counted: Counted, plain: Counted) -> dict[str, Any]:
@@ -79,53 +90,52 @@ def ours(workload: Workload, markers: Sequence[int]) -> Counted:
     return spans(workload, markers, Policy().radix, Policy().rebase)
 
 
-def figure_13(quick: bool) -> dict[str, Any]:
-    workload, at = sized("kaggle", quick, intervals=MARKERS), (10, 25, MARKERS)
-    plain = naive(workload, at)
-    by_ratio = {f"{ratio:g}": row(incrcp(workload, at, ratio), plain) for ratio in RATIOS}
-    return {"naive": row(plain, plain), "R": by_ratio, "store, by default": row(ours(workload, at), plain)}
+def figure_13(part: int) -> dict[str, Any]:
+    workload = sized("kaggle", part)
+    plain = naive(workload, AT)
+    by_ratio = {f"{ratio:g}": row(extracted(workload, AT, ratio), plain) for ratio in RATIOS}
+    return {"naive": row(plain, plain), "R": by_ratio, "store, by default": row(ours(workload, AT), plain)}
 
 
-def figure_14a(quick: bool) -> dict[str, Any]:
-    workload, at = sized("kaggle", quick, intervals=MARKERS), (10, 25, MARKERS)
-    plain = naive(workload, at)
-    return {what: row(incrcp(workload, at, RATIO, filters=each), plain) for what, each in LEFT_OUT.items()}
+def figure_14a(part: int) -> dict[str, Any]:
+    workload = sized("kaggle", part)
+    plain = naive(workload, AT)
+    return {what: row(extracted(workload, AT, filters=each), plain) for what, each in LEFT_OUT.items()}
 
 
-def figure_14b(quick: bool) -> dict[str, Any]:
-    workload, at = sized("kaggle", quick, intervals=MARKERS), (10, 25, MARKERS)
-    plain = naive(workload, at)
+def figure_14b(part: int) -> dict[str, Any]:
+    workload = sized("kaggle", part)
+    written = naive(workload, AT).written
     found = {}
     for ratio in BUNDLED_RATIOS:
-        counted = incrcp(workload, at, ratio)
+        counted = extracted(workload, AT, ratio)
         found[f"{ratio:g}"] = {
             "files": counted.files,
             "files_unbundled": counted.files_unbundled,
-            "dead_of_naive": round(counted.dead / plain.written, 3),
+            "dead_of_naive": round(counted.dead / written, 3),
         }
     return found
 
 
-def figure_15(quick: bool) -> dict[str, Any]:
-    found = {}
-    for name in ("deepfm", "pnn"):
-        workload = sized(name, quick, intervals=RESET_MARKERS)
-        at = (*range(10, RESET_MARKERS + 1, 10),)
-        plain = naive(workload, at)
-        layouts = {
-            "naive": plain,
-            "Check-N-Run": differential(workload, at, resets=True),
-            f"IncrCP, base every {RESET_EVERY}": incrcp(workload, at, RATIO, RESET_EVERY),
-            "store, by default": ours(workload, at),
-        }
-        found[name] = {"row_bytes": workload.row_bytes} | {key: row(each, plain) for key, each in layouts.items()}
-    return found
+def figure_15(part: int) -> dict[str, Any]:
+    """PNN's job has the rows of DeepFM's, of other bytes: they are counted once."""
+    workload = sized("deepfm", part, RESET_MARKERS)
+    at = (*range(10, RESET_MARKERS + 1, 10),)
+    plain = naive(workload, at)
+    layouts = {
+        "naive": plain,
+        "Check-N-Run": differential(workload, at, resets=True),
+        f"IncrCP, base every {RESET_EVERY}": incrcp(workload, at, RATIO, RESET_EVERY),
+        "store, by default": ours(workload, at),
+    }
+    row_bytes = {name: WORKLOADS[name].row_bytes for name in ("deepfm", "pnn")}
+    return {"row_bytes": row_bytes, "layouts": {key: row(each, plain) for key, each in layouts.items()}}
 
 
-def figure_17(quick: bool) -> dict[str, Any]:
+def figure_17(part: int) -> dict[str, Any]:
     found = {}
     for steps in LENGTHS:
-        workload = sized("kaggle", quick, intervals=STEPS // steps, steps=steps)
+        workload = sized("kaggle", part, STEPS // steps, steps)
         at = (STEPS // steps,)
         plain = naive(workload, at)
         layouts = {
@@ -138,7 +148,7 @@ def figure_17(quick: bool) -> dict[str, Any]:
     return found
 
 
-FIGURES: dict[str, Callable[[bool], dict[str, Any]]] = {
+FIGURES: dict[str, Callable[[int], dict[str, Any]]] = {
     "13": figure_13,
     "14a": figure_14a,
     "14b": figure_14b,
@@ -150,7 +160,8 @@ FIGURES: dict[str, Callable[[bool], dict[str, Any]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figures", nargs="+", choices=FIGURES, default=list(FIGURES))
-    parser.add_argument("--quick", action="store_true", help=f"small: {QUICK}")
+    parser.add_argument("--part", type=at_least(1), default=1, help="one row and one sample of so many")
+    parser.add_argument("--quick", action="store_true", help=f"--part {QUICK_PART}")
     parser.add_argument("--out", type=Path, help="file the result as JSON")
     args = parser.parse_args()
     report: dict[str, Any] = {
@@ -159,10 +170,11 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"),
         "command": f"python benchmarks/recovery/figures.py {' '.join(sys.argv[1:])}".rstrip(),
         "machine": machine(),
+        "part": QUICK_PART if args.quick else args.part,
         "figures": {},
     }
     for name in args.figures:
-        report["figures"][name] = FIGURES[name](args.quick)
+        report["figures"][name] = FIGURES[name](QUICK_PART if args.quick else args.part)
         print(f"figure {name}: {json.dumps(report['figures'][name])}", flush=True)
     if args.out is not None:
         args.out.write_text(json.dumps(report, indent=1) + "\n")
