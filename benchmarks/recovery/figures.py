@@ -9,7 +9,8 @@
 ``17``   the length of an interval, over one number of steps
 
 Sizes are those of the authors' scripts where these say them: R, 50 markers of 10 steps for 13 and 14, 100 markers and a
-base every 80 for 15. ``--part 4`` takes a quarter of the rows and of the batch. Figure 17 is theirs on Criteo Terabyte with 16 GPUs and R = 0.0003; here it is the Kaggle job.
+base every 80 for 15. ``--part 4`` takes a quarter of the rows and of the batch. Figure 17 is theirs on Criteo Terabyte
+with 16 GPUs and R = 0.0003; here it is the Kaggle job.
 The rules are those of ``counts.py``, which ``tests/bench`` compares with the files of ``run.py`` row for row.
 """
 
@@ -29,7 +30,7 @@ HERE = Path(__file__).resolve()
 sys.path[1:1] = [str(HERE.parents[1]), str(HERE.parents[1] / "merge"), str(HERE.parents[2])]
 
 from common import at_least, machine  # noqa: E402
-from counts import Counted, differential, incrcp, naive, spans  # noqa: E402
+from counts import ALL, Counted, differential, incrcp, naive, spans  # noqa: E402
 from lists import RATIO, Filters  # noqa: E402
 from workload import WORKLOADS, Workload  # noqa: E402
 
@@ -43,7 +44,7 @@ RESET_EVERY, RESET_MARKERS = 80, 100
 STEPS, LENGTHS = 500, (5, 10, 25, 50, 100)
 QUICK_PART = 500
 LEFT_OUT = {
-    "all three": Filters(),
+    "all three": ALL,
     "without key ranges": Filters(ranges=False),
     "without Bloom filters": Filters(bloom=False),
     "without the real ratio": Filters(real=False),
@@ -59,7 +60,7 @@ def sized(name: str, part: int, intervals: int = MARKERS, steps: int = 10) -> Wo
 
 
 @cache
-def extracted(workload: Workload, at: tuple[int, ...], ratio: float = RATIO, filters: Filters = Filters()) -> Counted:
+def extracted(workload: Workload, at: tuple[int, ...], ratio: float = RATIO, filters: Filters = ALL) -> Counted:
     """IncrCP without new bases; more than one figure has it."""
     print(f"{workload.name}: IncrCP, R={ratio:g}, {filters}", file=sys.stderr, flush=True)
     return incrcp(workload, at, ratio, filters=filters)
