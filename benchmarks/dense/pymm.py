@@ -1,0 +1,254 @@
+"""PyMM's table II: a state saved again and again by pickle, numpy and a memory map, in one file and in two, and ours.
+
+    python benchmarks/dense/pymm.py [--megabytes 64] [--kills 20] [--crashes-only] [--quick] [--out FILE.json]
+
+A state is one vector of float32, as KMeans' centers are. *One file* is written over; of *two files* the older one is,
+and a restart takes the newer one that it can read. Nothing here is persistent memory: a memory map is one of a file on
+the disk, with ``msync``. ``ours`` is a job of one rank whose dense state is the vector; a checkpoint is a marker.
+
+*Crashes* need no clock: a process saves without a pause and is killed (SIGKILL) at a random moment, ``--kills`` times a
+way. Then the state is read. In each state all numbers are the same, so a mixture of two is seen:
+
+``right``    a state that was saved whole
+``refused``  nothing that can be read: the job has lost its state
+``wrong``    parts of two states, without an error
+
+*Times* are those of one save until it is durable (``fsync``, ``msync``, a commit), and for ours how long it blocks
+training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve()
+sys.path[1:1] = [str(HERE.parents[level]) for level in (0, 1, 2)]
+
+import numpy as np  # noqa: E402
+import numpy.typing as npt  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from common import Report, arguments, at_least, scratch, synced, take_turns, tell, timed  # noqa: E402
+from job import Shape, build, join_group  # noqa: E402
+
+from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
+
+Vector = npt.NDArray[np.float32]
+OURS = "ours, a marker"
+WAIT_S = 300.0
+
+
+def by_pickle(path: Path, state: Vector) -> None:
+    with open(path, "wb") as file:
+        pickle.dump(state, file, protocol=5)
+    synced(path)
+
+
+def by_numpy(path: Path, state: Vector) -> None:
+    np.save(path, state)
+    synced(path)
+
+
+def by_map(path: Path, state: Vector) -> None:
+    mode: Any = "r+" if path.exists() else "w+"
+    mapped = np.memmap(path, np.float32, mode, shape=state.shape)
+    mapped[:] = state
+    mapped.flush()
+
+
+def unpickled(path: Path, _: int) -> Vector:
+    with open(path, "rb") as file:
+        found: Vector = pickle.load(file)  # a file of this run
+    return found
+
+
+WAYS: dict[str, tuple[str, Callable[[Path, Vector], None], Callable[[Path, int], Vector]]] = {
+    "pickle": ("state.pkl", by_pickle, unpickled),
+    "np.save": ("state.npy", by_numpy, lambda path, _: np.load(path)),
+    "np.memmap": ("state.map", by_map, lambda path, size: np.array(np.memmap(path, np.float32, "r", shape=(size,)))),
+}
+FILES = {"one file": 1, "two files": 2}
+
+
+class Saver:
+    """One way to save, in one or in two files."""
+
+    def __init__(self, way: str, files: int, folder: Path, size: int) -> None:
+        name, self._write, self._read = WAYS[way]
+        self._paths = [folder / f"{number}-{name}" for number in range(files)]
+        self._size, self._saves = size, 0
+
+    def save(self, state: Vector) -> None:
+        self._write(self._paths[self._saves % len(self._paths)], state)
+        self._saves += 1
+
+    def load(self) -> Vector:
+        """The newest that can be read.
+
+        Raises:
+            ValueError: none can.
+        """
+        there = [path for path in self._paths if path.exists()]
+        for path in sorted(there, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+            try:
+                return self._read(path, self._size)
+            except (EOFError, ValueError, OSError, pickle.UnpicklingError):
+                continue
+        raise ValueError(f"no state can be read from {', '.join(path.name for path in self._paths)}")
+
+
+def save_until_killed(way: str, files: int, folder: Path, size: int, told: Any) -> None:
+    saver, state = Saver(way, files, folder, size), np.empty(size, np.float32)
+    for number in range(1, 1 << 20):
+        state[:] = number
+        saver.save(state)
+        if number == files:
+            told.set()
+
+
+def outcome(load: Callable[[], Vector]) -> str:
+    try:
+        state = load()
+    except ValueError:
+        return "refused"
+    return "right" if state[0] >= 1 and bool((state == state[0]).all()) else "wrong"
+
+
+def killed(way: str, files: int, size: int, kills: int, chance: random.Random) -> dict[str, int]:
+    """How often which outcome."""
+    found = {"right": 0, "refused": 0, "wrong": 0}
+    context = multiprocessing.get_context("fork")
+    for _ in range(kills):
+        with scratch("dense") as folder:
+            told = context.Event()
+            process = context.Process(target=save_until_killed, args=(way, files, folder, size, told), daemon=True)
+            process.start()
+            if not told.wait(WAIT_S):
+                raise RuntimeError(f"{way}, {files} files: nothing was saved")
+            time.sleep(chance.random() * 0.2)
+            os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+            process.join()
+            found[outcome(Saver(way, files, folder, size).load)] += 1
+    return found
+
+
+class Ours:
+    """A job of one rank with the state as dense parameters."""
+
+    def __init__(self, folder: Path, size: int, stack: ExitStack) -> None:
+        self._job = build(Shape((1000,), 4, dense_bytes=4 * size))
+        config = StreamConfig(uri=f"file://{folder}/log", marker_every=None, head=None)
+        self.checkpointer = stack.enter_context(StreamCheckpointer(self._job.model, self._job.optimizer, config=config))
+        self.dense = [each for name, each in self._job.model.state_dict().items() if "top" in name]
+
+    @torch.no_grad()
+    def change(self, number: int) -> None:
+        for each in self.dense:
+            each.fill_(number)
+        self.checkpointer.step()
+
+    def state(self) -> Vector:
+        return torch.cat([each.reshape(-1) for each in self.dense]).numpy()
+
+
+def mark_until_killed(folder: Path, size: int, told: Any) -> None:
+    join_group(folder, 0, 1)
+    with ExitStack() as stack:
+        ours = Ours(folder, size, stack)
+        ours.checkpointer.restore()
+        for number in range(1, 1 << 20):
+            ours.change(number)
+            ours.checkpointer.mark().result(WAIT_S)
+            told.set()
+
+
+def marked_and_killed(size: int, kills: int, chance: random.Random) -> dict[str, int]:
+    """The same of ours: a killed job, then a restore by another one."""
+    found = {"right": 0, "refused": 0, "wrong": 0}
+    context = multiprocessing.get_context("spawn")
+    for _ in range(kills):
+        with scratch("dense") as folder, ExitStack() as stack:
+            (folder / "killed").mkdir()
+            told = context.Event()
+            process = context.Process(target=mark_until_killed, args=(folder / "killed", size, told), daemon=True)
+            process.start()
+            if not told.wait(WAIT_S):
+                raise RuntimeError(f"{OURS}: no marker was committed")
+            time.sleep(chance.random() * 0.2)
+            os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+            process.join()
+            ours = Ours(folder / "killed", size, stack)
+            restored = ours.checkpointer.restore()
+            found["refused" if restored is None else outcome(ours.state)] += 1
+    return found
+
+
+def times(args: argparse.Namespace, report: Report, size: int) -> None:
+    with scratch("dense") as folder, ExitStack() as stack:
+        states = [np.full(size, number, np.float32) for number in (1, 2)]
+        ours, saves = Ours(folder, size, stack), [0]
+
+        def saved(saver: Saver) -> float:
+            saves[0] += 1
+            return timed(lambda: saver.save(states[saves[0] % 2]))
+
+        def marked(*, durable: bool) -> float:
+            saves[0] += 1
+            ours.change(saves[0])
+            futures: list[Any] = []
+            taken = timed(lambda: futures.append(ours.checkpointer.mark()))
+            rest = timed(lambda: futures[0].result(WAIT_S))
+            return taken + rest if durable else taken
+
+        variants: dict[str, Callable[[], float]] = {}
+        for way in WAYS:
+            for what, files in FILES.items():
+                own = folder / f"{way}-{files}"
+                own.mkdir()
+                variants[f"{way}, {what}"] = partial(saved, Saver(way, files, own, size))
+        variants[OURS] = partial(marked, durable=True)
+        variants[f"{OURS}: blocked"] = partial(marked, durable=False)
+        report.add("a save", take_turns(variants, args.rounds, warm_up=2), "pickle, one file")
+
+
+def main() -> None:
+    parser = arguments(__doc__, rounds=7)
+    parser.add_argument("--megabytes", type=at_least(1), default=64)
+    parser.add_argument("--kills", type=at_least(1), default=20, help="of each way")
+    parser.add_argument("--crashes-only", action="store_true", help="nothing is timed")
+    parser.add_argument("--quick", action="store_true", help="small sizes; no figure means anything then")
+    args = parser.parse_args()
+    if args.quick:
+        parser.set_defaults(megabytes=4, kills=1, rounds=1)
+        args = parser.parse_args()
+    torch.set_num_threads(1)
+    report = Report("dense", args)
+    size, chance = args.megabytes * 1_000_000 // 4, random.Random(0)
+    crashes = report.facts["crashes"] = {}
+    for way in WAYS:
+        for what, files in FILES.items():
+            crashes[f"{way}, {what}"] = killed(way, files, size, args.kills, chance)
+            tell(f"{way}, {what}: {crashes[f'{way}, {what}']}")
+    with scratch("dense") as folder:
+        join_group(folder, 0, 1)
+        crashes[OURS] = marked_and_killed(size, args.kills, chance)
+        if not args.crashes_only:
+            times(args, report, size)
+        dist.destroy_process_group()
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
