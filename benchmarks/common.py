@@ -147,6 +147,7 @@ class Report:
     """Sizes and whatever else belongs to the figures."""
     points: dict[str, dict[str, Any]] = field(default_factory=dict)
     goals: list[Goal] = field(default_factory=list)
+    script: str = "run.py"
 
     def add(self, point: str, measured: Measured, base: str, *, unit: str = "ms", scale: float = 1e3) -> None:
         """One point: all its variants against ``base``.
@@ -202,7 +203,7 @@ class Report:
             if word != "--out" and not word.startswith("--out=") and not skip:
                 words.append(word)
             skip = word == "--out"
-        return " ".join([f"python benchmarks/{self.case}/run.py", *words])
+        return " ".join([f"python benchmarks/{self.case}/{self.script}", *words])
 
     def to_json(self) -> dict[str, Any]:
         return {

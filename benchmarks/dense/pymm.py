@@ -234,7 +234,7 @@ def main() -> None:
         parser.set_defaults(megabytes=4, kills=1, rounds=1)
         args = parser.parse_args()
     torch.set_num_threads(1)
-    report = Report("dense", args)
+    report = Report("dense", args, script="pymm.py")
     size, chance = args.megabytes * 1_000_000 // 4, random.Random(0)
     crashes = report.facts["crashes"] = {}
     for way in WAYS:

@@ -61,6 +61,7 @@ class Runs:
             name: Veloc(part, memory / f"{name}-{rank}", folder / f"{name}-{rank}") for name, part in parts.items()
         }
         self._checkpointer: StreamCheckpointer | None = None
+        self._logs = 0
         self.blocked: dict[str, list[float]] = {}
         """By variant: seconds that one checkpoint took of the slowest rank, in each run the mean."""
 
@@ -95,7 +96,8 @@ class Runs:
         if variant == SAVE:
             return self._save
         if variant == OURS:
-            config = StreamConfig(uri=f"file://{self._folder}/log", marker_every=None, head=None)
+            self._logs += 1  # each run has a job of its own
+            config = StreamConfig(uri=f"file://{self._folder}/log-{self._logs}", marker_every=None, head=None)
             self._checkpointer = stack.enter_context(
                 StreamCheckpointer(self._job.model, self._job.optimizer, config=config)
             )
@@ -140,7 +142,7 @@ def main() -> None:
     if args.quick:
         parser.set_defaults(megabytes=2, steps=4, every=2, rounds=1, ranks=[1, 2])
         args = parser.parse_args()
-    report = Report("dense", args)
+    report = Report("dense", args, script="weak.py")
     for ranks in args.ranks:
         name = f"weak scaling, {args.megabytes} MB, {ranks} rank{'s' * (ranks > 1)}"
         try:

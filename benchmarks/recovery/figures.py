@@ -42,7 +42,7 @@ MARKERS = 50
 AT = (10, 25, MARKERS)
 RESET_EVERY, RESET_MARKERS = 80, 100
 STEPS, LENGTHS = 500, (5, 10, 25, 50, 100)
-QUICK_PART = 500
+QUICK_PART = 40
 LEFT_OUT = {
     "all three": ALL,
     "without key ranges": Filters(ranges=False),

@@ -150,7 +150,7 @@ def main() -> None:
     if args.quick:
         parser.set_defaults(rows=2000, dim=8, batch=64, steps=6, every=2, rounds=1)
         args = parser.parse_args()
-    report = Report("tiers", args)
+    report = Report("tiers", args, script="ranks.py")
     report.facts |= {"steps": args.steps, "steps a checkpoint": args.every, "far": args.far}
     with ExitStack() as stack:
         bootstrap = ""
