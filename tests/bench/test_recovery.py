@@ -112,6 +112,25 @@ def test_a_layout_that_rewrites_more_reads_less(counted: dict[str, Any]) -> None
     assert counted["store, span2"]["restored"][NEWEST] < counted["store, span4"]["restored"][NEWEST]
 
 
+def test_figures_of_the_paper_are_counted(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    done = run_script(ROOT / "benchmarks" / "recovery" / "figures.py", "--quick", "--out", str(out), timeout_s=500)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())["figures"]
+    assert set(found) == {"13", "14a", "14b", "15", "17"}
+    by_ratio, left_out, bundled = found["13"]["R"], found["14a"], found["14b"]
+    assert by_ratio["1"]["restored"] == found["13"]["naive"]["restored"]
+    assert by_ratio["0.02"] == left_out["all three"]
+    assert left_out["without Bloom filters"]["written"] == left_out["all three"]["written"]
+    assert left_out["without Bloom filters"]["read_back"] > left_out["all three"]["read_back"]
+    assert left_out["without the real ratio"]["asked"]["by_ratio"] < left_out["all three"]["asked"]["by_ratio"]
+    for row in bundled.values():
+        assert all(row["files"][at] <= row["files_unbundled"][at] for at in row["files"])
+    assert bundled["0"]["files"]["10"] < bundled["0"]["files_unbundled"]["10"]
+    assert found["15"]["layouts"]["IncrCP, base every 80"]["bases"] == 1
+    assert found["17"]["5"]["naive"]["written"] > found["17"]["100"]["naive"]["written"]
+
+
 def test_plots_are_filed(run: tuple[dict[str, Any], str, Path]) -> None:
     for what in ("recovery", "storage", "written", "construction", "warm-cold"):
         assert (run[2] / f"result_pnn_{what}.png").read_bytes().startswith(b"\x89PNG"), what

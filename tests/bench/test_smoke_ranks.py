@@ -10,11 +10,49 @@ import pytest
 from tests.bench.smoke import ROOT, measured, run
 from tests.forks import run_script
 
+WAYS = ("pickle", "np.save", "np.memmap")
+
 
 def test_dense_state_of_two_ranks(tmp_path: Path) -> None:
     report = run("dense/run.py", "--megabytes 2 --ranks 2 --rounds 1", tmp_path)
     assert measured(report) == {"2 MB, 2 ranks": {"torch.save, barrier", "VELOC-Single", "VELOC-Sharded", "ours"}}
     assert len(report["facts"]["2 MB, 2 ranks: bytes written by each rank"]) == 2
+
+
+def test_weak_scaling_of_two_ranks(tmp_path: Path) -> None:
+    report = run("dense/weak.py", "--quick --ranks 2", tmp_path)
+    ways = {"torch.save, barrier", "VELOC-Single", "VELOC-Sharded", "ours"}
+    name = "weak scaling, 2 MB, 2 ranks"
+    assert measured(report) == {f"{name}, run": {"none", "none again", *ways}, f"{name}, blocked": ways}
+
+
+def test_killed_savers_and_their_times(tmp_path: Path) -> None:
+    report = run("dense/pymm.py", "--quick", tmp_path)
+    ways = {f"{way}, {files} file" + "s" * (files == "two") for way in WAYS for files in ("one", "two")}
+    crashes = report["facts"]["crashes"]
+    assert set(crashes) == {*ways, "ours, a marker"}
+    assert all(sum(each.values()) == 1 for each in crashes.values())
+    assert crashes["ours, a marker"]["right"] == crashes["pickle, two files"]["right"] == 1
+    assert measured(report) == {"a save": {*ways, "ours, a marker", "ours, a marker: blocked"}}
+
+
+def test_training_logs_are_the_same_bytes_with_and_without_checkpoints(tmp_path: Path) -> None:
+    """And what checkpoints add is measured with the near tier and without it."""
+    report = run("tiers/ranks.py", "--quick --far file --ranks 2", tmp_path)
+    digests = report["facts"]["2 ranks: SHA-256 of the training logs"]
+    assert set(digests) == {"none", "none again", "torch.save", "far", "near, far"}
+    (of_ranks,) = {tuple(each) for each in digests.values()}
+    assert len(set(of_ranks)) == 2, "each rank logs a loss of its own"
+    assert measured(report) == {"2 ranks": set(digests)}
+
+
+def test_parts_of_the_thesis(tmp_path: Path) -> None:
+    report = run("thesis/parts.py", "--quick", tmp_path)
+    assert measured(report) == {
+        "table 4.1": {"none", "none again", "thesis", "ours", "ours, marks alone"},
+        "table 4.2": {"multiprocessing.Queue", "Quick Queue", "ours, submit"},
+        "table 4.4": {"torch.save, all", "torch.save, without embeddings", "ours, a marker"},
+    }
 
 
 def test_memory_of_each_way(tmp_path: Path) -> None:
