@@ -41,6 +41,7 @@ import numpy.typing as npt  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from common import Report, arguments, at_least, scratch, synced, take_turns, tell, timed  # noqa: E402
+from device import START  # noqa: E402
 from job import Shape, build, join_group  # noqa: E402
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
@@ -177,7 +178,7 @@ def mark_until_killed(folder: Path, size: int, told: Any) -> None:
 def marked_and_killed(size: int, kills: int, chance: random.Random) -> dict[str, int]:
     """The same of ours: a killed job, then a restore by another one."""
     found = {"right": 0, "refused": 0, "wrong": 0}
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(START)
     for _ in range(kills):
         with scratch("dense") as folder, ExitStack() as stack:
             (folder / "killed").mkdir()

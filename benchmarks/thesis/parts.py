@@ -33,6 +33,7 @@ import torch.multiprocessing as mp  # noqa: E402
 from common import Report, arguments, at_least, scratch, synced, take_turns, timed  # noqa: E402
 from data import uniform_ids, zipf_ids  # noqa: E402
 from design import END, IDS, Pipeline, QuickQueue, raw, received  # noqa: E402
+from device import START  # noqa: E402
 from job import Job, build, features, join_group  # noqa: E402
 from run import BATCH, QUICK_BATCH, SHAPES, shape_of  # noqa: E402
 
@@ -95,7 +96,7 @@ def table_41(args: argparse.Namespace, folder: Path) -> dict[str, Callable[[], f
 
 def table_42(args: argparse.Namespace, folder: Path) -> dict[str, Callable[[], float]]:
     """Seconds a put, the mean of ``ITEMS`` of them."""
-    context = mp.get_context("spawn")
+    context = mp.get_context(START)
     item = torch.randint(0, 80_000, (QUICK_BATCH if args.quick else BATCH,))
     theirs, quick = context.Queue(), QuickQueue(context)
     readers = [
