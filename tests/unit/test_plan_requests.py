@@ -14,7 +14,9 @@ import pytest
 
 from tests.jobs_on_paper import PaperJob, tables
 from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.format import notes
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.manifest import Manifest
 from torchrec_stream_ckpt.materialize.compactor import Compact, Policy
 from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.route.locate import load_catalog, locate
@@ -97,6 +99,19 @@ def test_a_summary_takes_the_place_of_two_requests_a_marker(tmp_path: Path, comp
     assert kinds["manifests"] <= MARKERS - 64
     assert kinds["segments"] <= MARKERS - 64 + pieces
     assert sum(objects.requests.values()) <= 2 * (MARKERS - 64) + 2 * (pieces if compact != "none" else 0) + 8
+
+
+def test_what_its_writer_wrote_is_checked_at_one_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted: of a thousand markers, what is done for each is the time of a plan."""
+    lineage, objects = folded(tmp_path, Policy(rebase=0, compact="none"), summarized=True), Far(tmp_path / "store")
+    slowly: list[str] = []
+    from_bytes = Manifest.from_bytes
+    monkeypatch.setattr(Manifest, "from_bytes", lambda data, where: slowly.append(where) or from_bytes(data, where))
+    notes._shards.cache_clear()
+    route = planned(objects, lineage)
+    assert len(route.told) == MARKERS
+    assert slowly == [], "no manifest is read item by item"
+    assert notes._shards.cache_info().misses == 1, "the shards of a generation are read once for each rank"
 
 
 def test_what_ranks_said_at_markers_within_folds_is_read_but_for_what_is_damaged(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from torchrec_stream_ckpt.format.segment import (
     lay_out,
     pack_front,
     parse_front,
+    parse_fronts,
 )
 from torchrec_stream_ckpt.types import MarkerId, StateSpec, TableSpec
 
@@ -223,6 +224,51 @@ def test_possible_entries_are_not_refused() -> None:
         [with_field("num_bytes", MAX_CHUNK_BYTES)],
     ):
         assert len(parse_front(forged(*entries), "s").directory) == len(entries)
+
+
+def fields(front: Front) -> list[object]:
+    return [getattr(front, name) if name != "directory" else front.directory.tobytes() for name in front.__slots__]
+
+
+@given(st.lists(chunks(), max_size=5))
+def test_many_directories_are_read_as_each_alone(segments: list[list[Chunk]]) -> None:
+    parts = [(packed(pieces), str(number)) for number, pieces in enumerate([*segments, []])]
+    found = parse_fronts(parts)
+    assert [fields(each) for each in found] == [fields(parse_front(*part)) for part in parts]
+
+
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize(
+    "bad",
+    [
+        [with_field("first", 6)],
+        [with_field("last", -1)],
+        [with_field("rows", 7)],
+        [with_field("offset", 0)],
+        [BEFORE, second(first=5)],
+        [BEFORE, second(table=0)],
+        [BEFORE, second(offset=front_length(2, 0))],
+    ],
+)
+def test_of_many_directories_the_impossible_one_is_named(bad: list[tuple[int, ...]], place: int) -> None:
+    good = [packed([]), forged(GOOD), forged(BEFORE, second())]
+    parts = [(data, "good") for data in good]
+    parts.insert(place, (forged(*bad), "bad"))
+    with pytest.raises(CorruptionError, match="segment directory has impossible entries") as refused:
+        parse_fronts(parts)
+    assert refused.value.where == {"name": "bad"}
+
+
+def test_of_many_directories_each_has_the_length_and_the_rows_that_it_says() -> None:
+    """What one has too many must not stand for what the next one lacks."""
+    for offset in (60, 68):  # of the length, and of the rows, in the header
+        more, less = bytearray(forged(GOOD)), bytearray(forged(GOOD))
+        for data, by in ((more, 1), (less, -1)):
+            data[offset : offset + 8] = (int.from_bytes(data[offset : offset + 8], "little") + by).to_bytes(8, "little")
+            data[124:128] = crc32c(bytes(data[:124])).to_bytes(4, "little")
+        with pytest.raises(CorruptionError, match="segment directory has impossible entries") as refused:
+            parse_fronts([(bytes(more), "more"), (bytes(less), "less")])
+        assert refused.value.where == {"name": "more"}
 
 
 @given(st.lists(st.tuples(*[st.sampled_from([0, 1, 2, 64, 2**31, 2**32 - 1])] * 4), min_size=1, max_size=3), st.data())

@@ -40,7 +40,7 @@ class Again:
         for name, verdict in new_verdicts(self._objects, claim.job, claim.generation, self._known):
             self._known.add(name)
             commit = self._generation.control.refresh().commits.get(verdict.marker)
-            if commit is None or commit.ranks[0].chain != verdict.chain:
+            if commit is None or commit.chain != verdict.chain:
                 continue  # of another history that shares the job's name
             rows = [RowRange(names[each.table], each.begin, each.end) for each in verdict.rows if each.table in names]
             log.warning("marker %s was found unproved (%s): %s are sent again", verdict.marker, name, _in_words(rows))

@@ -89,7 +89,8 @@ class Mark:
         return canonical(plain(self))
 
     @classmethod
-    def from_json(cls, data: Buffer, version: int = VERSION) -> Mark:
+    def from_json(cls, data: Buffer | dict[str, Any], version: int = VERSION) -> Mark:
+        """Read the payload of a MARK, or the object that stands in notes; raises CorruptionError."""
         raw = Fields(data, "MARK", cls, version)
         return cls(raw.take("rows", int), raw.take("num_bytes", int), raw.each("scalars", TableScalars), raw.proof())
 
@@ -230,6 +231,11 @@ class Commit(Record):
     def num_bytes(self) -> int:
         """Bytes of frames of all ranks since HELLO."""
         return self._total("num_bytes")
+
+    @property
+    def chain(self) -> int:
+        """``RankEnd.chain`` of rank 0: tells histories apart that share a job and a marker's name."""
+        return RankEnds.of(self.ranks).first("chain")
 
     def _total(self, name: str) -> int:
         return RankEnds.of(self.ranks).total(name)

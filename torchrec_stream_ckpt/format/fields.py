@@ -27,18 +27,20 @@ class Fields:
     """Checked access to the fields of one JSON payload.
 
     Args:
-        data: The payload.
+        data: The payload, or an object that :meth:`take` gave of another one.
         what: Its kind, for messages.
         kind: The dataclass whose fields it must have, no more and no less. Optional ones may be missing.
         version: Of the frame: a payload of version 1 has no optional field, one of version 2 none of a change.
         same: What the header says of fields that stand in both.
     """
 
-    def __init__(self, data: Buffer, what: str, kind: type[Any], version: int = VERSION, **same: object) -> None:
+    def __init__(
+        self, data: Buffer | dict[str, Any], what: str, kind: type[Any], version: int = VERSION, **same: object
+    ) -> None:
         self._what = what
         self._version = version
         try:
-            self._raw = _DECODER.decode(bytes(data).decode("ascii"))
+            self._raw = _DECODER.decode(bytes(data).decode("ascii")) if not isinstance(data, dict) else data
         except (ValueError, RecursionError) as error:
             raise CorruptionError(f"{what} is not JSON: {error}") from None
         if not isinstance(self._raw, dict):
@@ -173,6 +175,8 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_int=_whole, parse_f
 
 def _exactly(raw: dict[str, Any], names: Set[str], what: str, optional: Collection[str] = ()) -> None:
     """No field more, none less but optional ones; where these are not allowed, they must be missing."""
+    if raw.keys() == names and OPTIONAL.isdisjoint(names):
+        return
     if not names - OPTIONAL <= raw.keys() <= names - OPTIONAL.difference(optional):
         raise CorruptionError(f"{what} has fields {sorted(raw)!r:.200}, expected {sorted(names)}")
 
@@ -199,8 +203,10 @@ _hints: Callable[[type], dict[str, Any]] = cache(get_type_hints)
 def _record(item: object, kind: type[T], what: str, **given: object) -> T:
     """An instance of the dataclass ``kind`` from a JSON object with just its fields, less those ``given``."""
     raw = _typed(item, dict, what)
-    hints = {name: hint for name, hint in _hints(kind).items() if name not in given}
-    _exactly(raw, set(hints), what)
+    hints = _hints(kind)
+    if given:
+        hints = {name: hint for name, hint in hints.items() if name not in given}
+    _exactly(raw, hints.keys(), what)
     return kind(**{name: _typed(raw[name], hint, f"{what}.{name}") for name, hint in hints.items()}, **given)
 
 

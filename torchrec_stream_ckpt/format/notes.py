@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Mark
@@ -30,9 +31,45 @@ class Notes:
             CorruptionError: it is something else.
         """
         try:
-            fields = Fields(data, "notes", cls)
-            return cls(fields.each("shards", TableShard), Mark.from_json(canonical(fields.take("mark", dict))))
+            return _in_two(data) or _as_one(data)
         except CorruptionError as error:
             raise CorruptionError(error.message, name=where) from None
         except RecursionError:
             raise CorruptionError("notes are nested too deeply", name=where) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _OfMark:
+    """Notes without the shards."""
+
+    mark: Mark
+
+
+@dataclass(frozen=True, slots=True)
+class _OfShards:
+    """Notes without the mark."""
+
+    shards: tuple[TableShard, ...]
+
+
+def _as_one(data: bytes) -> Notes:
+    fields = Fields(data, "notes", Notes)
+    return Notes(fields.each("shards", TableShard), Mark.from_json(fields.take("mark", dict)))
+
+
+def _in_two(data: bytes) -> Notes | None:
+    """The same, split before the shards; None where that does not give two objects, each with its one field.
+
+    A plan reads the notes of each rank at a thousand markers, and the shards change with the generation alone.
+    """
+    at = data.rfind(b',"shards":')
+    try:
+        shards = _shards(b"{" + data[at + 1 :])
+        return Notes(shards, Mark.from_json(Fields(data[:at] + b"}", "notes", _OfMark).take("mark", dict)))
+    except CorruptionError:
+        return None
+
+
+@lru_cache(maxsize=2048)
+def _shards(data: bytes) -> tuple[TableShard, ...]:
+    return Fields(data, "notes", _OfShards).each("shards", TableShard)

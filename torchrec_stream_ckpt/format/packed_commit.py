@@ -50,24 +50,24 @@ _FRONT = struct.pack("<4sHHBBBBI", MAGIC, VERSION, HEADER_LEN, Kind.COMMIT, 0, C
 _NO_TABLE_NOR_SEQ = struct.pack("<IQ", NO_TABLE, 0)
 _NO_ROWS, _NO_CHAIN = bytes(40), bytes(8)
 
-_NUMBER = "(?:0|[1-9][0-9]{0,18})"
+NUMBER = "(?:0|[1-9][0-9]{0,18})"
 """Below 10^19, so of 64 bits."""
 _TEXT = r"[ !#-\[\]-~]"
 """A character of a string that stands for itself: printable ASCII, without what ends or escapes."""
 _SHA256 = "[0-9a-f]{64}"
 _NAME = r"(?:\.metadata|[A-Za-z0-9_-][A-Za-z0-9_.-]{0,254})"
 """Name of a dense file, as DCP writes it. Other names that begin with a dot are looked at one by one."""
-_FILE = rf'\{{"name":"{_NAME}","num_bytes":{_NUMBER},"sha256":"{_SHA256}"\}}'
-_LIST = rf'\{{"files":[1-9][0-9]{{0,17}},"list_bytes":[1-9][0-9]{{0,6}},"num_bytes":{_NUMBER},"sha256":"{_SHA256}"\}}'
-_BASE64 = "[A-Za-z0-9+/]+(?:[AQgw]==|[AEIMQUYcgkosw048]=)?"
+_FILE = rf'\{{"name":"{_NAME}","num_bytes":{NUMBER},"sha256":"{_SHA256}"\}}'
+_LIST = rf'\{{"files":[1-9][0-9]{{0,17}},"list_bytes":[1-9][0-9]{{0,6}},"num_bytes":{NUMBER},"sha256":"{_SHA256}"\}}'
+BASE64 = "[A-Za-z0-9+/]+(?:[AQgw]==|[AEIMQUYcgkosw048]=)?"
 """Canonical: no bit is set that stands for nothing. Whole where its length is a multiple of four."""
 _PAYLOAD = re.compile(
     (
         rf'\{{"dense":"(?P<dense>{_TEXT}{{0,{MAX_PLACE_CHARS}}})"'
         rf',"dense_files":\[(?:\],"dense_list":(?P<list>{_LIST})|(?P<files>(?:{_FILE}(?:,{_FILE})*)?)\])'
-        rf',"generation":(?P<generation>{_NUMBER}),"job":"(?P<job>[0-9a-f]{{32}})","mac":"(?P<mac>(?:{_SHA256})?)"'
-        rf',"marker":(?P<marker>{_NUMBER})(?:,"meta":(?P<meta>\{{[^{{}}\\]{{0,{MAX_META_BYTES}}}\}}))?'
-        rf',"nonce":"(?P<nonce>{_TEXT}*)","ranks":"(?P<ranks>{_BASE64})","step":(?P<step>{_NUMBER})'
+        rf',"generation":(?P<generation>{NUMBER}),"job":"(?P<job>[0-9a-f]{{32}})","mac":"(?P<mac>(?:{_SHA256})?)"'
+        rf',"marker":(?P<marker>{NUMBER})(?:,"meta":(?P<meta>\{{[^{{}}\\]{{0,{MAX_META_BYTES}}}\}}))?'
+        rf',"nonce":"(?P<nonce>{_TEXT}*)","ranks":"(?P<ranks>{BASE64})","step":(?P<step>{NUMBER})'
         rf',"store":"(?P<store>{_TEXT}{{0,{MAX_PLACE_CHARS}}})","time_s":(?P<time>[0-9]{{1,15}}\.[0-9]{{1,20}})\}} *'
     ).encode("ascii")
 )
@@ -200,11 +200,19 @@ def open_commit(frame: bytes) -> Commit:
     Raises:
         CorruptionError: one is not what it has to be.
     """
+    commit = written_commit(frame)
+    if commit is None:
+        read = parse_control(frame)
+        assert isinstance(read, Commit)
+        return read
+    return commit
+
+
+def written_commit(frame: Buffer) -> Commit | None:
+    """All fields of a COMMIT, each checked; None as of :func:`pack_commit`."""
     checked = _check(frame)
     if checked is None:
-        commit = parse_control(frame)
-        assert isinstance(commit, Commit)
-        return commit
+        return None
     head, match = checked
     listed, meta = match.group("list", "meta")
     return Commit(

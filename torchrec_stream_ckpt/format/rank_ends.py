@@ -149,6 +149,13 @@ class RankEnds(Sequence[RankEnd]):
             at += count * width
         return RankEnd(rank, *values)
 
+    def first(self, name: str) -> int:
+        """What one column has for rank 0."""
+        count, widths, least = self._front()
+        place = COLUMNS.index(name)
+        at = FRONT_LEN + count * sum(widths[:place])
+        return least[place] + int.from_bytes(self._packed[at : at + widths[place]], "little")
+
     def __iter__(self) -> Iterator[RankEnd]:
         return map(RankEnd, range(len(self)), *map(self._column, range(len(COLUMNS))))
 

@@ -123,7 +123,7 @@ class MarkerRows:
         for commit, intervals in groupby(route.intervals, lambda interval: interval.commit):
             # Which shards the ranks held matters only if folding goes on: here it does not.
             refs = [fold_interval(self._log, self._folder, each, (), self._progress) for each in intervals]
-            yield Piece(start, commit.id, tuple(ref for of_rank in refs for ref in of_rank), commit.ranks[0].chain)
+            yield Piece(start, commit.id, tuple(ref for of_rank in refs for ref in of_rank), commit.chain)
             start = commit.id
 
     def go_around(self, error: CorruptionError) -> None:

@@ -173,7 +173,7 @@ class ProofChecker:
     def _note(self, lineage: Lineage, catalog: Catalog, commit: Commit, found: WindowCheck, window: Window) -> None:
         """Say in the store what came of it."""
         assert self._said is not None
-        chain, now = commit.ranks[0].chain, int(time.time() * 1000)
+        chain, now = commit.chain, int(time.time() * 1000)
         proved = Comparison(commit.job, commit.id, STORE, chain, window.position, window.width, found.differing, now)
         note_proved(self._objects, proved)
         failpoint("proof.noted")

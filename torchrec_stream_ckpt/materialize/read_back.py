@@ -32,7 +32,7 @@ from torchrec_stream_ckpt.route.holdings import Holdings, Step
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.dense_objects import files_in, read_dense_file
 from torchrec_stream_ckpt.store.identity import place_of
-from torchrec_stream_ckpt.store.reader import load_notes, open_segments, read_chunks
+from torchrec_stream_ckpt.store.reader import check_whole, load_notes
 from torchrec_stream_ckpt.store.readings import list_readings, load_reading, put_reading, take_back
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -80,6 +80,8 @@ class ReadBack:
         self._fresh: list[ReadUnit] = []
         self.damaged: dict[Step, CorruptionError] = {}
         """Folds and intervals with other bytes than were written."""
+        self.segments: set[str] = set()
+        """Names of the segments that this process has read whole."""
         self.num_bytes = 0
         """What was read."""
 
@@ -120,14 +122,15 @@ class ReadBack:
         unit = ReadUnit(name, crc32c(data), sum(ref.num_bytes for ref in refs))
         if unit in self._whole or (unit in self._known and self._is_as_it_was(holdings, unit, refs)):
             return
-        opened = open_segments(catalog.objects, refs, self._job, self._pool)
-        for _, _, chunk in read_chunks(catalog.objects, opened, self._pool):
-            self.num_bytes += len(chunk)
-            self._progress(len(chunk))
+        for num_bytes in check_whole(catalog.objects, refs, self._job, self._pool):
+            self.num_bytes += num_bytes
+            self._progress(num_bytes)
         self._remember(unit)
+        self.segments |= {ref.name for ref in refs}
 
     def _look_beside_rows(self, holdings: Holdings, marker: MarkerId) -> None:
-        load_notes(holdings.catalog, marker, self._pool)
+        if not self.segments.issuperset(ref.name for ref in holdings.catalog.manifest(marker).last):
+            load_notes(holdings.catalog, marker, self._pool)
         commit = holdings.lineage.find(marker)
         files = whole(commit.dense_list, files_in(self._objects, commit))
         names = [dense_file_name(commit.job, marker, file.name) for file in files]

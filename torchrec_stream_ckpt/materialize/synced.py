@@ -66,9 +66,10 @@ def check_synced(
     for marker in _wanted(lineage, catalog.dropped):
         checked[marker] = _check(holdings, marker, commit.id, {number: each.id for number, each in trimmed.items()})
     refs = _segments(holdings, checked.values())
-    _read(holdings, refs, pool, whole=whole, progress=progress)
     if read_back is not None:
         _check_bytes(holdings, checked.values(), _new(holdings, trimmed), read_back)
+    unread = refs.keys() - read_back.segments if read_back is not None else refs.keys()
+    _read(holdings, {name: refs[name] for name in refs if name in unread}, pool, whole=whole, progress=progress)
     num_bytes = sum(ref.num_bytes for ref, _ in refs.values())
     others = tuple(each for each in trimmed.values() if each.id != commit.id)
     return Synced(commit, others, len(checked), len(refs), num_bytes)

@@ -39,7 +39,7 @@ def of_history(lineage: Lineage, said: Iterable[Comparison], who: str = STORE) -
     found: dict[MarkerId, Comparison] = {}
     for each in said:
         commit = lineage.commits.get(each.marker)
-        if each.who == who and commit is not None and commit.ranks[0].chain == each.chain:
+        if each.who == who and commit is not None and commit.chain == each.chain:
             found[each.marker] = max(each, found.get(each.marker, each), key=lambda one: one.time_ms)
     return found
 

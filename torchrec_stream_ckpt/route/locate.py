@@ -25,7 +25,7 @@ from torchrec_stream_ckpt.types import MarkerId
 
 _READERS = 128
 """Manifests and directories that are read at once: small objects, each of which costs a round trip."""
-_FEW = 32
+_FEW = 64
 """The same where summaries have most of them."""
 NONE: Mapping[str, CorruptionError] = MappingProxyType({})
 

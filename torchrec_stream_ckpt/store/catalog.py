@@ -16,6 +16,7 @@ from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Manifest, SegmentRef
+from torchrec_stream_ckpt.format.packed_manifest import read_manifest
 from torchrec_stream_ckpt.format.segment import Front
 from torchrec_stream_ckpt.layout import (
     DROPPED_DIR,
@@ -76,7 +77,7 @@ class Piece:
     end: MarkerId
     segments: tuple[SegmentRef, ...]
     chain: int
-    """``RankEnd.chain`` of rank 0 at ``end``."""
+    """``Commit.chain`` of ``end``."""
     opened: tuple[Picked, ...] = ()
     """Once the directories were read: all chunks of each segment, or those that :meth:`only` has left."""
 
@@ -172,7 +173,7 @@ class Catalog:
         name = manifest_name(self.job, marker)
         manifest = self._kept.get(name, Manifest)
         if manifest is None:
-            manifest = self._read(name, Manifest.from_bytes)
+            manifest = self._read(name, read_manifest)
             if (manifest.commit.job, manifest.commit.id) != (self.job, marker):
                 raise CorruptionError("manifest is of another marker than its name", name=name)
             self._kept.put(name, manifest, sum(map(len, manifest.segments)))
@@ -350,32 +351,33 @@ class Catalog:
 
         A piece counts only if others lead to where it begins: what comes after a gap leads nowhere.
         """
-        places: dict[MarkerId | None, int] = {since: -1} | {commit.id: place for place, commit in enumerate(chain)}
+        ids = [commit.id for commit in chain]
+        places: dict[MarkerId | None, int] = {since: -1} | {marker: place for place, marker in enumerate(ids)}
         folds: dict[MarkerId, list[MarkerId | None]] = {}
         for start, end in self.folds:
             if start in places and end in places and places[start] < places[end]:
                 folds.setdefault(end, []).append(start)
         found: dict[MarkerId, MarkerId | None] = {}
         before = since
-        for commit in chain:
-            starts = folds.get(commit.id, []) + ([before] if commit.id in self.markers else [])
+        for marker in ids:
+            starts = folds.get(marker, []) + ([before] if marker in self.markers else [])
             led = [start for start in starts if start == since or start in found]
             if led:
-                found[commit.id] = min(led, key=lambda start: places[start])
-            before = commit.id
+                found[marker] = min(led, key=lambda start: places[start])
+            before = marker
         return found
 
     def piece(self, start: MarkerId | None, end: Commit) -> Piece:
         """What is there of (start, end]: a fold, or otherwise an interval; raises as :meth:`cover`."""
         if (start, end.id) in self.folds:
             fold = self.fold(start, end.id)
-            if fold.segments and fold.chain != end.ranks[0].chain:
+            if fold.segments and fold.chain != end.chain:
                 raise self._foreign(end.id)
-            return Piece(start, end.id, fold.segments, end.ranks[0].chain)
-        manifest = self.check(end)
+            return Piece(start, end.id, fold.segments, end.chain)
+        manifest, marker = self.check(end), end.id
         if manifest.previous != (start if start is not None and start.generation == end.generation else None):
-            raise _gap(self.objects, end.id, manifest.previous)
-        return Piece(start, end.id, manifest.refs, end.ranks[0].chain)
+            raise _gap(self.objects, marker, manifest.previous)
+        return Piece(start, marker, manifest.refs, end.chain)
 
 
 def follow(

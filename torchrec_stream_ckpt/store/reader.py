@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import TypeVar
@@ -16,7 +15,7 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.notes import Notes
-from torchrec_stream_ckpt.format.segment import ChunkEntry, Front, check_chunk, entries_of, parse_front
+from torchrec_stream_ckpt.format.segment import ChunkEntry, Front, check_chunk, entries_of, parse_front, parse_fronts
 from torchrec_stream_ckpt.layout import manifest_name
 from torchrec_stream_ckpt.store.api import Readable
 from torchrec_stream_ckpt.store.at_hand import side_by_side
@@ -47,9 +46,9 @@ def load_told(catalog: Catalog, pieces: Sequence[Piece], pool: Executor) -> Told
         CorruptionError: a segment is gone or altered; names it.
         StoreUnavailableError: the store does not answer.
     """
-    reach = pieces[-1].end
-    notes = load_notes(catalog, reach, pool)
-    return {**_told(pieces), **_told_in_folds(catalog, pieces, pool), reach: notes}
+    reach, told = pieces[-1].end, _told(pieces)
+    notes = told.get(reach) or load_notes(catalog, reach, pool)  # of its interval, or a fold has its rows
+    return {**told, **_told_in_folds(catalog, pieces, pool), reach: notes}
 
 
 def _told(pieces: Sequence[Piece]) -> Told:
@@ -118,7 +117,10 @@ def load_front(objects: Readable, ref: SegmentRef, job: bytes) -> Front:
 
 def check_front(data: Buffer, ref: SegmentRef, job: bytes) -> Front:
     """What stands before the chunks of a segment, by its bytes; raises as :func:`load_front`."""
-    front = parse_front(data, ref.name)
+    return _same(parse_front(data, ref.name), ref, job)
+
+
+def _same(front: Front, ref: SegmentRef, job: bytes) -> Front:
     found = (front.header_crc, front.num_bytes, front.front_bytes, front.rows, front.id.job)
     if found != (ref.header_crc, ref.num_bytes, ref.front_bytes, ref.rows, job):
         raise CorruptionError("segment is not the one that its manifest names", name=ref.name)
@@ -126,20 +128,54 @@ def check_front(data: Buffer, ref: SegmentRef, job: bytes) -> Front:
 
 
 def load_fronts(objects: Readable, refs: Sequence[SegmentRef], job: bytes, pool: Executor) -> list[Front]:
-    """:func:`load_front` of several, side by side."""
-    return side_by_side(objects, pool, lambda ref: load_front(objects, ref, job), refs, lambda ref: ref.name)
+    """:func:`load_front` of several: read side by side, and checked together."""
+
+    def read(ref: SegmentRef) -> tuple[Buffer, str]:
+        return objects.read(ref.name, 0, ref.front_bytes), ref.name
+
+    fronts = parse_fronts(side_by_side(objects, pool, read, refs, lambda ref: ref.name))
+    return [_same(front, ref, job) for front, ref in zip(fronts, refs, strict=True)]
 
 
 def open_pieces(objects: Readable, pieces: Sequence[Piece], job: bytes, pool: Executor) -> tuple[Piece, ...]:
     """The same with :attr:`Piece.opened`, all directories read side by side; raises as :func:`load_front`."""
     opened = iter(open_segments(objects, [ref for piece in pieces for ref in piece.segments], job, pool))
-    return tuple(replace(piece, opened=tuple(islice(opened, len(piece.segments)))) for piece in pieces)
+    return tuple(
+        Piece(each.start, each.end, each.segments, each.chain, tuple(islice(opened, len(each.segments))))
+        for each in pieces
+    )
 
 
 def open_segments(objects: Readable, refs: Sequence[SegmentRef], job: bytes, pool: Executor) -> list[Picked]:
     """All chunks of each segment, their directories read side by side; raises as :func:`load_front`."""
     fronts = load_fronts(objects, refs, job, pool)
     return [Picked(ref, front, np.arange(len(front.directory))) for ref, front in zip(refs, fronts, strict=True)]
+
+
+def check_whole(objects: Readable, refs: Sequence[SegmentRef], job: bytes, pool: Executor) -> Iterator[int]:
+    """Read segments whole, and compare all that they hold with its checksums; gives the bytes of each chunk.
+
+    A segment of at most ``RANGE_BYTES`` takes one request.
+
+    Raises:
+        CorruptionError: one is gone, shorter or altered.
+        StoreUnavailableError: the store does not answer.
+    """
+    small = [ref for ref in refs if ref.num_bytes <= RANGE_BYTES]
+    for lengths in pool.map(partial(_check_small, objects, job), small):
+        yield from lengths
+    large = open_segments(objects, [ref for ref in refs if ref.num_bytes > RANGE_BYTES], job, pool)
+    for _, _, chunk in read_chunks(objects, large, pool):
+        yield len(chunk)
+
+
+def _check_small(objects: Readable, job: bytes, ref: SegmentRef) -> list[int]:
+    data = objects.read(ref.name, 0, ref.num_bytes)
+    front = check_front(data, ref, job)
+    entries = entries_of(front.directory)
+    for entry in entries:
+        check_chunk(entry, data[entry.offset : entry.offset + entry.num_bytes], ref.name)
+    return [entry.num_bytes for entry in entries]
 
 
 def read_chunks(

@@ -22,7 +22,7 @@ def leave_verdict(objects: Objects, commit: Commit, rows: Sequence[TableRows]) -
         UnsupportedError: the store is of a newer format.
     """
     check_store(objects)
-    verdict = Verdict(commit.job, commit.id, commit.ranks[0].chain, tuple(rows), float(int(time.time())))
+    verdict = Verdict(commit.job, commit.id, commit.chain, tuple(rows), float(int(time.time())))
     data = verdict.to_bytes()
     name = verdict_name(commit.job, commit.id, crc32c(data))
     objects.put(name, [data])
