@@ -12,6 +12,7 @@ import pytest
 
 from tests.jobs_on_paper import PaperJob, tables
 from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.materialize.compactor import Policy
@@ -82,7 +83,7 @@ def test_a_marker_of_n_ranks_takes_n_looks_and_n_puts_and_a_few_more(tmp_path: P
     assert first["read segments"] == third["read segments"] == 0
     # What a rank holds is asked once a generation: where its segment of the marker before begins.
     assert second["size segments"] == 2 * RANKS
-    assert second["read segments"] == 2 * RANKS
+    assert second["read segments"] == RANKS
     rest = sum(third.values()) - 2 * RANKS
     assert rest <= 8, f"whatever the ranks are: {third}"
 
@@ -92,6 +93,39 @@ def test_the_segments_of_all_ranks_are_looked_at_side_by_side(tmp_path: Path) ->
     job, lineage = job_of(tmp_path)
     (found,) = folded(job, lineage, Counted(tmp_path / "store", together=THREADS), tmp_path, 1)
     assert found["size segments"] == RANKS
+
+
+def test_nothing_is_written_any_more_once_a_damaged_rank_was_reported(tmp_path: Path) -> None:
+    job, lineage = job_of(tmp_path)
+    (last,) = (tmp_path / "log").glob(f"data/p{RANKS - 1:05d}/*.seg")
+    data = bytearray(last.read_bytes())
+    data[len(data) // 6] ^= 1
+    last.write_bytes(data)
+    objects = Counted(tmp_path / "store")
+    with ThreadPoolExecutor(THREADS) as pool:
+        dense = open_dense(str(tmp_path))
+        policy = Policy(rebase=0, compact="none")
+        with pytest.raises(CorruptionError):
+            list(Materializer(job.log, objects, lambda _: dense, pool, policy).catch_up(lineage))
+        reported = objects.requests["put segments"]
+    assert objects.requests["put segments"] == reported < RANKS
+    assert objects.requests["put manifests"] == 0
+
+
+def test_the_segments_of_all_ranks_are_written_side_by_side(tmp_path: Path) -> None:
+    """With k threads, the N puts of a marker take N / k times as long as one."""
+    job, lineage = job_of(tmp_path)
+    objects = Counted(tmp_path / "store")
+    together, put = threading.Barrier(THREADS), objects.put
+
+    def late(name: str, parts: Sequence[Buffer]) -> None:
+        if name.startswith("segments/"):
+            together.wait(timeout=60)
+        put(name, parts)
+
+    objects.put = late  # type: ignore[method-assign]
+    (found,) = folded(job, lineage, objects, tmp_path, 1)
+    assert found["put segments"] == RANKS
 
 
 def test_what_another_process_has_folded_is_read_with_two_requests_each(tmp_path: Path) -> None:

@@ -116,13 +116,13 @@ def test_a_log_on_a_read_only_mount_is_folded_and_nothing_is_locked(job: Job) ->
 
 
 def test_once_that_a_signal_ends_early_says_so(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    fold = interval_folder.fold_interval
+    fold = interval_folder.begin_fold
 
     def struck(*arguments: Any) -> object:
         os.kill(os.getpid(), signal.SIGTERM)
         return fold(*arguments)
 
-    monkeypatch.setattr(interval_folder, "fold_interval", struck)
+    monkeypatch.setattr(interval_folder, "begin_fold", struck)
     status, events, said = materialize(job)
     assert (status, said) == (1, "")
     assert (events[-1]["event"], events[-1]["lag_markers"]) == ("stop", 1)

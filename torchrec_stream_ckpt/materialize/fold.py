@@ -7,7 +7,7 @@ and one that was killed begins its interval again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.failpoints import failpoint
@@ -17,7 +17,15 @@ from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.format.segment import HEADER_LEN, Chunk, SegmentId, front_bytes_of, lay_out, parse_front
+from torchrec_stream_ckpt.format.segment import (
+    HEADER_LEN,
+    Chunk,
+    Front,
+    SegmentId,
+    front_bytes_of,
+    lay_out,
+    parse_front,
+)
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import check_hello, checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.materialize.sorter import RowSorter
@@ -41,7 +49,7 @@ class SegmentWriter:
         schema: Of the rows.
         name: Name of a part's object.
         segment: Identity of a part.
-        background: One thread that writes a part while the rows of the next one are gathered; None: :meth:`put` writes.
+        background: A thread that writes a part while other rows are gathered; None: :meth:`put` writes.
     """
 
     def __init__(
@@ -86,6 +94,11 @@ class SegmentWriter:
             self._writing = None
         return tuple(self.refs)
 
+    def drop(self) -> None:
+        """Write nothing more: what has begun is waited for, and what comes of it does not matter."""
+        if self._writing is not None and not self._writing.cancel():
+            wait([self._writing])
+
     def _put(self, part: int, chunks: Sequence[Chunk], last: bool, notes: bytes, version: int) -> None:
         parts, front_bytes, crc = lay_out(
             self._segment(part), chunks, last=last, schema_crc=self._schema.crc, notes=notes, version=version
@@ -104,7 +117,19 @@ def fold_interval(
     shards: tuple[TableShard, ...] | None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> tuple[SegmentRef, ...]:
-    """Read one rank's interval, check every frame and write its segments.
+    """Read one rank's interval, check every frame and write its segments; as :func:`begin_fold`."""
+    return begin_fold(log, objects, interval, shards, progress).finish()
+
+
+def begin_fold(
+    log: LogReader,
+    objects: Objects,
+    interval: Interval,
+    shards: tuple[TableShard, ...] | None,
+    progress: Callable[[int], None] = lambda _: None,
+    background: Executor | None = None,
+) -> SegmentWriter:
+    """Read one rank's interval, check every frame and write its segments, the last of them perhaps in the background.
 
     Memory: the rows of one segment twice, and one frame.
 
@@ -114,6 +139,10 @@ def fold_interval(
         interval: Of a committed marker.
         shards: What the rank's HELLO said; None at the first marker of a generation, whose interval holds it.
         progress: Called with the bytes of each frame.
+        background: Threads that write the last part; None: it is written on return.
+
+    Returns:
+        What has the segments, once all of them are written: ``finish``.
 
     Raises:
         CorruptionError: the log is damaged, incomplete, of another job or schema; says where.
@@ -121,7 +150,7 @@ def fold_interval(
     """
     commit, end, schema = interval.commit, interval.end, interval.claim.schema
     schema_crc = schema.crc
-    writer = SegmentWriter(objects, schema, interval.name, interval.segment)
+    writer = SegmentWriter(objects, schema, interval.name, interval.segment, background)
     rows = RowSorter(schema)
     mark = None
     for header, frame in read_stream(log, commit, end, interval.after):
@@ -136,6 +165,7 @@ def fold_interval(
             rows.add(header.table, header.col0, header.cols, decode_rows(header, payload, schema.tables[header.table]))
             if rows.num_bytes >= SEGMENT_BYTES:
                 writer.put(rows, last=False)
+                writer.finish()  # the next rows take its place
         elif header.kind is Kind.HELLO:
             shards = check_hello(header, frame, interval.claim, commit, end).shards
         elif header.kind is Kind.MARK:
@@ -144,7 +174,7 @@ def fold_interval(
     if mark is None or shards is None:
         raise CorruptionError("interval without its HELLO or MARK", generation=commit.generation, rank=end.rank)
     writer.put(rows, last=True, notes=Notes(shards, mark))
-    return writer.finish()
+    return writer
 
 
 def folded_interval(objects: Objects, interval: Interval) -> tuple[SegmentRef, ...] | None:
@@ -152,9 +182,24 @@ def folded_interval(objects: Objects, interval: Interval) -> tuple[SegmentRef, .
 
     One request for a part that is not there; two for one that is, and three if it has a long directory.
     """
-    refs: list[SegmentRef] = []
+    fronts = _fronts(objects, interval)
+    return tuple(ref for ref, _ in fronts) if fronts is not None else None
+
+
+def folded_shards(objects: Objects, interval: Interval) -> tuple[TableShard, ...] | None:
+    """What a rank held, as the last segment of an interval says; None if not all of its parts are there.
+
+    Requests are those of :func:`folded_interval`.
+    """
+    fronts = _fronts(objects, interval)
+    return Notes.from_json(fronts[-1][1].notes, fronts[-1][0].name).shards if fronts is not None else None
+
+
+def _fronts(objects: Objects, interval: Interval) -> list[tuple[SegmentRef, Front]] | None:
+    """All parts of an interval, each with what stands before its chunks; None if one is not there."""
+    found: list[tuple[SegmentRef, Front]] = []
     while True:
-        name = interval.name(len(refs))
+        name = interval.name(len(found))
         num_bytes = objects.size(name)
         if num_bytes is None or num_bytes < HEADER_LEN:
             return None
@@ -162,14 +207,9 @@ def folded_interval(objects: Objects, interval: Interval) -> tuple[SegmentRef, .
         if (front_bytes := front_bytes_of(data, name)) > len(data):
             data = objects.read(name, 0, front_bytes)
         front = parse_front(data, name)
-        if front.id != interval.segment(len(refs)) or front.num_bytes != num_bytes:
+        if front.id != interval.segment(len(found)) or front.num_bytes != num_bytes:
             raise CorruptionError("segment is not the one that its name says", name=name)
-        refs.append(SegmentRef(name, num_bytes, front.front_bytes, front.header_crc, front.rows))
+        ref = SegmentRef(name, num_bytes, front.front_bytes, front.header_crc, front.rows)
+        found.append((ref, front))
         if front.last:
-            return tuple(refs)
-
-
-def shards_of(objects: Objects, refs: Sequence[SegmentRef]) -> tuple[TableShard, ...]:
-    """What a rank held, as the last segment of one of its intervals says."""
-    front = parse_front(objects.read(refs[-1].name, 0, refs[-1].front_bytes), refs[-1].name)
-    return Notes.from_json(front.notes, refs[-1].name).shards
+            return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,13 @@ from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.segment import HEADER_LEN, front_bytes_of, parse_front
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.stream import held_by
-from torchrec_stream_ckpt.materialize.fold import fold_interval, folded_interval, shards_of
+from torchrec_stream_ckpt.materialize.fold import (
+    SegmentWriter,
+    begin_fold,
+    fold_interval,
+    folded_interval,
+    folded_shards,
+)
 from torchrec_stream_ckpt.materialize.progress import Progress
 from torchrec_stream_ckpt.route.route import check_incarnation, check_there
 from torchrec_stream_ckpt.store.api import Objects
@@ -49,10 +56,23 @@ class FoldTask:
         return f"fold {first.commit.id} ranks {first.end.rank} to {last.end.rank}"
 
     def run(self, place: Site) -> tuple[tuple[SegmentRef, ...], ...]:
-        """As of ``Task``: the segments of each interval."""
-        return tuple(
-            fold_interval(place.log, place.objects, interval, shards, place.tell) for interval, shards in self.intervals
-        )
+        """As of ``Task``: the segments of each interval, written side by side while the next ones are gathered."""
+        writers: deque[SegmentWriter] = deque()
+        found: list[tuple[SegmentRef, ...]] = []
+        waiting = 0
+        try:
+            for interval, shards in self.intervals:
+                writers.append(begin_fold(place.log, place.objects, interval, shards, place.tell, place.pool))
+                waiting += interval.num_bytes
+                while waiting > BATCH_BYTES:
+                    waiting -= self.intervals[len(found)][0].num_bytes
+                    found.append(writers.popleft().finish())
+            while writers:
+                found.append(writers.popleft().finish())
+        finally:
+            for writer in writers:  # nothing is written once this has raised
+                writer.drop()
+        return tuple(found)
 
 
 @dataclass(slots=True)
@@ -289,10 +309,9 @@ class IntervalFolder:
             return known
         previous = Interval(interval.claim, before, before.ranks[interval.end.rank])
         try:
-            refs = folded_interval(self._objects, previous)
+            return folded_shards(self._objects, previous)
         except CorruptionError:  # as good as gone
-            refs = None
-        return shards_of(self._objects, refs) if refs is not None else None
+            return None
 
     def _shards_before(
         self, catalog: Catalog, interval: Interval, before: Commit | None

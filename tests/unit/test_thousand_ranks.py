@@ -1,0 +1,181 @@
+"""A marker of 1,024 ranks: each of its objects is asked for once, side by side, by no more threads than is said."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.jobs_on_paper import PaperJob, tables
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.format.frame import Buffer
+from torchrec_stream_ckpt.layout import SEGMENTS_DIR
+from torchrec_stream_ckpt.materialize.compactor import Policy
+from torchrec_stream_ckpt.materialize.gc import GcRules, collect
+from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.materialize.read_back import ReadBack
+from torchrec_stream_ckpt.materialize.synced import check_synced
+from torchrec_stream_ckpt.route.holdings import Holdings
+from torchrec_stream_ckpt.route.locate import _READERS, load_catalog, locate
+from torchrec_stream_ckpt.store.api import Entry
+from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.store.folder import FolderObjects
+from torchrec_stream_ckpt.types import MarkerId
+
+pytestmark = pytest.mark.usefixtures("no_syncs")
+
+RANKS, THREADS, TOGETHER = 1024, 16, 8
+OLD, NEW = MarkerId(1, 1), MarkerId(2, 2)
+
+
+class Far(FolderObjects):
+    """Answers what is asked of segments once as many are asked for as ``TOGETHER`` says, and counts."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.requests: Counter[tuple[str, str]] = Counter()
+        """By what is asked, and of which object."""
+        self.most = self._now = 0
+        self._lock = threading.Lock()
+        self._together = threading.Barrier(TOGETHER)
+
+    def _asked(self, what: str, name: str) -> None:
+        with self._lock:
+            self.requests[what, name] += 1
+            self._now += 1
+            self.most = max(self.most, self._now)
+        if name.endswith(".seg"):
+            self._together.wait(timeout=60)
+        with self._lock:
+            self._now -= 1
+
+    def taken(self) -> dict[str, int]:
+        """Requests since the last call, by what is asked of which kind of object; of segments, none twice."""
+        with self._lock:
+            found, self.requests = self.requests, Counter()
+        assert [name for (_, name), count in found.items() if count > 1 and name.endswith(".seg")] == []
+        summed = Counter[str]()
+        for (what, name), count in found.items():
+            summed[f"{what} {name.split('/')[0]}"] += count
+        return dict(summed)
+
+    def size(self, name: str) -> int | None:
+        self._asked("size", name)
+        return super().size(name)
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        self._asked("read", name)
+        return super().read(name, begin, end)
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        self._asked("list", prefix)
+        return super().list(prefix)
+
+    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+        self._asked("put", name)
+        super().put(name, parts)
+
+    def delete(self, name: str) -> None:
+        self._asked("delete", name)
+        super().delete(name)
+
+
+class Case:
+    """A job of two generations, each with one marker that stands alone, folded by one process."""
+
+    def __init__(self, root: Path) -> None:
+        job = PaperJob(root / "log", tables("t", rows=RANKS, dim=4), world=RANKS)
+        job.run(1)
+        job.run(1)
+        self.job, self.root, self.lineage = job, root, Control(job.log).refresh()
+        self.objects, self.pool = Far(root / "store"), ThreadPoolExecutor(THREADS)
+        self.folded = list(self._fold())
+
+    def _fold(self) -> Iterator[dict[str, int]]:
+        dense = open_dense(str(self.root))
+        policy = Policy(rebase=0, compact="none")
+        for _ in Materializer(self.job.log, self.objects, lambda _: dense, self.pool, policy).catch_up(self.lineage):
+            yield self.objects.taken()
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    case = Case(tmp_path_factory.mktemp("thousand"))
+    yield case
+    case.pool.shutdown()
+
+
+@pytest.fixture
+def objects(case: Case) -> Far:
+    case.objects.taken()
+    case.objects.most = 0
+    return case.objects
+
+
+def few(requests: dict[str, int], most: int) -> bool:
+    """Whether no more is asked of all that is no segment."""
+    return sum(count for what, count in requests.items() if not what.endswith(f" {SEGMENTS_DIR}")) <= most
+
+
+def of_segments(requests: dict[str, int]) -> dict[str, int]:
+    return {what.split()[0]: count for what, count in requests.items() if what.endswith(f" {SEGMENTS_DIR}")}
+
+
+def test_it_is_folded_with_one_look_and_one_put_a_rank(case: Case) -> None:
+    for requests in case.folded:
+        assert of_segments(requests) == {"size": RANKS, "put": RANKS}
+        assert few(requests, 10)
+
+
+def test_it_is_listed_without_a_request_of_any_rank(case: Case, objects: Far) -> None:
+    catalog = load_catalog(objects, case.lineage)
+    assert catalog is not None
+    assert catalog.markers == {OLD, NEW}
+    requests = objects.taken()
+    assert of_segments(requests) == {}
+    assert few(requests, 5)
+
+
+def test_a_restore_is_planned_with_one_read_a_rank(case: Case, objects: Far) -> None:
+    route = locate(case.lineage, NEW, load_catalog(objects, case.lineage))
+    assert (route.stored, len(route.segments), len(route.notes)) == (NEW, RANKS, RANKS)
+    requests = objects.taken()
+    assert of_segments(requests) == {"read": RANKS}
+    assert few(requests, 6)
+    assert objects.most <= _READERS
+
+
+def test_that_it_is_there_is_told_by_one_listing(case: Case, objects: Far) -> None:
+    assert not Holdings.load(objects, case.lineage).look(NEW).damage
+    requests = objects.taken()
+    assert of_segments(requests) == {"list": 1}
+    assert few(requests, 10)
+
+
+def test_a_trim_reads_each_segment_once_whole(case: Case, objects: Far) -> None:
+    holdings = Holdings.load(objects, case.lineage)
+    read_back = ReadBack(objects, case.lineage.job, case.pool, {})
+    objects.taken()
+    synced = check_synced(holdings, None, case.pool, read_back=read_back)
+    assert (synced.markers, synced.segments) == (2, 2 * RANKS)
+    requests = objects.taken()
+    assert of_segments(requests) == {"read": 2 * RANKS}
+    assert few(requests, 2)
+    assert objects.most <= THREADS
+
+
+def test_gc_deletes_each_segment_of_one_that_is_given_up_and_reads_none_of_it(case: Case, objects: Far) -> None:
+    rules = GcRules(grace_s=0, give_up={OLD: "of no use"})
+    found: Counter[str] = Counter()
+    for _ in range(2):  # what is found by one run goes with the next
+        collect(objects, case.lineage, case.lineage.job, rules, case.pool)
+        requests = objects.taken()
+        found.update(of_segments(requests))
+        assert few(requests, 60)
+    assert (found["delete"], found["read"]) == (RANKS, 0)
+    assert objects.most <= THREADS
+    assert locate(case.lineage, NEW, load_catalog(objects, case.lineage)).stored == NEW
