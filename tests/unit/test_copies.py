@@ -266,8 +266,8 @@ def test_after_a_snapshot_the_copy_is_as_short_as_the_log(root: Path) -> None:
     shorten_control(FileLog(root), Control(FileLog(root)), at_once=True)
     control.commit(commit(2, 4), 5.0, Event())
     control.close()
-    (name,) = Copied.load(open_store(str(root)), JOB, key(root)).names
-    assert name.epoch == 2
+    # The last COMMIT is in the same object, or in one of its own if the thread that copies was at the snapshot before.
+    assert {name.epoch for name in Copied.load(open_store(str(root)), JOB, key(root)).names} == {2}
     check(root)
     (root / "control.log").unlink()
     assert recover(root)["offered"] == ["1:2", "2:1", "2:2", "2:3", "2:4"]
