@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.counting import CountingObjects
+from tests.jobs_on_paper import PaperJob, tables
 from tests.synthetic import SCHEMA, Job
+from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.materialize import fold
+from torchrec_stream_ckpt.materialize import fold, scrub_reader, summarizer
 from torchrec_stream_ckpt.materialize.compactor import Policy
+from torchrec_stream_ckpt.materialize.gc import GcRules, collect
 from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.sizing import RateTouched, Requests, TableLoad, UnitCosts, Workload, marker_requests, plan
+from torchrec_stream_ckpt.materialize.retention import Retention
+from torchrec_stream_ckpt.materialize.scrubber import Scrubber
+from torchrec_stream_ckpt.route.locate import load_catalog, locate
+from torchrec_stream_ckpt.sizing import (
+    Deployment,
+    RateTouched,
+    Requests,
+    TableLoad,
+    UnitCosts,
+    Workload,
+    fold_load,
+    fold_requests,
+    marker_requests,
+    plan,
+)
 from torchrec_stream_ckpt.sizing import requests as model
 from torchrec_stream_ckpt.sizing.inputs import optimizer_states
-from torchrec_stream_ckpt.store import reader
+from torchrec_stream_ckpt.store import api, ranges, reader
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.types import TableSpec
 
 Asked = Counter[tuple[str, str]]
@@ -70,7 +90,7 @@ def test_only_the_listing_of_all_manifests_grows_with_what_is_kept() -> None:
 @pytest.mark.parametrize("world", [1, 4])
 def test_a_base_asks_for_no_more_than_the_model_says(tmp_path: Path, world: int) -> None:
     marker = marker_requests(world, num_bytes=1.0)
-    most = model.base_requests(1.0, 1.0, segments=world + 1, tables=len(SCHEMA.tables))
+    most = fold_requests(1.0, 2.0, segments=world + 1, tables=len(SCHEMA.tables))
     for asked in folded(tmp_path, world, Policy(rebase=1e-9, compact="none")):
         found, said = summed(asked), counts(marker + most)
         gets = found.pop("get"), said.pop("get")
@@ -80,6 +100,8 @@ def test_a_base_asks_for_no_more_than_the_model_says(tmp_path: Path, world: int)
 
 def test_the_sizes_of_the_model_are_those_of_the_code() -> None:
     assert (model.SEGMENT_BYTES, model.RANGE_BYTES) == (fold.SEGMENT_BYTES, reader.RANGE_BYTES)
+    assert (model.PIECE_BYTES, model.SMALL_BYTES) == (scrub_reader.PIECE_BYTES, ranges.SMALL_BYTES)
+    assert (model.SUMMED, model.NOTES_READS) == (summarizer.MARKERS, reader.NOTES_READS)
 
 
 @pytest.mark.parametrize(
@@ -94,9 +116,178 @@ def test_a_month_costs_more_in_full_copies_and_prices_are_parameters() -> None:
     table = TableSpec("t", 10_000_000, 64, "float32", "sgd", optimizer_states("sgd"))
     touched = RateTouched(table.rows, 50_000.0, 0.1, 0.8)
     job = Workload(tables=(TableLoad(table, touched),), ranks=8, steps_per_s=10.0, marker_s=60.0)
-    bills = plan(job).bills
+    where = Deployment(trim_s=86_400.0)
+    bills = plan(job, where).bills
     assert bills.store.usd < bills.differential.usd < bills.full.usd
     assert bills.full.requests.put == 43_200 * (8 * 9 + 1)  # 2.64 GB: 330 MB a rank, in 7 parts
-    dear = plan(job, costs=UnitCosts(put_list_usd_per_1000=0.05, get_head_usd_per_1000=0.004)).bills
+    dear = plan(job, where, costs=UnitCosts(put_list_usd_per_1000=0.05, get_head_usd_per_1000=0.004)).bills
     assert dear.store.requests_usd == pytest.approx(10 * bills.store.requests_usd)
     assert dear.store.storage_usd == bills.store.storage_usd
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_spans_ask_for_no_more_than_the_model_says(tmp_path: Path, world: int) -> None:
+    marker = marker_requests(world, num_bytes=1.0)
+    most = fold_requests(1.0, 1.0, segments=2 * world, tables=len(SCHEMA.tables))
+    spans = 0
+    for asked in folded(tmp_path, world, Policy(rebase=0, compact="span2")):
+        of_folds = asked["put", "folds"]  # a span of four follows on one of two
+        found, said = summed(asked), counts(marker + most * of_folds)
+        gets = found.pop("get"), said.pop("get")
+        assert found == said
+        assert gets[1] / 2.5 <= gets[0] <= gets[1] + (not of_folds), "a span is looked at by the next marker"
+        spans += of_folds
+    assert spans >= 2
+
+
+@dataclass
+class Kept:
+    """A store that counts, and what is in it."""
+
+    job: Job
+    objects: CountingObjects
+    markers: int
+    world: int
+
+    @property
+    def held(self) -> Counter[str]:
+        """Objects by kind."""
+        return Counter(entry.name.split("/")[0] for entry in open_store(self.objects.url).list(""))
+
+
+@pytest.fixture(params=[(1, 12), (2, 20)], ids=str)
+def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Kept:
+    """Markers by ``span4``, without dense state."""
+    world, markers = request.param
+    job = Job(tmp_path / "log", world=world)
+    job.begin()
+    objects = CountingObjects(open_store(str(tmp_path / "store")))
+    made = Kept(job, objects, 0, world)
+    more(made, markers)
+    return made
+
+
+def more(kept: Kept, markers: int) -> None:
+    for _ in range(markers):
+        kept.job.touch(2)
+        kept.job.commit()
+    with ThreadPoolExecutor(2) as pool:
+        dense = open_dense(str(kept.job.root))
+        materializer = Materializer(
+            kept.job.log, kept.objects, lambda _: dense, pool, Policy(rebase=0, compact="span4")
+        )
+        assert len(list(materializer.catch_up(Control(kept.job.log).refresh()))) == markers
+    kept.markers += markers
+    kept.objects.taken()
+
+
+def at_most(found: dict[str, int], said: Requests) -> None:
+    """No more of any kind, and at least half of what is read, or all but a few."""
+    bound = asdict(said)
+    assert {name: times for name, times in found.items() if times > bound[name]} == {}
+    assert found["get"] >= bound["get"] / 3
+
+
+def test_a_restore_asks_for_no_more_than_the_model_says(kept: Kept) -> None:
+    lineage, kinds = Control(kept.job.log).refresh(), len(SCHEMA.tables)
+    catalog = load_catalog(kept.objects, lineage)
+    route = locate(lineage, max(lineage.commits), catalog)
+    segments = sum(len(piece.segments) for piece in route.pieces)
+    with ThreadPoolExecutor(2) as pool:
+        for piece in route.pieces:
+            assert list(read_chunks(kept.objects, piece.opened, pool))
+    at_most(
+        summed(kept.objects.taken()),
+        model.restore_requests(
+            kept.world, markers=kept.markers, pieces=len(route.pieces), segments=segments, tables=kinds
+        ),
+    )
+
+
+def test_a_scrub_asks_for_what_the_model_says(kept: Kept) -> None:
+    lineage, held = Control(kept.job.log).refresh(), kept.held
+    assert list(Scrubber(kept.objects, lambda: lineage, "command").pieces())
+    said = model.scrub_requests(generations=1, markers=kept.markers, folds=held["folds"], segments=held["segments"])
+    assert summed(kept.objects.taken()) == counts(said)
+
+
+def test_a_trim_asks_for_no_more_than_the_model_says(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "open_store", lambda *_: kept.objects)
+    fresh = kept.markers
+    for _ in range(2):
+        done = CliRunner().invoke(app, ["trim", f"file://{kept.job.root}", "--store", kept.objects.url])
+        assert "deleted" in done.output
+        held = kept.held
+        said = model.trim_requests(
+            markers=kept.markers, folds=held["folds"], segments=held["segments"], fresh=fresh * kept.world
+        )
+        at_most(summed(kept.objects.taken()), said)
+        more(kept, fresh := 4)
+
+
+def test_a_round_of_gc_asks_for_no_more_than_the_model_says(kept: Kept) -> None:
+    lineage, rules = (
+        Control(kept.job.log).refresh(),
+        GcRules(retention=Retention(newest=kept.markers // 2), grace_s=5.0),
+    )
+    markers, folds = kept.markers, kept.held["folds"]
+    with ThreadPoolExecutor(2) as pool:
+        for number in range(3):
+            before = kept.held
+            clocks = {"a clock": 1000.0 * number}
+            plan_ = collect(kept.objects, lineage, lineage.job, rules, pool, lambda clocks=clocks: clocks)
+            gone = sum((before - kept.held).values())
+            relied = before["segments"] if not number else 0
+            said = model.gc_requests(
+                markers=markers, folds=folds, dropped=len(plan_.dropping), deleted=gone, relied=relied
+            )
+            found = summed(kept.objects.taken())
+            assert {name: times for name, times in found.items() if times > asdict(said)[name]} == {}
+            assert bool(plan_.dropping) == (number == 0)
+
+
+def test_a_summary_asks_for_what_the_model_says(tmp_path: Path) -> None:
+    """128 markers in one run: each is read once for the summary that it is in; the store is listed once."""
+    job = PaperJob(tmp_path / "log", tables("t", rows=20, dim=4), world=2)
+    job.run(128)
+    objects = CountingObjects(open_store(str(tmp_path / "store")))
+    with ThreadPoolExecutor(2) as pool:
+        dense = open_dense(str(tmp_path))
+        materializer = Materializer(job.log, objects, lambda _: dense, pool, Policy(rebase=0, compact="none"))
+        assert len(list(materializer.catch_up(Control(job.log).refresh()))) == 128
+    said = model.summary_requests(2) * 128
+    asked = objects.taken()
+    assert asked["put", "summaries"] == said.put == 2
+    where_it_begins = asked["get", "manifests"] + asked["get", "segments"] - said.get
+    assert 0 <= where_it_begins <= 2 * 2, "of marker 1:2, once a generation, by each rank"
+
+
+def test_a_bill_is_the_sum_of_its_shares_and_spans_put_off_bases() -> None:
+    table = TableSpec("t", 10_000_000, 64, "float32", "sgd", optimizer_states("sgd"))
+    touched = RateTouched(table.rows, 50_000.0, 0.1, 0.8)
+    job = Workload(tables=(TableLoad(table, touched),), ranks=8, steps_per_s=10.0, marker_s=60.0)
+    where = Deployment(scrub_bytes_per_s=20e6, keep_all_s=86_400.0)
+    found, costs = plan(job, where).bills, UnitCosts()
+    kinds = {"markers", "summaries", "spans", "bases", "proofs", "restores", "trims", "gc rounds", "scrub passes"}
+    assert found.shares.keys() == kinds
+    usd = sum((share.once * share.times).cost(costs) for share in found.shares.values())
+    assert usd == pytest.approx(found.store.requests_usd)
+    with_spans, without = (fold_load(job, replace(where, span_radix=radix)) for radix in (4, 0))
+    assert with_spans.cycle > without.cycle
+    assert without.written == pytest.approx(without.interval_bytes)  # --rebase 1: each byte once more
+    less = plan(job, replace(where, span_radix=0, proof_bytes=0, scrub_bytes_per_s=0.0)).bills
+    assert less.shares.keys() == kinds - {"spans", "proofs", "scrub passes"}
+
+
+def test_bases_come_as_the_rule_of_the_materializer_has_it() -> None:
+    """No row comes twice here: pieces have as many bytes as rows were sent."""
+    spec = TableSpec("t", 1000, 8, "float32", "sgd", ())
+    job = Workload(
+        tables=(TableLoad(spec, RateTouched(spec.rows, 1.0, 1.0, 1.0)),), ranks=1, steps_per_s=1.0, marker_s=1.0
+    )
+    often = fold_load(job, Deployment(rebase=0.5))
+    assert often.span_bytes == pytest.approx([4 * 40, 16 * 40, 64 * 40, 256 * 40])
+    assert often.cycle == pytest.approx(500, rel=0.1)
+    assert often.rest_bytes == pytest.approx(0.5 * job.table_bytes, rel=0.1)
+    assert often.span_written == pytest.approx(4 * 40), "each row once in each size"
+    assert fold_load(job, Deployment(rebase=100.0)).cycle == math.inf, "a span has no more than all rows"

@@ -12,11 +12,12 @@ from torchrec_stream_ckpt.cli.common import console, print_json, table
 from torchrec_stream_ckpt.cli.options import Access, Json, Store
 from torchrec_stream_ckpt.cli.plan_input import Asked, Rates, parse_assumptions, parse_tables, workload_of_job
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.sizing import Bill, Bills, Deployment, Plan, UnitCosts, Workload, plan
+from torchrec_stream_ckpt.sizing import Bill, Bills, Deployment, Plan, Share, UnitCosts, Workload, plan
 from torchrec_stream_ckpt.units import duration, parse_duration, parse_size, size
 from torchrec_stream_ckpt.uris import FileUri, parse_uri
 
 LOGS = ("kafka", "file")
+COMPACTS = {"none": 0, "span2": 2, "span4": 4, "span8": 8, "span16": 16}
 
 
 def plan_job(
@@ -56,6 +57,13 @@ def plan_job(
     replication: Annotated[int, typer.Option(help="(Kafka) Copies of each record.", min=1)] = 3,
     trim_every: Annotated[str, typer.Option(help="How often the log is trimmed, or never.", metavar="TIME")] = "1h",
     rebase: Annotated[float, typer.Option(help="As given to materialize.", min=0.0)] = 1.0,
+    compact: Annotated[str, typer.Option(help="As given to materialize.", metavar="none|spanN")] = "span4",
+    scrub_bytes_per_s: Annotated[
+        str | None, typer.Option(help="As given to materialize. Default: no scrub in the background.", metavar="SIZE")
+    ] = None,
+    check_proofs: Annotated[
+        bool, typer.Option("--check-proofs/--no-check-proofs", help="As given to materialize; of 4 MiB a rank.")
+    ] = True,
     keep_all_for: Annotated[str, typer.Option(help="As given to gc, or ever.", metavar="TIME")] = "1d",
     then_every: Annotated[
         str | None, typer.Option(help="As given to gc, as a time. Default: keep no older marker.", metavar="TIME")
@@ -86,7 +94,12 @@ def plan_job(
         drain_every=drain_every,
         marker_s=marker_every_s,
     )
-    where = _deployment(log or _scheme(uri), replication, trim_every, rebase, keep_all_for, then_every)
+    where = dataclasses.replace(
+        _deployment(log or _scheme(uri), replication, trim_every, rebase, keep_all_for, then_every),
+        span_radix=_radix(compact),
+        scrub_bytes_per_s=float(parse_size(scrub_bytes_per_s)) if scrub_bytes_per_s else 0.0,
+        proof_bytes=Deployment().proof_bytes if check_proofs else 0,
+    )
     costs = parse_assumptions(assume or [])
     if uri is not None:
         if tables or rows or dim or batch_size or touched_rows_per_second:
@@ -117,6 +130,13 @@ def number(text: str) -> float:
     if not 0 < value < float("inf"):
         raise ConfigError(f"{text!r} is not a positive number", hint="write it as 40000000 or 4e7")
     return value
+
+
+def _radix(compact: str) -> int:
+    """Pieces that a span takes together; raises ConfigError for what ``materialize`` does not take either."""
+    if compact not in COMPACTS:
+        raise ConfigError(f"--compact is {compact!r}", hint=f"use {', '.join(COMPACTS)}")
+    return COMPACTS[compact]
 
 
 def _scheme(uri: str | None) -> str:
@@ -184,7 +204,7 @@ def _sections(work: Workload, where: Deployment, costs: UnitCosts, result: Plan)
         "stream": _stream(work, result),
         "log": _log(where, result),
         "store": _store(work, where, result),
-        "an object store, a month": _bills(result.bills),
+        "an object store, a month": _bills(result.bills, costs),
         "failure": _failure(result),
         "a rank": _rank(work, result),
     }
@@ -235,14 +255,21 @@ def _store(work: Workload, where: Deployment, result: Plan) -> Rows:
         (
             "written",
             f"{size(round(result.store_write_bytes_per_s))}/s",
-            f"bases included (--rebase {where.rebase:g}), spans not",
+            f"intervals, bases (--rebase {where.rebase:g}) and spans ({where.span_radix or 'none'})",
         ),
         ("materializer", str(result.materializers), "workers (cores)"),
     ]
     return rows + [(f"after {duration(age_s)}", size(round(held)), kept) for age_s, held in result.store_bytes]
 
 
-def _bills(found: Bills) -> Rows:
+def _share(name: str, share: Share, costs: UnitCosts) -> tuple[str, str, str]:
+    once = share.once
+    how = f"{share.times:,.0f} x {once.put + once.list:,.1f} PUT and LIST, {once.get + once.head:,.1f} GET and HEAD"
+    how += f", {size(round(share.read_bytes))} read, {size(round(share.written_bytes))} written"
+    return f"- {name}", f"${(once * share.times).cost(costs):,.0f}", how
+
+
+def _bills(found: Bills, costs: UnitCosts) -> Rows:
     def row(name: str, bill: Bill, what: str) -> tuple[str, str, str]:
         asked = bill.requests
         how = f"{asked.put + asked.list:,.0f} PUT and LIST, {asked.get + asked.head:,.0f} GET and HEAD: "
@@ -250,7 +277,8 @@ def _bills(found: Bills) -> Rows:
         return name, f"${bill.usd:,.0f}", f"{what}; {how}"
 
     return [
-        row("this store", found.store, "list prices; folds, without proofs, restores, gc and scrubs"),
+        row("this store", found.store, "prices by --assume; at most, all that follows"),
+        *(_share(name, share, costs) for name, share in found.shares.items()),
         row("full copies", found.full, "the same markers kept"),
         row("differentials", found.differential, "a full copy by the rule of --rebase"),
     ]

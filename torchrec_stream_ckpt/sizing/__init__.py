@@ -4,6 +4,7 @@
 in the names: ``_s`` seconds, ``_bytes`` bytes, ``_per_s`` a second. docs/sizing.md explains each line for operators.
 """
 
+from torchrec_stream_ckpt.sizing.bills import Bill, Bills, Share, bills
 from torchrec_stream_ckpt.sizing.failure import (
     RankMemory,
     RestoreTime,
@@ -13,10 +14,11 @@ from torchrec_stream_ckpt.sizing.failure import (
     restore_time,
     sweep_time,
 )
+from torchrec_stream_ckpt.sizing.folds import FoldLoad, fold_load
 from torchrec_stream_ckpt.sizing.inputs import Deployment, TableLoad, UnitCosts, Workload, optimizer_states
 from torchrec_stream_ckpt.sizing.keep import BrokerNeed, broker_need, log_bytes, store_bytes, store_write_bytes_per_s
 from torchrec_stream_ckpt.sizing.needs import Plan, plan
-from torchrec_stream_ckpt.sizing.requests import Bill, Bills, Requests, base_requests, bills, marker_requests
+from torchrec_stream_ckpt.sizing.requests import Requests, fold_requests, marker_requests
 from torchrec_stream_ckpt.sizing.stream import (
     StepCost,
     drain_bytes,
@@ -33,23 +35,26 @@ __all__ = [
     "Bills",
     "BrokerNeed",
     "Deployment",
+    "FoldLoad",
     "Plan",
     "RankMemory",
     "RateTouched",
     "Requests",
     "RestoreTime",
+    "Share",
     "StepCost",
     "TableLoad",
     "Touched",
     "UnitCosts",
     "Workload",
     "ZipfTouched",
-    "base_requests",
     "bills",
     "broker_need",
     "commit_time",
     "drain_bytes",
     "drain_frames",
+    "fold_load",
+    "fold_requests",
     "host_time",
     "log_bytes",
     "loss_window",

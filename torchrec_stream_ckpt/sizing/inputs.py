@@ -105,6 +105,12 @@ class Deployment:
     """Seconds between two trims of the log up to what the store has; None: never."""
     rebase: float = 1.0
     """A new base once the delta outgrows this multiple of it (``materialize --rebase``); 0: none."""
+    span_radix: int = 4
+    """Pieces that one span takes together (``materialize --compact span4``); 0: no spans."""
+    proof_bytes: int = 4 * 2**20
+    """Rows of a rank that a marker proves (``StreamConfig.proof_bytes``), and the materializer compares; 0: none."""
+    scrub_bytes_per_s: float = 0.0
+    """``materialize --scrub-bytes-per-s``; 0: no scrub in the background."""
     keep_all_s: float | None = None
     """``gc --keep-all-for``; None: every marker is kept for ever."""
     then_every_s: float | None = None
@@ -177,6 +183,9 @@ class UnitCosts:
     """The same of 1000 GET or HEAD requests."""
     storage_usd_per_gb_month: float = 0.023
     """The same of 10**9 bytes for a month, the first 50 TB; more costs less."""
+    restores_per_month: float = 30.0
+    """Restores of the whole job from the store."""
+    gc_rounds_per_month: float = 30.0
     use: float = 0.6
     """Part of disks and networks that is planned for; the rest is for peaks and for catching up."""
     imbalance: float = 1.2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from torchrec_stream_ckpt.sizing.folds import fold_load
 from torchrec_stream_ckpt.sizing.inputs import Deployment, UnitCosts, Workload
 from torchrec_stream_ckpt.sizing.stream import stream_bytes_per_s
 
@@ -66,16 +67,15 @@ def delta_bytes(work: Workload, where: Deployment) -> float:
 def store_bytes(work: Workload, where: Deployment, age_s: float) -> float:
     """Bytes of the store when the job is ``age_s`` old.
 
-    Each kept marker has its interval (rows that changed in it, once) and its dense state; a base is written whenever
-    the intervals since the last one have outgrown ``rebase`` bases. Of markers older than ``keep_all_s`` one each
-    ``then_every_s`` is left, with the rows since the kept one before (``gc --compact``) or since its base.
+    Each kept marker has its interval (rows that changed in it, once), its part of the spans, and its dense state. A
+    base is written whenever the pieces since the last one have outgrown ``rebase`` bases. Of markers older than
+    ``keep_all_s`` one each ``then_every_s`` is left, with the rows since the kept one before (``gc --compact``) or
+    since its base.
     """
-    interval = work.distinct_bytes(work.marker_s)
-    base_s = math.inf
-    if where.rebase and interval:
-        base_s = where.rebase * work.table_bytes / interval * work.marker_s
+    load = fold_load(work, where)
+    interval, base_s = load.interval_bytes, load.cycle * work.marker_s
     recent_s = age_s if where.keep_all_s is None else min(age_s, where.keep_all_s)
-    recent = max(1.0, recent_s / work.marker_s) * (interval + work.dense_bytes)
+    recent = max(1.0, recent_s / work.marker_s) * (interval + load.span_written + work.dense_bytes)
     bases = 1.0 + math.floor(recent_s / base_s)
     old = 0.0
     if age_s > recent_s and where.then_every_s is not None:
@@ -87,15 +87,12 @@ def store_bytes(work: Workload, where: Deployment, age_s: float) -> float:
 
 
 def materializer_cores(work: Workload, where: Deployment, costs: UnitCosts) -> float:
-    """Cores that are busy all the time.
-
-    The log is folded once. For each byte of intervals a base reads that byte, and 1/rebase bytes of the base before.
-    """
-    merged = work.distinct_bytes(work.marker_s) / work.marker_s * (1.0 + 1.0 / where.rebase) if where.rebase else 0.0
+    """Cores that are busy all the time: the log is folded once, and what spans and bases are made of is merged."""
+    merged = fold_load(work, where).read / work.marker_s
     return stream_bytes_per_s(work) / costs.fold_bytes_per_s + merged / costs.merge_bytes_per_s
 
 
 def store_write_bytes_per_s(work: Workload, where: Deployment) -> float:
-    """Bytes a second into the store: intervals, 1 + 1/rebase times for bases, and dense state with each marker."""
-    amplification = 1.0 + (1.0 / where.rebase if where.rebase else 0.0)
-    return (work.distinct_bytes(work.marker_s) * amplification + work.dense_bytes) / work.marker_s
+    """Bytes a second into the store: intervals, spans, bases, and dense state with each marker."""
+    load = fold_load(work, where)
+    return (load.interval_bytes + load.written + work.dense_bytes) / work.marker_s

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
+from torchrec_stream_ckpt.sizing.bills import Bills, bills
 from torchrec_stream_ckpt.sizing.failure import (
     RankMemory,
     RestoreTime,
@@ -24,7 +25,6 @@ from torchrec_stream_ckpt.sizing.keep import (
     store_bytes,
     store_write_bytes_per_s,
 )
-from torchrec_stream_ckpt.sizing.requests import Bills, bills
 from torchrec_stream_ckpt.sizing.stream import drain_frames, step_cost, stream_bytes_per_s
 
 AGES_S = (3600.0, 86_400.0, 7 * 86_400.0, 30 * 86_400.0)

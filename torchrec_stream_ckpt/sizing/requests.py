@@ -1,7 +1,7 @@
-"""Requests that the materializer makes of an object store for a marker, and what a month of them costs.
+"""Requests of an object store: for a marker, a fold, a comparison, a restore, and a round of each service.
 
 The counts are those of the code: ``tests/unit/test_requests.py`` runs it over a store that counts, and compares. A new
-object of a marker is one line of :func:`marker_requests`.
+object of a marker is one line of :func:`marker_requests`. What is read of many objects is a bound: *at most*.
 """
 
 from __future__ import annotations
@@ -9,10 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torchrec_stream_ckpt.sizing.inputs import Deployment, UnitCosts, Workload
-from torchrec_stream_ckpt.sizing.keep import store_bytes
+from torchrec_stream_ckpt.sizing.inputs import UnitCosts
 
-MONTH_S = 30 * 86_400.0
 SEGMENT_BYTES = 128 * 2**20
 """Bytes of rows in one segment (``materialize/fold.py``)."""
 RANGE_BYTES = 16 * 2**20
@@ -21,6 +19,16 @@ PART_BYTES = 50 * 2**20
 """One request of an upload of several (s3fs). An object of two of them or more is uploaded so."""
 PAGE = 1000
 """Names that S3 lists by one request."""
+SUMMED = 64
+"""Markers of a summary (``materialize/summarizer.py``)."""
+NOTES_READS = 256
+"""What a plan reads of ranks' words at markers within folds (``store/reader.py``)."""
+PIECE_BYTES = 4 * 2**20
+"""What a scrub reads at once (``materialize/scrub_reader.py``)."""
+SMALL_BYTES = 2**20
+"""A comparison reads an object of so many bytes by one request (``store/ranges.py``)."""
+BLOCK_READ_BYTES = 32 * 2**10
+"""Of larger ones it reads by one request so many bytes at least, on average (docs/store.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,105 +96,129 @@ def marker_requests(
     return segments + claim + manifest + seen + dense
 
 
-def base_requests(num_bytes: float, since_bytes: float, *, segments: float, tables: int) -> Requests:
-    """Requests of one base, at most: all that it is made of is read, and it is written and read back.
+def fold_requests(num_bytes: float, merged_bytes: float, *, segments: float, tables: int) -> Requests:
+    """Requests of one base or span, at most: all that it is made of is read, and it is written and read back.
 
     Args:
-        num_bytes: Of the base.
-        since_bytes: Of the pieces after the last one.
-        segments: In which these bytes, the last base's among them, lie.
+        num_bytes: Of the fold.
+        merged_bytes: Of all that it is made of, for a base the last one among it.
+        segments: In which these bytes lie.
         tables: Of the job. A segment is read table by table, in ranges of ``RANGE_BYTES``.
     """
     written = max(1, math.ceil(num_bytes / SEGMENT_BYTES))
     directories = segments + written
-    ranges = directories * tables + (2 * num_bytes + since_bytes) / RANGE_BYTES
+    ranges = directories * tables + (num_bytes + merged_bytes) / RANGE_BYTES
     return Requests(put=segments_requests(num_bytes) + 1, get=1 + directories + ranges)
 
 
-@dataclass(frozen=True, slots=True)
-class Bill:
-    """What one way to keep a job's markers costs in a month of 30 days, in dollars."""
-
-    requests: Requests
-    """In that month."""
-    requests_usd: float
-    held_bytes: float
-    """At its end, if the job began with it."""
-    storage_usd: float
-    """Of as many bytes for a whole month."""
-
-    @property
-    def usd(self) -> float:
-        return self.requests_usd + self.storage_usd
+def summary_requests(ranks: int) -> Requests:
+    """Requests for one marker's part of a summary of ``SUMMED`` markers, of which the store has that many."""
+    return Requests(put=1 / SUMMED, get=1 + ranks, list=1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bills:
-    """The same job, kept in three ways."""
+def proof_requests(ranks: int, *, segments: float, num_bytes: float = 0.0, blocks: float = math.inf) -> Requests:
+    """Requests of comparing one marker with its proof, at most.
 
-    store: Bill
-    """As this project does."""
-    full: Bill
-    """A whole copy at each marker."""
-    differential: Bill
-    """At each marker all rows that changed since the last whole copy; a new one by the rule of ``rebase``."""
+    Args:
+        ranks: Of the trainer.
+        segments: That lead to the marker.
+        num_bytes: Of those that are larger than ``SMALL_BYTES``, together.
+        blocks: Of the marker's window, once for weights and once for each state, in each of the pieces: what is read of
+            large segments is no more than them.
+    """
+    large = min(num_bytes / BLOCK_READ_BYTES, blocks)
+    return Requests(put=1, get=ranks + segments + large)
 
 
-def bills(work: Workload, where: Deployment, costs: UnitCosts) -> Bills:
-    """What a month of the job costs in an object store, by list prices; markers are kept as ``gc`` is told to."""
-    markers, kept = MONTH_S / work.marker_s, kept_markers(work, where)
-    dense_files = work.ranks + 1 if work.dense_bytes else 0
-    dense = Requests(put=dense_files)
-    interval, base = work.distinct_bytes(work.marker_s), float(work.table_bytes)
-    each = marker_requests(
-        work.ranks, num_bytes=interval, folds=where.rebase > 0, kept=kept, dense_files=max(1, dense_files)
+def restore_requests(
+    ranks: int,
+    *,
+    markers: float,
+    pieces: float,
+    segments: float,
+    num_bytes: float = 0.0,
+    tables: int = 1,
+    dense_files: int = 0,
+) -> Requests:
+    """Requests of one restore from the store alone, at most: its plan on rank 0, then rows and dense state.
+
+    Args:
+        ranks: That restore, and those that wrote: the larger number.
+        markers: In the store.
+        pieces: That lead to the marker.
+        segments: Of these.
+        num_bytes: Of these.
+        tables: Of the job. A rank reads each piece once for each of its shards, in ranges of ``RANGE_BYTES``.
+        dense_files: Of the marker. Every rank reads all of them.
+    """
+    told = min(markers, 1 + NOTES_READS / (1 + ranks)) * (1 + ranks)  # what ranks said at markers within folds
+    plan = Requests(head=1, get=1 + pieces + segments + told + 2 + markers / SUMMED, list=_pages(markers) + 3)
+    rows = segments + pieces * (tables + ranks) + num_bytes / RANGE_BYTES
+    return plan + Requests(get=rows + ranks * dense_files)
+
+
+def scrub_requests(
+    *, generations: float, markers: float, folds: float, segments: float, num_bytes: float = 0.0, kept_s: float = 0.0
+) -> Requests:
+    """Requests of one pass that reads everything. Summaries and dense files come on top, a GET for each part of 4 MiB.
+
+    Args:
+        generations: Whose CLAIMs are there.
+        markers: In the store.
+        folds: In the store.
+        segments: Of both.
+        num_bytes: Of these: they are read by ``PIECE_BYTES``.
+        kept_s: Seconds that the pass takes: it puts its place every 5, and deletes the place before.
+    """
+    places = kept_s / 5
+    return Requests(
+        put=1 + places,
+        delete=places,
+        head=1 + segments,
+        get=generations + 2 * markers + 2 * folds + 2 * segments + num_bytes / PIECE_BYTES,
+        list=9 + 2 * _pages(markers),
     )
-    asked = (each + dense) * markers
-    if where.rebase and interval:
-        apart = max(1.0, where.rebase * base / interval)  # markers from one base to the next
-        share = max(1, math.ceil(interval / work.ranks / SEGMENT_BYTES))
-        segments = apart * work.ranks * share + math.ceil(base / SEGMENT_BYTES)
-        asked += base_requests(base, apart * interval, segments=segments, tables=len(work.tables)) * (markers / apart)
-    ours = _bill(asked, store_bytes(work, where, MONTH_S), costs)
-
-    copy = work.table_bytes
-    full = (_written(copy, work.ranks) + dense) * markers
-    mean, cycle = _differentials(work, where)
-    some = (_written(mean, work.ranks) + dense) * markers + _written(copy, work.ranks) * (markers / cycle)
-    bases = max(1.0, kept / cycle)
-    return Bills(
-        store=ours,
-        full=_bill(full, kept * (copy + work.dense_bytes), costs),
-        differential=_bill(some, kept * (mean + work.dense_bytes) + bases * copy, costs),
-    )
 
 
-def kept_markers(work: Workload, where: Deployment) -> float:
-    """Markers that are kept of a month's."""
-    recent_s = MONTH_S if where.keep_all_s is None else min(MONTH_S, where.keep_all_s)
-    older = (MONTH_S - recent_s) / max(where.then_every_s, work.marker_s) if where.then_every_s is not None else 0.0
-    return max(1.0, recent_s / work.marker_s) + older
+def trim_requests(*, markers: float, folds: float, segments: float, fresh: float, fresh_bytes: float = 0.0) -> Requests:
+    """Requests of one trim, at most: it looks at every segment of the store, and reads those whole whose log is to go.
+
+    Args:
+        markers: In the store.
+        folds: In the store.
+        segments: Of both.
+        fresh: Segments of intervals whose log is deleted.
+        fresh_bytes: Of these.
+    """
+    read = 2 * fresh + fresh_bytes / RANGE_BYTES
+    return Requests(put=3, head=6, get=8 + markers + folds + segments + read, list=13 + 2 * _pages(markers))
 
 
-def _differentials(work: Workload, where: Deployment) -> tuple[float, float]:
-    """(mean bytes of a differential, markers from one whole copy to the next), summed in growing steps."""
-    most, limit = MONTH_S / work.marker_s, (where.rebase or 1.0) * work.table_bytes
-    total, number = 0.0, 0.0
-    while not number or (number < most and total <= limit):
-        step = max(1.0, number // 16)
-        number += step
-        total += step * work.distinct_bytes((number - (step - 1) / 2) * work.marker_s)
-    return total / number, number
+def gc_requests(
+    *,
+    markers: float,
+    folds: float,
+    dropped: float,
+    deleted: float,
+    relied: float,
+    relied_bytes: float = 0.0,
+    names: float = 0.0,
+) -> Requests:
+    """Requests of one round of gc, at most. It takes stock of the store several times.
 
-
-def _written(num_bytes: float, ranks: int) -> Requests:
-    """One file a rank, and one that says that all are there."""
-    return Requests(put=ranks * put_requests(num_bytes / ranks) + 1)
+    Args:
+        markers: In the store.
+        folds: In the store.
+        dropped: Markers that are given up in this round.
+        deleted: Objects that are deleted in this round.
+        relied: Segments that stand in for what goes: they are read whole, if they were not within a week.
+        relied_bytes: Of these.
+        names: Of all objects: they are listed by ``PAGE``.
+    """
+    stock = Requests(get=4 + 2 * markers + 3 * folds, head=6, list=38 + 12 * names / PAGE)
+    read = Requests(get=2 * relied + relied_bytes / RANGE_BYTES)
+    return stock + read + Requests(put=dropped + 2, head=dropped, delete=deleted + 1)
 
 
 def _pages(names: float) -> int:
     return max(1, math.ceil(names / PAGE))
-
-
-def _bill(asked: Requests, held: float, costs: UnitCosts) -> Bill:
-    return Bill(asked, asked.cost(costs), held, held / 1e9 * costs.storage_usd_per_gb_month)
