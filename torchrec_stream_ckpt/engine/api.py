@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -44,12 +44,51 @@ class Task(Protocol[R_co]):
     def num_bytes(self) -> int:
         """Bytes that it reads."""
 
-    def run(self, place: Site) -> R_co:
+    def run(self, site: Site) -> R_co:
         """Do it.
 
         Raises:
             StreamCkptError: as of whatever it does.
         """
+
+
+@dataclass(eq=False, slots=True)
+class Order:
+    """One task that was submitted."""
+
+    task: Task[Any]
+    urgent: bool
+    future: Future[Any] = field(default_factory=Future)
+    deaths: list[str] = field(default_factory=list)
+    """How the workers ended that were to do it."""
+
+
+class TaskQueue:
+    """Orders that wait: urgent ones come first, each kind in the order in which it was put."""
+
+    def __init__(self) -> None:
+        self._urgent: deque[Order] = deque()
+        self._others: deque[Order] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._urgent or self._others)
+
+    def put(self, order: Order) -> None:
+        """It waits, after all of its kind."""
+        (self._urgent if order.urgent else self._others).append(order)
+
+    def put_back(self, order: Order) -> None:
+        """It waits again, before all of its kind."""
+        (self._urgent if order.urgent else self._others).appendleft(order)
+
+    def take(self) -> Order | None:
+        """The order that is to begin next, which waits no longer; cancelled ones are passed over. None: none is left."""
+        for waiting in (self._urgent, self._others):
+            while waiting:
+                order = waiting.popleft()
+                if not order.future.cancelled():
+                    return order
+        return None
 
 
 class Engine(Protocol):
@@ -87,45 +126,38 @@ class InProcess:
     """Runs tasks in this process: small ones when they are submitted, others one by one while somebody waits.
 
     Args:
-        place: What tasks work with.
+        site: What tasks work with.
     """
 
-    def __init__(self, place: Site) -> None:
+    def __init__(self, site: Site) -> None:
         self.name = "local:1"
         self.workers = 1
         self.restarts = 0
-        self._place = place
-        self._waiting: tuple[deque[tuple[Task[Any], Future[Any]]], ...] = (deque(), deque())
-        """Urgent tasks, and others."""
+        self._site = site
+        self._queue = TaskQueue()
 
     def submit(self, task: Task[Any], *, urgent: bool = False) -> Future[Any]:
         """As ``Engine.submit``."""
-        future: Future[Any] = Future()
+        order = Order(task, urgent)
         if task.num_bytes < SMALL_BYTES:
-            self.run(task, future)
+            self.run(order)
         else:
-            self._waiting[not urgent].append((task, future))
-        return future
+            self._queue.put(order)
+        return order.future
 
-    def run(self, task: Task[Any], future: Future[Any]) -> None:
+    def run(self, order: Order) -> None:
         """Run one task now. What ends this process, or was told to stop, passes through."""
         try:
-            result = task.run(self._place)
+            result = order.task.run(self._site)
         except StreamCkptError as error:
-            future.set_exception(error)
+            order.future.set_exception(error)
         else:
-            future.set_result(result)
+            order.future.set_result(result)
 
     def wait(self, futures: Sequence[Future[Any]], timeout_s: float) -> None:
         """Run one task, if none of these is done yet: a caller that has something better to do is asked in between."""
-        if any(future.done() for future in futures):
-            return
-        for waiting in self._waiting:
-            while waiting:
-                task, future = waiting.popleft()
-                if not future.cancelled():
-                    self.run(task, future)
-                    return
+        if not any(future.done() for future in futures) and (order := self._queue.take()) is not None:
+            self.run(order)
 
     def close(self) -> None:
         """There is nothing to end."""

@@ -1,32 +1,19 @@
-"""What engines with workers share: a queue in which urgent tasks come first, and patience with workers that die."""
+"""What engines with workers share: what waits for a worker, and patience with workers that die."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any
 
 from torchrec_stream_ckpt.engine import api
-from torchrec_stream_ckpt.engine.api import InProcess, Site, Task
+from torchrec_stream_ckpt.engine.api import InProcess, Order, Site, Task, TaskQueue
 from torchrec_stream_ckpt.errors import EngineUnavailableError, StreamCkptError
 
 MAX_DEATHS = 3
 """A task is given up when so many workers in a row died of it."""
-
-
-@dataclass(eq=False, slots=True)
-class Order:
-    """One task that was submitted."""
-
-    task: Task[Any]
-    urgent: bool
-    future: Future[Any] = field(default_factory=Future)
-    deaths: list[str] = field(default_factory=list)
-    """How the workers ended that were to do it."""
 
 
 class Dispatcher(ABC):
@@ -41,8 +28,7 @@ class Dispatcher(ABC):
         self.name = name
         self.restarts = 0
         self._here = InProcess(here)
-        self._queues: tuple[deque[Order], deque[Order]] = (deque(), deque())
-        """Urgent tasks, and others."""
+        self._queue = TaskQueue()
 
     @property
     @abstractmethod
@@ -52,9 +38,9 @@ class Dispatcher(ABC):
     def submit(self, task: Task[Any], *, urgent: bool = False) -> Future[Any]:
         order = Order(task, urgent)
         if task.num_bytes < api.SMALL_BYTES:
-            self._here.run(task, order.future)
+            self._here.run(order)
         else:
-            self._queues[not urgent].append(order)
+            self._queue.put(order)
             self._assign()
         return order.future
 
@@ -65,15 +51,6 @@ class Dispatcher(ABC):
             if any(future.done() for future in futures) or (left := until - time.monotonic()) <= 0:
                 return
             self._poll(left)
-
-    def _next(self) -> Order | None:
-        """The task that is to begin next; it is no longer in the queue."""
-        for queue in self._queues:
-            while queue:
-                order = queue.popleft()
-                if not order.future.cancelled():
-                    return order
-        return None
 
     def _done(self, order: Order, result: object) -> None:
         """A worker has answered: with the result, or with an error, which is a value too."""
@@ -89,7 +66,7 @@ class Dispatcher(ABC):
         self.restarts += 1
         order.deaths.append(how)
         if len(order.deaths) < MAX_DEATHS:
-            self._queues[not order.urgent].appendleft(order)
+            self._queue.put_back(order)
         elif not order.future.cancelled():
             order.future.set_exception(
                 EngineUnavailableError(
@@ -101,7 +78,7 @@ class Dispatcher(ABC):
 
     def _give_up(self, error: StreamCkptError) -> None:
         """Nothing of what waits can be done now."""
-        while (order := self._next()) is not None:
+        while (order := self._queue.take()) is not None:
             order.future.set_exception(error)
 
     @abstractmethod

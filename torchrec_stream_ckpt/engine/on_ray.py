@@ -15,8 +15,8 @@ from functools import cache
 from typing import Any
 
 from torchrec_stream_ckpt.engine.address import SiteAddress
-from torchrec_stream_ckpt.engine.api import Site, Task
-from torchrec_stream_ckpt.engine.dispatcher import Dispatcher, Order
+from torchrec_stream_ckpt.engine.api import Order, Site, Task
+from torchrec_stream_ckpt.engine.dispatcher import Dispatcher
 from torchrec_stream_ckpt.errors import ConfigError, EngineUnavailableError, StreamCkptError
 
 _REACH_S = 5.0
@@ -57,12 +57,12 @@ class OnRay(Dispatcher):
         return self._cpus
 
     def _assign(self) -> None:
-        if not any(self._queues):
+        if not self._queue:
             return
         try:
             if self._ray is None:
                 self._connect()
-            while len(self._running) < _QUEUED * self._cpus and (order := self._next()) is not None:
+            while len(self._running) < _QUEUED * self._cpus and (order := self._queue.take()) is not None:
                 options = self._remote.options(name=str(order.task), num_cpus=1, max_retries=_RETRIES)
                 self._running[options.remote(self._source, order.task)] = order
         except StreamCkptError as error:

@@ -14,8 +14,8 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from torchrec_stream_ckpt.engine.address import SiteAddress
-from torchrec_stream_ckpt.engine.api import Site
-from torchrec_stream_ckpt.engine.dispatcher import Dispatcher, Order
+from torchrec_stream_ckpt.engine.api import Order, Site
+from torchrec_stream_ckpt.engine.dispatcher import Dispatcher
 from torchrec_stream_ckpt.errors import StreamCkptError
 
 
@@ -48,7 +48,7 @@ class Processes(Dispatcher):
             self._bury(worker)
         free = [worker for worker in self._workers if worker.order is None]
         while free or len(self._workers) < self._count:
-            order = self._next()
+            order = self._queue.take()
             if order is None:
                 return
             if not free:
@@ -111,15 +111,15 @@ def _serve(pipe: Connection, source: SiteAddress) -> None:
     """(in a worker) Do what comes, until the materializer is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all: the materializer ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    place: Site | None = None
+    site: Site | None = None
     while True:
         try:
             task = pipe.recv()
         except (EOFError, OSError):
             return
         try:
-            place = place or source.open()
-            result = task.run(place)
+            site = site or source.open()
+            result = task.run(site)
         except StreamCkptError as error:
             result = error
         try:

@@ -55,14 +55,14 @@ class FoldTask:
         first, last = self.intervals[0][0], self.intervals[-1][0]
         return f"fold {first.commit.id} ranks {first.end.rank} to {last.end.rank}"
 
-    def run(self, place: Site) -> tuple[tuple[SegmentRef, ...], ...]:
+    def run(self, site: Site) -> tuple[tuple[SegmentRef, ...], ...]:
         """As of ``Task``: the segments of each interval, written side by side while the next ones are gathered."""
         writers: deque[SegmentWriter] = deque()
         found: list[tuple[SegmentRef, ...]] = []
         waiting = 0
         try:
             for interval, shards in self.intervals:
-                writers.append(begin_fold(place.log, place.objects, interval, shards, place.tell, place.pool))
+                writers.append(begin_fold(site.log, site.objects, interval, shards, site.tell, site.pool))
                 waiting += interval.num_bytes
                 while waiting > BATCH_BYTES:
                     waiting -= self.intervals[len(found)][0].num_bytes

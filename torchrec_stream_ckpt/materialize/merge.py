@@ -54,16 +54,16 @@ class MergeTask:
     def __str__(self) -> str:
         return f"merge {self.fold.end} from {self.fold.start or 'root'}"
 
-    def run(self, place: Site) -> Merged:
+    def run(self, site: Site) -> Merged:
         """As of ``Task``."""
         read_bytes = 0
 
         def tell(num_bytes: int) -> None:
             nonlocal read_bytes
             read_bytes += num_bytes
-            place.tell(num_bytes)
+            site.tell(num_bytes)
 
-        refs = merge_share(place.objects, self, place.pool, tell, place.scratch)
+        refs = merge_share(site.objects, self, site.pool, tell, site.scratch)
         return Merged(refs, read_bytes)
 
 
