@@ -90,7 +90,7 @@ class Materializer:
         self._compactor = Compactor(objects, pool, policy or Policy(), self._progress, self.engine)
         self._late: StreamCkptError | None = None
         """What a fold of this round could not be written for: markers come first."""
-        self.proofs = ProofChecker(objects, pool, self._compactor, self._repairer, self._progress, proofs)
+        self.proofs = ProofChecker(objects, pool, self._compactor, self._repairer, self._progress, proofs, self.engine)
         """Compares markers with their proofs."""
         self._summarizer = Summarizer(objects, pool, self._progress)
         keeper = HeadKeeper(head, self._repairer, self.proofs, self._progress) if head is not None else None

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice, takewhile
 
+from torchrec_stream_ckpt.engine.api import Engine, InProcess
 from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError, StoreUnavailableError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.compared import Comparison
@@ -22,6 +23,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import Window
 from torchrec_stream_ckpt.materialize.compactor import Compactor
 from torchrec_stream_ckpt.materialize.progress import Progress
+from torchrec_stream_ckpt.materialize.proof_task import read_shares
 from torchrec_stream_ckpt.materialize.repairer import Repairer
 from torchrec_stream_ckpt.proofs.standing import ProofStanding, back_from, of_history, standing_of, turn_markers
 from torchrec_stream_ckpt.proofs.window import WindowCheck, WindowReader, window_of
@@ -58,6 +60,7 @@ class ProofChecker:
         repairer: Repairs what is damaged.
         progress: Told of what is read.
         rule: Who hears of it; None: nothing is compared.
+        engine: Runs the tasks.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class ProofChecker:
         repairer: Repairer,
         progress: Progress,
         rule: ProofRule | None,
+        engine: Engine,
     ) -> None:
         self._objects = objects
         self._pool = pool
@@ -75,7 +79,8 @@ class ProofChecker:
         self._repairer = repairer
         self._progress = progress
         self._rule = rule
-        self._reader = WindowReader(objects, pool, progress.count_proved)
+        run = partial(read_shares, engine, progress.going_on) if not isinstance(engine, InProcess) else None
+        self._reader = WindowReader(objects, pool, progress.count_proved, run)
         self._said: list[Comparison] | None = None
         """What the store says, as far as it is known; None: it is to be listed."""
         self._pending: dict[MarkerId, None] = {}

@@ -5,7 +5,7 @@ One number for each row, section and column slice: a newer version of a row take
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -66,7 +66,7 @@ class RowSums:
         for shard in shards:
             own.setdefault(shard.table, set()).add((shard.col0, shard.cols))
         tables = {
-            table: _Sums(spec, sorted(slices.get(table, ())), sorted(own.get(table, ())))
+            table: TableSums(spec, sorted(slices.get(table, ())), sorted(own.get(table, ())))
             for table, spec in enumerate(schema.tables)
             if spec.id is not None and spec.rows
         }
@@ -95,27 +95,43 @@ class RowSums:
 
     def compare(self) -> Compared:
         """What came of all rows, once they and all MARKs have come."""
-        met = self._met
-        circle = Circle(agree([met.marks.windows()], met.marks.floor))
-        check = Check(self._schema, met.path, met.marks, circle, met.sent)
-        check.expect()
-        for shard in met.sent:
-            sums = self._tables[shard.table]
-            assert sums.spec.id is not None
-            blocks = check.blocks_of(sums.spec.id, 0, shard.rows)
-            check.found(shard.table, blocks, sums.digests((shard.col0, shard.cols), blocks))
-        tally = check.tally({})
-        return Compared(tally.checked, _cells(self._schema), name_blocks(tally, self._schema, met.path, circle))
+        return compare_sums(self._schema, self._met, lambda table, *each: self._tables[table].digests(*each))
+
+
+def compare_sums(schema: Schema, met: Met, digests: Callable[[int, Slice, Ints], Digests]) -> Compared:
+    """Compare digests of all rows with what MARKs say.
+
+    Args:
+        schema: As the marker's generation claimed it: with ids.
+        met: Says in ``sent`` of which blocks there are digests.
+        digests: Gives those of one table, a column slice of the marker's generation, and ascending blocks; shape
+            (blocks, sections).
+    """
+    circle = Circle(agree([met.marks.windows()], met.marks.floor))
+    check = Check(schema, met.path, met.marks, circle, met.sent)
+    check.expect()
+    for shard in met.sent:
+        id_ = schema.tables[shard.table].id
+        assert id_ is not None
+        blocks = check.blocks_of(id_, 0, shard.rows)
+        check.found(shard.table, blocks, digests(shard.table, (shard.col0, shard.cols), blocks))
+    tally = check.tally({})
+    return Compared(tally.checked, _cells(schema), name_blocks(tally, schema, met.path, circle))
 
 
 def _cells(schema: Schema) -> int:
     return sum(table.rows * table.dim * (1 + len(table.states)) for table in schema.tables)
 
 
-class _Sums:
+class TableSums:
     """The numbers of one table.
 
-    ``own`` are the slices of the marker's generation. Between two edges of any slice, columns come together.
+    Between two edges of any slice, columns come together.
+
+    Args:
+        spec: The table: with an id.
+        slices: All column slices that rows will come in.
+        own: Those of the marker's generation.
     """
 
     def __init__(self, spec: TableSpec, slices: Sequence[Slice], own: Sequence[Slice]) -> None:
@@ -134,13 +150,24 @@ class _Sums:
 
     @property
     def num_bytes(self) -> int:
+        """Of the numbers of all rows."""
         return 8 * self.spec.rows * len(self._numbers)
 
-    def allocate(self, window: Window) -> npt.NDArray[np.int32]:
-        """Begin, with the blocks of ``window``; returns the place of the marker that sent each block last."""
+    def allocate(self, window: Window, begin: int = 0, end: int | None = None) -> npt.NDArray[np.int32]:
+        """Begin, with the blocks of ``window`` that have rows in [begin, end).
+
+        Returns the place of the marker that sent each block last, from the one of row ``begin`` on.
+
+        Args:
+            window: Which blocks are looked at.
+            begin: First row that will come: of a block, too.
+            end: The row after the last one; None: all that follow.
+        """
         assert self.spec.id is not None
-        count = -(-self.spec.rows // BLOCK_ROWS)
-        chosen = window.blocks(self.spec.id, 0, self.spec.rows)
+        end = self.spec.rows if end is None else end
+        self._first = begin // BLOCK_ROWS
+        count = -(-end // BLOCK_ROWS) - self._first
+        chosen = window.blocks(self.spec.id, begin, end) - self._first
         self._slot = np.full(count, -1, np.int64)
         self._slot[chosen] = np.arange(len(chosen))
         self._values = np.zeros((len(chosen) * BLOCK_ROWS, len(self._numbers)), np.int64)
@@ -149,13 +176,14 @@ class _Sums:
         return self._sent
 
     def take(self, col0: int, cols: int, rows: RowsView, place: int) -> None:
+        """As ``RowSums.rows``; there is at least one."""
         ids, arrays = rows.ids, (rows.weights, *rows.states)
-        slots = self._slot[ids // BLOCK_ROWS]
+        slots = self._slot[ids // BLOCK_ROWS - self._first]
         if int(slots.min()) < 0:
             chosen = np.flatnonzero(slots >= 0)
             ids, slots = ids[chosen], slots[chosen]
             arrays = tuple(array[chosen] for array in arrays)
-        blocks = ids // BLOCK_ROWS
+        blocks = ids // BLOCK_ROWS - self._first
         self._sent[blocks] = np.maximum(self._sent[blocks], np.int32(place))
         if self.spec.has_row_state and (col0, cols) not in self.own:
             self._sent[blocks] = NEVER  # a state of other columns has no number
@@ -182,7 +210,7 @@ class _Sums:
         """Digests of one slice of the marker's generation, shape (blocks, sections)."""
         found = np.zeros((len(blocks), 1 + len(self.spec.states)), np.int64)
         by_block = self._values.reshape(-1, BLOCK_ROWS, len(self._numbers))
-        slots = self._slot[blocks]
+        slots = self._slot[blocks - self._first]
         for section in range(found.shape[1]):
             for columns in self._columns(section, *own):
                 found[:, section] += by_block[slots, :, self._numbers[section, columns]].sum(1)

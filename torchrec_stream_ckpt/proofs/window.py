@@ -15,14 +15,14 @@ from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Window
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.format.segment import slices_of
 from torchrec_stream_ckpt.proofs.met import Met
 from torchrec_stream_ckpt.proofs.rowsums import RowSums, Slice
+from torchrec_stream_ckpt.proofs.shares import SHARE_BYTES, ShareFound, WindowShare, compare_shares, cut_window
 from torchrec_stream_ckpt.proofs.unproved import Compared
 from torchrec_stream_ckpt.route.path import Path
 from torchrec_stream_ckpt.store.api import Objects, Readable
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
-from torchrec_stream_ckpt.store.ranges import SMALL_BYTES, read_window
+from torchrec_stream_ckpt.store.ranges import SMALL_BYTES
 from torchrec_stream_ckpt.store.reader import open_segments
 from torchrec_stream_ckpt.types import MarkerId, TableShard
 
@@ -57,12 +57,20 @@ class WindowReader:
         objects: The store.
         pool: Threads to read with.
         progress: Called with the bytes of rows that were read.
+        run: Reads shares of a window by workers, whole chunks if its flag says so; None: this process reads all.
     """
 
-    def __init__(self, objects: Objects, pool: Executor, progress: Callable[[int], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        objects: Objects,
+        pool: Executor,
+        progress: Callable[[int], None] = lambda _: None,
+        run: Callable[[Sequence[WindowShare], bool], list[ShareFound]] | None = None,
+    ) -> None:
         self._objects = objects
         self._pool = pool
         self._progress = progress
+        self._run = run
         self._open: dict[SegmentRef, Picked] = {}
         """Directories, that of the segment used last at the end: many markers are read through the same pieces."""
 
@@ -93,7 +101,8 @@ class WindowReader:
         window = window_of(notes)
         if window is None:
             return WindowCheck(marker, None)
-        pieces = self._pieces(near, catalog, lineage, marker, cover)
+        opened = self._pieces(near, catalog, lineage, marker, cover)
+        pieces = tuple((lineage.claims[piece.generation].schema, piece) for piece in opened)
         reading = _MarkerWindow(lineage, Path.at(lineage, marker), notes, window, pieces)
         try:
             found = self._read(near, reading, whole=False)
@@ -128,17 +137,15 @@ class WindowReader:
         return tuple(pieces)
 
     def _read(self, objects: Readable, reading: _MarkerWindow, *, whole: bool) -> WindowCheck:
-        sums, num_bytes = reading.sums(), 0
-        for piece in reading.pieces:
-            schema = reading.lineage.claims[piece.generation].schema  # an older one may have had other tables
-            window, ids = reading.window, reading.ids
-            for each in read_window(objects, piece.opened, schema, ids, window, self._pool, whole=whole):
-                for rows in each.chunks:
-                    sums.rows(rows.table, rows.col0, rows.cols, rows.rows, 0)
-                num_bytes += each.num_bytes
-                self._progress(each.num_bytes)
-        compared = replace(sums.compare(), total=cells_of(reading.schema, reading.window))
-        return WindowCheck(reading.marker, reading.window, compared, num_bytes)
+        shares = cut_window(reading.schema, reading.window, reading.shards, reading.pieces, SHARE_BYTES)
+        if self._run is not None and len(shares) > 1:
+            found = self._run(shares, whole)
+            self._progress(sum(share.num_bytes for share in found))
+        else:
+            found = [share.read(objects, self._pool, self._progress, whole=whole) for share in shares]
+        compared = compare_shares(reading.schema, met_at(reading.path, reading.notes), found)
+        compared = replace(compared, total=cells_of(reading.schema, reading.window))
+        return WindowCheck(reading.marker, reading.window, compared, sum(share.num_bytes for share in found))
 
 
 class _AtHand:
@@ -179,7 +186,8 @@ class _MarkerWindow:
     """The marker alone."""
     notes: tuple[Notes, ...]
     window: Window
-    pieces: tuple[Piece, ...]
+    pieces: tuple[tuple[Schema, Piece], ...]
+    """Each with the schema of its generation: an older one may have had other tables."""
 
     @property
     def marker(self) -> MarkerId:
@@ -190,16 +198,16 @@ class _MarkerWindow:
         return self.lineage.claims[self.marker.generation].schema
 
     @property
-    def ids(self) -> list[int | None]:
-        return [table.id for table in self.schema.tables]
+    def shards(self) -> list[TableShard]:
+        """What its ranks hold."""
+        return _with_rows(shard for each in self.notes for shard in each.shards)
 
-    def sums(self) -> RowSums:
-        """Empty."""
-        slices: dict[int, set[Slice]] = {}
-        for picked in (picked for piece in self.pieces for picked in piece.opened):
-            for table, col0, cols in slices_of(picked.entries):
-                slices.setdefault(table, set()).add((col0, cols))
-        return window_sums(self.schema, self.path, self.notes, slices, self.window)
+
+def met_at(path: Path, notes: Sequence[Notes]) -> Met:
+    """What the ranks of one marker said: ``path`` is the marker alone."""
+    met = Met(path)
+    met.told({path.chain[-1]: tuple(notes)})
+    return met
 
 
 def window_sums(
@@ -214,10 +222,8 @@ def window_sums(
         slices: By table, the column slices that rows will come in.
         window: What they prove.
     """
-    met = Met(path)
-    met.told({path.chain[-1]: tuple(notes)})
     own = [shard for each in notes for shard in each.shards]
-    return RowSums(schema, met, slices, _with_rows(own), window=window)
+    return RowSums(schema, met_at(path, notes), slices, _with_rows(own), window=window)
 
 
 def _with_rows(shards: Iterable[TableShard]) -> list[TableShard]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
@@ -69,6 +69,7 @@ def read_window(
     pool: Executor,
     *,
     whole: bool = False,
+    rows: Mapping[int, tuple[int, int]] | None = None,
 ) -> Iterator[WindowRead]:
     """The rows of all chunks that belong to blocks of a window, chunk by chunk in their order.
 
@@ -80,13 +81,14 @@ def read_window(
         window: Which blocks.
         pool: Threads that read, ahead of the caller.
         whole: Read each of these chunks whole, and compare its checksum.
+        rows: By table, the rows [begin, end) to look at: whole blocks; None: all rows of all tables.
 
     Raises:
         CorruptionError: a segment is gone, shorter, or (as far as it was read whole) altered.
         StoreUnavailableError: the store does not answer.
     """
     pending: deque[Future[WindowRead]] = deque()
-    wanted = _groups(picked, ids, window)
+    wanted = _groups(picked, ids, window, rows)
     read = partial(_read, objects, schema, whole)
     try:
         while True:
@@ -101,14 +103,19 @@ def read_window(
 
 
 def _groups(
-    picked: Iterable[Picked], ids: Sequence[int | None], window: Window
+    picked: Iterable[Picked],
+    ids: Sequence[int | None],
+    window: Window,
+    rows: Mapping[int, tuple[int, int]] | None,
 ) -> Iterator[tuple[str, list[tuple[ChunkEntry, Ints]]]]:
     """(segment, its chunks within ``RANGE_BYTES`` that may hold rows of the window, each with the blocks)."""
     for each in picked:
         group: list[tuple[ChunkEntry, Ints]] = []
         for entry in entries_of(each.entries):
             id_ = ids[entry.table] if entry.table < len(ids) else None
-            if id_ is None or not len(blocks := window.blocks(id_, entry.first, entry.last + 1)):
+            begin, end = rows.get(entry.table, (0, 0)) if rows is not None else (entry.first, entry.last + 1)
+            begin, end = max(begin, entry.first), min(end, entry.last + 1)
+            if id_ is None or not len(blocks := window.blocks(id_, begin, end)):
                 continue
             if group and entry.offset + entry.num_bytes - group[0][0].offset > RANGE_BYTES:
                 yield each.ref.name, group
