@@ -1,13 +1,15 @@
-"""Folds and merges on a Ray cluster of two nodes, on loopback: nodes and workers that die, clusters that are away."""
+"""Tasks on a Ray cluster of two nodes, on loopback: nodes and workers that die, clusters that are away."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,20 @@ import pytest
 
 from tests import stores
 from tests.processes.test_engine import POLICY, grown, in_process
+from tests.processes.test_engine_tasks import PART_BYTES, RULES, materialize, proved, waiting_for_gc
 from tests.synthetic import Job
 from tests.unit.folded_job import lineage_of
+from tests.unit.gc_history import check_whole, names
 from torchrec_stream_ckpt.engine import api, on_ray
 from torchrec_stream_ckpt.engine.address import SiteAddress
 from torchrec_stream_ckpt.engine.on_ray import OnRay
 from torchrec_stream_ckpt.errors import ConfigError, EngineUnavailableError
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize import compactor, interval_folder
+from torchrec_stream_ckpt.materialize import compactor, gc_delete, interval_folder, scrubber
+from torchrec_stream_ckpt.materialize.gc import collect
 from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.materialize.scrubber import Scrubber
+from torchrec_stream_ckpt.proofs import window
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.dense import open_dense
 
@@ -101,12 +108,60 @@ def test_a_cluster_writes_the_bytes_that_one_process_writes_and_a_node_and_worke
 
 def workers_of_ray() -> list[int]:
     """Processes that run our tasks now, or did."""
+    kinds = tuple(f"ray::{kind}".encode() for kind in ("fold", "merge", "scrub", "proof", "delete"))
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            if path.read_bytes().startswith(b"ray::fold") or path.read_bytes().startswith(b"ray::merge"):
+            if path.read_bytes().startswith(kinds):
                 found.append(int(path.parent.name))
     return found
+
+
+def test_scrubs_proofs_and_deletions_run_on_a_cluster_whose_workers_die(
+    tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scrubber, "TASK_BYTES", PART_BYTES)
+    monkeypatch.setattr(window, "SHARE_BYTES", PART_BYTES)
+    monkeypatch.setattr(gc_delete, "BATCH_NAMES", 3)
+    tasks: list[str] = []
+
+    class Named(OnRay):
+        def submit(self, task: api.Task[Any], *, urgent: bool = False) -> Any:
+            tasks.append(str(task).split()[0])
+            return super().submit(task, urgent=urgent)
+
+    def on(objects: Objects, uri: str | None, here: api.Site) -> OnRay:
+        host, _, port = cluster.address.partition(":")
+        address = SiteAddress(uri=uri, kafka_options=None, store=objects.url, store_options=None)
+        return Named(here, address, host, int(port))
+
+    job = proved(tmp_path / "log")
+    shutil.copytree(job.root, tmp_path / "alone")
+    wanted, _ = materialize(tmp_path / "alone", api.InProcess)
+    objects, lineage = open_store(str(job.root)), lineage_of(job)
+    said, _ = materialize(job.root, partial(on, objects, f"file://{job.root}"))
+    assert said == wanted
+    assert tasks.count("proof") >= 5
+    with ThreadPoolExecutor(2) as pool:
+        single = Scrubber(objects, lambda: lineage, "service")
+        list(single.pieces())
+        with contextlib.closing(on(objects, None, api.Site(None, objects, pool))) as engine:
+            made = Scrubber(objects, lambda: lineage, "command", engine=engine)
+            for number, _ in enumerate(made.pieces()):
+                if number in (20, 40):
+                    for pid in workers_of_ray():
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, signal.SIGKILL)
+        assert (made.place.num_bytes, made.counts.scrub_damaged) == (single.place.num_bytes, 0)
+        assert tasks.count("scrub") > 2
+        history = waiting_for_gc(tmp_path / "other" / "log")
+        with contextlib.closing(on(history.objects, None, api.Site(None, history.objects, pool))) as engine:
+            done = collect(
+                history.objects, None, history.lineage.job, RULES, pool, lambda: {"a host": 1e6}, engine=engine
+            )
+        assert len(done.now) > 5
+        assert tasks.count("delete") > 1
+        assert check_whole(history) == names("1:4", "3:4", "4:6")
 
 
 def test_workers_that_see_another_log_or_store_write_nothing(job: Job, tmp_path: Path, cluster: Any) -> None:

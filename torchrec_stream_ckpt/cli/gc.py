@@ -6,12 +6,16 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from torchrec_stream_ckpt.cli.common import parse_job, print_json
-from torchrec_stream_ckpt.cli.options import Access, Json, StoreNamed, is_verbose
+from torchrec_stream_ckpt.cli.engines import opened_engine
+from torchrec_stream_ckpt.cli.options import Access, EngineOption, Json, StoreNamed, is_verbose
+from torchrec_stream_ckpt.engine.api import Site
+from torchrec_stream_ckpt.engine.choose import EngineName
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -89,6 +93,7 @@ def collect_garbage(
         bool,
         typer.Option("--dry-run", help="Say what would be deleted, and change nothing; -v or --json: each object."),
     ] = False,
+    engine: EngineOption = "local:1",
     json: Json = False,
 ) -> None:
     """Give up the markers that no option keeps, and delete what is no longer needed, in this store alone.
@@ -104,6 +109,7 @@ def collect_garbage(
     gc needs URI: a generation may have begun and have no marker. Only the log knows the marker that it stands on.
     """
     _check_log(uri, no_log=no_log)
+    named_engine = EngineName.parse(engine)
     rules = GcRules(
         retention=Retention(
             keep_all_for=keep_all_for, then_every=then_every, newest=newest, keep_best=tuple(keep_best or ())
@@ -115,10 +121,11 @@ def collect_garbage(
     with access.open_objects(store) as objects, _opened(uri, access) as opened:
         lineage = opened.lineage if opened is not None else None
         jobs = _jobs(objects, lineage, job)
+        run = partial(_run, access, named_engine, objects, opened, dry_run=dry_run)
         if named and len(jobs) > 1:
             raise ConfigError("--give-up is for one job, the store holds several", hint="name it: --job HEX")
         if not named:
-            plans = [_run(objects, lineage, each, rules, None, dry_run=dry_run) for each in jobs]
+            plans = [run(each, rules, None) for each in jobs]
         else:
             with _ways(opened, access) as ways_in:
                 stock = take_stock(objects, lineage, jobs[0])
@@ -127,7 +134,7 @@ def collect_garbage(
                 if not dry_run:
                     take_back(objects, jobs[0], ways.damaged)
                 again = Reasked(ways, lambda: take_stock(objects, lineage, jobs[0]))
-                plans = [_run(objects, lineage, jobs[0], rules, None if force else again.why_not, dry_run=dry_run)]
+                plans = [run(jobs[0], rules, None if force else again.why_not)]
     idle = rules.keeps_all
     if json:
         print_json([_record(plan) | {"dry_run": dry_run or idle} for plan in plans])
@@ -161,18 +168,24 @@ def _check_log(uri: str | None, *, no_log: bool) -> None:
 
 
 def _run(
+    access: Access,
+    engine: EngineName,
     objects: Objects,
-    lineage: Lineage | None,
+    opened: Job | None,
     job: bytes,
     rules: GcRules,
     why_not: Callable[[MarkerId], str] | None,
     *,
     dry_run: bool,
 ) -> GcPlan:
+    lineage = opened.lineage if opened is not None else None
     if dry_run or rules.keeps_all:
         return _planned(objects, take_stock(objects, lineage, job), rules)
+    log = (opened.uri, opened.log) if opened is not None else None
     with ThreadPoolExecutor(_THREADS) as pool:
-        return collect(objects, lineage, job, rules, pool, why_not=why_not)
+        here = Site(log[1] if log is not None else None, objects, pool)
+        with opened_engine(engine, here, job, log, access.kafka_options, access.store_options) as running:
+            return collect(objects, lineage, job, rules, pool, why_not=why_not, engine=running)
 
 
 def _planned(objects: Objects, stock: Stock, rules: GcRules) -> GcPlan:

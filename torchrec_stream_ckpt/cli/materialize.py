@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,15 +13,14 @@ from typing import Annotated, Literal
 import typer
 
 from torchrec_stream_ckpt.cli.common import stopping
+from torchrec_stream_ckpt.cli.engines import opened_engine
 from torchrec_stream_ckpt.cli.events import reporter
-from torchrec_stream_ckpt.cli.options import DAY_S, Access, Json, Uri
-from torchrec_stream_ckpt.engine.address import SiteAddress
+from torchrec_stream_ckpt.cli.options import DAY_S, Access, EngineOption, Json, Uri
 from torchrec_stream_ckpt.engine.api import Engine, Site
 from torchrec_stream_ckpt.engine.choose import EngineName
-from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
+from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.remarks import Outcome
-from torchrec_stream_ckpt.layout import probe_name
 from torchrec_stream_ckpt.materialize.background_scrub import BackgroundScrub
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.head import HeadWriter
@@ -33,7 +30,6 @@ from torchrec_stream_ckpt.materialize.proof_checker import ProofRule
 from torchrec_stream_ckpt.materialize.scrub_mender import ScrubMender
 from torchrec_stream_ckpt.materialize.scrubber import Scrubber, ScrubCounts
 from torchrec_stream_ckpt.metrics import labels_of, serve_metrics
-from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.proofs.standing import ProofStanding
 from torchrec_stream_ckpt.route.job import Job, kept_store, options_of
 from torchrec_stream_ckpt.service import Event
@@ -41,7 +37,6 @@ from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.head import head_root
 from torchrec_stream_ckpt.store.identity import prepare_store
 from torchrec_stream_ckpt.units import parse_rate
-from torchrec_stream_ckpt.uris import parse_uri
 
 _READERS = 4
 _OUTCOMES = (Outcome.FINISHED, Outcome.PREEMPTED, Outcome.FAILED)
@@ -77,15 +72,6 @@ Compact = Annotated[
     typer.Option(
         help="span4: write the newest rows of every 4 markers a second time, of every 4 of these again, and so on: any "
         "marker is read in fewer pieces and rows. span2, span8, span16: likewise."
-    ),
-]
-EngineOption = Annotated[
-    str,
-    typer.Option(
-        "--engine",
-        help="What folds and merges: local (processes, one a core), local:N (N of them; 1: none but this one) or "
-        "ray://HOST:PORT (a Ray cluster).",
-        metavar="ENGINE",
     ),
 ]
 PassOverLost = Annotated[
@@ -164,8 +150,11 @@ class _Setup:
         self.running = made.engine
         if self.scrub_bytes_per_s is not None:
             mender = ScrubMender(objects, made.repairer, self.job.dense_of, made.progress)
-            scrubber = Scrubber(objects, lambda: self.job.lineage, "service", mender, service.damaged)
-            service.scrub = BackgroundScrub(scrubber, self.scrub_bytes_per_s, service.scrubbed, service.scrub_trouble)
+            rate = self.scrub_bytes_per_s
+            scrubber = Scrubber(
+                objects, lambda: self.job.lineage, "service", mender, service.damaged, made.engine, rate
+            )
+            service.scrub = BackgroundScrub(scrubber, rate, service.scrubbed, service.scrub_trouble)
         return made
 
     def _materializer(
@@ -179,7 +168,7 @@ class _Setup:
             self.job.dense_of,
             self.pool,
             self.policy,
-            engine=lambda here: self._engine(here, lineage, objects, undo),
+            engine=lambda here: self._engine(here, lineage, undo),
             going_on=service.going_on,
             pass_over=service.pass_over if self.pass_over_lost else None,
             head=HeadWriter(self.head, objects, self.pool) if self.head is not None else None,
@@ -187,37 +176,11 @@ class _Setup:
             proofs=rule if self.check_proofs else None,
         )
 
-    def _engine(self, here: Site, lineage: Lineage, objects: Objects, undo: contextlib.ExitStack) -> Engine:
-        """The engine that was asked for. Workers are given names, and paths of files with secrets."""
-        incarnation, probe = None, None
-        if self.engine.is_remote:
-            found = self.job.log.incarnation()
-            incarnation = found.id if found is not None else None
-            probe = probe_name(lineage.job, secrets.token_hex(8))
-            objects.put(probe, [b""])
-            undo.callback(_forget, objects, probe)
-        source = SiteAddress(
-            uri=str(parse_uri(self.job.uri)),
-            kafka_options=_path(self.kafka_options),
-            store=objects.url,
-            store_options=_path(options_of(objects.url, self.job.store_options)),
-            incarnation=incarnation,
-            probe=probe,
-        )
-        engine = self.engine.open(here, lambda: source)
-        undo.callback(engine.close)
-        return engine
-
-
-def _forget(objects: Objects, probe: str) -> None:
-    with contextlib.suppress(StreamCkptError):  # it is empty, and counts for nothing
-        objects.delete(probe)
-
-
-def _path(options: Options) -> str | None:
-    """The path of a file of options, as other processes find it; the command line takes no other options."""
-    assert options is None or isinstance(options, str | Path)
-    return os.path.abspath(options) if options is not None else None
+    def _engine(self, here: Site, lineage: Lineage, undo: contextlib.ExitStack) -> Engine:
+        """The engine that was asked for."""
+        log = (self.job.uri, self.job.log)
+        opened = opened_engine(self.engine, here, lineage.job, log, self.kafka_options, self.job.store_options)
+        return undo.enter_context(opened)
 
 
 def materialize_log(
@@ -242,7 +205,8 @@ def materialize_log(
     """Follow a log and fold it into its store, so that any marker comes back at disk speed and the log can be trimmed.
 
     Checks every frame. Reads the log and changes nothing there. May be killed at any time: it goes on where the store
-    ends. Large folds and merges run side by side, in processes of this host or on a Ray cluster.
+    ends. Large folds and merges, comparisons with proofs and scrubs run side by side, in processes of this host or on a
+    Ray cluster.
 
     With --until-closed it ends with the job: not when the
     trainer failed or was preempted, for then another one goes on. Needs no torch.

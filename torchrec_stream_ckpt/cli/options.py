@@ -33,6 +33,15 @@ Store = Annotated[
     typer.Option(help="Where dense state and folded rows lie (default: where the job kept it).", metavar="URL"),
 ]
 StoreNamed = Annotated[str, typer.Option("--store", help="The store: file://DIR or s3://BUCKET/PREFIX.", metavar="URL")]
+EngineOption = Annotated[
+    str,
+    typer.Option(
+        "--engine",
+        help="What runs large tasks: local (processes, one a core), local:N (N of them; 1: none but this one) or "
+        "ray://HOST:PORT (a Ray cluster).",
+        metavar="ENGINE",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Print what the library logs, on stderr; gc also names each object.")

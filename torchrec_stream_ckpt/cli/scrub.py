@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -11,11 +12,14 @@ from typing import Annotated, Any
 import typer
 
 from torchrec_stream_ckpt.cli.common import check_named_store, parse_job, print_json, progress_bar, stopping
-from torchrec_stream_ckpt.cli.options import Access, Json, Store
-from torchrec_stream_ckpt.engine.api import InProcess, Site
+from torchrec_stream_ckpt.cli.engines import opened_engine
+from torchrec_stream_ckpt.cli.options import Access, EngineOption, Json, Store
+from torchrec_stream_ckpt.engine.api import Engine, InProcess, Site
+from torchrec_stream_ckpt.engine.choose import EngineName
 from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError, StreamCkptError, printable
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.scrub_place import ScrubPlace
+from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.materialize.allowance import Allowance
 from torchrec_stream_ckpt.materialize.interval_folder import IntervalFolder
 from torchrec_stream_ckpt.materialize.progress import Progress
@@ -53,6 +57,7 @@ def scrub_store(
     anew: Annotated[
         bool, typer.Option("--anew", help="Begin at the beginning, even if an earlier scrub was ended early.")
     ] = False,
+    engine: EngineOption = "local",
     json: Json = False,
 ) -> None:
     """Read everything that the store holds of a job, and compare all checksums and digests.
@@ -61,7 +66,8 @@ def scrub_store(
     span, each manifest and interval, in the order of their names. It does not read the log (stream-ckpt verify --log
     does). You may end or kill it at any time: the next scrub goes on from there, to within some seconds. With
     --bytes-per-s R it takes the bytes of the store / R seconds. It prints one line for each damaged object, with its
-    marker, table and path.
+    marker, table and path. With no limit, or one of 64 MiB/s and more, several processes or a Ray cluster read side by
+    side (--engine); the limit is one for all of them.
 
     --repair keeps the damaged bytes below damaged/, and writes the object again. A base or a span is written from
     other pieces of the store, an interval or a manifest from the log, dense state from the place where the trainer put
@@ -70,7 +76,7 @@ def scrub_store(
     """
     rate = parse_rate(bytes_per_s) if bytes_per_s is not None else None
     _check(uri, store, no_log=no_log, repair=repair)
-    run = _Run(rate, repair=repair, anew=anew, quiet=json)
+    run = _Run(rate, repair=repair, anew=anew, quiet=json, access=access, engine=EngineName.parse(engine))
     with stopping(run.stop):
         if uri is not None:
             with access.open_job(uri, store) as opened:
@@ -191,6 +197,8 @@ class _Run:
     repair: bool
     anew: bool
     quiet: bool
+    access: Access
+    engine: EngineName
     ending: threading.Event = field(default_factory=threading.Event)
 
     def stop(self) -> None:
@@ -201,7 +209,16 @@ class _Run:
         if self.ending.is_set():
             raise Stopped
 
-    def scrub(self, objects: Objects, lineage: Lineage, mender: ScrubMender | None) -> _Result:
+    @contextlib.contextmanager
+    def opened(self, objects: Objects, job: bytes, log: tuple[str, Log] | None) -> Iterator[Engine]:
+        """The engine for one job."""
+        with ThreadPoolExecutor(_THREADS) as pool:
+            here = Site(log[1] if log is not None else None, objects, pool, lambda _: self.going_on())
+            access = self.access
+            with opened_engine(self.engine, here, job, log, access.kafka_options, access.store_options) as engine:
+                yield engine
+
+    def scrub(self, objects: Objects, lineage: Lineage, engine: Engine, mender: ScrubMender | None) -> _Result:
         """Read what there is of one job."""
         found: list[Damage] = []
 
@@ -210,7 +227,8 @@ class _Run:
             if not self.quiet:
                 typer.echo(_line(damage))
 
-        scrubber, allowance = Scrubber(objects, lambda: lineage, "command", mender, told), Allowance(self.rate)
+        scrubber = Scrubber(objects, lambda: lineage, "command", mender, told, engine, self.rate)
+        allowance = Allowance(self.rate)
         with progress_bar(quiet=self.quiet) as progress:
             task = progress.add_task("scrubbing", total=_total(objects, lineage.job))
             try:
@@ -240,7 +258,8 @@ def _scrub_alone(run: _Run, objects: Objects, job: bytes) -> _Result:
         raise MarkerNotFoundError(
             f"the store holds nothing of job {job.hex()}", hint="check --store and --job", store=objects.url
         )
-    return run.scrub(objects, Catalog.load(objects, job).lineage(), None)
+    with run.opened(objects, job, None) as engine:
+        return run.scrub(objects, Catalog.load(objects, job).lineage(), engine, None)
 
 
 def _scrub_job(run: _Run, job: Job, access: Access, uri: str, named: str | None) -> _Result:
@@ -254,10 +273,12 @@ def _scrub_job(run: _Run, job: Job, access: Access, uri: str, named: str | None)
             hint="check --store, or put markers there: stream-ckpt materialize URI --store URL",
             store=objects.url,
         )
-    if not run.repair:
-        return run.scrub(objects, job.lineage, None)
-    with ThreadPoolExecutor(_THREADS) as pool, access.kept_dense(uri) as dense_of:
-        progress = Progress(run.going_on)
-        intervals = IntervalFolder(job.log, objects, progress, InProcess(Site(job.log, objects, pool, progress.tell)))
-        repairer = Repairer(objects, pool, intervals, progress, lambda _: None)
-        return run.scrub(objects, job.lineage, ScrubMender(objects, repairer, dense_of, progress))
+    with run.opened(objects, job.lineage.job, (uri, job.log)) as engine:
+        if not run.repair:
+            return run.scrub(objects, job.lineage, engine, None)
+        with ThreadPoolExecutor(_THREADS) as pool, access.kept_dense(uri) as dense_of:
+            progress = Progress(run.going_on)
+            site = Site(job.log, objects, pool, progress.tell)
+            intervals = IntervalFolder(job.log, objects, progress, InProcess(site))
+            repairer = Repairer(objects, pool, intervals, progress, lambda _: None)
+            return run.scrub(objects, job.lineage, engine, ScrubMender(objects, repairer, dense_of, progress))

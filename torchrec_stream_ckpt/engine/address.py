@@ -18,8 +18,8 @@ _READERS = 4
 class SiteAddress:
     """A log and a store, as a worker opens them."""
 
-    uri: str
-    """Of the log."""
+    uri: str | None
+    """Of the log; None: it is gone."""
     kafka_options: str | None
     """Path of a file."""
     store: str
@@ -38,9 +38,10 @@ class SiteAddress:
             ConfigError: a file is missing here, or what is here at these places is something else.
             LogUnavailableError, StoreUnavailableError: one of them does not answer.
         """
-        log, objects = open_log(self.uri, self.kafka_options), open_store(self.store, self.store_options)
+        log = open_log(self.uri, self.kafka_options) if self.uri is not None else None
+        objects = open_store(self.store, self.store_options)
         if self.incarnation is not None:
-            found = log.incarnation()
+            found = log.incarnation() if log is not None else None
             if found is None or found.id != self.incarnation:
                 raise ConfigError(
                     f"a worker does not see the log of this materializer: {'another' if found else 'none'} is there",

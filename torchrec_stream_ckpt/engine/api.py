@@ -27,7 +27,8 @@ SMALL_BYTES = 64 * 2**20
 class Site:
     """What a task works with, in the process that runs it."""
 
-    log: LogReader
+    log: LogReader | None
+    """None: it is gone, and no task asks for it."""
     objects: Objects
     pool: Executor
     """Threads to read the store with."""
@@ -82,7 +83,7 @@ class TaskQueue:
         (self._urgent if order.urgent else self._others).appendleft(order)
 
     def take(self) -> Order | None:
-        """The order that is to begin next, which waits no longer; cancelled ones are passed over. None: none is left."""
+        """The order that is to begin next, which waits no longer; None: none is left. Passes over cancelled ones."""
         for waiting in (self._urgent, self._others):
             while waiting:
                 order = waiting.popleft()

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 
+from torchrec_stream_ckpt.engine.api import Engine, InProcess, Site
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
@@ -50,6 +51,7 @@ from torchrec_stream_ckpt.layout import (
 from torchrec_stream_ckpt.log.api import Incarnation
 from torchrec_stream_ckpt.materialize.compact import Span, plan_spans
 from torchrec_stream_ckpt.materialize.garbage_lists import enlist, shorten, tidy
+from torchrec_stream_ckpt.materialize.gc_delete import delete_all
 from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
 from torchrec_stream_ckpt.materialize.merge import merge
 from torchrec_stream_ckpt.materialize.read_back import ReadBack
@@ -280,6 +282,7 @@ def collect(
     pool: Executor,
     clocks: Callable[[], Mapping[str, float]] | None = None,
     why_not: Callable[[MarkerId], str] | None = None,
+    engine: Engine | None = None,
 ) -> GcPlan:
     """Give markers up, merge, and delete; returns what was done. May be killed and run again at any time.
 
@@ -296,12 +299,15 @@ def collect(
             hours: the grace period of what they replace begins when they are done.
         why_not: Says of a marker that a person gives up why nothing brings it back, right before it goes. If something
             does by now, it stays. None: nobody is asked again.
+        engine: Runs the tasks that delete; None: this process does.
 
     Raises:
         ConfigError: there is no rule.
         CorruptionError: what has to be read to know what is needed is damaged. Nothing of it was deleted.
         StoreUnavailableError: the store does not answer, or does not let us in. Run it again.
+        EngineUnavailableError: the engine cannot be reached, or its workers die. Run it again.
     """
+    engine = engine or InProcess(Site(None, objects, pool))
     if rules.keeps_all:
         raise ConfigError("no rule says what to keep", hint="give one, such as --keep-all-for 24h --then-every 10")
     read = clocks or partial(read_clocks, objects, job)
@@ -333,7 +339,7 @@ def collect(
     for kind in _PHASES:
         names = [entry.name for entry in found.now if entry.name.startswith(f"{kind}/")]
         with _telling_what_stays(len(plan.dropping) - len(came_back)):
-            list(pool.map(lambda name: _delete(objects, name), names))
+            delete_all(engine, names, stock.lists)
     waiting = {entry.name for entry in found.later}
     if listed is not None:
         shorten(objects, job, listed, waiting)
@@ -429,8 +435,3 @@ def _telling_what_stays(dropped: int) -> Iterator[None]:
         done = f"{markers} given up for good by this run; their objects are not all deleted"
         hint = f"{error.hint}; the next gc deletes the rest"
         raise StoreUnavailableError(f"{error.message}; {done}", hint=hint, **error.where) from None
-
-
-def _delete(objects: Objects, name: str) -> None:
-    objects.delete(name)
-    failpoint("gc.deleted")

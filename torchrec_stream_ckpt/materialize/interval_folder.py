@@ -57,12 +57,14 @@ class FoldTask:
 
     def run(self, site: Site) -> tuple[tuple[SegmentRef, ...], ...]:
         """As of ``Task``: the segments of each interval, written side by side while the next ones are gathered."""
+        log = site.log
+        assert log is not None
         writers: deque[SegmentWriter] = deque()
         found: list[tuple[SegmentRef, ...]] = []
         waiting = 0
         try:
             for interval, shards in self.intervals:
-                writers.append(begin_fold(site.log, site.objects, interval, shards, site.tell, site.pool))
+                writers.append(begin_fold(log, site.objects, interval, shards, site.tell, site.pool))
                 waiting += interval.num_bytes
                 while waiting > BATCH_BYTES:
                     waiting -= self.intervals[len(found)][0].num_bytes

@@ -7,13 +7,14 @@ the segments that it names, the dense state of a marker.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
-from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError, StoreUnavailableError
+from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, OtherLogError, StoreUnavailableError
 from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, SegmentRef
-from torchrec_stream_ckpt.format.segment import ChunkEntry, check_chunk, entries_of, parse_front
+from torchrec_stream_ckpt.format.segment import parse_front
 from torchrec_stream_ckpt.layout import (
     DENSE_DIR,
     DROPPED_DIR,
@@ -36,15 +37,13 @@ from torchrec_stream_ckpt.layout import (
     parse_store_segment,
     parse_summary_name,
 )
+from torchrec_stream_ckpt.materialize.scrub_task import DensePart, Part, SegmentPart
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense_objects import files_in, read_dense_file
-from torchrec_stream_ckpt.store.reader import load_front
+from torchrec_stream_ckpt.store.dense_objects import files_in
 from torchrec_stream_ckpt.store.summaries import list_summaries, load_summary
 from torchrec_stream_ckpt.types import MarkerId
 
-PIECE_BYTES = 4 * 2**20
-"""What is read at once at most, but for a chunk or a directory that is longer."""
 _SOME_FILE = "x"
 
 
@@ -169,6 +168,22 @@ class ScrubReader:
             return self._summary(summary)
         return self._given_up(name)
 
+    def part(self, unit: str, name: str) -> Part | None:
+        """What a worker would read of an object of a unit; None: only this reader can tell what it should be.
+
+        What says which objects the unit has is not for workers, and nothing is for them where it cannot be read.
+        """
+        try:
+            if name == self._list_of(unit):
+                return None
+            if unit.startswith(f"{DENSE_DIR}/"):
+                file = self._dense(unit).get(name)
+                return DensePart(name, file) if file is not None else None
+            ref = self._named(unit).get(name)
+            return SegmentPart(self._catalog.job, ref) if ref is not None else None
+        except (CorruptionError, StoreUnavailableError, MarkerNotFoundError):
+            return None
+
     def forget(self) -> None:
         """Ask the store again what it names: something was written anew."""
         self._refs, self._files = ("", {}), ("", {})
@@ -238,27 +253,13 @@ class ScrubReader:
         ref = self._named(owner).get(name)
         if ref is None:
             raise CorruptionError("what should name this segment does not", name=name, named_by=owner)
-        size = self._objects.size(name)
-        if size is not None and size != ref.num_bytes:
-            raise CorruptionError(f"it has {size} bytes, {ref.num_bytes} were written", name=name)
-        front = load_front(self._objects, ref, self._catalog.job)
-        yield ref.front_bytes
-        for run in _runs(entries_of(front.directory)):
-            begin, end = run[0].offset, run[-1].offset + run[-1].num_bytes
-            data = self._objects.read(name, begin, end)
-            for entry in run:
-                try:
-                    check_chunk(entry, data[entry.offset - begin : entry.offset - begin + entry.num_bytes], name)
-                except CorruptionError as error:
-                    table = self._table(marker, entry.table)
-                    raise CorruptionError(error.message, name=name, offset=entry.offset, table=table) from None
-            yield end - begin
+        return SegmentPart(self._catalog.job, ref).read(self._objects, partial(self._table, marker))
 
     def _dense_file(self, name: str, unit: str) -> Iterator[int]:
         file = self._dense(unit).get(name)
         if file is None:
             raise CorruptionError("its COMMIT names no such dense file", name=name)
-        yield from read_dense_file(self._objects, name, file, PIECE_BYTES)
+        return DensePart(name, file).read(self._objects)
 
     def _table(self, marker: MarkerId, table: int) -> str:
         claim = self._lineage.claims.get(marker.generation)
@@ -299,15 +300,3 @@ class ScrubReader:
 def _check_is(found: object, said: object, name: str) -> None:
     if found != said:
         raise CorruptionError("this object is another one than its name says", name=name)
-
-
-def _runs(entries: Sequence[ChunkEntry]) -> Iterator[list[ChunkEntry]]:
-    """Chunks that are read together."""
-    run: list[ChunkEntry] = []
-    for entry in entries:
-        if run and entry.offset + entry.num_bytes - run[0].offset > PIECE_BYTES:
-            yield run
-            run = []
-        run.append(entry)
-    if run:
-        yield run

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+from torchrec_stream_ckpt.engine import api
+from torchrec_stream_ckpt.engine.api import Engine, InProcess
 from torchrec_stream_ckpt.errors import (
     CorruptionError,
     MarkerNotFoundError,
@@ -33,6 +35,7 @@ from torchrec_stream_ckpt.layout import (
     scrub_place_name,
 )
 from torchrec_stream_ckpt.materialize.repairer import Repair
+from torchrec_stream_ckpt.materialize.scrub_ahead import TASK_BYTES, ReadAhead
 from torchrec_stream_ckpt.materialize.scrub_mender import ScrubMender, marker_of
 from torchrec_stream_ckpt.materialize.scrub_reader import ScrubReader
 from torchrec_stream_ckpt.store.api import Objects
@@ -85,6 +88,8 @@ class Scrubber:
         who: ``service`` or ``command``: each keeps a place of its own.
         mender: Repairs what is damaged; None: damage is only named.
         told: Called with each damaged object.
+        engine: What reads tasks of many bytes; None: this process reads everything.
+        bytes_per_s: What may be read, about, for the caller lets it: a task reads no more than that in a second.
     """
 
     def __init__(
@@ -94,6 +99,8 @@ class Scrubber:
         who: str,
         mender: ScrubMender | None = None,
         told: Callable[[Damage], None] = lambda _: None,
+        engine: Engine | None = None,
+        bytes_per_s: float | None = None,
     ) -> None:
         self._objects = objects
         self._lineage = lineage
@@ -105,6 +112,10 @@ class Scrubber:
         """Number of the place in the store."""
         self._saved_s = time.monotonic()
         self._place: ScrubPlace | None = None
+        self._engine = engine
+        self._bytes_per_s = bytes_per_s
+        self._doubted: set[str] = set()
+        """Objects of which a worker did not find a part as it was written: read by this process since."""
         self._failed: dict[str, None] = {}
         """Objects that are damaged now, in the order in which they were found."""
         self._is_resumed = False
@@ -133,20 +144,24 @@ class Scrubber:
         for name in again:
             if name not in self._failed:
                 yield from self._one(reader, lineage, catalog, name)
-        for unit in self._units(reader):
-            if unit < self.place.unit:
-                continue
-            yield from self._unit(reader, lineage, catalog, unit)
+        first, engine = self.place.unit, self._engine
+        for stretch in self._stretches(reader):
+            units = [unit for unit in stretch if unit >= first]
+            if engine is not None and _is_worth_it(engine, self._bytes_per_s):
+                yield from self._read_ahead(reader, lineage, catalog, units, engine)
+            else:
+                for unit in units:
+                    yield from self._unit(reader, lineage, catalog, unit)
         self._end()
 
-    def _units(self, reader: ScrubReader) -> Iterator[str]:
+    def _stretches(self, reader: ScrubReader) -> Iterator[list[str]]:
         """All units. What gc has listed is left out only while the folds that stand in for it are whole."""
         units = reader.units()
-        yield from (unit for unit in units if unit < MANIFESTS_DIR)
+        yield [unit for unit in units if unit < MANIFESTS_DIR]
         if any(parse_fold_name(name) or parse_fold_segment(name) for name in self._failed):
             reader.heeds_lists = False  # of a gc that died before it had read them
             units = reader.units()
-        yield from (unit for unit in units if unit >= MANIFESTS_DIR)
+        yield [unit for unit in units if unit >= MANIFESTS_DIR]
 
     def _unit(self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, unit: str) -> Iterator[int]:
         """Read what is left of a unit."""
@@ -159,12 +174,66 @@ class Scrubber:
             name = names[number]
             if number >= done and name not in self._failed:
                 yield from self._one(reader, lineage, catalog, name)
-                failpoint("scrub.read")
+                _has_read()
             if number == 0:
                 names = reader.names_of(unit)  # the first one names the others, and may have been repaired
             number += 1
             if number > done:
                 self._advance(unit, number)
+
+    def _read_ahead(
+        self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, units: Sequence[str], engine: Engine
+    ) -> Iterator[int]:
+        """Read units by tasks. What names others is read here; a task is paid for when it begins."""
+        ahead = ReadAhead(engine, TASK_BYTES)
+        self._doubted = set()
+        try:
+            for unit in units:
+                done = self.place.done if unit == self.place.unit else 0
+                try:
+                    names, number = reader.names_of(unit), 0
+                except MarkerNotFoundError:  # as of _unit
+                    continue
+                while number < len(names):
+                    name = names[number]
+                    number += 1
+                    part = reader.part(unit, name)
+                    if number <= done or name in self._failed:
+                        yield ahead.done(unit, max(done, number), name)
+                    elif part is not None:
+                        yield ahead.add(unit, number, part)
+                    else:
+                        yield from self._one(reader, lineage, catalog, name)
+                        yield ahead.done(unit, number, name)
+                    if number == 1:
+                        names = reader.names_of(unit)
+                    while ahead.is_full or ahead.is_ready():
+                        yield from self._take_note(reader, lineage, catalog, ahead)
+            yield ahead.flush()
+            while ahead.is_busy:
+                yield from self._take_note(reader, lineage, catalog, ahead)
+        finally:
+            ahead.close()
+
+    def _take_note(self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, ahead: ReadAhead) -> Iterator[int]:
+        """Of the oldest task, if it is done: an object that a worker doubts is read here, which decides."""
+        found = ahead.oldest()
+        yield ahead.read_again()
+        if found is None:
+            return
+        batch, results = found
+        read = iter(results)
+        for step in batch.steps:
+            num_bytes = next(read) if step.part is not None else 0
+            if num_bytes is not None:
+                is_whole = step.part is not None and step.ends and step.name not in self._doubted
+                self._count(num_bytes, objects=int(is_whole))
+            elif step.name not in self._doubted:
+                self._doubted.add(step.name)
+                yield from self._one(reader, lineage, catalog, step.name)
+            if step.ends:
+                _has_read()
+                self._advance(step.unit, step.done)
 
     def _begin(self, *, anew: bool) -> tuple[str, ...]:
         """Go on with a pass, or begin one; returns what is to be read again."""
@@ -197,10 +266,14 @@ class Scrubber:
 
     def _read(self, reader: ScrubReader, name: str) -> Iterator[int]:
         for num_bytes in reader.read(name):
-            self.counts.scrubbed_bytes += num_bytes
-            self._place = replace(self.place, num_bytes=self.place.num_bytes + num_bytes)
+            self._count(num_bytes)
             yield num_bytes
-        self._place = replace(self.place, objects=self.place.objects + 1)
+        self._count(0, objects=1)
+
+    def _count(self, num_bytes: int, objects: int = 0) -> None:
+        self.counts.scrubbed_bytes += num_bytes
+        place = self.place
+        self._place = replace(place, num_bytes=place.num_bytes + num_bytes, objects=place.objects + objects)
 
     def _look_for_gaps(self, reader: ScrubReader, lineage: Lineage, catalog: Catalog) -> None:
         """Find manifests that are gone, and markers to which no pieces lead any more: no listing names them."""
@@ -341,3 +414,12 @@ class Scrubber:
                 with contextlib.suppress(StreamCkptError):
                     self._objects.delete(name)  # of one that was killed in between
         return place
+
+
+def _has_read() -> None:
+    failpoint("scrub.read")
+
+
+def _is_worth_it(engine: Engine, bytes_per_s: float | None) -> bool:
+    """Whether workers help: a task for them is not small, and reads about what the rate allows in a second, or less."""
+    return not isinstance(engine, InProcess) and (bytes_per_s is None or bytes_per_s >= api.SMALL_BYTES)

@@ -1,0 +1,349 @@
+"""Scrubs, comparisons with proofs and deletions by workers in processes of their own, which die."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests import stores
+from tests.builders import table
+from tests.evolved import EvolvingJob
+from tests.faults.materializer import wait
+from tests.forks import context
+from tests.processes.test_engine import FAILPOINTS, REPORT, is_gone, stopped, workers_of
+from tests.processes.test_scrub_kills import read_names
+from tests.stores import History
+from tests.synthetic import Job
+from tests.unit.folded_job import lineage_of, made_once, store_of
+from tests.unit.gc_history import HOUR, branched, check_whole, gc, names
+from tests.unit.scrubbed_job import check_markers, harm, name_of, one, scrub, scrubbed_job
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.engine import api
+from torchrec_stream_ckpt.engine.address import SiteAddress
+from torchrec_stream_ckpt.engine.api import Engine, InProcess, Order, Site, TaskQueue
+from torchrec_stream_ckpt.engine.processes import Processes
+from torchrec_stream_ckpt.format.proof import POSITIONS
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.materialize import gc_delete, scrubber
+from torchrec_stream_ckpt.materialize.background_scrub import BackgroundScrub
+from torchrec_stream_ckpt.materialize.compactor import Policy
+from torchrec_stream_ckpt.materialize.gc import GcRules, collect
+from torchrec_stream_ckpt.materialize.gc_delete import DeleteTask
+from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.materialize.proof_checker import ProofRule
+from torchrec_stream_ckpt.materialize.repairer import Repair
+from torchrec_stream_ckpt.materialize.retention import Retention
+from torchrec_stream_ckpt.materialize.scrubber import Scrubber
+from torchrec_stream_ckpt.proofs import window
+from torchrec_stream_ckpt.proofs.window import WindowCheck
+from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.store.proved import list_proved
+
+SCHEMA = Schema((replace(table("t_a", 700, 4), id=3), replace(table("t_b", 500, 4), id=9)))
+PART_BYTES = 2000
+POINTS = ("scrub.part", "proof.share")
+"""Where a worker may die that does not fold."""
+
+
+def make_all_large() -> None:
+    api.SMALL_BYTES, scrubber.TASK_BYTES, window.SHARE_BYTES, gc_delete.BATCH_NAMES = 0, PART_BYTES, PART_BYTES, 3
+
+
+@pytest.fixture(autouse=True)
+def all_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "SMALL_BYTES", 0)
+    monkeypatch.setattr(scrubber, "TASK_BYTES", PART_BYTES)
+    monkeypatch.setattr(window, "SHARE_BYTES", PART_BYTES)
+    monkeypatch.setattr(gc_delete, "BATCH_NAMES", 3)
+
+
+@pytest.fixture
+def fired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What failpoints of workers have fired: they are armed by the environment."""
+    monkeypatch.setenv(REPORT, str(tmp_path / "fired"))
+    return tmp_path / "fired"
+
+
+@contextlib.contextmanager
+def workers(objects: Objects, log: str | None = None) -> Iterator[Processes]:
+    address = SiteAddress(uri=log, kafka_options=None, store=objects.url, store_options=None)
+    with ThreadPoolExecutor(2) as pool:
+        engine = Processes(Site(None, objects, pool), address, 2)
+        yield engine
+        engine.close()
+
+
+def test_urgent_tasks_begin_first_and_one_whose_worker_died_begins_before_its_kind() -> None:
+    queue, task = TaskQueue(), DeleteTask(("a",), None)
+    others, urgent = [Order(task, urgent=False) for _ in range(3)], [Order(task, urgent=True) for _ in range(2)]
+    for order in (*others, *urgent):
+        queue.put(order)
+    assert queue.take() is urgent[0]
+    queue.put_back(urgent[0])
+    others[0].future.cancel()
+    taken = [queue.take() for _ in range(5)]
+    assert taken == [*urgent, *others[1:], None]
+    assert not queue
+
+
+# ------------------------------------------------------------------------------------------------------- scrubs
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """Six markers with dense state beside the log, and in a store of its own with bases."""
+    return scrubbed_job(tmp_path / "log")
+
+
+def test_a_scrub_by_workers_that_die_reads_and_pays_for_everything(
+    job: Job, fired: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FAILPOINTS, "scrub.part=kill@9")
+    objects, lineage = open_store(str(store_of(job))), lineage_of(job)
+    alone = Scrubber(objects, lambda: lineage, "service")
+    list(alone.pieces())
+    with workers(objects) as engine:
+        made = Scrubber(objects, lambda: lineage, "command", engine=engine)
+        read = read_names(monkeypatch)
+        paid = sum(made.pieces())
+    assert fired.read_text().split() == ["scrub.part"] * engine.restarts
+    assert engine.restarts > 1
+    assert made.counts.scrub_damaged == 0
+    assert (made.place.ended, made.place.objects) == (True, alone.place.objects)
+    assert made.place.num_bytes == alone.place.num_bytes
+    assert paid >= made.place.num_bytes + engine.restarts * PART_BYTES
+    assert not [name for name in read if name.endswith(".seg")], "segments are for workers"
+
+
+def test_damage_that_workers_find_is_repaired_and_nothing_else_is_read_twice(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = ("claim", "dense", "base", "manifest", "interval")
+    paths = [one(job, kind) for kind in kinds]
+    before = {path: harm(path) for path in paths}
+    (gone,) = sorted(store_of(job).glob("segments/*/g00000001-r00000-m00000002-p000.seg"))
+    before[gone] = harm(gone, "lost")
+    read = read_names(monkeypatch)
+    status, record = scrub(job, "--repair", "--engine", "local:2")
+    assert (status, {each["state"] for each in record["damaged"]}) == (0, {"repaired"})
+    assert {each["name"] for each in record["damaged"]} == {name_of(job, path) for path in before}
+    harmed = Counter({name_of(job, path): 2 for path in before})  # as it was, and as it was written anew
+    assert {name: count for name, count in Counter(read).items() if name.endswith(".seg")} == {
+        name: count for name, count in harmed.items() if name.endswith(".seg")
+    }
+    assert all(path.read_bytes() == data for path, data in before.items())
+    check_markers(job)
+
+
+def test_workers_read_no_more_than_the_rate_allows(job: Job) -> None:
+    objects, lineage = open_store(str(store_of(job))), lineage_of(job)
+    rate = sum(entry.num_bytes for entry in objects.list("segments/")) / 2
+    passes: list[Scrubber] = []
+    with workers(objects) as engine:
+        made = Scrubber(objects, lambda: lineage, "service", engine=engine, bytes_per_s=rate)
+        background = BackgroundScrub(made, rate, passed=passes.append)
+        begin, largest = time.monotonic(), max(entry.num_bytes for entry in objects.list(""))
+        while not passes:
+            background.use(0.05, threading.Event())
+            assert made.counts.scrubbed_bytes - largest <= rate * (time.monotonic() - begin)
+        assert engine.pids
+    assert made.place.ended
+
+
+def test_a_rate_that_one_process_reads_is_left_to_it(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    objects, lineage = open_store(str(store_of(job))), lineage_of(job)
+    with workers(objects) as engine:
+        for rate in (20e6, None):
+            made = Scrubber(objects, lambda: lineage, "service", engine=engine, bytes_per_s=rate)
+            list(made.pieces(anew=True))
+            assert made.place.ended
+        assert not engine.pids, "what is left of a small store is a small task"
+
+
+def _scrub_and_die(root: Path, store: str, environment: dict[str, str]) -> None:
+    make_all_large()
+    scrubber.SAVE_S = 0.0
+    os.environ.update(environment)
+    lineage, objects = Control(FileLog(root)).refresh(), open_store(store)
+    with workers(objects) as engine:
+        list(Scrubber(objects, lambda: lineage, "command", engine=engine).pieces())
+
+
+def test_workers_end_with_a_scrub_that_is_killed_and_the_next_one_goes_on(job: Job, tmp_path: Path) -> None:
+    process = context.Process(
+        target=_scrub_and_die, args=(job.root, str(store_of(job)), {FAILPOINTS: "scrub.part=stop@2"})
+    )
+    process.start()
+    (tmp_path / "output").touch()
+    wait("two stopped workers", lambda: len(stopped(workers_of(process))) == 2, tmp_path / "output")
+    pids = workers_of(process)
+    process.kill()
+    process.join()
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    wait("the end of its workers", lambda: all(is_gone(pid) for pid in pids), tmp_path / "output")
+    status, record = scrub(job, "--engine", "local:2")
+    assert (status, record["pass"], record["ended"]) == (0, 1, True)
+
+
+# ------------------------------------------------------------------------------------------------------- proofs
+
+
+@made_once
+def proved(root: Path) -> Job:
+    """Five markers that prove a quarter of all rows each; nothing is folded."""
+    made = EvolvingJob(root, schema=SCHEMA, width=POSITIONS // 4)
+    made.first(SCHEMA)
+    made.markers(5)
+    return made
+
+
+def materialize(
+    root: Path, engine: Callable[[Site], Engine] | None, harm_at: int | None = None
+) -> tuple[list[str], Materializer]:
+    """Fold and compare; returns what the store says of each marker."""
+    log, objects = FileLog(root), open_store(str(root))
+    harmed: set[str] = set()
+    repaired: list[Repair] = []
+    address = SiteAddress(uri=f"file://{root}", kafka_options=None, store=objects.url, store_options=None)
+    differing: list[WindowCheck] = []
+    with ThreadPoolExecutor(2) as pool:
+        made = Materializer(
+            log,
+            objects,
+            lambda _: open_dense(str(root)),
+            pool,
+            Policy(rebase=1e-9, compact="none"),
+            engine=engine or (lambda here: Processes(here, address, 2)),
+            repaired=repaired.append,
+            proofs=ProofRule(lambda _: objects, differing.append),
+        )
+        lineage = Control(log).refresh()
+        for marker in made.catch_up(lineage):
+            if marker.marker == harm_at:
+                made.settle(lineage)
+                (base,) = root.glob(f"segments/*/f-*m*{marker.marker}-from-root-p000.seg")
+                harm(base)
+                harmed.add(str(base.relative_to(root)))
+        made.settle(lineage)
+        made.engine.close()
+    assert not differing
+    assert {each.name for each in repaired} == harmed, "by the comparison, or by the merge that reads the same base"
+    said = [str(replace(each, time_ms=0)) for each in list_proved(objects, lineage.job)]
+    return said, made
+
+
+def test_proofs_by_workers_that_die_say_what_one_process_says(
+    tmp_path: Path, fired: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = proved(tmp_path / "log")
+    shutil.copytree(job.root, tmp_path / "alone")
+    wanted, _ = materialize(tmp_path / "alone", InProcess)
+    monkeypatch.setenv(FAILPOINTS, "proof.share=kill@5")
+    said, made = materialize(job.root, None)
+    assert said == wanted
+    assert len(said) == 5
+    assert fired.read_text().split() == ["proof.share"] * made.engine.restarts
+    assert made.engine.restarts > 1
+    assert made.counts.proofs == 5
+
+
+def test_damage_that_a_worker_meets_while_it_compares_is_repaired(tmp_path: Path) -> None:
+    job = proved(tmp_path / "log")
+    said, made = materialize(job.root, None, harm_at=3)
+    assert len(said) == 5
+    assert made.counts.repairs
+
+
+# ----------------------------------------------------------------------------------------------------------- gc
+
+
+RULES = GcRules(retention=Retention(newest=1, then_every=4), compact=True)
+
+
+def waiting_for_gc(root: Path) -> History:
+    """What is not needed is on a list, and its grace period is over."""
+    history = branched(root)
+    with ThreadPoolExecutor(2) as pool:
+        gc(history, RULES, pool, now_s=1e6 - 2 * HOUR)
+    return history
+
+
+def test_gc_by_workers_that_die_deletes_what_one_process_deletes(
+    tmp_path: Path, fired: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = waiting_for_gc(tmp_path / "log")
+    alone = open_store(str(shutil.copytree(tmp_path / "log", tmp_path / "alone")))
+    monkeypatch.setenv(FAILPOINTS, "gc.deleted=kill@5")
+    clocks = {"a host": 1e6}
+    with ThreadPoolExecutor(2) as pool, workers(history.objects) as engine:
+        done = collect(history.objects, None, history.lineage.job, RULES, pool, lambda: clocks, engine=engine)
+        same = collect(alone, None, history.lineage.job, RULES, pool, lambda: clocks)
+    assert fired.read_text().split() == ["gc.deleted"] * engine.restarts
+    assert engine.restarts > 1
+    assert done.now == same.now
+    assert len(done.now) > 5
+    assert objects_of(history.objects) == objects_of(alone)
+    assert check_whole(history) == names("1:4", "3:4", "4:6")
+
+
+def objects_of(objects: Objects) -> set[str]:
+    """All but what has a time in its name."""
+    return {name for name in stores.contents(objects) if not name.startswith(("garbage/", "readings/"))}
+
+
+def _collect(root: str, job: bytes, environment: dict[str, str]) -> None:
+    make_all_large()
+    os.environ.update(environment)
+    objects = open_store(root)
+    with ThreadPoolExecutor(2) as pool, workers(objects) as engine:
+        collect(objects, None, job, RULES, pool, lambda: {"a host": 1e6}, engine=engine)
+
+
+def test_a_gc_that_is_killed_while_workers_delete_is_finished_by_the_next_one(tmp_path: Path) -> None:
+    history, output = waiting_for_gc(tmp_path / "log"), tmp_path / "output"
+    output.touch()
+    arguments = (str(tmp_path / "log"), history.lineage.job, {FAILPOINTS: "gc.deleted=stop@2"})
+    process = context.Process(target=_collect, args=arguments)
+    process.start()
+    wait("two stopped workers", lambda: len(stopped(workers_of(process))) == 2, output)
+    pids = workers_of(process)
+    process.kill()
+    process.join()
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    wait("the end of its workers", lambda: all(is_gone(pid) for pid in pids), output)
+    assert check_whole(history) >= names("1:4", "3:4", "4:6")
+    with ThreadPoolExecutor(2) as pool:
+        gc(history, RULES, pool, now_s=1e6 + HOUR)
+        gc(history, RULES, pool, now_s=1e6 + 3 * HOUR)
+    assert check_whole(history) == names("1:4", "3:4", "4:6")
+
+
+def test_a_worker_that_comes_after_its_run_deletes_nothing(tmp_path: Path) -> None:
+    """The list of garbage that named the objects is gone: what has such a name now was written since."""
+    objects = open_store(str(tmp_path))
+    for name in ("segments/a", "segments/b", "garbage/list"):
+        objects.put(name, [b"it"])
+    with ThreadPoolExecutor(1) as pool:
+        task, site = DeleteTask(("segments/a", "segments/gone"), "garbage/list"), Site(None, objects, pool)
+        task.run(site)
+        task.run(site)
+        assert set(stores.contents(objects)) == {"segments/b", "garbage/list"}
+        objects.delete("garbage/list")
+        DeleteTask(("segments/b",), "garbage/list").run(site)
+        assert set(stores.contents(objects)) == {"segments/b"}
