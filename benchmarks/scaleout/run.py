@@ -53,6 +53,8 @@ def tell(text: str) -> None:
 
 EXAMPLE = {"table_bytes": 545e9, "interval_bytes": 46.5e9, "frame_bytes": 2.9e9 * 30, "ranks": 1024, "marker_s": 30.0}
 """The example of docs/sizing.md, on 1,024 ranks."""
+SPAN_BYTES = {1.0: (124.7e9, 285.6e9), 3.0: (124.7e9, 285.6e9, 479.6e9)}
+"""By ``--rebase``, of spans of 4, 16 and 64 of its markers: those that are due before a base is."""
 
 
 def trained(root: Path, rows: int, intervals: int) -> Job:
@@ -208,10 +210,12 @@ def main() -> None:
                 workers=workers,
                 hours=args.hours,
                 rebase=rebase,
+                span_bytes=SPAN_BYTES[rebase] if spans else (),
                 store_bytes_per_s=store,
                 **report["unit_costs"],
             )
         )
+        for spans in (True, False)
         for rebase, store in ((1.0, 3e9), (1.0, 12e9), (3.0, 6e9))
         for workers in (8, 16, 24, 37)
     ]

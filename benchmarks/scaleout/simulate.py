@@ -1,8 +1,9 @@
 """A day of a materializer at a size that this machine does not have: work arrives by the clock, cores take it.
 
-Two queues, as the engine has them: folds of markers first, merges of bases with what is left, one base after another. A
-base is due when the intervals since the last one are more than ``rebase`` bases. Work is cut into slices of a second; a
-task that has begun is finished first. Nothing is drawn: the same numbers give the same day.
+Two queues, as the engine has them: folds of markers first, merges with what is left, one after another, in the order of
+the markers that want them. A span is due at every fourth, sixteenth, and so on marker (``span_radix``), a base when the
+pieces since the last one are more than ``rebase`` bases; at one marker, spans come first. Work is cut into slices of a
+second; a task that has begun is finished first. Nothing is drawn: the same numbers give the same day.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
+
+LATE_S = 900.0
+"""A merge that has waited longer at the end of the day is behind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +40,52 @@ class Day:
     store_bytes_per_s: float = 3e9
     """What the store gives all workers, and as much again that it takes from them."""
     rebase: float = 1.0
+    span_bytes: tuple[float, ...] = ()
+    """Of a span of each size, the smallest first: ``sizing.fold_load``. None of them: no spans."""
+    span_radix: int = 4
     hours: float = 24.0
     away: tuple[float, float] = (12 * 3600.0, 600.0)
     """When the store goes away, and for how long."""
     lost_share: float = 0.01
     """Work that is done twice, since workers die."""
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """One that is due."""
+
+    read_bytes: float
+    written_bytes: float
+    due_at: float
+    is_base: bool
+
+
+class Pieces:
+    """What lies after the newest base, in the order of the materializer's rules."""
+
+    def __init__(self, day: Day) -> None:
+        self._day = day
+        self._marker = 0
+        self._ends: list[tuple[int, float]] = []
+        """(where it begins, bytes) of each piece, oldest first."""
+
+    def came(self, now: float) -> list[Merge]:
+        """A marker has come into the store; returns the merges that are due with it."""
+        day, due = self._day, []
+        self._ends.append((self._marker, day.interval_bytes))
+        self._marker += 1
+        for level, size in enumerate(day.span_bytes, 1):
+            length = day.span_radix**level
+            place = next((at for at, (begin, _) in enumerate(self._ends) if begin == self._marker - length), None)
+            if self._marker % length or place is None or len(self._ends) - place < 2:
+                break
+            due.append(Merge(sum(each for _, each in self._ends[place:]), size, now, is_base=False))
+            self._ends[place:] = [(self._marker - length, size)]
+        rest = sum(each for _, each in self._ends)
+        if rest > day.rebase * day.table_bytes:
+            due.append(Merge(rest + day.table_bytes, day.table_bytes, now, is_base=True))
+            self._ends = []
+        return due
 
 
 def simulate(day: Day) -> dict[str, Any]:
@@ -49,9 +94,11 @@ def simulate(day: Day) -> dict[str, Any]:
     # In sequence, for each marker: what the leader asks the store, and hands to workers.
     leader_s = 3 * day.ranks * day.request_s / day.requests_at_once + fold_tasks * day.task_s
     folds: deque[list[float]] = deque()  # [committed at, bytes of frames left]
-    since, base, merging, bases, merged_left = 0.0, 0.0, 0.0, 0, 0.0
-    lags, late_bases, busy, due_at, leader_free = [], [], 0.0, deque[float](), 0.0
-    owed: deque[float] = deque()  # bytes that merges which are due will read
+    pieces = Pieces(day)
+    base, merging, bases, spans, merged_left = 0.0, 0.0, 0, 0, 0.0
+    lags, late_bases, late_spans, busy, leader_free = [], [], [], 0.0, 0.0
+    owed: deque[Merge] = deque()
+    current = None
     for now in range(int(day.hours * 3600)):
         if now % day.marker_s == 0:
             first = now == 0
@@ -74,23 +121,27 @@ def simulate(day: Day) -> dict[str, Any]:
             if base == 0.0:
                 base = day.table_bytes
             else:
-                since += day.interval_bytes
-                if since > day.rebase * base:
-                    owed.append(since + base)
-                    due_at.append(float(now))
-                    since = 0.0
-        if merged_left <= 0 and owed:
-            merged_left = owed.popleft()
-        if merged_left > 0 and cores > 1e-9:
-            written = 1.0 / (1.0 + day.rebase)  # of what is read: the base of the two
+                owed.extend(pieces.came(now))
+        while current is None or cores > 1e-9:
+            if current is None and owed:
+                current = owed.popleft()
+                merged_left = current.read_bytes
+            if current is None or min(cores, reads, writes) <= 1e-9:
+                break
+            written = current.written_bytes / current.read_bytes
             take = min(merged_left, cores / day.merge_s_per_byte, reads / (1.0 + written), writes / written)
             merged_left -= take
             cores -= take * day.merge_s_per_byte
             merging += take
-            if merged_left <= 1:
-                merged_left, bases = 0.0, bases + 1
-                late_bases.append(now + 1 - due_at.popleft())
+            reads -= take * (1.0 + written)
+            writes -= take * written
+            if merged_left > 1:
+                break
+            (late_bases if current.is_base else late_spans).append(now + 1 - current.due_at)
+            bases, spans = bases + current.is_base, spans + (not current.is_base)
+            current = None
         busy += day.workers - cores
+    waiting = [*owed, *([current] if current is not None else [])]
     steady = lags[2:]
     outage = (day.away[0] / day.marker_s, (day.away[0] + 2 * day.away[1]) / day.marker_s)
     undisturbed = [lag for number, lag in enumerate(lags) if number > 40 and not outage[0] - 1 <= number <= outage[1]]
@@ -106,12 +157,15 @@ def simulate(day: Day) -> dict[str, Any]:
         "lag_s_worst_with_outage": max(steady, default=None),
         "caught_up_after_outage_s": _caught_up(lags, day),
         "bases": bases,
-        "bases_owed_at_the_end": len(due_at),
+        "bases_owed_at_the_end": sum(each.is_base for each in waiting),
         "base_late_s_worst": max(late_bases, default=None),
+        "spans": spans,
+        "spans_owed_at_the_end": sum(not each.is_base for each in waiting),
+        "span_late_s_worst": max(late_spans, default=None),
         "merged_bytes": merging,
         "leader_s_a_marker": leader_s,
         "busy": busy / (day.workers * day.hours * 3600),
-        "keeps_up": len(folds) <= 2 and len(due_at) <= 1,
+        "keeps_up": len(folds) <= 2 and all(now + 1 - each.due_at <= LATE_S for each in waiting),
     }
 
 
