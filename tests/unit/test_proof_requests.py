@@ -22,6 +22,7 @@ from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.materialize.proof_checker import ProofRule
 from torchrec_stream_ckpt.proofs.window import WindowReader
+from torchrec_stream_ckpt.sizing.requests import proof_requests
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
@@ -86,7 +87,7 @@ def test_a_comparison_asks_once_for_each_object_that_leads_to_the_marker(tmp_pat
         asked = checked.asked - plain.asked
         gets = asked.pop(("get", SEGMENTS_DIR))
         assert asked == {("put", PROVED_DIR): 1} | ({("list", PROVED_DIR): 1} if not number else {})
-        assert gets <= RANKS + checked.segments
+        assert gets <= proof_requests(RANKS, segments=checked.segments).get
         found.append(gets)
     # Three intervals after a base up to the next span's beginning, three after the last span; base, spans, and notes.
     assert max(found) <= 6 * RANKS + 1 + 4 + RANKS
@@ -114,6 +115,7 @@ def test_a_large_object_takes_at_most_a_request_for_each_32_kib(tmp_path: Path, 
             gets = objects.asked["get", SEGMENTS_DIR]
             assert check.compared.checked == check.compared.total > 0
             assert not check.differing
-            assert gets <= sum(1 + ref.num_bytes / 2**15 for ref in refs)
+            num_bytes = sum(ref.num_bytes for ref in refs)
+            assert gets <= proof_requests(1, segments=len(refs), num_bytes=num_bytes).get
             blocks = len(check.window.blocks(3, 0, 100_000)) if check.window is not None else 0
             assert gets <= len(refs) * (1 + 2 * blocks + 2)
