@@ -17,7 +17,7 @@ from tests.jobs_on_paper import PaperJob, tables
 from tests.synthetic import SCHEMA, Job
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.materialize import fold, scrub_reader, summarizer
+from torchrec_stream_ckpt.materialize import fold, gc, gc_delete, scrub_task, summarizer
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.gc import GcRules, collect
 from torchrec_stream_ckpt.materialize.materializer import Materializer
@@ -100,7 +100,8 @@ def test_a_base_asks_for_no_more_than_the_model_says(tmp_path: Path, world: int)
 
 def test_the_sizes_of_the_model_are_those_of_the_code() -> None:
     assert (model.SEGMENT_BYTES, model.RANGE_BYTES) == (fold.SEGMENT_BYTES, reader.RANGE_BYTES)
-    assert (model.PIECE_BYTES, model.SMALL_BYTES) == (scrub_reader.PIECE_BYTES, ranges.SMALL_BYTES)
+    assert (model.PIECE_BYTES, model.SMALL_BYTES) == (scrub_task.PIECE_BYTES, ranges.SMALL_BYTES)
+    assert (len(gc.PHASES), gc_delete.LOOK_EVERY) == (model.GC_KINDS, model.GC_LOOK_NAMES)
     assert (model.SUMMED, model.NOTES_READS) == (summarizer.MARKERS, reader.NOTES_READS)
 
 

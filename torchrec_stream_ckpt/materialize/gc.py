@@ -66,7 +66,7 @@ from torchrec_stream_ckpt.store.api import Entry, Objects
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.uris import check_store_url
 
-_PHASES = (SUMMARIES_DIR, MANIFESTS_DIR, FOLDS_DIR, SEGMENTS_DIR, DENSE_DIR, VERDICTS_DIR, PINS_DIR)
+PHASES = (SUMMARIES_DIR, MANIFESTS_DIR, FOLDS_DIR, SEGMENTS_DIR, DENSE_DIR, VERDICTS_DIR, PINS_DIR)
 """What names others goes before what it names."""
 
 
@@ -119,7 +119,7 @@ def plan_gc(stock: Stock, rules: GcRules, clocks: Mapping[str, float]) -> GcPlan
     garbage += [entries[name] for name in needless([*entries], staying)]
     known = waited(stock.lists, clocks)
     due = {entry.name for entry in garbage if known.get(entry.name, 0.0) >= rules.grace_s}
-    ordered = sorted(garbage, key=lambda entry: (_PHASES.index(entry.name.partition("/")[0]), entry.name))
+    ordered = sorted(garbage, key=lambda entry: (PHASES.index(entry.name.partition("/")[0]), entry.name))
     return GcPlan(
         holdings.lineage.job,
         catalog.objects.url,
@@ -336,7 +336,7 @@ def collect(
                 shorten(objects, job, listed, set())
         raise
     read_back.save()
-    for kind in _PHASES:
+    for kind in PHASES:
         names = [entry.name for entry in found.now if entry.name.startswith(f"{kind}/")]
         with _telling_what_stays(len(plan.dropping) - len(came_back)):
             delete_all(engine, names, stock.lists)

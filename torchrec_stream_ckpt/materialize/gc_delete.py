@@ -19,7 +19,7 @@ BATCH_NAMES = 1024
 """Names that one task deletes."""
 _NAME_BYTES = 64 * 2**10
 """Deleting an object takes about as long as reading so much."""
-_LOOK_EVERY = 64
+LOOK_EVERY = 64
 """Names after which a task looks whether its list is still there."""
 _PATIENCE_S = 0.2
 
@@ -42,7 +42,7 @@ class DeleteTask:
 
     def run(self, site: Site) -> None:
         """As of ``Task``. An object that is gone is no error."""
-        for names in _cut(self.names, _LOOK_EVERY):
+        for names in _cut(self.names, LOOK_EVERY):
             if self.listed is not None and site.objects.size(self.listed) is None:
                 return  # the run that asked for this is over: what has such a name now is needed
             for _ in site.pool.map(partial(_delete, site.objects), names):

@@ -23,8 +23,13 @@ SUMMED = 64
 """Markers of a summary (``materialize/summarizer.py``)."""
 NOTES_READS = 256
 """What a plan reads of ranks' words at markers within folds (``store/reader.py``)."""
+GC_KINDS = 7
+"""Kinds of objects that gc deletes, one after the other: of each, it looks for the list that names them
+(``materialize/gc.py``)."""
+GC_LOOK_NAMES = 64
+"""Objects after which it looks again (``materialize/gc_delete.py``)."""
 PIECE_BYTES = 4 * 2**20
-"""What a scrub reads at once (``materialize/scrub_reader.py``)."""
+"""What a scrub reads at once (``materialize/scrub_task.py``)."""
 SMALL_BYTES = 2**20
 """A comparison reads an object of so many bytes by one request (``store/ranges.py``)."""
 BLOCK_READ_BYTES = 32 * 2**10
@@ -217,7 +222,8 @@ def gc_requests(
     """
     stock = Requests(get=4 + 2 * markers + 3 * folds, head=6, list=38 + 12 * names / PAGE)
     read = Requests(get=2 * relied + relied_bytes / RANGE_BYTES)
-    return stock + read + Requests(put=dropped + 2, head=dropped, delete=deleted + 1)
+    looks = GC_KINDS + deleted / GC_LOOK_NAMES
+    return stock + read + Requests(put=dropped + 2, head=dropped + looks, delete=deleted + 1)
 
 
 def _pages(names: float) -> int:
