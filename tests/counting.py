@@ -41,6 +41,10 @@ class CountingObjects:
         self._count("put", name, sum(memoryview(part).nbytes for part in parts))
         self._objects.put(name, parts)
 
+    def create(self, name: str, parts: Sequence[Buffer]) -> bool:
+        self._count("put", name, sum(memoryview(part).nbytes for part in parts))
+        return self._objects.create(name, parts)
+
     def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
         data = self._objects.read(name, begin, end)
         self._count("get", name, len(data))

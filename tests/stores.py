@@ -169,6 +169,12 @@ class HeldObjects:
     def put(self, name: str, parts: Sequence[Buffer]) -> None:
         self._held[check_object_name(name)] = b"".join(map(bytes, parts))
 
+    def create(self, name: str, parts: Sequence[Buffer]) -> bool:
+        if name in self._held:
+            return False
+        self.put(name, parts)
+        return True
+
     def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
         if check_object_name(name) not in self._held:
             raise MissingObjectError("there is no such object", name=name)

@@ -12,9 +12,10 @@ import pytest
 
 from tests.clouds.servers import ACCOUNT, CLOUDS, SECRET, Azurite, CloudServer
 from tests.faults.proxy import free_port
-from torchrec_stream_ckpt.errors import ConfigError, StoreUnavailableError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StoreUnavailableError
 from torchrec_stream_ckpt.store.api import Entry, KeepsTime, Objects, open_store
 from torchrec_stream_ckpt.store.identity import check_store, place_of, prepare_store
+from torchrec_stream_ckpt.store.once import put_once
 
 LARGE = bytes(range(256)) * 4096 * 65
 """65 MiB: more than one request of an upload takes."""
@@ -51,8 +52,10 @@ def test_a_bucket_that_is_not_there_is_no_empty_store(server: CloudServer, use: 
 
 def test_an_upload_of_several_requests_comes_back_whole_and_in_ranges(server: CloudServer) -> None:
     store = open_store(server.url(uuid.uuid4().hex), server.options())
-    store.put("a/large", [LARGE])
+    put_once(store, "a/large", [LARGE])
     assert store.size("a/large") == len(LARGE)
+    with pytest.raises(CorruptionError, match="the store holds other bytes under this name"):
+        put_once(store, "a/large", [bytes(len(LARGE))])
     for begin in (0, 4 * 2**20 - 1, 50 * 2**20 - 1, 64 * 2**20):
         assert store.read("a/large", begin, begin + 2**20) == LARGE[begin : begin + 2**20]
     assert store.read("a/large") == LARGE

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crc32c import crc32c
 
 from tests.clouds.servers import CLOUDS
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, UnsupportedError
 from torchrec_stream_ckpt.store.api import Entry, Objects, open_store
-from torchrec_stream_ckpt.store.identity import check_store, prepare_store
+from torchrec_stream_ckpt.store.identity import check_store, prepare_store, prove_writable, refuses_taken_names
+from torchrec_stream_ckpt.store.once import put_once
 
 LARGE = bytes(range(256)) * 4096
 """1 MiB: a folder gives a view of a map."""
@@ -236,6 +238,55 @@ def test_two_writers_of_one_name_leave_it_whole_for_every_reader(backend: Backen
             done.set()
         reader.result(60)
     assert backend.open().read("a/same") == LARGE
+
+
+@pytest.mark.parametrize("first", [b"", b"first", LARGE])
+def test_a_name_that_is_taken_keeps_its_object(backend: Backend, store: Objects, first: bytes) -> None:
+    other = backend.open()
+    assert store.create("a/once", [first[:3], first[3:]])
+    for second in (b"second", first, b""):
+        assert not store.create("a/once", [second])
+        assert not other.create("a/once", [second])
+    assert bytes(other.read("a/once")) == first
+    assert listed(store) == {Entry("a/once", len(first))}
+    store.put("a/once", [b"a repair"])
+    assert bytes(other.read("a/once")) == b"a repair"
+    store.delete("a/once")
+    assert other.create("a/once", [b"anew"])
+    assert bytes(store.read("a/once")) == b"anew"
+    other.close()
+
+
+def test_the_same_bytes_are_put_once_by_all_and_other_bytes_are_refused(backend: Backend, store: Objects) -> None:
+    put_once(store, "a/once", [b"the ", b"", b"same"])
+    put_once(store, "a/once", [b"the same"])
+    other = backend.open()
+    put_once(other, "a/once", [b"the", b" same"])
+    for parts in ([b"the same."], [b"the sane"], [b"the sam"], []):
+        with pytest.raises(CorruptionError, match="the store holds other bytes under this name") as refused:
+            put_once(other, "a/once", parts)
+        mine = b"".join(parts)
+        assert refused.value.where["name"] == "a/once"
+        assert refused.value.where["there"] == f"8 bytes, CRC32C {crc32c(b'the same'):08x}"
+        assert refused.value.where["written"] == f"{len(mine)} bytes, CRC32C {crc32c(mine):08x}"
+        assert bytes(store.read("a/once")) == b"the same"
+    other.close()
+
+
+def test_a_store_says_that_it_refuses_names_that_are_taken(store: Objects) -> None:
+    assert refuses_taken_names(store) is None
+    prepare_store(store)
+    assert refuses_taken_names(store) is True
+    assert bytes(store.read("STORE")) == b'{"format": 1}'
+
+
+def test_a_format_that_is_said_is_not_said_anew(store: Objects, caplog: pytest.LogCaptureFixture) -> None:
+    prove_writable(store)
+    assert bytes(store.read("STORE")) == b'{"format": 1}'
+    store.put("STORE", [b'{"format": 1, "more": 2}'])
+    prove_writable(store)
+    assert bytes(store.read("STORE")) == b'{"format": 1, "more": 2}'
+    assert caplog.messages == []
 
 
 def test_one_store_serves_several_threads(store: Objects) -> None:

@@ -8,8 +8,9 @@ import socketserver
 import threading
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal, get_args
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 HOST = "127.0.0.1"
 
@@ -41,6 +42,8 @@ class FaultyProxy:
         self.fired: Counter[tuple[Kind, Fault]] = Counter()
         self._faults: dict[Kind, tuple[Fault, int]] = {}
         self._refused: dict[Kind, tuple[int, str]] = {}
+        self._conditions: str | None = None
+        """What is done about puts with a condition; None: they are the server's."""
         self._lock = threading.Lock()
         self._closed = threading.Event()
         proxy = self
@@ -76,11 +79,17 @@ class FaultyProxy:
         with self._lock:
             self._refused[kind] = status, _BODY.format(code=code, said=code)
 
+    def know_no_conditions(self, objects: Path | None) -> None:
+        """Be a store without conditional puts: one that answers 501, or, given the server's folder, ignores them."""
+        with self._lock:
+            self._conditions = "" if objects is None else str(objects)
+
     def heal(self) -> None:
         """Harm nothing from here on."""
         with self._lock:
             self._faults.clear()
             self._refused.clear()
+            self._conditions = None
 
     def taken(self) -> Counter[Kind]:
         """What was asked since the last call."""
@@ -105,6 +114,11 @@ class FaultyProxy:
             kind = kind_of(method, target)
             fault = self._fault(kind)
             answer = self._refused.get(kind) or (_ANSWERS.get(fault) if fault else None)
+            if self._conditions is not None and headers.get("If-None-Match"):
+                if self._conditions:  # what the server does not see, it overwrites
+                    Path(self._conditions, unquote(urlsplit(target).path).strip("/")).unlink(missing_ok=True)
+                else:
+                    answer = 501, _BODY.format(code="NotImplemented", said="A header that you provided is not known.")
             if answer is not None:
                 status, said = answer
                 data = b"" if method == "HEAD" else said.encode()

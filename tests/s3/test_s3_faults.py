@@ -11,8 +11,11 @@ import pytest
 
 from tests.s3.faults import FAULTS, Fault, FaultyProxy, Kind
 from tests.s3.server import SECRET, S3Server
-from torchrec_stream_ckpt.errors import StoreUnavailableError
+from torchrec_stream_ckpt.errors import CorruptionError, StoreUnavailableError
+from torchrec_stream_ckpt.store import once
 from torchrec_stream_ckpt.store.api import Entry, Objects, open_store
+from torchrec_stream_ckpt.store.identity import prepare_store, prove_writable, refuses_taken_names
+from torchrec_stream_ckpt.store.once import put_once
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
@@ -26,8 +29,8 @@ USES: dict[Kind, Callable[[Objects], Any]] = {
     "list": lambda store: list(store.list("a/")),
     "delete": lambda store: store.delete("a/z"),
     "create": lambda store: store.put("a/large", [LARGE]),
-    "part": lambda store: store.put("a/large", [LARGE]),
-    "complete": lambda store: store.put("a/large", [LARGE]),
+    "part": lambda store: put_once(store, "a/large", [LARGE]),
+    "complete": lambda store: put_once(store, "a/large", [LARGE]),
 }
 UPLOAD: tuple[Kind, ...] = ("create", "part", "complete")
 BODILESS = {("head", "half"), ("delete", "half")}
@@ -87,6 +90,63 @@ def test_what_passes_is_outlasted(s3_server: S3Server, proxy: FaultyProxy, kind:
         assert done == {"get": b"old", "head": 3}.get(kind)
     if kind in UPLOAD:
         assert store.read("a/large") == LARGE
+    if kind == "complete":
+        with pytest.raises(CorruptionError, match="the store holds other bytes under this name"):
+            put_once(store, "a/large", [bytes(len(LARGE))])
+        assert store.read("a/large", 0, 1000) == LARGE[:1000]
+    store.close()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_put_whose_answer_was_lost_has_succeeded(s3_server: S3Server, proxy: FaultyProxy, fault: Fault) -> None:
+    """The client asks again, and hears that the name is taken: by itself."""
+    store = opened(s3_server, proxy, attempts=3, read_timeout_s=1.0 if fault == "silence" else 30.0)
+    proxy.harm("put", fault, 2)
+    put_once(store, "a/y", [b"new"])
+    assert proxy.fired["put", fault] == 2
+    assert store.read("a/y") == b"new"
+    proxy.heal()
+    assert proxy.taken()["get"] == 1 + (fault in ("broken after", "half"))
+    with pytest.raises(CorruptionError, match="the store holds other bytes under this name"):
+        put_once(store, "a/y", [b"old"])
+    assert set(store.list("")) == after("put")
+    store.close()
+
+
+@pytest.mark.parametrize("code", ["ConditionalRequestConflict", "PreconditionFailed"])
+def test_a_name_that_is_taken_by_nothing_is_said(
+    s3_server: S3Server, proxy: FaultyProxy, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(once, "_PAUSE_S", 0.001)
+    store = opened(s3_server, proxy, attempts=3)
+    proxy.refuse("put", 409 if code.startswith("C") else 412, code)
+    with pytest.raises(StoreUnavailableError, match="the name is taken, and has no such object") as failed:
+        put_once(store, "a/y", [b"new"])
+    assert failed.value.where["name"] == "a/y"
+    assert proxy.taken()["put"] == 6
+    proxy.heal()
+    assert set(store.list("")) == {Entry("a/x", 3), Entry("a/z", 13)}
+    store.close()
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["501", "ignored"])
+def test_a_store_without_conditional_puts_is_written_as_before_and_said(
+    s3_server: S3Server, proxy: FaultyProxy, answers: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = opened(s3_server, proxy, attempts=3)
+    prepare_store(store)
+    proxy.know_no_conditions(None if answers else s3_server.objects)
+    put_once(store, "a/y", [b"new"])
+    put_once(store, "a/y", [b"newer"])
+    assert store.read("a/y") == b"newer"
+    assert refuses_taken_names(store) is False
+    prove_writable(store)
+    assert f"the store at {store.url}: it does not know conditional puts" in caplog.text
+    proxy.taken()
+    put_once(store, "a/y", [b"newest"])
+    assert proxy.taken() == {"put": 1}
+    assert store.read("STORE") == b'{"format": 1}'
+    proxy.heal()
     store.close()
 
 
@@ -131,7 +191,7 @@ def test_requests_of_each_use_are_those_that_the_plan_counts(
     s3_server: S3Server, proxy: FaultyProxy, size: int
 ) -> None:
     store = opened(s3_server, proxy, attempts=3, read_timeout_s=20.0)
-    store.put("a/y", [LARGE[:size]])
+    put_once(store, "a/y", [LARGE[:size]])
     upload = {"create": 1, "part": 3, "complete": 1} if size > 100 * 2**20 else {"put": 1}
     assert proxy.taken() == upload
     assert len(store.read("a/y")) == size

@@ -11,11 +11,14 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.builders import claim, commit
+from tests.stores import contents
+from tests.unit.folded_job import folded_job, store_of
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.log.api import Finding, Severity
 from torchrec_stream_ckpt.log.disk import examine_folder, file_system
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.log.kafka.health import examine_topic
+from torchrec_stream_ckpt.store.api import open_store
 
 SAFE = {
     "max.message.bytes": "1048588",
@@ -88,6 +91,18 @@ def test_looking_leaves_nothing_behind(tmp_path: Path) -> None:
     checks = [each.check for each in examine_folder("log", tmp_path)]
     assert checks == ["log: rights", "log: file system", "log: free space", "log: sync"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_is_asked_whether_it_refuses_names_that_are_taken(tmp_path: Path) -> None:
+    job = folded_job(tmp_path / "log")
+    before = contents(open_store(str(store_of(job))))
+    for store, said in (
+        ([], []),
+        (["--store", str(store_of(job))], [f"file://{store_of(job)} refuses a name that is taken"]),
+    ):
+        found = json.loads(CliRunner().invoke(app, ["doctor", f"file://{job.root}", *store, "--json"]).stdout)
+        assert [each["found"] for each in found if each["check"] == "conditional puts"] == said
+    assert contents(open_store(str(store_of(job)))) == before
 
 
 def test_the_command_fails_when_the_newest_marker_cannot_be_restored(tmp_path: Path) -> None:

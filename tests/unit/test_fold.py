@@ -231,6 +231,11 @@ def test_a_manifest_is_there_only_behind_everything_else(tmp_path: Path) -> None
             self._objects.put(name, parts)
             self.puts.append(name)
 
+        def create(self, name: str, parts: list[bytes]) -> bool:
+            created = self._objects.create(name, parts)
+            self.puts.append(name)
+            return created
+
         def __getattr__(self, name: str) -> object:
             return getattr(self._objects, name)
 

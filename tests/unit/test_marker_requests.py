@@ -55,6 +55,10 @@ class Counted(FolderObjects):
         self._count("put", name)
         super().put(name, parts)
 
+    def create(self, name: str, parts: Sequence[Buffer]) -> bool:
+        self._count("put", name)
+        return super().create(name, parts)
+
 
 def job_of(root: Path) -> tuple[PaperJob, Lineage]:
     job = PaperJob(root / "log", tables("t", rows=RANKS, dim=4), world=RANKS)

@@ -154,9 +154,12 @@ def orphans(job: Job, damage: str, marker: int = 4) -> dict[Path, bytes]:
 @pytest.mark.parametrize("more", [(), ("--pass-over-lost",)], ids=["strict", "pass over"])
 def test_a_damaged_segment_that_no_manifest_names_is_folded_again(job: Job, damage: str, more: tuple[str, ...]) -> None:
     whole = orphans(job, damage)
+    damaged = {path: path.read_bytes() for path in whole}
     status, events, said = materialize(job, *more)
     assert (status, said) == (0, "")
-    assert [event["event"] for event in events] == ["start", "marker", "stop"]
+    assert [event["event"] for event in events] == ["start", *["repaired"] * len(whole), "marker", "stop"]
+    asides = {store_of(job) / str(event["name"]): event["aside"] for event in events if event["event"] == "repaired"}
+    assert {path: (store_of(job) / str(asides[path])).read_bytes() for path in whole} == damaged
     assert {path: path.read_bytes() for path in whole} == whole
     check_folded(job, [1, 2, 3, 4])
 

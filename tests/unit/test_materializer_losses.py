@@ -213,6 +213,12 @@ def test_an_outage_while_a_loss_of_dense_state_is_noted_loses_nothing_else(tmp_p
                 raise StoreUnavailableError("away")
             self._objects.put(name, parts)
 
+        def create(self, name: str, parts: Sequence[Buffer]) -> bool:
+            if name.startswith(kind) and self._times:
+                self._times = 0
+                raise StoreUnavailableError("away")
+            return self._objects.create(name, parts)
+
         def __getattr__(self, name: str) -> object:
             return getattr(self._objects, name)
 

@@ -49,6 +49,9 @@ class Counted:
     def put(self, name: str, parts: Sequence[bytes]) -> None:
         self._objects.put(name, parts)
 
+    def create(self, name: str, parts: Sequence[bytes]) -> bool:
+        return self._objects.create(name, parts)
+
     def size(self, name: str) -> int | None:
         return self._objects.size(name)
 

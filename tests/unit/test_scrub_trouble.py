@@ -110,10 +110,10 @@ def test_what_may_not_be_replaced_is_not_called_lost(job: Job, monkeypatch: pyte
     harm(damaged)
     put = FolderObjects._put
 
-    def refusing(self: FolderObjects, path: Path, parts: Any) -> None:
+    def refusing(self: FolderObjects, path: Path, *how: Any) -> None:
         if path == damaged:
             raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
-        put(self, path, parts)
+        put(self, path, *how)
 
     monkeypatch.setattr(FolderObjects, "_put", refusing)
     status, record = scrub(job, "--repair")

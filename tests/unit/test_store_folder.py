@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -30,11 +31,11 @@ def files(store: FolderObjects) -> list[Path]:
     return [path for path in root.rglob("*") if path.is_file()]
 
 
-def put_in_a_process(store: FolderObjects, points: str) -> int:
+def put_in_a_process(store: FolderObjects, points: str, use: str = "put") -> int:
     """Put ``a/x`` in another process, and end it at a failpoint; returns its exit status."""
     program = (
         "import sys; from torchrec_stream_ckpt.store.api import open_store; "
-        "open_store(sys.argv[1]).put('a/x', [sys.argv[2].encode()])"
+        f"open_store(sys.argv[1]).{use}('a/x', [sys.argv[2].encode()])"
     )
     return subprocess.run(
         [sys.executable, "-c", program, store.url, DATA.decode()],
@@ -44,9 +45,9 @@ def put_in_a_process(store: FolderObjects, points: str) -> int:
     ).returncode
 
 
-@pytest.mark.parametrize("point", ["store.put", "store.rename"])
-def test_a_writer_killed_before_the_rename_leaves_no_object(store: FolderObjects, point: str) -> None:
-    assert put_in_a_process(store, f"{point}=kill") == -signal.SIGKILL
+@pytest.mark.parametrize(("use", "point"), [("put", "store.put"), ("put", "store.rename"), ("create", "store.rename")])
+def test_a_writer_killed_before_the_rename_leaves_no_object(store: FolderObjects, use: str, point: str) -> None:
+    assert put_in_a_process(store, f"{point}=kill", use) == -signal.SIGKILL
     assert list(store.list("")) == []
     assert store.size("a/x") is None
     left = len(DATA) if point == "store.rename" else 0
@@ -61,6 +62,56 @@ def test_a_writer_killed_behind_the_rename_leaves_the_whole_object(store: Folder
     assert put_in_a_process(store, "store.renamed=kill") == -signal.SIGKILL
     assert store.read("a/x") == DATA
     assert store.clear_leftovers() == 0
+
+
+def test_a_writer_killed_between_its_two_names_leaves_the_whole_object(store: FolderObjects) -> None:
+    assert put_in_a_process(store, "store.linked=kill", "create") == -signal.SIGKILL
+    assert len(files(store)) == 2
+    assert store.read("a/x") == DATA
+    assert [entry.name for entry in store.list("")] == ["a/x"]
+    assert store.clear_leftovers() == 0, "its bytes are the object's"
+    assert [path.name for path in files(store)] == ["x"]
+    assert store.read("a/x") == DATA
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+def test_of_two_files_for_one_name_the_first_stays(
+    store: FolderObjects, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    if not links:
+
+        def refuse(*names: Path) -> None:
+            raise OSError(errno.EPERM, "Operation not permitted")
+
+        monkeypatch.setattr(os, "link", refuse)
+    assert store.create("a/x", [DATA])
+    assert not store.create("a/x", [b"other"])
+    assert store.read("a/x") == DATA
+    assert [path.name for path in files(store)] == ["x"]
+
+
+def test_many_writers_of_one_name_have_one_winner(store: FolderObjects) -> None:
+    contents = [bytes([number]) * 5000 for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        for name in ("a/1", "a/2", "a/3", "a/4"):
+            created = list(pool.map(lambda data, name=name: store.create(name, [data]), contents))
+            assert created.count(True) == 1
+            assert store.read(name) == contents[created.index(True)]
+    assert len(files(store)) == 4
+
+
+def test_a_name_that_is_taken_is_durable_as_well(store: FolderObjects, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its writer may have died between the name and the sync of the folder."""
+    store.put("a/x", [DATA])
+    synced: list[Path] = []
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(Path(os.readlink(f"/proc/self/fd/{fd}"))), fsync(fd)))
+    root = Path(store.url.removeprefix("file://"))
+    assert not store.create("a/x", [DATA])
+    assert synced == [root / "a"]
+    synced.clear()
+    assert store.create("a/y", [DATA])
+    assert synced == [root / "a"], "no more than a put"
 
 
 def test_leftovers_of_a_living_writer_stay(store: FolderObjects) -> None:

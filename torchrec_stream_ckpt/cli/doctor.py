@@ -20,6 +20,7 @@ from torchrec_stream_ckpt.log.disk import examine_folder
 from torchrec_stream_ckpt.reporting.now import in_words, strays_of
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.route.survey import Survey
+from torchrec_stream_ckpt.store.identity import OVERWRITES, refuses_taken_names
 from torchrec_stream_ckpt.store.records import Copied
 from torchrec_stream_ckpt.uris import KafkaUri, parse_uri
 
@@ -68,6 +69,8 @@ def _examine(job: Job) -> Iterator[Finding]:
             # Where COMMIT says that the store is, anybody may have said it: nothing is written there.
             yield from examine_folder("store", folder, write=job.store is not None or job.control.signs)
         yield _second_copy(job)
+        if job.store is not None:
+            yield _taken_names(job)
     yield _clock(job)
     yield Finding("versions", ", ".join(_versions()))
 
@@ -102,6 +105,23 @@ def _second_copy(job: Job) -> Finding:
         f"{len(copied.names)} objects in {objects.url}, {missing} records are not there",
         well=missing <= _MAY_LACK,
         hint="a trainer writes them at its next marker, or its log says why it cannot",
+    )
+
+
+def _taken_names(job: Job) -> Finding:
+    """Whether the store refuses a put to a name that is taken. Only a store that the user names is asked to write."""
+    check = "conditional puts"
+    try:
+        refuses = refuses_taken_names(job.objects)
+    except StreamCkptError as error:
+        return Finding(check, f"not known, the store was not asked: {error.headline}")
+    if refuses is None:
+        return Finding(check, "not known, nothing was written to the store")
+    return Finding.of(
+        check,
+        f"{job.objects.url} refuses a name that is taken" if refuses else OVERWRITES,
+        well=refuses,
+        hint="let one materializer and one log write to this store; or use a server that knows If-None-Match",
     )
 
 

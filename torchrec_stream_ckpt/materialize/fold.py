@@ -30,6 +30,7 @@ from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import check_hello, checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.materialize.sorter import RowSorter
 from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.once import put_once
 from torchrec_stream_ckpt.types import TableShard
 
 SEGMENT_BYTES = 128 * 2**20
@@ -104,7 +105,7 @@ class SegmentWriter:
             self._segment(part), chunks, last=last, schema_crc=self._schema.crc, notes=notes, version=version
         )
         failpoint("fold.segment")
-        self._objects.put(self._name(part), parts)
+        put_once(self._objects, self._name(part), parts)
         failpoint("fold.segment_put")
         front = parse_front(parts[0], self._name(part))
         self.refs.append(SegmentRef(self._name(part), front.num_bytes, front_bytes, crc, front.rows))

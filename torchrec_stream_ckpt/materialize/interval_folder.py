@@ -207,11 +207,13 @@ class IntervalFolder:
     def _look(self, interval: Interval) -> tuple[SegmentRef, ...] | None:
         """The segments of an interval that is folded; None: it is not; empty: what is there is damaged.
 
-        No manifest names it yet: what is damaged is folded again, to the same bytes.
+        No manifest names it yet: what is damaged is set aside and folded again. What another history has written is an
+        error.
         """
         try:
             return folded_interval(self._objects, interval)
         except CorruptionError:
+            self.check_history(interval)
             return ()
 
     def _shards_of_all(
@@ -251,7 +253,7 @@ class IntervalFolder:
             try:
                 refs = folded_interval(self._objects, interval)
             except CorruptionError:
-                self._check_history(interval)
+                self.check_history(interval)
                 refs = None
             if refs is None:
                 self.check_there(lineage, catalog, interval, [commit])
@@ -259,21 +261,28 @@ class IntervalFolder:
             segments.append(refs)
         return tuple(segments)
 
-    def _check_history(self, interval: Interval) -> None:
-        """Whether what stands under the first segment's name may be this interval's, damaged or not."""
-        name, mine = interval.name(0), interval.segment(0)
+    def check_history(self, interval: Interval, part: int = 0) -> None:
+        """Whether what stands under a segment's name may be this interval's, damaged or not.
+
+        Raises:
+            OtherLogError: it is whole, and another history has written it.
+        """
+        name, mine = interval.name(part), interval.segment(part)
         try:
             front_bytes = front_bytes_of(self._objects.read(name, 0, HEADER_LEN), name)
             found = parse_front(self._objects.read(name, 0, front_bytes), name).id
         except CorruptionError:
             return
-        if found != mine:
+        if found != mine and replace(found, chain=mine.chain) == mine:
             raise OtherLogError(
                 "the store holds another marker of this name than the log: one of them was copied, or put back",
                 hint="give every log a store of its own, or bring the right one back",
                 marker=interval.commit.id,
                 rank=mine.rank,
                 store=self._objects.url,
+                name=name,
+                there=f"chain {found.chain:08x}",
+                written=f"chain {mine.chain:08x}",
             )
 
     def fold(

@@ -51,9 +51,9 @@ class Losses:
 def put_claim(objects: Objects, lineage: Lineage, commit: Commit) -> None:
     """Put the CLAIM of a marker's generation into the store: it goes there before all that names its generation."""
     claim, frame = claim_name(commit.job, commit.generation), lineage.claims[commit.generation].to_frame()
-    if objects.size(claim) is None:
-        objects.put(claim, [frame])
-    elif bytes(objects.read(claim)) != frame:
+    if objects.size(claim) is None and objects.create(claim, [frame]):
+        return
+    if bytes(objects.read(claim)) != frame:
         raise CorruptionError(
             "the store holds another generation of this number than the log: one of them was copied, or put back",
             hint="give every log a store of its own, or bring the right one back",

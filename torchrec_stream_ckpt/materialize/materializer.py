@@ -36,6 +36,7 @@ from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.identity import prepare_store
+from torchrec_stream_ckpt.store.once import put_once
 from torchrec_stream_ckpt.types import MarkerId
 
 _PATIENCE_S = 0.2
@@ -316,13 +317,24 @@ class Materializer:
         """The manifest comes last: with it the marker is in the store."""
         put_claim(self._objects, lineage, commit)
         has_dense = self._dense.take(commit)
-        manifest, previous = manifest_name(commit.job, commit.id), lineage.previous(commit.id)
+        manifest = Manifest(commit, lineage.previous(commit.id), segments)
         failpoint("materialize.manifest")
-        self._objects.put(manifest, [Manifest(commit, previous, segments).to_bytes()])
+        self._repairer.mending(lineage, catalog, partial(_put_manifest, self._objects, catalog, manifest))
         failpoint("materialize.manifest_put")
-        catalog.came(commit.id)
         if not has_dense:
             self._dense.give_up(lineage, catalog, commit)
+
+
+def _put_manifest(objects: Objects, catalog: Catalog, manifest: Manifest) -> None:
+    """Put a manifest, unless another process has put one that says the same; raises as ``Catalog.check``."""
+    commit = manifest.commit
+    try:
+        put_once(objects, manifest_name(commit.job, commit.id), [manifest.to_bytes()])
+        catalog.came(commit.id)
+    except CorruptionError:
+        catalog.came(commit.id)
+        if catalog.check(commit) != manifest:
+            raise
 
 
 def _check(catalog: Catalog, commit: Commit) -> None:

@@ -32,6 +32,7 @@ from torchrec_stream_ckpt.materialize.sorter import RowSorter
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Piece
 from torchrec_stream_ckpt.store.newest import NewestFirst
+from torchrec_stream_ckpt.store.once import put_once
 from torchrec_stream_ckpt.store.reader import open_pieces, open_segments, read_chunks
 from torchrec_stream_ckpt.store.runs import Runs, read_from
 from torchrec_stream_ckpt.types import MarkerId
@@ -100,11 +101,12 @@ class Merging:
             refs: What each task has written.
 
         Raises:
+            CorruptionError: another fold has its name.
             StoreUnavailableError: it was not written.
         """
         fold = Fold(self.job, self.start, self.end, self.chain, tuple(ref for each in refs for ref in each))
         failpoint("fold.manifest")
-        objects.put(FoldName(self.job, self.end, self.start).name, [fold.to_bytes()])
+        put_once(objects, FoldName(self.job, self.end, self.start).name, [fold.to_bytes()])
         failpoint("fold.manifest_put")
         return fold
 

@@ -167,6 +167,8 @@ class Repairer:
         if commit.id in catalog.markers:
             known = self.mending(lineage, catalog, lambda: catalog.check(commit)).segments[segment.rank]
             into.known = {ref.name: ref for ref in known}
+        else:
+            self._intervals.check_history(interval, segment.part)
         refs = self.mending(lineage, catalog, lambda: self._intervals.fold(catalog, interval, before, into))
         if known is not None and known != refs:
             raise CorruptionError("the log has other rows than the manifest says", segment=segment.name)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
-
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.frame import Buffer
@@ -13,6 +11,7 @@ from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.segment import parse_front
 from torchrec_stream_ckpt.layout import damaged_name
 from torchrec_stream_ckpt.store.api import Entry, Objects
+from torchrec_stream_ckpt.store.once import is_same
 
 
 class Replacing:
@@ -40,10 +39,15 @@ class Replacing:
         self._check(name, parts)
         there = self._there(name)
         if there is not None:
-            if _same(there, parts):
+            if is_same(there, parts):
                 return
             self.asides.append(self._set_aside(name, there))
         self._objects.put(name, parts)
+
+    def create(self, name: str, parts: Sequence[Buffer]) -> bool:
+        """As :meth:`put`: whatever has the name gives way."""
+        self.put(name, parts)
+        return True
 
     def _check(self, name: str, parts: Sequence[Buffer]) -> None:
         ref = self.known.get(name)
@@ -65,7 +69,7 @@ class Replacing:
         number = 1
         while self._objects.size(damaged_name(name, number)) is not None:
             before = self._there(damaged_name(name, number))
-            if before is not None and _same(before, [data]):  # by a repair that was cut short
+            if before is not None and is_same(before, [data]):  # by a repair that was cut short
                 return damaged_name(name, number)
             number += 1  # one that cannot be read now may be read later
         self._objects.put(damaged_name(name, number), [data])
@@ -89,15 +93,3 @@ class Replacing:
 
     def close(self) -> None:
         """It belongs to the caller."""
-
-
-def _same(there: memoryview, parts: Sequence[Buffer]) -> bool:
-    """Whether an object holds these parts, one after the other."""
-    begin = 0
-    for part in parts:
-        wanted = memoryview(part).cast("B")
-        found = there[begin : begin + len(wanted)]
-        if not np.array_equal(np.frombuffer(found, np.uint8), np.frombuffer(wanted, np.uint8)):
-            return False
-        begin += len(wanted)
-    return begin == len(there)

@@ -1,7 +1,6 @@
-"""The interface of a store's objects: a flat space of names below one URL, each written once, whole or not at all.
+"""The interface of a store's objects: a flat space of names below one URL, each object there whole or not at all.
 
-Nothing is ever overwritten or appended to, so that object stores, which know neither rename nor append, keep the same
-rules as a folder does.
+Nothing is appended to or renamed, so that object stores, which know neither, keep the same rules as a folder does.
 """
 
 from __future__ import annotations
@@ -42,7 +41,18 @@ class Objects(Readable, Protocol):
     def put(self, name: str, parts: Sequence[Buffer]) -> None:
         """Write one object from ``parts``, one after the other. It is durable on return, and until then not there.
 
-        Two writers of one name write the same bytes: a reader sees one of them whole.
+        It takes the place of an object of this name: a reader sees one of them whole. For names whose bytes may change,
+        and for repairs; everything else goes through ``store.once``.
+
+        Raises:
+            StoreUnavailableError: it was not written.
+        """
+
+    def create(self, name: str, parts: Sequence[Buffer]) -> bool:
+        """Write one object as :meth:`put`, unless the name is taken. False: it is, and what stands there stays.
+
+        What stands there may be what this call has written, if an answer was lost. A store that does not know the
+        condition overwrites the object, and says True.
 
         Raises:
             StoreUnavailableError: it was not written.

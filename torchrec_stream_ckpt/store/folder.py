@@ -9,8 +9,9 @@ import mmap
 import os
 import stat
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from torchrec_stream_ckpt.durable import fsync_dir, make_dirs, write_all
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, StoreUnavailableError
@@ -19,12 +20,16 @@ from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.layout import STORE_FILE, TEMPORARY_PREFIX, check_object_name, is_object_name
 from torchrec_stream_ckpt.store.api import Entry
 
+T = TypeVar("T")
+
 _MAX_IOV = 1024
 _MAP_FROM_BYTES = 2**18
 """Smaller ranges are copied: a map costs more than it saves, and a file descriptor for as long as it lives."""
 _ATTEMPTS = 10
 _UNREADABLE = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
 _NO_SPLICE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EACCES, errno.ENOENT, errno.EOPNOTSUPP})
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+"""File systems without hard links (FAT, some over FUSE)."""
 _HINTS = {
     errno.ENOSPC: "make room on the disk, or delete what the retention gives up: stream-ckpt gc",
     errno.EDQUOT: "make room in this user's quota, or delete what the retention gives up: stream-ckpt gc",
@@ -40,9 +45,11 @@ class FolderObjects:
     """Objects as files below ``root``.
 
     Whole or not at all: an object is written under a temporary name beside its own, synced, renamed; so a name is there
-    with all its bytes, or not at all. Durable on return: after the rename its folder is synced, and so are the folders
-    above it, up to the store's, when this process first writes there. What a writer that died has left has a
-    name that is no object's, and goes with :meth:`clear_leftovers`.
+    with all its bytes, or not at all. :meth:`create` links the file to its name instead, which fails if the name is
+    taken; where a file system has no hard links, it looks first, and another process may come in between. Durable on
+    return: then its folder is synced, and so are the folders above it, up to the store's, when this process first
+    writes there. What a writer that died has left has a name that is no object's, and goes with
+    :meth:`clear_leftovers`.
 
     Views of large ranges are maps of the file: they stay good when the object is deleted. All of one is read before
     it is handed out, so that what cannot be read is an error; only a disk that fails later, once the system has dropped
@@ -64,10 +71,19 @@ class FolderObjects:
         path = self._path(name)
         with self._errors("write", path):
             failpoint("store.put")
-            self._put(path, parts)
+            self._put(path, parts, Path.rename)
             failpoint("store.renamed")
             # Never tried again: after a sync that failed, a second one may succeed though the bytes are lost.
             fsync_dir(path.parent)
+
+    def create(self, name: str, parts: Sequence[Buffer]) -> bool:
+        path = self._path(name)
+        with self._errors("write", path):
+            failpoint("store.put")
+            created = self._put(path, parts, _link)
+            failpoint("store.renamed")
+            fsync_dir(path.parent)  # also if the name is taken: its writer may not have come so far
+        return created
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
         with self._opened(name) as (fd, size):
@@ -141,14 +157,15 @@ class FolderObjects:
     def _path(self, name: str) -> Path:
         return self._root / check_object_name(name)
 
-    def _put(self, path: Path, parts: Sequence[Buffer]) -> None:
+    def _put(self, path: Path, parts: Sequence[Buffer], name: Callable[[Path, Path], T]) -> T:
+        """Write a synced file and let ``name`` give it its name; returns what that does."""
         fd, temporary = self._create(path.parent)
         try:
             try:
                 write_all(fd, (memoryview(part).cast("B") for part in parts))
                 os.fdatasync(fd)
                 failpoint("store.rename")
-                temporary.rename(path)
+                return name(temporary, path)
             finally:
                 os.close(fd)
         except BaseException:
@@ -246,6 +263,26 @@ class FolderObjects:
             raise StoreUnavailableError(f"cannot {doing} it: {error.strerror}", hint=hint, path=path) from error
 
 
+def _link(temporary: Path, path: Path) -> bool:
+    """Give a file the name ``path`` in place of its own; False: that name is taken."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        temporary.unlink()
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if taken := os.path.lexists(path):
+            temporary.unlink()
+        else:
+            temporary.rename(path)
+        return not taken
+    failpoint("store.linked")
+    temporary.unlink()
+    return True
+
+
 def _view(fd: int, begin: int, end: int) -> memoryview:
     if end - begin < _MAP_FROM_BYTES:
         return _copy(fd, begin, end)
@@ -289,12 +326,13 @@ def _fill(fd: int, begin: int, buffers: Sequence[memoryview]) -> None:
 
 
 def _clear(path: Path) -> int:
-    """Delete a file unless its writer lives; returns how many bytes it had."""
+    """Delete a file unless its writer lives; returns how many bytes it had, 0 if they are an object's too."""
     fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink()
-        return os.fstat(fd).st_size
+        found = os.fstat(fd)
+        return 0 if found.st_nlink else found.st_size
     except BlockingIOError:
         return 0
     finally:

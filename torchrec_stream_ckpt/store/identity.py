@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, UnsupportedError
 from torchrec_stream_ckpt.layout import STORE_FILE
 from torchrec_stream_ckpt.store.api import KeepsTime, Objects
 
+log = logging.getLogger(__name__)
+
 FORMAT = 1
+OVERWRITES = "it does not know conditional puts: an object is put over one of the same name"
+"""What is said of a store that does not refuse a name that is taken."""
 _MAX_BYTES = 2**16
 
 
@@ -21,20 +26,38 @@ def prepare_store(objects: Objects) -> None:
         CorruptionError: what it says cannot be read.
         StoreUnavailableError: it cannot be written.
     """
-    if not check_store(objects):
-        _write(objects)
+    if not check_store(objects) and not _write(objects):
+        check_store(objects)
 
 
 def prove_writable(objects: Objects) -> None:
-    """Prepare the store, and write its format in any case: the same bytes again, to see that they are taken.
+    """Prepare the store, and write its format in any case, to see that this user may write.
 
     Raises:
         UnsupportedError: it is of a newer format.
         CorruptionError: what it says cannot be read.
         StoreUnavailableError: it cannot be written.
     """
-    check_store(objects)
-    _write(objects)
+    there = check_store(objects)
+    if _write(objects):
+        if there:
+            log.warning("the store at %s: %s", objects.url, OVERWRITES)
+    elif not there:
+        check_store(objects)
+
+
+def refuses_taken_names(objects: Objects) -> bool | None:
+    """Whether the store lets no object be put over another one; None: nothing was ever written there.
+
+    It is asked to put its own format, as it stands there, once more.
+
+    Raises:
+        CorruptionError: what it says of its format cannot be read.
+        StoreUnavailableError: it does not answer, or this user may not write.
+    """
+    if not check_store(objects):
+        return None
+    return not objects.create(STORE_FILE, [objects.read(STORE_FILE)])
 
 
 def check_store(objects: Objects) -> bool:
@@ -80,8 +103,9 @@ def place_of(objects: Objects) -> str:
     return f"{objects.url} at {server}" if server else objects.url
 
 
-def _write(objects: Objects) -> None:
-    objects.put(STORE_FILE, [json.dumps({"format": FORMAT}).encode()])
+def _write(objects: Objects) -> bool:
+    """Say the format, unless it is said; returns whether it was not, as far as the store tells."""
+    return objects.create(STORE_FILE, [json.dumps({"format": FORMAT}).encode()])
 
 
 def _unreadable(url: str) -> CorruptionError:

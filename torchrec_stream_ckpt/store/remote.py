@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,20 @@ from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.layout import check_object_name, is_object_name
 from torchrec_stream_ckpt.store.api import Entry
 from torchrec_stream_ckpt.store.clouds import WHOLE, cloud_of
-from torchrec_stream_ckpt.store.remote_errors import REFUSALS, no_bucket, shorter, signs_of, translated, wordless
+from torchrec_stream_ckpt.store.identity import OVERWRITES
+from torchrec_stream_ckpt.store.remote_errors import (
+    REFUSALS,
+    TAKEN,
+    UNKNOWN_CONDITION,
+    no_bucket,
+    shorter,
+    signs_of,
+    translated,
+    wordless,
+)
 from torchrec_stream_ckpt.uris import StoreUrl
+
+log = logging.getLogger(__name__)
 
 
 class FsspecObjects:
@@ -27,8 +40,9 @@ class FsspecObjects:
       never fsspec's file handles, which complete what they have when an error closes them. Protocols that show an
       upload while it grows (sftp, ftp, hdfs) are refused.
     * *Durable on return*: the store answers a put, or a completion, when it has it; S3 is consistent from then on.
-    * *No rename, no append*: none is needed, a name follows from what the object holds. Two writers of one name write
-      the same bytes, so it does not matter whose answer comes last.
+    * *No rename, no append*: none is needed, a name follows from what the object holds.
+    * *Once*: :meth:`create` asks the store to refuse a name that is taken (S3 and Azure ``If-None-Match: *``, Google
+      ``ifGenerationMatch=0``). A store that answers that it does not know this (501) gets puts without it from then on.
     * *No half-written leftovers*: parts of a multipart upload that was never completed cannot be listed as objects;
       a lifecycle rule of the bucket takes them away.
 
@@ -64,6 +78,8 @@ class FsspecObjects:
         self.server = self._cloud.server(named | settings)
         self._root = str(kind._strip_protocol(self.url)).rstrip("/")
         self._bucket_seen = self._cloud.look is None
+        self._overwrites = False
+        """Whether the store has said that it does not know conditions."""
 
     def put(self, name: str, parts: Sequence[Buffer]) -> None:
         path = self._path(name)
@@ -78,6 +94,28 @@ class FsspecObjects:
                 # The answer to a completion was lost, and the client asked again: put the same bytes anew.
                 self._fs.pipe_file(path, data)
             failpoint("store.uploaded")
+
+    def create(self, name: str, parts: Sequence[Buffer]) -> bool:
+        if self._overwrites:
+            self.put(name, parts)
+            return True
+        path = self._path(name)
+        with self._errors("write", name):
+            failpoint("store.upload")
+            try:
+                self._fs.pipe_file(path, b"".join(parts), mode="create")
+            except Exception as error:
+                signs = signs_of(error)
+                if signs & TAKEN:
+                    return False
+                if not signs & UNKNOWN_CONDITION:
+                    raise
+                log.warning("the store at %s: %s", self.url, OVERWRITES)
+                self._overwrites = True
+            else:
+                failpoint("store.uploaded")
+                return True
+        return self.create(name, parts)
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
         path = self._path(name)

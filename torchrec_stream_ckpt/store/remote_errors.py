@@ -16,6 +16,10 @@ _SHORTER = frozenset({"InvalidRange", "416"})
 _NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound", "FilesystemNotFound"})
 REFUSALS = _WORDLESS | {"AccessDenied", "AuthorizationFailure", "AuthorizationPermissionMismatch", "PermissionError"}
 """Signs that a user may not do something, whatever else he may do."""
+TAKEN = frozenset({"FileExistsError", "PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchUpload"})
+"""Signs that a name is taken, or may be: by an upload that goes on, or by our own whose answer was lost."""
+UNKNOWN_CONDITION = frozenset({"NotImplemented", "501"})
+"""Signs that a store does not know the condition of a put."""
 _CAUSES: tuple[tuple[frozenset[str], str, str], ...] = (
     (_NO_BUCKET, "there is no such bucket", "make the bucket, or correct the store's URL"),
     (

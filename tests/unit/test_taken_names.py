@@ -1,0 +1,147 @@
+"""A materializer that finds a name taken: by the same bytes, by damaged ones, by those of another history."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests import synthetic
+from tests.stores import contents
+from tests.synthetic import Job
+from tests.unit.folded_job import check_folded, folded_job, materialize, store_of
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError
+from torchrec_stream_ckpt.format.frame import Buffer
+from torchrec_stream_ckpt.layout import DAMAGED_DIR, STORE_FILE, claim_name, manifest_name
+from torchrec_stream_ckpt.materialize.compactor import Policy
+from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.store.folder import FolderObjects
+from torchrec_stream_ckpt.types import MarkerId
+
+MANIFEST = manifest_name(synthetic.JOB, MarkerId(1, 4))
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return folded_job(tmp_path / "job" / "log")
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> dict[str, bytes]:
+    """All objects of another log of the same job, which has four markers too."""
+    other = Job(tmp_path / "other" / "log", seed=9)
+    other.begin()
+    for _ in range(4):
+        other.touch(2)
+        other.commit()
+    assert materialize(other)[0] == 0
+    return contents(open_store(str(store_of(other))))
+
+
+class Raced(FolderObjects):
+    """A store into which another process puts an object just before this one does."""
+
+    def __init__(self, root: Path, name: str, data: bytes | None) -> None:
+        super().__init__(root)
+        self._raced, self._data = name, data
+        self.came = 0
+
+    def create(self, name: str, parts: Sequence[Buffer]) -> bool:
+        if name == self._raced and not self.came:
+            self.came += 1
+            self.put(name, parts if self._data is None else [self._data])
+        return super().create(name, parts)
+
+
+def catch_up(job: Job, objects: FolderObjects, policy: Policy | None = None) -> list[MarkerId]:
+    with ThreadPoolExecutor(2) as pool:
+        dense = open_dense(str(job.root))
+        materializer = Materializer(job.log, objects, lambda _: dense, pool, policy or Policy(rebase=0, compact="none"))
+        return list(materializer.catch_up(Control(job.log).refresh()))
+
+
+def asides(job: Job) -> dict[str, bytes]:
+    found = contents(open_store(str(store_of(job))))
+    return {name.removeprefix(f"{DAMAGED_DIR}/"): data for name, data in found.items() if name.startswith(DAMAGED_DIR)}
+
+
+def segment(rank: int) -> str:
+    return f"segments/{synthetic.JOB.hex()}/g00000001-r{rank:05d}-m00000004-p000.seg"
+
+
+@pytest.mark.parametrize("name", [segment(0), segment(1), MANIFEST])
+@pytest.mark.parametrize("damage", [None, b"", b"damaged"], ids=["same", "empty", "damaged"])
+def test_what_another_process_puts_first_is_compared(job: Job, name: str, damage: bytes | None) -> None:
+    objects = Raced(store_of(job), name, damage)
+    assert catch_up(job, objects) == [MarkerId(1, 4)]
+    assert objects.came == 1
+    assert asides(job) == ({} if damage is None else {name: damage})
+    check_folded(job, [1, 2, 3, 4])
+
+
+@pytest.mark.parametrize(
+    ("name", "raced"),
+    [(segment(0), True), (segment(1), True), (MANIFEST, True), (segment(0), False), (segment(1), False)],
+)
+def test_what_another_history_has_put_stays(job: Job, theirs: dict[str, bytes], name: str, raced: bool) -> None:
+    if raced:
+        objects = Raced(store_of(job), name, theirs[name])
+    else:
+        objects = Raced(store_of(job), "", None)
+        objects.put(name, [theirs[name]])
+    with pytest.raises(OtherLogError, match="the store holds another marker of this name than the log") as refused:
+        catch_up(job, objects)
+    assert objects.came == raced
+    assert refused.value.where["marker"] == MarkerId(1, 4)
+    if name != MANIFEST:
+        assert refused.value.where["name"] == name
+        assert refused.value.where["there"] != refused.value.where["written"]
+    assert bytes(objects.read(name)) == theirs[name]
+    assert asides(job) == {}
+
+
+def test_the_claim_of_another_history_stays(tmp_path: Path, theirs: dict[str, bytes]) -> None:
+    job = Job(tmp_path / "new" / "log")
+    job.begin()
+    job.touch(2)
+    job.commit()
+    name = claim_name(synthetic.JOB, 1)
+    objects = Raced(store_of(job), name, theirs[name])
+    with pytest.raises(CorruptionError, match="the store holds another generation of this number than the log"):
+        catch_up(job, objects)
+    assert objects.came == 1
+    assert bytes(objects.read(name)) == theirs[name]
+
+
+def test_another_format_is_not_written_over(job: Job) -> None:
+    (store_of(job) / STORE_FILE).unlink()
+    objects = Raced(store_of(job), STORE_FILE, b'{"format": 2}')
+    with pytest.raises(Exception, match="the store is of format 2, this version knows up to 1"):
+        catch_up(job, objects)
+    assert bytes(objects.read(STORE_FILE)) == b'{"format": 2}'
+
+
+@pytest.mark.parametrize("part", ["segments", "folds"])
+@pytest.mark.parametrize("damage", [None, b"damaged"], ids=["same", "damaged"])
+def test_a_fold_that_another_process_puts_first_is_compared(job: Job, part: str, damage: bytes | None) -> None:
+    policy = Policy(rebase=0, compact="span4")
+    catch_up(job, FolderObjects(store_of(job)))
+    job.touch(2)
+    job.commit()
+    plain = contents(open_store(str(store_of(job))))
+    catch_up(job, FolderObjects(store_of(job)), policy)
+    folded = contents(open_store(str(store_of(job))))
+    (name,) = (each for each in folded.keys() - plain.keys() if each.startswith(part) and "-from-" in each)
+    for each in folded.keys() - plain.keys():
+        (store_of(job) / each).unlink()
+    objects = Raced(store_of(job), name, damage)
+    assert catch_up(job, objects, policy) == [MarkerId(1, 5)]
+    assert objects.came == 1
+    assert asides(job) == ({} if damage is None else {name: damage})
+    assert contents(open_store(str(store_of(job)))).items() >= folded.items()
+    check_folded(job, [1, 2, 3, 4, 5])

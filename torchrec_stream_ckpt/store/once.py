@@ -1,0 +1,73 @@
+"""Objects that are written once: claims, manifests, segments, folds and ``STORE``. Other bytes never take their place.
+
+Two writers of such a name write the same bytes, unless they fold two histories of one job, or one object is damaged. A
+put that finds its name taken compares: the same bytes are as good as its own, others are an error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from crc32c import crc32c
+
+from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, StoreUnavailableError
+from torchrec_stream_ckpt.format.frame import Buffer
+from torchrec_stream_ckpt.store.api import Objects
+
+_ATTEMPTS = 6
+_PAUSE_S = 0.1
+
+
+def put_once(objects: Objects, name: str, parts: Sequence[Buffer]) -> None:
+    """Write an object, unless these bytes are there already. Durable on return.
+
+    One request; only if the name is taken, the object is read too.
+
+    Raises:
+        CorruptionError: other bytes have this name. They stay as they are.
+        StoreUnavailableError: it was not written.
+    """
+    for attempt in range(_ATTEMPTS):
+        if objects.create(name, parts):
+            return None
+        try:
+            return _compare(objects, name, parts)
+        except MissingObjectError:  # its deletion came in between, or another upload that has not ended
+            time.sleep(_PAUSE_S * 2**attempt)
+    raise StoreUnavailableError(
+        "cannot write it: the store says that the name is taken, and has no such object",
+        hint="try again; if it happens again, look for another program that writes and deletes this object",
+        store=objects.url,
+        name=name,
+    )
+
+
+def is_same(there: memoryview, parts: Sequence[Buffer]) -> bool:
+    """Whether an object holds these parts, one after the other."""
+    begin = 0
+    for part in parts:
+        wanted = memoryview(part).cast("B")
+        found = there[begin : begin + len(wanted)]
+        if not np.array_equal(np.frombuffer(found, np.uint8), np.frombuffer(wanted, np.uint8)):
+            return False
+        begin += len(wanted)
+    return begin == len(there)
+
+
+def _compare(objects: Objects, name: str, parts: Sequence[Buffer]) -> None:
+    there = objects.read(name)
+    if is_same(there, parts):
+        return
+    num_bytes = crc = 0
+    for part in parts:
+        num_bytes, crc = num_bytes + memoryview(part).nbytes, crc32c(part, crc)
+    raise CorruptionError(
+        "the store holds other bytes under this name than those to be written",
+        hint="give every log a store of its own; if the object is damaged: stream-ckpt scrub URI --store URL --repair",
+        store=objects.url,
+        name=name,
+        there=f"{len(there)} bytes, CRC32C {crc32c(there):08x}",
+        written=f"{num_bytes} bytes, CRC32C {crc:08x}",
+    )
