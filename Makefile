@@ -28,7 +28,7 @@ export PYTHON
 
 .DEFAULT_GOAL := help
 .PHONY: help setup try demo demo-kafka demo-evolve test test-unit test-all test-kafka test-slow test-matrix test-gpu test-tnt test-clouds fuzz chaos coverage \
-  lint docs deploy-check bench bench-age lock clean kafka-tools host-tools browser-tools test-tools compiled
+  lint docs deploy-check bench bench-quick bench-age lock clean kafka-tools host-tools browser-tools test-tools compiled
 
 help: ## Show these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -131,10 +131,14 @@ deploy-check: $(DEPLOY_STAMP) ## Check deploy/: kustomize, schemas of Kubernetes
 	@bash scripts/check_deploy.sh $(DEPLOY_VENV)
 
 bench: $(STAMP) ## Run benchmarks/*/run.py (BENCH=NAME for one, BENCH_ARGS=...)
-	@set -e; for script in benchmarks/$(BENCH)/run.py; do \
+	@failed=; begin=$$(date +%s); for script in benchmarks/$(BENCH)/run.py; do \
 	  [ -f "$$script" ] || { echo "make bench: no $$script" >&2; exit 1; }; \
-	  echo "== $$script"; $(PY) "$$script" $(BENCH_ARGS); \
-	done
+	  echo "== $$script"; $(PY) "$$script" $(BENCH_ARGS) || failed="$$failed $$script"; \
+	  echo "== $$script: minutes so far: $$(( ($$(date +%s) - begin) / 60 ))"; \
+	done; [ -z "$$failed" ] || { echo "make bench: failed:$$failed" >&2; exit 1; }
+
+bench-quick: $(STAMP) ## Run every benchmark to its end at a small size: no figure means anything then
+	@$(MAKE) --no-print-directory bench BENCH='$(BENCH)' BENCH_ARGS="--quick $(BENCH_ARGS)"
 
 bench-age: $(STAMP) ## Say which filed results are older than the code that they measure (BENCH_ARGS="restore marker")
 	@$(PY) benchmarks/filed.py $(BENCH_ARGS)

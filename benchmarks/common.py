@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import platform
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -25,11 +27,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from allocator import SETTING
 from device import finish_queued
 
 from torchrec_stream_ckpt.flags import whole as at_least
 
 Times = dict[str, list[float]]
+_IMPORTED = ["torchrec_stream_ckpt", "torchrec.distributed.model_parallel", "torch.distributed.checkpoint"]
 
 
 class UnavailableError(Exception):
@@ -53,6 +57,7 @@ def machine() -> dict[str, Any]:
         "numpy": np.__version__,
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg()[0],
+        "allocator": SETTING,
         **({"gpu": torch.cuda.get_device_name(0)} if torch.cuda.is_available() else {}),
     }
 
@@ -74,6 +79,45 @@ def check_memory(num_bytes: int, what: str) -> None:
     free = int(line.split()[1]) * 1024
     if free < num_bytes:
         raise UnavailableError(f"{what} needs {num_bytes / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free")
+
+
+def check_disk(num_bytes: int, what: str, folder: Path | None = None) -> None:
+    """The same of the disk of ``folder``, or of ``BENCH_DIR``."""
+    free = shutil.disk_usage(folder or os.environ.get("BENCH_DIR") or tempfile.gettempdir()).free
+    if free < num_bytes:
+        needs = f"{what} needs {num_bytes / 1e9:.1f} GB of disk, {free / 1e9:.1f} GB are free"
+        raise UnavailableError(needs if folder else f"{needs}: BENCH_DIR names a folder on another one")
+
+
+def refuse_small_machine(
+    case: str, args: argparse.Namespace, what: str, *, memory: int = 0, disk: int = 0, folder: Path | None = None
+) -> None:
+    """Before a case starts: end it where it has no room. Its result then says why, and the next case can run."""
+    try:
+        check_memory(memory, what)
+        check_disk(disk, what, folder)
+    except UnavailableError as error:
+        unmeasured(case, args, str(error))
+        raise SystemExit(0) from None
+
+
+def unmeasured(case: str, args: argparse.Namespace, why: str) -> None:
+    """File and print a result that has no figure, and the reason."""
+    found = {"case": case, "date": time.strftime("%Y-%m-%d"), "command": command_of(case), "machine": machine()}
+    print(f"{case}: not measured: {why}")
+    if args.out is not None:
+        out = args.out if args.out.suffix == ".json" else args.out.with_name(f"{args.out.name}.json")
+        out.write_text(json.dumps(found | {"not measured": why}, indent=1) + "\n")
+
+
+def command_of(case: str, script: str = "run.py") -> str:
+    """As it was called, without where results go."""
+    words, skip = [], False
+    for word in sys.argv[1:]:
+        if word != "--out" and not word.startswith("--out=") and not skip:
+            words.append(word)
+        skip = word == "--out"
+    return " ".join([f"python benchmarks/{case}/{script}", *words])
 
 
 @dataclass
@@ -197,13 +241,7 @@ class Report:
 
     @property
     def command(self) -> str:
-        """Without where results go."""
-        words, skip = [], False
-        for word in sys.argv[1:]:
-            if word != "--out" and not word.startswith("--out=") and not skip:
-                words.append(word)
-            skip = word == "--out"
-        return " ".join([f"python benchmarks/{self.case}/{self.script}", *words])
+        return command_of(self.case, self.script)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -253,6 +291,31 @@ def arguments(doc: str | None, *, rounds: int = 7) -> argparse.ArgumentParser:
     return parser
 
 
+def parse(parser: argparse.ArgumentParser, **quick: Any) -> argparse.Namespace:
+    """The arguments of a case, with ``--quick``: sizes that run to the end in seconds, where no other is given.
+
+    Every case has it, so that a clone can be tried (``make bench-quick``).
+    """
+    parser.add_argument("--quick", action="store_true", help="small sizes, seconds: no figure means anything then")
+    args = parser.parse_args()
+    if args.quick:
+        parser.set_defaults(**quick)
+        args = parser.parse_args()
+        os.environ["BENCH_START"] = "forkserver"
+    return args
+
+
+def fresh_processes() -> Any:
+    """Where processes come from that have allocated nothing: fork and exec.
+
+    With ``--quick`` they are forks of a server that has imported all of it, which takes no seconds.
+    """
+    context = multiprocessing.get_context(os.environ.get("BENCH_START", "spawn"))
+    if context.get_start_method() == "forkserver":
+        context.set_forkserver_preload(_IMPORTED)
+    return context
+
+
 @contextlib.contextmanager
 def scratch(case: str) -> Iterator[Path]:
     """A folder on the disk to be measured (``BENCH_DIR``); removed again."""
@@ -267,6 +330,27 @@ def synced(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+WITH_FSYNC, WITHOUT_FSYNC = "with", "without"
+
+
+def add_fsync(parser: argparse.ArgumentParser) -> None:
+    """For cases that compare writers: no variant's clock stops before the disk has it, or no variant waits for that."""
+    modes = (WITH_FSYNC, WITHOUT_FSYNC)
+    said = "whether every variant's clock goes on until the disk has it, or none's (default: both are measured)"
+    parser.add_argument("--fsync", nargs="+", choices=modes, default=list(modes), help=said)
+
+
+@contextlib.contextmanager
+def without_fsync() -> Iterator[None]:
+    """In this process nothing waits for the disk, whose code it may be."""
+    kept = os.fsync, os.fdatasync
+    os.fsync = os.fdatasync = lambda _: None
+    try:
+        yield
+    finally:
+        os.fsync, os.fdatasync = kept
 
 
 def timed(action: Callable[[], object]) -> float:

@@ -32,7 +32,8 @@ def _available(kind: str) -> str:
 
 def start_ranks(function: Callable[..., Any], world: int, *args: Any) -> None:
     """``function(rank, *args)`` on new processes; returns when all have ended."""
-    mp.start_processes(_with_environment, (dict(os.environ), function, *args), nprocs=world, start_method=START)
+    how = os.environ.get("BENCH_START", "spawn")  # ``--quick`` may have changed it
+    mp.start_processes(_with_environment, (dict(os.environ), function, *args), nprocs=world, start_method=how)
 
 
 def _with_environment(rank: int, environment: dict[str, str], function: Callable[..., None], *args: Any) -> None:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from device import START, join, start_ranks
+from cache import prepare
+from common import fresh_processes, timed
+from device import join, start_ranks
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -153,10 +154,37 @@ def join_group(folder: Path, rank: int, world: int, device: str = "cpu") -> None
 
 def spread(body: Callable[..., Any], world: int, folder: Path, *args: Any, device: str = "cpu") -> Any:
     """Run ``body(*args)`` on ``world`` fresh ranks of one group; what rank 0 returns."""
-    results = mp.get_context(START).SimpleQueue()
+    context = fresh_processes()
+    results = context.SimpleQueue()
     (folder / f"group-{world}").unlink(missing_ok=True)
     start_ranks(_rank, world, body, world, folder, device, args, results)
     return results.get()
+
+
+def first(
+    body: Callable[..., float], world: int, folder: Path, state: str, places: Sequence[Path], *args: Any, **where: str
+) -> float:
+    """What ``body(*args)`` returns in processes that have allocated nothing before, as those of a restart have not.
+
+    Args:
+        body: (all ranks) Seconds of one load.
+        world: Ranks.
+        folder: For the group's file.
+        state: ``WARM`` or ``COLD``: whether the page cache holds what lies in ``places``.
+        places: Files and folders that are read.
+        args: For ``body``.
+        where: ``device``.
+    """
+    prepare(state, *places)
+    return float(spread(body, world, folder, *args, **where))
+
+
+def slowest(action: Callable[[], object]) -> float:
+    """(all ranks) Seconds that the slowest rank takes."""
+    dist.barrier()
+    taken = torch.tensor(timed(action))
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return float(taken)
 
 
 def _rank(

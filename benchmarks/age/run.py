@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
-from common import Goal, Measured, Report, arguments, at_least, scratch, tell  # noqa: E402
+from common import Goal, Measured, Report, arguments, at_least, parse, refuse_small_machine, scratch, tell  # noqa: E402
 
 from torchrec_stream_ckpt.commit.generation import check_claimed  # noqa: E402
 from torchrec_stream_ckpt.control.older import Older  # noqa: E402
@@ -260,7 +260,9 @@ def main() -> None:
     parser.add_argument("--generations", type=at_least(1), default=1000)
     parser.add_argument("--markers", type=at_least(1), default=50_000, help="of all generations together")
     parser.add_argument("--ranks", type=at_least(1), default=64)
-    args = parser.parse_args()
+    args = parse(parser, generations=3, markers=12, ranks=2)
+    room = 30_000 * args.markers + 12_000 * args.generations * args.ranks
+    refuse_small_machine("age", args, "the log", memory=2 << 30, disk=room)
     report = Report("age", args)
     with scratch("age") as folder:
         measure(report, args, folder)

@@ -4,12 +4,14 @@
 
 Dense layers under DDP with SGD, replicas on every rank, and one small table. All ranks stand at a barrier, then:
 
-``torch.save``   rank 0 saves the dense state dict, with fsync; the others wait at a barrier behind it
+``torch.save``   rank 0 saves the dense state dict; the others wait at a barrier after it
 ``VELOC-Single``   rank 0 copies all of it into shared memory, the others wait at a barrier; a thread flushes it
 ``VELOC-Sharded``  each rank does that for its part: DeepFreeze's two baselines (``veloc.py``)
 ``ours``         ``mark()`` on every rank; its future must resolve to a commit before the next variant runs
 
-The time is that of the slowest rank. ``bytes written`` shows how the ranks share the work of writing.
+Timed is what training waits for, without an fsync of anybody's; the points ``durable`` have the same variants until the
+disk has everything, with everybody's fsync. The time is that of the slowest rank.
+``bytes written`` shows how the ranks share the work of writing.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import argparse
 import contextlib
 import sys
 import tempfile
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +29,24 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from common import (  # noqa: E402
+    WITH_FSYNC,
+    WITHOUT_FSYNC,
     Goal,
     Measured,
     Report,
     UnavailableError,
+    add_fsync,
     arguments,
     at_least,
+    check_disk,
     check_memory,
+    parse,
     scratch,
     synced,
     take_turns,
-    timed,
 )
 from device import add_device  # noqa: E402
-from job import Job, Shape, build, spread  # noqa: E402
+from job import Job, Shape, build, slowest, spread  # noqa: E402
 from veloc import Veloc, dealt  # noqa: E402
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
@@ -49,19 +55,12 @@ SAVE, SINGLE, SHARDED, OURS = "torch.save, barrier", "VELOC-Single", "VELOC-Shar
 ROWS = 10_000
 
 
-def slowest(action: Callable[[], object]) -> float:
-    """(all ranks) Seconds that the slowest rank takes."""
-    dist.barrier()
-    taken = torch.tensor(timed(action))
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken)
-
-
-def save(job: Job, path: Path) -> float:
+def save(job: Job, path: Path, *, durable: bool) -> float:
     def write() -> None:
         if dist.get_rank() == 0:
             torch.save({name: each for name, each in job.model.state_dict().items() if "top" in name}, path)
-            synced(path)
+            if durable:
+                synced(path)
         dist.barrier()
 
     return slowest(write)
@@ -78,12 +77,14 @@ class Velocs:
             name: Veloc(part, memory / f"{name}-{rank}", folder / f"{name}-{rank}") for name, part in parts.items()
         }
 
-    def run(self, name: str) -> float:
+    def run(self, name: str, *, durable: bool) -> float:
         veloc = self._of[name]
         flushed: list[Any] = []
 
         def checkpoint() -> None:
             flushed.append(veloc.checkpoint())
+            if durable:
+                flushed[0].result(300)
             dist.barrier()
 
         taken = slowest(checkpoint)
@@ -97,17 +98,25 @@ class Velocs:
             veloc.close()
 
 
-def mark(job: Job, checkpointer: StreamCheckpointer) -> float:
+def mark(job: Job, checkpointer: StreamCheckpointer, *, durable: bool) -> float:
     job.train([torch.randint(0, ROWS, (64,))], bags=64)
     checkpointer.step()
     futures: list[Any] = []
-    taken = slowest(lambda: futures.append(checkpointer.mark()))
+
+    def call() -> None:
+        futures.append(checkpointer.mark())
+        if durable:
+            futures[0].result(300)
+
+    taken = slowest(call)
     futures[0].result(300)
     dist.barrier()
     return taken
 
 
-def measure(num_bytes: int, rounds: int, folder: str, memory: str, device: str) -> tuple[Measured, int]:
+def measure(
+    num_bytes: int, rounds: int, folder: str, memory: str, device: str, fsync: list[str]
+) -> tuple[dict[str, Measured], int]:
     """(all ranks) And how many bytes the dense state has."""
     job = build(Shape((ROWS,), 16, dense_bytes=num_bytes, device=device))
     dense = sum(each.nbytes for name, each in job.model.state_dict().items() if "top" in name)
@@ -116,13 +125,17 @@ def measure(num_bytes: int, rounds: int, folder: str, memory: str, device: str) 
         StreamCheckpointer(job.model, job.optimizer, config=config) as checkpointer,
         contextlib.closing(Velocs(job, Path(folder), Path(memory))) as velocs,
     ):
-        variants = {
-            SAVE: lambda: save(job, Path(folder) / "dense.pt"),
-            SINGLE: lambda: velocs.run(SINGLE),
-            SHARDED: lambda: velocs.run(SHARDED),
-            OURS: lambda: mark(job, checkpointer),
-        }
-        return take_turns(variants, rounds), dense
+        found = {}
+        for mode in fsync:
+            durable = mode == WITH_FSYNC
+            variants = {
+                SAVE: partial(save, job, Path(folder) / "dense.pt", durable=durable),
+                SINGLE: partial(velocs.run, SINGLE, durable=durable),
+                SHARDED: partial(velocs.run, SHARDED, durable=durable),
+                OURS: partial(mark, job, checkpointer, durable=durable),
+            }
+            found[mode] = take_turns(variants, rounds)
+        return found, dense
 
 
 def written(folder: Path) -> list[int]:
@@ -137,13 +150,15 @@ def written(folder: Path) -> list[int]:
 
 def point(args: argparse.Namespace, report: Report, megabytes: int, ranks: int) -> None:
     name = f"{megabytes} MB, {ranks} ranks"
-    check_memory(
-        int(1e6 * megabytes * (ranks * 4 + 3)), f"{name}: parameters, gradients, buckets, a copy a rank, VELOC's"
-    )
+    what = f"{name}: parameters, gradients, buckets, a copy a rank, VELOC's"
+    check_memory(int(1e6 * megabytes * (ranks * 4 + 3)), what)
+    check_disk(int(1e6 * megabytes * (6 + 2 * args.rounds * len(args.fsync))), what)
+    check_disk(int(2e6 * megabytes), f"{name}: VELOC's", Path("/dev/shm"))
     with scratch("dense") as folder, tempfile.TemporaryDirectory(prefix="dense-", dir="/dev/shm") as memory:
-        what = (megabytes * 1_000_000, args.rounds, str(folder), memory, args.device)
-        measured, num_bytes = spread(measure, ranks, folder, *what, device=args.device)
-        report.add(name, measured, SAVE)
+        flags = (args.rounds, str(folder), memory, args.device, args.fsync)
+        measured, num_bytes = spread(measure, ranks, folder, megabytes * 1_000_000, *flags, device=args.device)
+        for mode, found in measured.items():
+            report.add(name if mode == WITHOUT_FSYNC else f"{name}, durable", found, SAVE)
         report.facts[f"{name}: bytes"] = num_bytes
         report.facts[f"{name}: bytes written by each rank"] = written(folder)
 
@@ -153,7 +168,8 @@ def main() -> None:
     parser.add_argument("--megabytes", type=at_least(1), nargs="+", default=[100, 600])
     parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[2, 4])
     add_device(parser)
-    args = parser.parse_args()
+    add_fsync(parser)
+    args = parse(parser, megabytes=[2], ranks=[2], rounds=1)
     report = Report("dense", args)
     for megabytes in args.megabytes:
         for ranks in args.ranks:

@@ -22,7 +22,7 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from common import Goal, Measured, Report, UnavailableError, arguments, take_turns, timed  # noqa: E402
+from common import Goal, Measured, Report, UnavailableError, arguments, parse, refuse_small_machine, take_turns, timed  # noqa: E402
 
 from torchrec_stream_ckpt.adapter import LocalShard  # noqa: E402
 from torchrec_stream_ckpt.capture.staging import RowStager, StreamIdentity  # noqa: E402
@@ -218,7 +218,8 @@ def saved(report: Report, point: str) -> float | None:
 
 def main() -> None:
     parser = arguments(__doc__, rounds=15)
-    args = parser.parse_args()
+    args = parse(parser, rounds=1)
+    refuse_small_machine("encode", args, "a table of 2,000,000 x 64", memory=3 << 29)
     torch.set_num_threads(1)
     report = Report("encode", args, facts={"threads": 1})
     gather = Gather()

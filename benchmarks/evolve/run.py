@@ -33,7 +33,19 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from common import Goal, Measured, Report, arguments, at_least, check_memory, scratch, take_turns, timed  # noqa: E402
+from cache import COLD, STATES, WARM, files_under, prepare  # noqa: E402
+from common import (  # noqa: E402
+    Goal,
+    Measured,
+    Report,
+    arguments,
+    at_least,
+    parse,
+    refuse_small_machine,
+    scratch,
+    take_turns,
+    timed,
+)
 from job import Job, Shape, build, spread  # noqa: E402
 
 from tests.inside import inside  # noqa: E402
@@ -90,15 +102,16 @@ class Restores:
             "bytes of the grown table": 4 * grown * (shape.dim + 1),
         }
 
-    def variants(self, names: tuple[str, ...], *, marks: bool) -> dict[str, Callable[[], float]]:
-        return {name: partial(self._run, name, marks=marks) for name in names}
+    def variants(self, names: tuple[str, ...], *, marks: bool, state: str = WARM) -> dict[str, Callable[[], float]]:
+        return {name: partial(self._run, name, marks=marks, state=state) for name in names}
 
-    def _run(self, name: str, *, marks: bool) -> float:
+    def _run(self, name: str, *, marks: bool, state: str = WARM) -> float:
         job, changes = self._jobs[name]
         for tensor in job.tensors.values():
             tensor.fill_(FRESH)
         folder = self._folder / "turn"
         shutil.copytree(self._folder / "log", folder / "log", copy_function=_link_rows)
+        prepare(state, *(path for path in files_under(folder) if path.suffix == ".seg"))
         try:
             with contextlib.closing(attach(job, folder)) as checkpointer:
                 taken = timed(lambda: checkpointer.restore("1:2", changes=changes))
@@ -136,10 +149,10 @@ def _sweep_first(checkpointer: StreamCheckpointer) -> None:
     mask.sweep.again([[shard.table.name for shard in kernel.shards].index("ebc.t00")])
 
 
-def measure(shape: Shape, folder: Path, rounds: int) -> tuple[Measured, Measured, dict[str, int]]:
-    """(one rank)"""
-    restores = Restores(shape, folder)
-    restored = take_turns(restores.variants((PLAIN, GROWN, RENUMBERED, EVERY), marks=False), rounds)
+def measure(shape: Shape, folder: Path, rounds: int) -> tuple[dict[str, Measured], Measured, dict[str, int]]:
+    """(one rank) Restores by the state of the page cache, and first markers."""
+    restores, names = Restores(shape, folder), (PLAIN, GROWN, RENUMBERED, EVERY)
+    restored = {state: take_turns(restores.variants(names, marks=False, state=state), rounds) for state in STATES}
     marked = take_turns(restores.variants((SWEPT, PLAIN, GROWN, RENUMBERED, EVERY), marks=True), rounds)
     return restored, marked, restores.facts
 
@@ -150,7 +163,7 @@ def main() -> None:
     parser.add_argument("--rows", type=at_least(1), default=190_000)
     parser.add_argument("--dim", type=at_least(4), default=64)
     parser.add_argument("--steps", type=at_least(1), default=10)
-    args = parser.parse_args()
+    args = parse(parser, tables=3, rows=1000, dim=8, rounds=1)
     if args.rows < 100 * args.steps:
         parser.error(
             f"--rows {args.rows} --steps {args.steps}: the steps touch a tenth of the rows, at least 10 each: "
@@ -177,12 +190,14 @@ def _goal(report: Report, point: str, base: str, name: str) -> Goal:
 
 def _measure_all(args: argparse.Namespace, report: Report) -> None:
     shape = Shape((args.rows,) * args.tables, args.dim)
-    check_memory(5 * shape.table_bytes, f"tables of {shape.table_bytes / 1e9:.1f} GB, thrice, the truth and the log")
+    size, what = shape.table_bytes, f"tables of {shape.table_bytes / 1e9:.1f} GB, thrice, the truth and the log"
+    refuse_small_machine("evolve", args, what, memory=5 * size, disk=4 * size)
     with scratch("evolve") as folder:
         report.facts |= spread(train, 1, folder, shape, folder, args.steps)
         restore, marker, facts = spread(measure, 1, folder, shape, folder, args.rounds)
         report.facts |= facts
-        report.add("restore", restore, PLAIN)
+        report.add("restore", restore[WARM], PLAIN)
+        report.add("restore, cold", restore[COLD], PLAIN)
         report.add("to first marker", marker, SWEPT)
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
 import torch  # noqa: E402
-from common import Goal, Report, arguments, at_least, scratch, take_turns  # noqa: E402
+from common import Goal, Report, arguments, at_least, parse, refuse_small_machine, scratch, take_turns  # noqa: E402
 from job import Job, Shape, build, join_group  # noqa: E402
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
@@ -54,7 +54,8 @@ def added(base: list[float], own: list[float]) -> tuple[float, float]:
 def main() -> None:
     parser = arguments(__doc__, rounds=200)
     parser.add_argument("--steps", type=at_least(1), default=40)
-    args = parser.parse_args()
+    args = parse(parser, steps=2, rounds=1)
+    refuse_small_machine("hooks", args, "three small jobs", memory=1 << 30, disk=1 << 27)
     torch.set_num_threads(1)
     ids = [torch.randint(0, rows, (2 * BAGS,)) for rows in SHAPE.rows]
     report = Report("hooks", args)

@@ -15,10 +15,12 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from common import Report, arguments, at_least, scratch, take_turns, timed  # noqa: E402
+from common import Report, arguments, at_least, parse, refuse_small_machine, scratch, take_turns, timed  # noqa: E402
 from crc32c import crc32c  # noqa: E402
 
 DIM = 64
+IDLE = 0.5
+"""Load average of a machine that does nothing else."""
 
 
 def memory(size: int, threads: int) -> Callable[[], float]:
@@ -79,9 +81,12 @@ class Disk:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--megabytes", type=at_least(1), default=256, help="of 2**20 bytes, that are copied or written")
-    args = parser.parse_args()
+    args = parse(parser, megabytes=4, rounds=1)
     size = args.megabytes << 20
+    refuse_small_machine("limits", args, "what is copied, gathered and read", memory=20 * size, disk=2 * size)
     report = Report("limits", args)
+    if (load := os.getloadavg()[0]) > IDLE:
+        report.facts["not idle"] = f"load average {load:.1f} before the first round: these are no limits of the machine"
     data = np.ones(size, np.uint8)
     cores = os.cpu_count() or 1
     with scratch("limits") as folder:

@@ -3,11 +3,13 @@
     python benchmarks/marker/run.py [--rows 5000000] [--touched 0.01] [--rounds 5] [--out FILE.json]
 
 One table of 5,000,000 x 64 float32 with row-wise Adagrad, 1.3 GB, one rank. Before each call one step touches 1% of the
-rows, none of which has been drained; the call is timed until it returns, then what goes on behind it is waited for.
+rows, none of which has been drained. Timed is the call until it returns, without an fsync of anybody's; then what goes
+on after it is waited for. The point ``durable`` has the same variants until the disk has everything, with an fsync of
+everybody's.
 
 ``ours``                            ``mark()``: 1% of the rows into the ring; the future must resolve to a commit
 ``ours, without proof``             the same without digests of live rows (``proof_bytes=0``)
-``torch.save``                      of the tables and states, with fsync
+``torch.save``                      of the tables and states, all of it before it returns
 ``dcp.async_save, fresh copy``      plain tensors, ``DefaultStager`` with no option, made anew each time (DCP's default)
 ``dcp.async_save, kept copy``       the same stager kept: it copies over its last copy
 ``dcp.async_save, shared, process`` the stager kept, its copy in shared memory, a process of its own that writes
@@ -32,13 +34,19 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
+from cache import files_under  # noqa: E402
 from common import (  # noqa: E402
+    WITH_FSYNC,
+    WITHOUT_FSYNC,
     Goal,
     Report,
     UnavailableError,
+    add_fsync,
     arguments,
     at_least,
+    check_disk,
     check_memory,
+    parse,
     scratch,
     synced,
     take_turns,
@@ -60,6 +68,7 @@ STAGED = replace(PLAIN, use_async_staging=True)
 BY_PROCESS, BY_THREAD = "dcp.async_save, shared, process", "dcp.async_save, thread stages"
 OURS, UNPROVED, SAVE, KEPT = "ours", "ours, without proof", "torch.save", "dcp.async_save, kept copy"
 FRESH, SNAPSHOT = "dcp.async_save, fresh copy", "torchsnapshot async_take"
+DURABLE = "table, durable"
 STAGERS = {KEPT: PLAIN, BY_PROCESS: SHARED, BY_THREAD: STAGED}
 """That are kept from marker to marker."""
 
@@ -72,6 +81,17 @@ class Markers:
         self._stagers = {name: DefaultStager(options) for name, options in STAGERS.items()}
         self._ids = torch.randperm(job.shape.rows[0])
         self._at = 0
+        self.durable = False
+        """Whether the clock goes on until the disk has it."""
+
+    def _timed(self, call: Callable[[], Any], finish: Callable[[Any], object]) -> float:
+        """Seconds of ``call``, and of ``finish`` if it is to be durable; the other one is waited for in either case."""
+        found: list[Any] = []
+        if self.durable:
+            return timed(lambda: finish(call()))
+        taken = timed(lambda: found.append(call()))
+        finish(found[0])
+        return taken
 
     def variants(self) -> dict[str, Callable[[], float]]:
         return {
@@ -97,10 +117,7 @@ class Markers:
     def ours(self) -> float:
         self._settle()
         self._train()
-        futures: list[Any] = []
-        taken = timed(lambda: futures.append(self._checkpointer.mark()))
-        futures[0].result(120)
-        return taken
+        return self._timed(self._checkpointer.mark, lambda future: future.result(120))
 
     def unproved(self) -> float:
         """On the same tables, so that the two differ in nothing else."""
@@ -114,25 +131,24 @@ class Markers:
     def save(self) -> float:
         self._train()
         path = self._folder / "tables.pt"
-        return timed(lambda: (torch.save(self._job.tensors, path), synced(path)))
+        return self._timed(
+            lambda: torch.save(self._job.tensors, path), lambda _: synced(path) if self.durable else None
+        )
 
     def dcp(self, stager: DefaultStager, by: AsyncCheckpointerType = AsyncCheckpointerType.THREAD) -> float:
         self._train()
         path = self._folder / "dcp"
         shutil.rmtree(path, ignore_errors=True)
-        uploads: list[Any] = []
 
-        def save() -> None:
+        def save() -> Any:
             state = dict(self._job.tensors)
             found = dcp.async_save(state, checkpoint_id=path, async_stager=stager, async_checkpointer_type=by)
             if isinstance(found, AsyncSaveResponse):
                 found.staging_completion.result()
                 found = found.upload_completion
-            uploads.append(found)
+            return found
 
-        taken = timed(save)
-        uploads[0].result()
-        return taken
+        return self._timed(save, lambda upload: upload.result())  # DCP syncs its files
 
     def snapshot(self) -> float:
         try:
@@ -142,20 +158,29 @@ class Markers:
         self._train()
         path = self._folder / "snapshot"
         shutil.rmtree(path, ignore_errors=True)
-        pending: list[Any] = []
         state = {"tables": StateDict(**{name.replace(".", "_"): each for name, each in self._job.tensors.items()})}
-        taken = timed(lambda: pending.append(Snapshot.async_take(str(path), state)))
-        pending[0].wait()
-        return taken
+
+        def finish(pending: Any) -> None:
+            pending.wait()
+            if self.durable:
+                for file in files_under(path):
+                    synced(file)
+
+        return self._timed(lambda: Snapshot.async_take(str(path), state), finish)
 
 
-def measure(args: argparse.Namespace, rows: int, touched: int, folder: Path, only: tuple[str, ...] = ()) -> Any:
+def measure(
+    args: argparse.Namespace, rows: int, touched: int, folder: Path, *, durable: bool, only: tuple[str, ...] = ()
+) -> Any:
     shape = Shape((rows,), args.dim, device=args.device)
-    check_memory(int(3.5 * shape.table_bytes), f"a table of {shape.table_bytes / 1e9:.1f} GB and two copies")
+    what = f"a table of {shape.table_bytes / 1e9:.1f} GB and two copies"
+    check_memory((1 << 30) + int(3.5 * shape.table_bytes), what)
+    check_disk((1 << 28) + 5 * shape.table_bytes, what)
     job = build(shape)
     config = StreamConfig(uri=f"file://{folder}/log", marker_every=None, drain_every=1 << 30, head=None)
     with StreamCheckpointer(job.model, job.optimizer, config=config) as checkpointer:
         markers = Markers(job, checkpointer, touched, folder)
+        markers.durable = durable
         checkpointer.mark().result(600)  # the base: every row once
         variants = {name: run for name, run in markers.variants().items() if not only or name in only}
         measured = take_turns(variants, args.rounds)
@@ -169,7 +194,8 @@ def main() -> None:
     parser.add_argument("--touched", type=float, default=0.01, help="share of the rows")
     parser.add_argument("--ours", action="store_true", help="without the other ways: what a proof adds, in a minute")
     add_device(parser)
-    args = parser.parse_args()
+    add_fsync(parser)
+    args = parse(parser, rows=10_000, dim=8, rounds=1)
     touched = round(args.rows * args.touched) // 10 * 10
     if not 100 <= touched <= args.rows:
         parser.error(
@@ -179,14 +205,16 @@ def main() -> None:
     report = Report("marker", args)
     report.facts["rows touched"] = touched
     names = {"table": args.rows, "twice the table": 2 * args.rows, "a tenth of the rows": args.rows}
-    for point, rows in names.items():
+    points = {**names, DURABLE: args.rows} if WITHOUT_FSYNC in args.fsync else {DURABLE: args.rows}
+    if WITH_FSYNC not in args.fsync or args.ours:
+        points = names
+    for point, rows in points.items():
         few = touched // 100 * 10 if point == "a tenth of the rows" else touched
         with scratch("marker") as folder:
             join_group(folder, 0, 1, args.device)
             try:
-                measured, num_bytes = measure(
-                    args, rows, few, folder, () if point == "table" and not args.ours else (OURS, UNPROVED)
-                )
+                only = () if point in ("table", DURABLE) and not args.ours else (OURS, UNPROVED)
+                measured, num_bytes = measure(args, rows, few, folder, durable=point == DURABLE, only=only)
                 report.add(point, measured, UNPROVED if args.ours else SAVE)
                 report.facts[f"bytes, {point}"] = num_bytes
             except UnavailableError as error:

@@ -25,7 +25,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "recovery"), str(Path(__file__).parent)]
 
-from common import machine, tell  # noqa: E402
+from common import command_of, machine, parse, refuse_small_machine, tell  # noqa: E402
 from radix import Layout  # noqa: E402
 from workload import Workload  # noqa: E402
 
@@ -219,8 +219,11 @@ def main() -> None:
     parser.add_argument("--workload-intervals", type=whole(15), default=150, help="of the spans")
     parser.add_argument("--scratch", type=Path, default=None, help="where temporary folders are made")
     parser.add_argument("--out", type=Path, default=None)
-    args = parser.parse_args()
-    report: dict[str, Any] = {"case": "merge", "machine": machine()}
+    args = parse(parser, rows=3000, intervals=5, markers=40, delay_s=0.001, workload_rows=2000, workload_intervals=20)
+    size = 272 * args.rows
+    what = "the table that is merged, its intervals and what is merged of them"
+    refuse_small_machine("merge", args, what, memory=2 << 30, disk=(1 << 28) + 6 * size, folder=args.scratch)
+    report: dict[str, Any] = {"case": "merge", "command": command_of("merge"), "machine": machine()}
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
         tell("merging")
         report["merging"] = merging(Path(folder, "merging"), args.rows, args.intervals)

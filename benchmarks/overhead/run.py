@@ -1,6 +1,6 @@
 """Whether ``max_overhead`` is held while the load changes under it.
 
-    python benchmarks/overhead/run.py [--ranks 1] [--bound 0.01] [--seconds 30] [--out FILE.json]
+    python benchmarks/overhead/run.py [--ranks 1] [--bound 0.01] [--seconds 300] [--out FILE.json]
 
 4 tables of 200,000 x 64, ``drain_every="auto"``. Five stretches: as it is, with eight times the ids (and rows
 touched) a step, with a tenth of them, beside processes that keep every core busy, and as at first. In each,
@@ -10,7 +10,6 @@ several ranks the one counts where it is largest.
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import sys
 import time
@@ -23,8 +22,9 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from common import Goal, Report, arguments, at_least, scratch, tell  # noqa: E402
-from device import START, add_device, finish_queued  # noqa: E402
+from common import Goal, Report, arguments, at_least, fresh_processes, parse, refuse_small_machine, scratch, tell  # noqa: E402
+from device import add_device, finish_queued  # noqa: E402
+from holes import punch  # noqa: E402
 from job import Job, Shape, build, spread  # noqa: E402
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
@@ -42,7 +42,7 @@ def spin() -> None:
 
 @contextmanager
 def busy_cores(count: int) -> Iterator[None]:
-    others = [mp.get_context(START).Process(target=spin, daemon=True) for _ in range(count)]
+    others = [fresh_processes().Process(target=spin, daemon=True) for _ in range(count)]
     for other in others:
         other.start()
     try:
@@ -111,6 +111,9 @@ def measure(folder: Path, bound: float, seconds: float, device: str) -> dict[str
         ):
             with busy_cores(cores if dist.get_rank() == 0 else 0):
                 found[name] = stretch(job, checkpointer, ids, seconds)
+            if dist.get_rank() == 0:
+                punch(folder / "log")
+            dist.barrier()
             tell(f"{name}: {found[name]}")
     return found
 
@@ -119,11 +122,13 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--ranks", type=at_least(1), default=1)
     parser.add_argument("--bound", type=float, default=0.01)
-    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--seconds", type=float, default=300.0, help="of each stretch")
     add_device(parser)
-    args = parser.parse_args()
+    args = parse(parser, seconds=0.5)
     if args.seconds <= 0:
         parser.error(f"--seconds {args.seconds:g}: no step fits into that time: pass more than 0")
+    room = int(4 * SHAPE.table_bytes + 15e6 * args.seconds)
+    refuse_small_machine("overhead", args, "a job and its log", memory=3 << 30, disk=room)
     torch.set_num_threads(1)
     report = Report("overhead", args)
     with scratch("overhead") as folder:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 from baselines import Naive
+from cache import warm
 from files import Maps, Piece, checks, in_windows, place_pieces, whole_rows
-from measure import warm
 from workload import Ids, Tables
 
 _BLOCK_ROWS = 4096  # between two places at once: fits a cache

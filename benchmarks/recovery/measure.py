@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import mmap
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-import torch
 from baselines import Reads, Scheme, Timing, UnavailableError
+from cache import chill, warm
+from first import Found, Times, first_loads
 from stream import Trainer
 from workload import Tables, Values, Workload, wrong_rows
-
-_BLOCK = 8 << 20
-_DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 Make = Callable[[str, Path, Trainer, frozenset[int]], Scheme]
 
@@ -64,6 +60,10 @@ class Measured:
     records: dict[str, Record]
     schemes: dict[str, Scheme]
     tables: Tables
+    first: Times
+    """Seconds of first loads in fresh processes."""
+    no_cold: dict[str, str]
+    """Why a scheme has none with a cold page cache."""
 
 
 class WrongStateError(Exception):
@@ -93,7 +93,11 @@ def run_group(workload: Workload, values: Values, makes: dict[str, Make], plan: 
         _verify(live, records, marker, tables, workload, values)
     for marker in plan.markers:
         _restore_all(live, records, marker, tables, plan)
-    return Measured(records, schemes, tables)
+    folders = {name: scratch / f"scheme-{number}" for number, name in enumerate(makes) if name in live}
+    fresh = Found(scratch / "log", replace(workload))  # without what it has drawn: that would be sent along
+    first, no_cold = first_loads(fresh, folders, plan.markers[-1], plan.cold_rounds)
+    tell(f"{workload.name}: first loads of fresh processes measured")
+    return Measured(records, schemes, tables, first, no_cold)
 
 
 def _build_all(trainer: Trainer, schemes: dict[str, Scheme], records: dict[str, Record]) -> None:
@@ -181,60 +185,6 @@ def _rotated(names: Sequence[str], number: int) -> list[str]:
         return []
     cut = number % len(names)
     return [*names[cut:], *names[:cut]]
-
-
-def warm(paths: Iterable[Path]) -> None:
-    """Have the files in the page cache."""
-    block = memoryview(bytearray(_BLOCK))
-    for path in paths:
-        with open(path, "rb", buffering=0) as file:
-            while file.readinto(block):
-                pass
-
-
-def chill(paths: Sequence[Path], *, drop_caches: bool) -> None:
-    """Have the files out of the page cache.
-
-    Raises:
-        UnavailableError: they are still there: some file systems live in it.
-    """
-    gc.collect()  # maps that nothing refers to any more
-    for path in paths:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fdatasync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
-    if drop_caches:
-        _DROP_CACHES.write_text("1\n")
-    there = resident(paths)
-    if there > 0.02:
-        raise UnavailableError(f"{there:.0%} of what should be cold stays in the page cache")
-
-
-def resident(paths: Iterable[Path]) -> float:
-    """Which part of the files is in the page cache."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    pages = cached = 0
-    for path in paths:
-        if not (size := path.stat().st_size):
-            continue
-        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as view:
-            count = -(-size // mmap.PAGESIZE)
-            vector = (ctypes.c_ubyte * count)()
-            first = ctypes.c_char.from_buffer(view)
-            failed = libc.mincore(ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(size), vector)
-            del first
-            if failed:
-                raise OSError(ctypes.get_errno(), "mincore")
-            pages += count
-            cached += int((torch.frombuffer(vector, dtype=torch.uint8) & 1).sum())
-    return cached / max(1, pages)
-
-
-def can_drop_caches() -> bool:
-    return os.access(_DROP_CACHES, os.W_OK)
 
 
 def tell(text: str) -> None:

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -26,11 +27,12 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[1])]
 
 import torch  # noqa: E402
 from baselines import Differential, DifferentialWithResets, Naive, NaiveByIndexCopy  # noqa: E402
+from cache import STATES, can_drop_caches  # noqa: E402
 from common import UnavailableError as Unavailable  # noqa: E402
-from common import at_least, check_memory, machine  # noqa: E402
+from common import at_least, check_memory, machine, parse, unmeasured  # noqa: E402
 from death_index import compare  # noqa: E402
 from incrcp import IncrCp, IncrCpWithResets, resetting_every  # noqa: E402
-from measure import Make, Measured, Plan, can_drop_caches, run_group  # noqa: E402
+from measure import Make, Measured, Plan, run_group  # noqa: E402
 from ours import FromLog, FromStore, Head  # noqa: E402
 from report import COPY, DEFAULT, MAPPED, against_paper, goals, lines, newest_lines, plot, ratio, summary  # noqa: E402
 from saved import TorchLoad, TorchLoadAndCopy, TorchMmapAndCopy  # noqa: E402
@@ -104,8 +106,12 @@ def main() -> None:
     if args.scratch is not None:
         args.scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="recovery-", dir=args.scratch) as scratch:
-        for name in args.workload:
-            report["workloads"][name] = _run(_shape(name, args), args, Path(scratch))
+        try:
+            for name in args.workload:
+                report["workloads"][name] = _run(_shape(name, args), args, Path(scratch))
+        except Unavailable as error:
+            unmeasured("recovery", args, str(error))
+            return
     report["load_average_after"] = os.getloadavg()[0]
     _print(report)
     if args.out is not None:
@@ -117,7 +123,6 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--quick", action="store_true", help=f"small: {QUICK}, 2 rounds")
     parser.add_argument("--rows", type=at_least(1000), help="of all tables together")
     parser.add_argument("--markers", type=at_least(1), help="intervals behind the base")
     parser.add_argument("--batch", type=at_least(1), help="samples a step; an interval is 10 steps")
@@ -130,7 +135,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--schemes", nargs="+", help="only these, and naive")
     parser.add_argument("--scratch", type=Path, help="folder for the files, on the disk to be measured; removed again")
     parser.add_argument("--out", type=Path, help="file STEM.json and STEM_*.png")
-    args = parser.parse_args()
+    args = parse(parser, workload=["pnn"])
     if args.rounds is None:
         args.rounds = 2 if args.quick else 7
     if args.cold_rounds is None:
@@ -154,7 +159,7 @@ def _run(workload: Workload, args: argparse.Namespace, scratch: Path) -> dict[st
     _check_room(workload, few, asked, scratch)
     plan = Plan(tuple(sorted(wanted)), args.rounds, args.cold_rounds, args.cold_by == "drop-caches")
     values = Values(workload)
-    groups, index = {}, {}
+    groups, first, index = {}, {}, {}
     for number, name in enumerate(GROUPS):
         chosen = asked[number]
         if PUBLISHED in chosen:
@@ -163,6 +168,9 @@ def _run(workload: Workload, args: argparse.Namespace, scratch: Path) -> dict[st
         # Every new base that a marker needs takes the room of all tables.
         measured = run_group(workload, values, chosen, replace(plan, markers=tuple(few)) if number else plan, folder)
         groups[name] = summary(measured.records)
+        first[name] = {
+            state: {scheme: _ms(seconds) for scheme, seconds in rows.items()} for state, rows in measured.first.items()
+        } | {"no cold": measured.no_cold}
         if not number:
             index = _death_index(measured, plan)
         del measured
@@ -179,6 +187,7 @@ def _run(workload: Workload, args: argparse.Namespace, scratch: Path) -> dict[st
         "rows_an_interval": round(sum(rows) / len(rows)),
         "incrcp_every": args.incrcp_every,
         "groups": groups,
+        "first_loads_ms": first,
         "against_the_paper": against_paper(groups),
         "goals": [asdict(goal) for goal in goals(groups)],
         "death_index": index,
@@ -200,14 +209,14 @@ def _check_room(workload: Workload, markers: Sequence[int], groups: Sequence[Col
     )
     free = shutil.disk_usage(scratch).free
     if free < wanted:
-        sys.exit(
-            f"{scratch} has {free / 1e9:.0f} GB free, {workload.name} wants {wanted / 1e9:.0f}: "
+        raise Unavailable(
+            f"{workload.name} wants {wanted / 1e9:.0f} GB of disk, {free / 1e9:.0f} are free: "
             f"name another --scratch, or some --schemes"
         )
     try:
-        check_memory(3 * base, f"{workload.name}: the tables, what torch.load makes of them, and the stream")
+        check_memory(5 * base, f"{workload.name}: tables here and in a fresh process, what torch.load makes of them")
     except Unavailable as error:
-        sys.exit(f"{error}: pass fewer --rows, or run it on a larger machine")
+        raise Unavailable(f"{error}: pass fewer --rows, or run it on a larger machine") from None
 
 
 def _death_index(measured: Measured, plan: Plan) -> dict[str, Any]:
@@ -243,6 +252,12 @@ def _print(report: dict[str, Any]) -> None:
         for group, rows in found["groups"].items():
             print("\n".join(lines(group, rows)))
             print("\n".join(newest_lines(rows)))
+        for group, rows in found["first_loads_ms"].items():
+            for state in STATES:
+                said = ", ".join(f"{name} {statistics.median(ms):.1f}" for name, ms in rows[state].items() if ms)
+                print(f"  {group}: first load of a fresh process, {state}, ms: {said}")
+            for name, why in rows["no cold"].items():
+                print(f"  {group}: {name}: no cold first load: {why}")
         for goal in found["goals"]:
             verdict = {True: "reached", False: "MISSED", None: "not measured"}[goal["met"]]
             print(f"  {verdict:13}{goal['what']}: {goal['found'] or '-'} (goal {goal['wanted']})")

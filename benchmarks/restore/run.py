@@ -1,17 +1,18 @@
-"""The newest marker against ``torch.load`` and ``dcp.load`` of the same tables: paired, interleaved, in the page cache.
+"""The newest marker against ``torch.load`` and ``dcp.load`` of the same tables: first loads of fresh processes, paired.
 
     python benchmarks/restore/run.py [--rows 2500000] [--rounds 5] [--out FILE.json]
 
 Two tables of 2,500,000 x 64 float32 with row-wise Adagrad, 1.3 GB, sharded by rows. One job of one rank streams them
 all, trains some steps on a tenth of the rows, commits a marker, and saves the same state by ``torch.save`` and by DCP
-(sharded tensors, as TorchRec hands them out). Another job with the same tables then restores, on one rank and on two:
+(sharded tensors, as TorchRec hands them out). Fresh processes with the same tables then restore, on one rank and on
+two: each of them loads once, as a restart does, with the page cache warm and cold.
 
-``torch.load + copy``  read the whole file, and copy into the live tables (this rank's rows of them)
+``torch.load + copy``        read the whole file, and copy into the live tables (this rank's rows of them)
 ``torch.load, mmap + copy``  the same with the file mapped: only this rank's rows of it are read
-``dcp.load``           in place, into sharded tensors of the live tables
-``ours, log``          ``StreamCheckpointer.restore()``: lineage, plan, rows, dense state, a new generation
-``StreamReader``       ``dcp.load`` of the same marker, tables and states at once, in place, by our storage reader
-``ours, store``        the same once a materializer has folded the log into a store in a local folder
+``dcp.load``                 in place, into sharded tensors of the live tables
+``ours, log``                ``StreamCheckpointer.restore()``: lineage, plan, rows, dense state, a new generation
+``ours, store``              the same from the store in a local folder into which a materializer has folded the log
+``StreamReader, log`` and ``store``  ``dcp.load`` of the same marker, tables and states at once, in place, by our reader
 
 The same job over a Kafka broker on loopback, if one can be started (``--no-kafka`` leaves it out):
 
@@ -25,9 +26,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -36,8 +39,8 @@ from typing import Any
 sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
 import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
+from cache import COLD, STATES, WARM  # noqa: E402
 from common import (  # noqa: E402
     Goal,
     Measured,
@@ -45,13 +48,14 @@ from common import (  # noqa: E402
     UnavailableError,
     arguments,
     at_least,
+    check_disk,
     check_memory,
+    parse,
     scratch,
     take_turns,
-    timed,
 )
 from device import add_device  # noqa: E402
-from job import Job, Shape, build, spread  # noqa: E402
+from job import Job, Shape, build, first, slowest, spread  # noqa: E402
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamCkptError, StreamConfig, StreamReader  # noqa: E402
 from torchrec_stream_ckpt.control.partition import Control  # noqa: E402
@@ -69,20 +73,13 @@ LOAD, MAPPED, DCP, LOG, STORE = (
     "ours, store",
 )
 RAW, KAFKA, READER = "raw consume", "ours, kafka", "StreamReader"
+SOURCES = {LOG: "log", STORE: "store", KAFKA: "log"}
 JOB = "restore"
 
 
 def attach(job: Job, uri: str, store: Path) -> StreamCheckpointer:
     config = StreamConfig(uri=uri, store=f"file://{store}", marker_every=None, head=None)
     return StreamCheckpointer(job.model, job.optimizer, config=config)
-
-
-def slowest(action: Callable[[], object]) -> float:
-    """(all ranks) Seconds that the slowest rank takes."""
-    dist.barrier()
-    taken = torch.tensor(timed(action))
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken)
 
 
 def train(shape: Shape, folder: Path, steps: int, uri: str) -> dict[str, Any]:
@@ -103,7 +100,8 @@ def train(shape: Shape, folder: Path, steps: int, uri: str) -> dict[str, Any]:
 
 
 def fold(folder: Path) -> None:
-    """What a materializer does beside training: the log into the store."""
+    """What a materializer does beside training: the log into the store. Dense state alone stays in another one."""
+    shutil.copytree(folder / "store", folder / "dense")
     log, store = FileLog(folder / "log"), f"file://{folder / 'store'}"
     objects, dense = open_store(store), open_dense(store)
     with ThreadPoolExecutor(2) as pool:
@@ -111,39 +109,34 @@ def fold(folder: Path) -> None:
 
 
 class Restores:
-    """The variants of one rank."""
+    """One load of one rank, in a process that has done nothing else."""
 
     def __init__(self, shape: Shape, folder: Path, uri: str) -> None:
         self._job, self._folder, self._uri = build(shape), folder, uri
-        saved = torch.load(folder / "tables.pt", mmap=True, map_location="cpu")
-        device = torch.device(shape.device)
-        self._truth = {name: self._mine(name, value).clone().to(device) for name, value in saved.items()}
 
     def _mine(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         shard = self._job.sharded()[name].local_shards()[0]
         begin = shard.metadata.shard_offsets[0]
         return whole[begin : begin + len(shard.tensor)]
 
-    def variants(self, ours: str, log: str) -> dict[str, Callable[[], float]]:
-        if ours == KAFKA:
-            return {
-                RAW: lambda: slowest(lambda: consume(self._uri)),
-                ours: partial(self._run, partial(self._ours, log)),
-            }
-        return {
-            LOAD: partial(self._run, partial(slowest, self._load)),
-            MAPPED: partial(self._run, partial(slowest, partial(self._load, mmap=True))),
-            DCP: partial(self._run, partial(slowest, self._dcp)),
-            READER: partial(self._run, partial(slowest, self._reader)),
-            ours: partial(self._run, partial(self._ours, log)),
-        }
-
-    def _run(self, action: Callable[[], float]) -> float:
+    def run(self, variant: str) -> float:
+        """Seconds; then the truth is read, and compared."""
+        if variant == RAW:
+            return slowest(lambda: consume(self._uri))
         for tensor in self._job.tensors.values():
             tensor.zero_()
-        taken = action()
-        for name, truth in self._truth.items():
-            if not torch.equal(self._job.sharded()[name].local_shards()[0].tensor, truth):
+        ways: dict[str, Callable[[], float]] = {
+            LOAD: lambda: slowest(self._load),
+            MAPPED: lambda: slowest(partial(self._load, mmap=True)),
+            DCP: lambda: slowest(self._dcp),
+            **{name: partial(self._ours, name) for name in SOURCES},
+            **{reader(name): lambda name=name: slowest(partial(self._reader, name)) for name in (LOG, STORE)},
+        }
+        taken = ways[variant]()
+        saved = torch.load(self._folder / "tables.pt", mmap=True, map_location="cpu")
+        for name, value in self._job.sharded().items():
+            found = value.local_shards()[0].tensor
+            if not torch.equal(found, self._mine(name, saved[name]).to(found.device)):
                 raise RuntimeError(f"{name} was restored wrongly")
         return taken
 
@@ -158,20 +151,28 @@ class Restores:
         dcp.load(self._job.sharded(), checkpoint_id=self._folder / "dcp")
 
     @torch.no_grad()
-    def _reader(self) -> None:
+    def _reader(self, ours: str) -> None:
         model = {name: value for name, value in self._job.sharded().items() if not name.startswith("optim.")}
         state = {"model": model, "optim": {"state": self._job.model.fused_optimizer.state_dict()["state"]}}
-        store = f"file://{self._folder / 'store'}"
-        reader = StreamReader(self._uri, store=store, model_key="model", optimizer_key="optim")
-        dcp.load(state, storage_reader=reader)
+        store = f"file://{self._store(ours)}"
+        source = StreamReader(self._uri, store=store, model_key="model", optimizer_key="optim")
+        dcp.load(state, storage_reader=source)
 
-    def _ours(self, wanted: str) -> float:
+    def _store(self, ours: str) -> Path:
+        return self._folder / ("dense" if ours == LOG else "store")
+
+    def _ours(self, name: str) -> float:
         found: list[Restored | None] = []
-        with contextlib.closing(attach(self._job, self._uri, self._folder / "store")) as checkpointer:
+        with contextlib.closing(attach(self._job, self._uri, self._store(name))) as checkpointer:
             taken = slowest(lambda: found.append(checkpointer.restore()))
-        if found[0] is None or not found[0].source.startswith(wanted):
-            raise RuntimeError(f"restored {found[0]}, not from the {wanted}")
+        if found[0] is None or not found[0].source.startswith(SOURCES[name]):
+            raise RuntimeError(f"restored {found[0]}, not from the {SOURCES[name]}")
         return taken
+
+
+def reader(ours: str) -> str:
+    """The variant that reads the same as ``ours`` by ``dcp.load``."""
+    return f"{READER}, {SOURCES[ours]}"
 
 
 def consume(uri: str) -> None:
@@ -195,9 +196,26 @@ def consume(uri: str) -> None:
         consumer.close()
 
 
-def measure(shape: Shape, folder: Path, rounds: int, ours: str, source: str, uri: str) -> Measured:
-    """(all ranks)"""
-    return take_turns(Restores(shape, folder, uri).variants(ours, source), rounds)
+def load(shape: Shape, folder: Path, uri: str, variant: str) -> float:
+    """(all ranks) Seconds of one load."""
+    return Restores(shape, folder, uri).run(variant)
+
+
+def measure(
+    args: argparse.Namespace, shape: Shape, folder: Path, ranks: int, state: str, names: Sequence[str], uri: str
+) -> Measured:
+    """Each variant in processes of its own, by turns."""
+    places = [folder] if not uri.startswith("kafka") else []
+    group = folder.parent
+    variants = {
+        name: partial(first, load, ranks, group, state, places, shape, folder, uri, name, device=args.device)
+        for name in names
+    }
+    return take_turns(variants, args.rounds, warm_up=0)
+
+
+def point_of(ours: str, ranks: int, state: str) -> str:
+    return f"{ours.partition(', ')[2]}, on {ranks}" + (f", {COLD}" if state == COLD else "")
 
 
 def main() -> None:
@@ -208,7 +226,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2])
     parser.add_argument("--no-kafka", action="store_true", help="without the broker and the job on it")
     add_device(parser)
-    args = parser.parse_args()
+    args = parse(parser, rows=2000, dim=8, steps=2, ranks=[1], rounds=1)
     if args.rows < 100 * args.steps:
         parser.error(
             f"--rows {args.rows} --steps {args.steps}: the steps touch a tenth of the rows, at least 10 each: "
@@ -220,12 +238,12 @@ def main() -> None:
     except UnavailableError as error:
         report.facts["not measured"] = str(error)
     for ranks in args.ranks:
-        for ours in (LOG, STORE):
-            point = f"{ours.partition(', ')[2]}, on {ranks}"
+        for ours, state in itertools.product((LOG, STORE), STATES):
+            point = point_of(ours, ranks, state)
             report.goals.append(Goal.at_least(f"{point}: dcp.load / ours", 1, report.paired(point, DCP, ours)))
             mapped = report.paired(point, MAPPED, ours)
             report.goals.append(Goal.at_least(f"{point}: torch.load, mmap + copy / ours", 1, mapped))
-            slower = report.paired(point, READER, ours)
+            slower = report.paired(point, reader(ours), ours)
             report.goals.append(Goal.at_most(f"{point}: StreamReader / ours", 1.2, slower, "x"))
         if not args.no_kafka:
             share = report.paired(f"kafka, on {ranks}", RAW, KAFKA)
@@ -236,17 +254,20 @@ def main() -> None:
 
 def _measure_all(args: argparse.Namespace, report: Report) -> None:
     shape = Shape((args.rows, args.rows), args.dim, sharding="row_wise", device=args.device)
-    check_memory(5 * shape.table_bytes, f"tables of {shape.table_bytes / 1e9:.1f} GB, the truth and what is loaded")
-    with scratch("restore") as folder:
+    what = f"tables of {shape.table_bytes / 1e9:.1f} GB, live and loaded"
+    check_memory((2 << 30) + 3 * shape.table_bytes, what)
+    check_disk(7 * shape.table_bytes, what)
+    with scratch("restore") as base:
+        folder = base / "job"
         uri = f"file://{folder / 'log'}"
-        report.facts |= spread(train, 1, folder, shape, folder, args.steps, uri, device=args.device)
-        for ours, source in ((LOG, "log"), (STORE, "store")):
-            if ours == STORE:
-                fold(folder)
-            for ranks in args.ranks:
-                what = (shape, folder, args.rounds, ours, source, uri)
-                measured = spread(measure, ranks, folder, *what, device=args.device)
-                report.add(f"{source}, on {ranks}", measured, LOAD)
+        report.facts |= spread(train, 1, base, shape, folder, args.steps, uri, device=args.device)
+        fold(folder)
+        names = (LOAD, MAPPED, DCP, LOG, STORE, reader(LOG), reader(STORE))
+        for ranks, state in itertools.product(args.ranks, STATES):
+            found = measure(args, shape, folder, ranks, state, names, uri)
+            for ours, other in ((LOG, STORE), (STORE, LOG)):
+                here = {name: times for name, times in found.times.items() if name not in (other, reader(other))}
+                report.add(point_of(ours, ranks, state), Measured(here, found.unavailable), LOAD)
     if not args.no_kafka:
         with scratch("restore") as folder:
             _measure_kafka(args, report, shape, folder)
@@ -264,8 +285,8 @@ def _measure_kafka(args: argparse.Namespace, report: Report, shape: Shape, folde
     try:
         spread(train, 1, folder, shape, folder / "job", args.steps, uri, device=args.device)
         for ranks in args.ranks:
-            what = (shape, folder / "job", args.rounds, KAFKA, "log", uri)
-            report.add(f"kafka, on {ranks}", spread(measure, ranks, folder, *what, device=args.device), RAW)
+            found = measure(args, shape, folder / "job", ranks, WARM, (RAW, KAFKA), uri)
+            report.add(f"kafka, on {ranks}", found, RAW)
     finally:
         broker.stop()
 

@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from common import at_least  # noqa: E402
-from device import START, add_device, finish_queued, join, start_ranks  # noqa: E402
+from common import at_least, fresh_processes  # noqa: E402
+from device import add_device, finish_queued, join, start_ranks  # noqa: E402
 
 from tests.inside import inside  # noqa: E402
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
@@ -195,7 +194,7 @@ def spawn(ranks: int, function: Callable[..., Any], shape: Shape, *args: Any) ->
     """What rank 0 of ``function(rank, ranks, shape, *args)`` returns, on N new processes of one thread each."""
     import tempfile
 
-    results = mp.get_context(START).SimpleQueue()
+    results = fresh_processes().SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="scale-group-") as group:
         start_ranks(_rank_main, ranks, ranks, group, results, function, shape, args)
         return results.get()
@@ -222,6 +221,5 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=at_least(1), default=7)
     add_device(parser)
     parser.add_argument("--kafka", action="store_true", help="measure a broker on loopback, too")
-    parser.add_argument("--quick", action="store_true", help="small, under a minute: no figure means anything then")
     parser.add_argument("--out", type=Path, metavar="PREFIX", help="file PREFIX.json and PREFIX_*.png")
     return parser

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path[1:1] = [str(Path(__file__).resolve().parents[1])]
 
-from common import machine  # noqa: E402
+from common import machine, parse, refuse_small_machine  # noqa: E402
 from live import Shape, options, spawn  # noqa: E402
 from real import measure, predict  # noqa: E402
 from units import NARROW, PROBES, WIDE, broker_produce, parts, probe, solve  # noqa: E402
@@ -134,7 +134,8 @@ def extrapolate(costs: UnitCosts) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    args = options().parse_args()
+    args = parse(options(), ranks=[1], rounds=1)
+    refuse_small_machine("scale", args, "probe jobs and those that are predicted", memory=6 << 30, disk=4 << 30)
     here = machine()
     with (
         tempfile.TemporaryDirectory(prefix="scale-", dir=os.environ.get("BENCH_DIR")) as scratch,

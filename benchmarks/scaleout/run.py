@@ -178,22 +178,24 @@ def task_cost(root: Path, store: Path, count: int = 200) -> float:
 
 
 def main() -> None:
-    from common import machine
+    from common import command_of, machine, parse, refuse_small_machine
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=whole(1000), default=4_000_000)
     parser.add_argument("--intervals", type=whole(10), default=20)
-    parser.add_argument("--rounds", type=whole(1), default=3)
+    parser.add_argument("--rounds", type=whole(1), default=5)
     parser.add_argument("--workers", type=whole(2), default=2)
     parser.add_argument("--hours", type=positive, default=24.0, help="that are simulated")
     parser.add_argument("--scratch", type=Path, default=None, help="where temporary folders are made")
     parser.add_argument("--out", type=Path, default=None)
-    args = parser.parse_args()
+    args = parse(parser, rows=4000, intervals=10, rounds=1, hours=1.0)
+    room = 14 * 272 * args.rows
+    refuse_small_machine("scaleout", args, "a log and its stores", memory=4 << 30, disk=room, folder=args.scratch)
     if args.rows < 1_000_000:  # a smoke test: nothing is small then
         from torchrec_stream_ckpt.engine import api
 
         api.SMALL_BYTES, interval_folder.BATCH_BYTES, compactor.TASK_BYTES = 0, 1, 1
-    report: dict[str, Any] = {"case": "scaleout", "machine": machine()}
+    report: dict[str, Any] = {"case": "scaleout", "command": command_of("scaleout"), "machine": machine()}
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
         tell("writing the log")
         root = Path(folder, "log")

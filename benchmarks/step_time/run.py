@@ -1,13 +1,14 @@
 """Step time with and without streaming, on the file log: paired blocks in one process group.
 
-    python benchmarks/step_time/run.py [--ranks 1] [--rounds 7] [--steps 10] [--config thesis|criteo] [--out FILE.json]
+    python benchmarks/step_time/run.py [--ranks 1] [--rounds 5] [--steps 100] [--config thesis|criteo] [--out FILE.json]
 
 Every variant trains its own copy of the recipe's DLRM on the same batches. ``thesis``: 8 tables x 80,000 x 64, global
 batch 2048, 100 ids a lookup. ``criteo``: 26 tables, a million rows in the proportions of Criteo Kaggle, x 128, global
 batch 4096, one id a lookup. A round runs one block of steps of each variant, in random order; a block begins when no
-stream has anything left to send. The ratio of a variant is the median, over rounds, of its block time divided by the
-block time of ``off`` in the same round. ``off again`` is a second ``off``: the noise. ``cpu`` is the same ratio of the
-training thread's CPU time, which says less of what else runs on the machine.
+stream has anything left to send. ``ratio`` of a variant is the median, over rounds, of the time until its block is done
+and all that it took is sent, divided by the block time of ``off`` in the same round. ``off again`` is a second ``off``:
+the noise. ``trains`` leaves the rest that is sent after the block out: it holds where a core is free. ``cpu`` is the
+ratio of the training thread's CPU time, which says less of what else runs on the machine.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[1:1] = [str(ROOT / "benchmarks"), str(ROOT)]
 
-from common import at_least, machine  # noqa: E402
+from common import at_least, fresh_processes, machine, parse, refuse_small_machine  # noqa: E402
 from data import CRITEO_ROWS  # noqa: E402
-from device import START, add_device, finish_queued, join, start_ranks  # noqa: E402
+from device import add_device, finish_queued, join, start_ranks  # noqa: E402
+from holes import punch  # noqa: E402
 
 from tests.inside import inside  # noqa: E402
 
@@ -47,6 +48,10 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "marker every 10, no proof": {"drain_every": 1, "marker_every": 10, "proof_bytes": 0},
     "auto, max_overhead 1%": {"drain_every": "auto", "max_overhead": 0.01},
 }
+PERIOD = 10
+"""Steps between two markers, or drains, of the variants that have any."""
+ROOM = {"thesis": (170_000_000, 70_000_000), "small": (10_000_000, 5_000_000), "criteo": (530_000_000, 15_000_000)}
+"""Bytes of a job's tables and states, and of what a step streams."""
 CONFIGS: dict[str, list[str]] = {
     "thesis": ["--synthetic", "thesis"],
     "small": ["--synthetic", "small"],
@@ -132,12 +137,12 @@ def _rank(rank: int, args: argparse.Namespace, scratch: str, results: Any) -> No
     batches = [batch.to(device) for batch, _ in zip(loader, range(4), strict=False)]
     jobs = {name: _job(recipe, flags, loader, VARIANTS[name], scratch, name, device) for name in args.variants}
     for job in jobs.values():
-        job.block(batches, args.steps)  # warm-up, and the sweep of the streamed ones
+        job.block(batches, min(args.steps, PERIOD))  # warm-up, and the sweep of the streamed ones
         while job.checkpointer is not None and not inside(job.checkpointer).capture.swept:
             job.block(batches, 1)
-        job.block(batches, args.steps)
-        if job.checkpointer is not None:  # a marker falls into the middle of a block, and is sent over the rest of it
-            job.block(batches, (args.steps // 2 - job.checkpointer.steps) % args.steps)
+        job.block(batches, min(args.steps, PERIOD))
+        if job.checkpointer is not None:  # no block ends with a marker: the last one is sent over the rest of it
+            job.block(batches, (PERIOD // 2 - job.checkpointer.steps) % PERIOD)
         job.forget()
     order = random.Random(0)
     for done in range(args.rounds):
@@ -145,6 +150,9 @@ def _rank(rank: int, args: argparse.Namespace, scratch: str, results: Any) -> No
         order.shuffle(names)
         for name in names:
             jobs[name].block(batches, args.steps)
+            if rank == 0 and jobs[name].checkpointer is not None:
+                punch(log_of(scratch, name))
+            dist.barrier()
         if rank == 0:
             print(f"round {done + 1} of {args.rounds}", file=sys.stderr, flush=True)
     if rank == 0:
@@ -172,26 +180,36 @@ def _job(
         return Job(model, optimizer, None)
     from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 
-    directory = Path(scratch) / name.replace(" ", "-")
-    config = StreamConfig(uri=f"file://{directory}", sweep_bytes=2**28, **{"marker_every": None, **settings})
+    uri = f"file://{log_of(scratch, name)}"
+    config = StreamConfig(uri=uri, sweep_bytes=2**28, **{"marker_every": None, **settings})
     return Job(model, optimizer, StreamCheckpointer(model, optimizer, config=config))
+
+
+def log_of(scratch: str, name: str) -> Path:
+    return Path(scratch) / name.replace(" ", "-")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=at_least(1), default=1)
-    parser.add_argument("--rounds", type=at_least(1), default=7)
-    parser.add_argument("--steps", type=at_least(1), default=10, help="steps of a block")
+    parser.add_argument("--rounds", type=at_least(1), default=5)
+    parser.add_argument("--steps", type=at_least(1), default=100, help="of a block (default: %(default)s)")
     parser.add_argument("--config", choices=tuple(CONFIGS), default="thesis")
     parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=list(VARIANTS), metavar="NAME")
     parser.add_argument("--zipf", type=float, default=1.05)
     parser.add_argument("--out", type=Path, help="file the result as JSON")
     add_device(parser)
-    args = parser.parse_args()
+    args = parse(parser, config="small", rounds=1, steps=2)
     if "off" not in args.variants:
         parser.error("--variants: 'off' is what the others are compared with: name it, too")
+    memory_bytes, step_bytes = ROOM[args.config]
+    streamed = sum(VARIANTS[name] is not None for name in args.variants)
+    room = streamed * (2 * memory_bytes + step_bytes * args.steps)
+    what = f"{len(args.variants)} jobs and their logs"
+    memory = (2 << 30) + len(args.variants) * (memory_bytes + (1 << 28))
+    refuse_small_machine("step_time", args, what, memory=memory, disk=room)
     here = machine()
-    results = mp.get_context(START).SimpleQueue()
+    results = fresh_processes().SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="step-time-", dir=os.environ.get("BENCH_DIR")) as scratch:
         start_ranks(_rank, args.ranks, args, scratch, results)
         blocks = results.get()
@@ -217,10 +235,12 @@ def _summary(name: str, blocks: dict[str, Any], steps: int) -> dict[str, Any]:
     behind = [mine / base for mine, base in zip(caught_up, off, strict=True)]
     return {
         "step_ms_median": round(1000 * statistics.median(times) / steps, 2),
+        "ratio_median_until_all_is_sent": round(statistics.median(behind), 4),
+        "ratio_min_until_all_is_sent": round(min(behind), 4),
+        "ratio_max_until_all_is_sent": round(max(behind), 4),
         "ratio_median": round(statistics.median(ratios), 4),
         "ratio_min": round(min(ratios), 4),
         "ratio_max": round(max(ratios), 4),
-        "ratio_median_until_all_is_sent": round(statistics.median(behind), 4),
         "cpu_ratio_median": round(statistics.median(cpu_ratios), 4),
         "megabytes_a_step": round(num_bytes / steps / len(times) / 1e6, 2),
         "markers": markers,
@@ -230,11 +250,11 @@ def _summary(name: str, blocks: dict[str, Any], steps: int) -> dict[str, Any]:
 
 def _print(report: dict[str, Any]) -> None:
     print(f"{report['command']}\n{report['machine']}")
-    names = ("step ms", "ratio", "min", "max", "cpu", "all sent", "MB a step", "markers")
+    names = ("step ms", "ratio", "min", "max", "trains", "cpu", "MB a step", "markers")
     print(f"{'variant':22}" + "".join(f"{name:>10}" for name in names))
     for name, row in report["variants"].items():
-        keys = ("step_ms_median", "ratio_median", "ratio_min", "ratio_max", "cpu_ratio_median")
-        keys += ("ratio_median_until_all_is_sent", "megabytes_a_step", "markers")
+        keys = ("step_ms_median", "ratio_median_until_all_is_sent", "ratio_min_until_all_is_sent")
+        keys += ("ratio_max_until_all_is_sent", "ratio_median", "cpu_ratio_median", "megabytes_a_step", "markers")
         print(f"{name:22}" + "".join(f"{row[key]:>10}" for key in keys))
 
 

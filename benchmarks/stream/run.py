@@ -1,12 +1,13 @@
 """One publisher's throughput against a raw append, and a raw produce, of the same bytes: paired, interleaved.
 
-    python benchmarks/stream/run.py [--megabytes 512] [--log file kafka] [--rounds 5] [--out FILE.json]
+    python benchmarks/stream/run.py [--megabytes 2048] [--log file kafka] [--rounds 5] [--out FILE.json]
 
 Frames of 1 MB whose rows lie in memory already are submitted as the ring gives space, until all are acknowledged. Ours
 numbers, chains and checksums them and hands them to the log.
 
-``file``   raw: the same buffers by ``writev``, ``fdatasync`` every 64 of them (as many as the publisher makes durable
-           at once), into one file
+``file``   raw: the same buffers by ``writev`` into one file, ``fdatasync`` every 64 of them (as many as the publisher
+           makes durable at once) on a thread of its own, while the next are written, as ours does; ``raw, in turn``
+           syncs in between. ``file, without fsync``: nobody syncs
 ``kafka``  raw: the same buffers by an idempotent producer of the same settings, to one partition of the same broker
            (the library's own, a single node that does not sync), acknowledged by all replicas
 """
@@ -18,6 +19,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,23 @@ from typing import Any
 sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
 import numpy as np  # noqa: E402
-from common import Goal, Report, UnavailableError, arguments, at_least, scratch, take_turns, timed  # noqa: E402
+from common import (  # noqa: E402
+    WITH_FSYNC,
+    WITHOUT_FSYNC,
+    Goal,
+    Measured,
+    Report,
+    UnavailableError,
+    add_fsync,
+    arguments,
+    at_least,
+    parse,
+    refuse_small_machine,
+    scratch,
+    take_turns,
+    timed,
+    without_fsync,
+)
 
 from torchrec_stream_ckpt.errors import StreamCkptError  # noqa: E402
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind  # noqa: E402
@@ -35,7 +53,7 @@ from torchrec_stream_ckpt.log.api import Log, open_log  # noqa: E402
 from torchrec_stream_ckpt.log.publisher import Publisher  # noqa: E402
 from torchrec_stream_ckpt.types import StateSpec, TableSpec  # noqa: E402
 
-OURS, RAW = "ours", "raw"
+OURS, RAW, IN_TURN = "ours", "raw", "raw, in turn"
 TABLE = TableSpec("t", 10_000_000, 64, "float32", "exact_rowwise_adagrad", (StateSpec("sum", "float32", True),))
 LAYOUT = RowLayout.of(TABLE, TABLE.dim)
 OFFSETS, LENGTH = LAYOUT.offsets(LAYOUT.max_rows)
@@ -78,12 +96,12 @@ class Stream:
         self._publisher.close(10)
 
 
-def raw_append(path: Path, frames: list[Any], count: int) -> float:
-    """Into a new file each time."""
+def raw_append(path: Path, frames: list[Any], count: int, syncer: ThreadPoolExecutor | None = None) -> float:
+    """Into a new file each time; a ``syncer`` makes it durable beside the next writes, otherwise they wait."""
     path.unlink(missing_ok=True)
 
     def run() -> None:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT)
+        fd, syncing = os.open(path, os.O_WRONLY | os.O_CREAT), None
         for begin in range(0, count, BATCH):
             pending = [frames[number % BATCH] for number in range(begin, min(begin + BATCH, count))]
             while pending:
@@ -92,7 +110,14 @@ def raw_append(path: Path, frames: list[Any], count: int) -> float:
                     written -= len(pending.pop(0))
                 if written:
                     pending[0] = pending[0][written:]
-            os.fdatasync(fd)
+            if syncing is not None:
+                syncing.result()
+            if syncer is None:
+                os.fdatasync(fd)
+            else:
+                syncing = syncer.submit(os.fdatasync, fd)
+        if syncing is not None:
+            syncing.result()
         os.close(fd)
 
     return timed(run)
@@ -119,8 +144,8 @@ def raw_produce(producer: Any, topic: str, frames: list[Any], count: int) -> flo
     return taken
 
 
-def files(args: Any, count: int, frames: list[Any]) -> Any:
-    with scratch("stream") as folder:
+def files(args: Any, count: int, frames: list[Any]) -> Measured:
+    with scratch("stream") as folder, ThreadPoolExecutor(1) as syncer:
         generations = iter(range(1, 1000))
 
         def ours() -> float:
@@ -133,13 +158,19 @@ def files(args: Any, count: int, frames: list[Any]) -> Any:
                 shutil.rmtree(folder / "log")
 
         variants: dict[str, Callable[[], float]] = {
-            RAW: lambda: raw_append(folder / "raw", [each.data for each in frames], count),
+            RAW: lambda: raw_append(folder / "raw", [each.data for each in frames], count, syncer),
+            IN_TURN: lambda: raw_append(folder / "raw", [each.data for each in frames], count),
             OURS: ours,
         }
         return take_turns(variants, args.rounds)
 
 
-def kafka(args: Any, count: int, frames: list[Any]) -> Any:
+def unsynced(args: Any, count: int, frames: list[Any]) -> Measured:
+    with without_fsync():
+        return files(args, count, frames)
+
+
+def kafka(args: Any, count: int, frames: list[Any]) -> Measured:
     from torchrec_stream_ckpt.broker.kraft import Broker
 
     with scratch("stream") as folder, ExitStack() as stack:
@@ -171,17 +202,23 @@ def kafka(args: Any, count: int, frames: list[Any]) -> Any:
 
 def main() -> None:
     parser = arguments(__doc__, rounds=5)
-    parser.add_argument("--megabytes", type=at_least(1), default=512)
+    parser.add_argument("--megabytes", type=at_least(1), default=2048)
     parser.add_argument("--log", nargs="+", choices=("file", "kafka"), default=["file", "kafka"])
-    args = parser.parse_args()
+    add_fsync(parser)
+    args = parse(parser, megabytes=2, rounds=1)
+    refuse_small_machine("stream", args, "frames", memory=2 << 30, disk=2_000_000 * args.megabytes * (2 + args.rounds))
     report = Report("stream", args)
     size = HEADER_LEN + LENGTH
     random = np.random.default_rng(1)
     frames = [random.integers(0, 256, size, np.uint8) for _ in range(BATCH)]
     count = max(BATCH, args.megabytes * 1_000_000 // size)
     report.facts |= {"frames": count, "bytes": count * size}
-    for name, run in {"file": files, "kafka": kafka}.items():
-        if name not in args.log:
+    runs = {"file": files, "file, without fsync": unsynced, "kafka": kafka}
+    left_out = {
+        name for name, mode in (("file", WITH_FSYNC), ("file, without fsync", WITHOUT_FSYNC)) if mode not in args.fsync
+    }
+    for name, run in runs.items():
+        if name.partition(",")[0] not in args.log or name in left_out:
             continue
         try:
             measured = run(args, count, frames)

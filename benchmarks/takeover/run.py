@@ -18,7 +18,6 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +25,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve()
 sys.path[1:1] = [str(HERE.parents[1])]
 
-from common import at_least, machine  # noqa: E402
+from common import at_least, machine, parse, refuse_small_machine, scratch  # noqa: E402
 
 WORLD = 2
 TIMEOUT_S = 300.0
@@ -137,14 +136,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", type=at_least(1), default=200_000, help="of each of 8 tables")
     parser.add_argument("--dim", type=at_least(4), default=64)
-    parser.add_argument("--rounds", type=at_least(1), default=3)
+    parser.add_argument("--rounds", type=at_least(1), default=5)
     parser.add_argument("--after_s", type=float, default=3.0, help="silence after which the spare takes over")
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = parse(parser, rows=500, dim=8, rounds=1, after_s=1.0)
+    size = 8 * args.rows * (args.dim + 1) * 4
+    refuse_small_machine("takeover", args, "four ranks, two logs", memory=(4 << 30) + 4 * size, disk=20 * size)
     rounds = []
     for number in range(args.rounds):
-        with tempfile.TemporaryDirectory() as folder:
-            rounds.append(one_round(args, Path(folder)))
+        with scratch("takeover") as folder:
+            rounds.append(one_round(args, folder))
         print(
             f"round {number + 1}: " + ", ".join(f"{key} {value:.2f}" for key, value in rounds[-1].items()), flush=True
         )

@@ -14,19 +14,19 @@ processes are up before the clock is started.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import queue
 import struct
 import threading
 from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
-from common import synced
-from device import START
+from common import fresh_processes, synced, without_fsync
 
 CHUNK_BYTES = 1_000_000
 _HEADER = struct.Struct("<IIIIQI")  # table, number of the chunk, chunks of the table, rows, first row, bytes of a row
@@ -113,7 +113,9 @@ class Pipeline:
         self._tables, self._rest, self._folder = tables, rest, folder
         self._done = 0
         self._asked = 0
-        context = mp.get_context(START)
+        self._topic, self._runs = topic, 0
+        self._fsync = True
+        context = fresh_processes()
         self._slots = [[table.clone().share_memory_() for table in tables] for _ in range(slots)]
         self._queue, self._acks = QuickQueue(context), context.SimpleQueue()
         arguments = (self._queue.reader, self._acks, self._slots, folder / "chunks", topic)
@@ -121,9 +123,16 @@ class Pipeline:
         self._consumer.start()
         assert self._acks.get() == 0  # it is up
 
-    def begin(self) -> None:
-        """A run begins: nothing has changed, and the file is empty."""
-        self._queue.put(BEGIN)
+    def begin(self, *, fsync: bool = True) -> None:
+        """A run begins: nothing has changed, and the file is empty, or the topic a new one.
+
+        Args:
+            fsync: Whether a checkpoint is durable only once the disk has it.
+        """
+        self._fsync = fsync
+        topic = None if self._topic is None else new_topic(*self._topic, self._runs)
+        self._runs += 1
+        self._queue.put(BEGIN, [json.dumps({"fsync": fsync, "topic": topic}).encode()])
         self._asked += 1
         self.finish()
 
@@ -142,7 +151,8 @@ class Pipeline:
         self._asked += 1
         path = self._folder / "rest.pt"
         torch.save(self._rest, path)
-        synced(path)
+        if self._fsync:
+            synced(path)
 
     def finish(self) -> None:
         """Wait until the last checkpoint is durable."""
@@ -161,7 +171,7 @@ class FileSink:
     def __init__(self, path: Path) -> None:
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115
 
-    def clear(self) -> None:
+    def clear(self, topic: str | None) -> None:
         self._file.truncate(0)
         self._file.seek(0)
 
@@ -187,8 +197,9 @@ class TopicSink:
         self._producer, self._topic = confluent_kafka.Producer(settings), topic
         self._failed: list[Any] = []
 
-    def clear(self) -> None:
-        """What an earlier run has sent stays there."""
+    def clear(self, topic: str | None) -> None:
+        """A run has a topic of its own; that of the one before is deleted."""
+        self._topic = topic or self._topic
 
     def send(self, parts: Sequence[Buffer]) -> None:
         record = b"".join(parts)
@@ -213,6 +224,17 @@ class TopicSink:
         """All was sent by the last ``sync``."""
 
 
+def new_topic(bootstrap: str, stem: str, run: int) -> str:
+    """The topic of a run; the one of the run before goes, since no disk would hold them all."""
+    from confluent_kafka.admin import AdminClient, NewTopic
+
+    admin, name = AdminClient({"bootstrap.servers": bootstrap}), f"{stem}-{run}"
+    admin.create_topics([NewTopic(name, 1, 1)])[name].result(60)
+    if run:
+        admin.delete_topics([f"{stem}-{run - 1}"])[f"{stem}-{run - 1}"].result(60)
+    return name
+
+
 def consume(
     reader: Connection, acks: Any, slots: list[list[torch.Tensor]], path: Path, topic: tuple[str, str] | None
 ) -> None:
@@ -221,14 +243,18 @@ def consume(
     changed = [torch.zeros(len(table), dtype=torch.bool) for table in slots[0]]
     sink = FileSink(path) if topic is None else TopicSink(*topic)
     acks.put(0)
-    done = 0
+    done, waits = 0, contextlib.ExitStack()
     for kind, messages in received(reader):
         if kind == IDS:
             for mask, ids in zip(changed, messages, strict=True):
                 mask[torch.frombuffer(bytearray(ids), dtype=torch.int64)] = True
             continue
         if kind == BEGIN:
-            sink.clear()
+            begun = json.loads(messages[0])
+            waits.close()
+            if not begun["fsync"]:
+                waits.enter_context(without_fsync())
+            sink.clear(begun["topic"])
             for mask in changed:
                 mask.zero_()
         else:
@@ -262,42 +288,54 @@ def read_chunks(path: Path, tables: list[torch.Tensor]) -> int:
 
 
 class LoadingService:
-    """Holds what was folded; whoever restarts asks it for everything."""
+    """Holds what was folded, in a process of its own; a rank that restarts asks it for everything.
 
-    def __init__(self, tables: list[torch.Tensor], folder: Path) -> None:
-        self._folder = folder
-        context = mp.get_context(START)
-        self._asks, self._answers = context.SimpleQueue(), context.Pipe(duplex=False)
-        shared = [table.clone().share_memory_() for table in tables]
-        self._process = context.Process(target=serve, args=(self._asks, self._answers[1], shared), daemon=True)
+    Args:
+        file: That of ``torch.save``, of this rank: what the service has folded.
+        address: Of a socket, a path.
+    """
+
+    def __init__(self, file: Path, address: Path) -> None:
+        context = fresh_processes()
+        self._address, up = address, context.SimpleQueue()
+        self._process = context.Process(target=serve, args=(file, str(address), up), daemon=True)
         self._process.start()
-        assert self._answers[0].recv_bytes() == b"up"
+        assert up.get() == "up"
 
-    def restore(self, tables: list[torch.Tensor], rest: dict[str, torch.Tensor]) -> None:
-        """All tables from the service, chunk by chunk, and the rest from its file."""
-        self._asks.put("all")
-        reader, views = self._answers[0], [raw(table) for table in tables]
+    def close(self) -> None:
+        with Client(str(self._address)) as ask:
+            ask.send_bytes(b"end")
+        self._process.join()
+
+
+def restore(address: Path, tables: list[torch.Tensor], rest: dict[str, torch.Tensor], file: Path) -> None:
+    """All tables from the service, chunk by chunk, and the rest from its file."""
+    views = [raw(table) for table in tables]
+    with Client(str(address)) as reader:
+        reader.send_bytes(b"all")
         for view in views:
             left = view.nbytes
             while left:
                 number, _, _, count, first, row_bytes = _HEADER.unpack(reader.recv_bytes())
                 target = views[number][first * row_bytes : (first + count) * row_bytes]
                 left -= reader.recv_bytes_into(target)
-        with torch.no_grad():
-            for name, value in torch.load(self._folder / "rest.pt").items():
-                rest[name].copy_(value)
-
-    def close(self) -> None:
-        self._asks.put("end")
-        self._process.join()
+    with torch.no_grad():
+        for name, value in torch.load(file).items():
+            rest[name].copy_(value)
 
 
-def serve(asks: Any, answers: Connection, tables: list[torch.Tensor]) -> None:
+def serve(file: Path, address: str, up: Any) -> None:
     """The service's process."""
     torch.set_num_threads(1)
-    answers.send_bytes(b"up")
-    while asks.get() != "end":
-        for number, table in enumerate(tables):
-            for parts in serialized(number, None, table):
-                for part in parts:
-                    answers.send_bytes(part)
+    rest = torch.load(file.with_name("rest.pt"), mmap=True)
+    tables = [each for name, each in torch.load(file).items() if name not in rest]
+    with Listener(address) as listener:
+        up.put("up")
+        while True:
+            with listener.accept() as asks:
+                if asks.recv_bytes() == b"end":
+                    return
+                for number, table in enumerate(tables):
+                    for parts in serialized(number, None, table):
+                        for part in parts:
+                            asks.send_bytes(part)

@@ -15,12 +15,13 @@ thread a rank, gloo.
                  the state that a run begins with has been sent before the clock is started (``base`` says how long
                  that takes)
 
-What checkpoints add is the run's time less that of ``none`` in the same round, which runs twice: the difference of the
-two is the noise.
+The point ``every 1, without fsync`` has all of them with no fsync at all, in the same rounds. What checkpoints add is
+the run's time less that of ``none`` in the same round, which runs twice: the difference of the two is the noise.
 
-Recovery, of the newest state, into live tables: ``torch.load`` alone, with the copy that a restart needs, and mapped
-with that copy (torch's fastest way); the thesis' loading service, which holds the state in memory; ours from the log of
-a run with a checkpoint every three epochs, from a store and from a HEAD in shared memory.
+Recovery, of the newest state, into the live tables of fresh processes, which load once; the page cache is warm, then
+cold: ``torch.load`` alone, with the copy that a restart needs, and mapped with that copy (torch's fastest way); the
+thesis' loading service, which holds the state in memory; ours from the log of a run with a checkpoint every three
+epochs, from a store and from a HEAD in shared memory.
 """
 
 from __future__ import annotations
@@ -28,13 +29,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shutil
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,66 +42,40 @@ from typing import Any
 HERE = Path(__file__).resolve()
 sys.path[1:1] = [str(HERE.parents[level]) for level in (0, 1, 2)]
 
+import recoveries  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from cache import COLD, STATES  # noqa: E402
 from common import (  # noqa: E402
+    WITH_FSYNC,
+    WITHOUT_FSYNC,
     Goal,
     Measured,
     Report,
     UnavailableError,
+    add_fsync,
     arguments,
     at_least,
+    check_disk,
     check_memory,
+    parse,
     scratch,
     synced,
     take_turns,
     timed,
+    without_fsync,
 )
-from data import CRITEO_ROWS, uniform_ids, zipf_ids  # noqa: E402
-from design import LoadingService, Pipeline  # noqa: E402
-from job import Shape, build, spread  # noqa: E402
+from data import uniform_ids, zipf_ids  # noqa: E402
+from design import Pipeline  # noqa: E402
+from job import build, slowest, spread  # noqa: E402
+from recoveries import FROM, LOAD  # noqa: E402
+from setting import SHAPES, Setting, State, attach, shape_of  # noqa: E402
 
-from torchrec_stream_ckpt import StreamCheckpointer, StreamCkptError, StreamConfig  # noqa: E402
-from torchrec_stream_ckpt.control.partition import Control  # noqa: E402
-from torchrec_stream_ckpt.log.api import open_log  # noqa: E402
-from torchrec_stream_ckpt.materialize.head import HeadWriter  # noqa: E402
-from torchrec_stream_ckpt.materialize.materializer import Materializer  # noqa: E402
-from torchrec_stream_ckpt.store.api import open_store  # noqa: E402
-from torchrec_stream_ckpt.store.dense import open_dense  # noqa: E402
+from torchrec_stream_ckpt import StreamCkptError  # noqa: E402
 
-SHAPES = {
-    "synthetic": Shape((80_000,) * 8, dense_optimizer="adam"),
-    "synthetic-10k": Shape((10_000,) * 8, dense_optimizer="adam"),
-    "synthetic-25k": Shape((25_000,) * 8, dense_optimizer="adam"),
-    "synthetic-50k": Shape((50_000,) * 8, dense_optimizer="adam"),
-    "criteo": Shape(CRITEO_ROWS, dense_optimizer="adam"),
-}
-STEPS, BATCH = 3, 2048
+STEPS, BATCH, QUICK_BATCH = 3, 2048, 64
 EVERY = (1, 2, 3)
 NONE, AGAIN, SAVE, THESIS, OURS = "none", "none again", "torch.save", "thesis", "ours"
-LOAD, COPY, MAPPED, SERVICE = (
-    "torch.load",
-    "torch.load + copy",
-    "torch.load, mmap + copy",
-    "thesis, loading service",
-)
-FROM = {"log": "ours, log", "store": "ours, store", "head": "ours, HEAD"}
-RING_BYTES = 512 << 20
-QUICK_ROWS, QUICK_BATCH = 20, 64
-"""With ``--quick``: one row of so many, and the global batch."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What the flags say of a run."""
-
-    workload: str
-    rounds: int
-    epochs: int
-    ids: int
-    quick: bool
-    bootstrap: str = ""
-    """Of a broker; empty: the log is a folder."""
 
 
 class Runs:
@@ -122,12 +96,10 @@ class Runs:
         self.shared = folder
         self._own = folder / f"rank-{rank}"
         self._own.mkdir(exist_ok=True)
-        self.tables = [each for each in self.job.tensors.values() if each.dim() == 2]
-        dense = {name: each for name, each in self.job.model.state_dict().items() if not hasattr(each, "local_shards")}
-        self.rest = dense | {name: each for name, each in self.job.tensors.items() if each.dim() == 1}
+        self._state = State.of(self.job)
         self._mine = [number for number in range(len(shape.rows)) if number % world == rank]
         topic = (setting.bootstrap, f"thesis-{rank}") if setting.bootstrap else None
-        self._pipeline = Pipeline(self.tables, self.rest, self._own, topic)
+        self._pipeline = Pipeline(list(self._state.tables.values()), self._state.rest, self._own, topic)
         self._runs = 0
 
     def _train(self, behind_step: Callable[[int], object], behind_epoch: Callable[[int], object]) -> None:
@@ -140,22 +112,20 @@ class Runs:
     def none(self) -> float:
         return slowest(lambda: self._train(lambda _: None, lambda _: None))
 
-    def torch_save(self, every: int) -> float:
+    def torch_save(self, every: int, fsync: bool = True) -> float:
+        path = self._own / "all.pt"
+
         def save(epoch: int) -> None:
             if epoch % every == 0:
-                torch.save(self.job.tensors | self.rest, self.file)
-                synced(self.file)
+                torch.save(self.job.tensors | self._state.rest, path)
+                if fsync:
+                    synced(path)
 
         return slowest(lambda: self._train(lambda _: None, save))
 
-    @property
-    def file(self) -> Path:
-        """Of ``torch.save``."""
-        return self._own / "all.pt"
-
-    def thesis(self, every: int) -> float:
+    def thesis(self, every: int, fsync: bool = True) -> float:
         pipeline = self._pipeline
-        pipeline.begin()
+        pipeline.begin(fsync=fsync)
         # Ids of all ranks' samples reach the owner of a table; the ids that are at hand are as many.
         mine = [[batch[number] for number in self._mine] for batch in self._batches]
 
@@ -168,18 +138,23 @@ class Runs:
         return slowest(run)
 
     def close(self) -> None:
+        """All runs are over, and their state is what recoveries bring back."""
         self._pipeline.close()
+        (self._own / "chunks").unlink(missing_ok=True)
+        self.ours(3)
+        recoveries.save(self.job, self._own)
+        dist.barrier()
 
-    def ours(self, every: int) -> float:
+    def ours(self, every: int, fsync: bool = True) -> float:
         """In a fresh log."""
-        self._runs += 1
         dist.barrier()
         if dist.get_rank() == 0:
-            for part in ("log", "store"):
-                shutil.rmtree(self.shared / part, ignore_errors=True)
+            self._forget()
+        self._runs += 1
         dist.barrier()
         futures: list[Any] = []
-        with self.attach(drain_every=1 << 30) as checkpointer:
+        waits = contextlib.nullcontext() if fsync else without_fsync()
+        with waits, attach(self.job, self.uri, self.shared / "store", drain_every=1 << 30) as checkpointer:
             self.base_s = timed(lambda: checkpointer.mark().result(300))
 
             def run() -> None:
@@ -190,126 +165,57 @@ class Runs:
 
             return slowest(run)
 
+    def _forget(self) -> None:
+        """The log of the run before."""
+        for part in ("log", "store"):
+            shutil.rmtree(self.shared / part, ignore_errors=True)
+        if self.setting.bootstrap and self._runs:
+            from confluent_kafka.admin import AdminClient
+
+            admin = AdminClient({"bootstrap.servers": self.setting.bootstrap})
+            mine = re.compile(rf"run-{self._runs}(?!\d)")
+            old = [topic for topic in admin.list_topics().topics if mine.match(topic)]
+            for deleted in admin.delete_topics(old).values():
+                deleted.result(60)
+
     @property
     def uri(self) -> str:
         """Of the log of the newest run of ours."""
         bootstrap = self.setting.bootstrap
         return f"kafka://{bootstrap}/run-{self._runs}" if bootstrap else f"file://{self.shared}/log"
 
-    def attach(self, head: str | None = None, drain_every: int = 1) -> StreamCheckpointer:
-        config = StreamConfig(
-            uri=self.uri,
-            store=str(self.shared / "store"),
-            marker_every=None,
-            drain_every=drain_every,
-            ring_bytes=RING_BYTES,
-            head=head,
-        )
-        return StreamCheckpointer(self.job.model, self.job.optimizer, config=config)
+
+WITHOUT = ", without fsync"
 
 
-def shape_of(workload: str, quick: bool) -> Shape:
-    """The tables of a workload."""
-    shape = SHAPES[workload]
-    return replace(shape, rows=tuple(max(3, rows // QUICK_ROWS) for rows in shape.rows)) if quick else shape
+def name(variant: str, every: int, fsync: bool = True) -> str:
+    return f"{variant}, every {every}" + ("" if fsync else WITHOUT)
 
 
-def slowest(action: Callable[[], object]) -> float:
-    """(all ranks) Seconds that the slowest rank takes."""
-    dist.barrier()
-    taken = torch.tensor(timed(action))
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken)
-
-
-def name(variant: str, every: int) -> str:
-    return f"{variant}, every {every}"
-
-
-def run_all(setting: Setting, folder: Path, head: str) -> dict[str, Measured]:
-    """(all ranks) Whole runs, then recoveries of the state that one more run leaves."""
+def run_all(setting: Setting, folder: Path, head: str) -> tuple[dict[str, Measured], str]:
+    """(all ranks) Whole runs, and everything that recoveries of one more run need; the log's URI."""
     torch.set_num_threads(1)
-    runs, rounds = Runs(setting, folder), setting.rounds
+    runs = Runs(setting, folder)
     variants: dict[str, Callable[[], float]] = {NONE: runs.none, AGAIN: runs.none}
-    for every in EVERY:
-        variants[name(SAVE, every)] = partial(runs.torch_save, every)
-        variants[name(THESIS, every)] = partial(runs.thesis, every)
-        variants[name(OURS, every)] = partial(runs.ours, every)
+    for every, fsync in cadences(setting):
+        variants[name(SAVE, every, fsync)] = partial(runs.torch_save, every, fsync)
+        variants[name(THESIS, every, fsync)] = partial(runs.thesis, every, fsync)
+        variants[name(OURS, every, fsync)] = partial(runs.ours, every, fsync)
     runs.none()
     runs.ours(1)
-    found = {"runs": take_turns(variants, rounds, warm_up=0)}
+    found = {"runs": take_turns(variants, setting.rounds, warm_up=0)}
     runs.close()
-    runs.ours(3)
     found["base"] = Measured({OURS: [runs.base_s]})
-    recoveries = Recoveries(runs)
-    try:
-        found["log"] = take_turns(recoveries.variants({FROM["log"]: None}), rounds + 2)
-        if dist.get_rank() == 0:
-            fold(runs.uri, str(folder / "store"), Path(head))
-        dist.barrier()
-        found["store"] = take_turns(recoveries.variants({FROM["store"]: None, FROM["head"]: head}), rounds + 2)
-    finally:
-        recoveries.close()
-    return found
+    if dist.get_rank() == 0:
+        recoveries.fold(runs.uri, folder, Path(head))
+    dist.barrier()
+    return found, runs.uri
 
 
-class Recoveries:
-    """Of what is live now, by the ranks that have it."""
-
-    def __init__(self, runs: Runs) -> None:
-        self._runs = runs
-        torch.save(runs.job.tensors | runs.rest, runs.file)
-        torch.save(runs.rest, runs.file.with_name("rest.pt"))
-        self._truth = {key: value.clone() for key, value in runs.job.tensors.items()}
-        if not all(value.isfinite().all() for value in self._truth.values()):
-            raise RuntimeError("training has diverged: no state can be compared with one that is not a number")
-        self._service = LoadingService([table.clone() for table in runs.tables], runs.file.parent)
-
-    def close(self) -> None:
-        self._service.close()
-
-    def variants(self, ours: dict[str, str | None]) -> dict[str, Callable[[], float]]:
-        rest = self._runs.rest
-        variants: dict[str, Callable[[], float]] = {
-            LOAD: lambda: slowest(lambda: torch.load(self._runs.file)),
-            COPY: lambda: self._checked(partial(slowest, self._copy)),
-            MAPPED: lambda: self._checked(partial(slowest, partial(self._copy, mmap=True))),
-            SERVICE: lambda: self._checked(lambda: slowest(lambda: self._service.restore(self._runs.tables, rest))),
-        }
-        return variants | {key: partial(self._checked, partial(self._ours, key, head)) for key, head in ours.items()}
-
-    @torch.no_grad()
-    def _checked(self, action: Callable[[], float]) -> float:
-        for tensor in self._runs.job.tensors.values():
-            tensor.zero_()
-        taken = action()
-        for key, tensor in self._runs.job.tensors.items():
-            if not torch.equal(tensor, self._truth[key]):
-                raise RuntimeError(f"{key} was restored wrongly")
-        return taken
-
-    def _copy(self, *, mmap: bool = False) -> None:
-        for key, value in torch.load(self._runs.file, mmap=mmap).items():
-            (self._runs.job.tensors | self._runs.rest)[key].copy_(value)
-
-    def _ours(self, key: str, head: str | None) -> float:
-        found: list[Any] = []
-        with self._runs.attach(head=head) as checkpointer:
-            taken = slowest(lambda: found.append(checkpointer.restore()))
-        wanted = next(source for source, known in FROM.items() if known == key)
-        if found[0] is None or not found[0].source.startswith(wanted):
-            raise RuntimeError(f"restored {found[0]}, not from the {wanted}")
-        return taken
-
-
-def fold(uri: str, store: str, head: Path) -> None:
-    """What a materializer does beside training."""
-    log, objects, dense = open_log(uri), open_store(store), open_dense(store)
-    with ThreadPoolExecutor(2) as pool:
-        writer = HeadWriter(head, objects, pool)
-        list(Materializer(log, objects, lambda _: dense, pool, head=writer).catch_up(Control(log).refresh()))
-    if writer.marker is None:
-        raise RuntimeError("HEAD was not written")
+def cadences(setting: Setting) -> list[tuple[int, bool]]:
+    """Checkpoints every so many epochs, with fsync or without: without it only the most frequent ones."""
+    found = [(every, True) for every in EVERY if WITH_FSYNC in setting.fsync]
+    return found + [(1, False)] * (WITHOUT_FSYNC in setting.fsync)
 
 
 def added(measured: Measured, variant: str) -> float:
@@ -320,13 +226,13 @@ def added(measured: Measured, variant: str) -> float:
     )
 
 
-def judge(report: Report, what: str, found: dict[str, Measured]) -> None:
+def judge(report: Report, what: str, setting: Setting, found: dict[str, Measured]) -> None:
     """Points and goals of one workload on some ranks."""
     runs = found["runs"]
     report.facts[f"{what}: seconds of the base"] = round(found["base"].times[OURS][0], 3)
-    for every in EVERY:
-        here = {NONE: NONE, AGAIN: AGAIN} | {name(variant, every): variant for variant in (SAVE, THESIS, OURS)}
-        point = f"{what}, every {every}"
+    for every, fsync in cadences(setting):
+        here = {NONE: NONE, AGAIN: AGAIN} | {name(variant, every, fsync): variant for variant in (SAVE, THESIS, OURS)}
+        point = f"{what}, every {every}" + ("" if fsync else WITHOUT)
         report.add(point, Measured({short: runs.times[long] for long, short in here.items()}), SAVE, unit="s", scale=1)
         extra = {short: round(added(runs, long), 3) for long, short in here.items() if long not in (NONE, AGAIN)}
         report.facts[f"{point}: seconds added"] = extra
@@ -335,22 +241,24 @@ def judge(report: Report, what: str, found: dict[str, Measured]) -> None:
         report.goals.append(Goal.at_least(f"{point}: the thesis' run / ours", 1, against))
         share = 100 * max(0.0, extra[OURS]) / extra[SAVE] if extra[SAVE] > 0 else None
         report.goals.append(Goal.at_most(f"{point}: added, of what torch.save adds", 10, share, "%"))
-    for source in ("log", "store"):
-        report.add(f"{what}, recovery, {source}", found[source], LOAD)
-    for source, point in (("log", "log"), ("store", "store"), ("head", "store")):
-        ratio = report.ratio(f"{what}, recovery, {point}", FROM[source])
-        report.goals.append(Goal.at_least(f"{what}, recovery, {FROM[source]}: torch.load / ours", 1, ratio))
+    for state in STATES:
+        point = f"{what}, recovery" + (f", {COLD}" if state == COLD else "")
+        report.add(point, found[state], LOAD)
+        for base in (recoveries.COPY, recoveries.MAPPED):
+            for own in FROM.values():
+                ratio = report.paired(point, base, own)
+                report.goals.append(Goal.at_least(f"{point}, {own}: {base} / ours", 1, ratio))
 
 
 def main() -> None:
-    parser = arguments(__doc__, rounds=3)
+    parser = arguments(__doc__, rounds=5)
     parser.add_argument("--workload", nargs="+", choices=tuple(SHAPES), default=["synthetic", "criteo"])
     parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2])
     parser.add_argument("--epochs", type=at_least(3), default=60, help="of three steps (default: %(default)s)")
     parser.add_argument("--ids", type=at_least(1), default=100, help="a lookup of synthetic (default: %(default)s)")
     parser.add_argument("--log", choices=("file", "kafka"), default="file", help="of the thesis' chunks and of ours")
-    parser.add_argument("--quick", action="store_true", help="small, under a minute: no figure means anything then")
-    args: argparse.Namespace = parser.parse_args()
+    add_fsync(parser)
+    args: argparse.Namespace = parse(parser, workload=["synthetic"], ranks=[1], rounds=1, epochs=6)
     report = Report("thesis", args)
     with contextlib.ExitStack() as stack:
         try:
@@ -371,24 +279,26 @@ def start_broker(stack: contextlib.ExitStack) -> str:
     except (StreamCkptError, OSError) as error:
         raise UnavailableError(f"no broker: {error}") from None
     stack.callback(broker.stop)
-    from confluent_kafka.admin import AdminClient, NewTopic
-
-    admin = AdminClient({"bootstrap.servers": bootstrap})
-    for created in admin.create_topics([NewTopic(f"thesis-{rank}", 1, 1) for rank in range(32)]).values():
-        created.result(60)
     return str(bootstrap)
 
 
 def measure_all(args: argparse.Namespace, report: Report, bootstrap: str) -> None:
-    epochs = min(args.epochs, 6) if args.quick else args.epochs
     for workload in args.workload:
         table_bytes = shape_of(workload, args.quick).table_bytes
-        check_memory(14 * table_bytes, f"{workload}: the tables, six copies of them for the thesis, and recoveries")
+        check_memory((2 << 30) + 14 * table_bytes, f"{workload}: the tables, six copies of them, and recoveries")
+        # A run's chunks and a run's log lie side by side; a broker deletes those of the runs before a minute late.
+        runs = (4 if bootstrap else 2) * args.epochs
+        check_disk((1 << 28) + (8 + runs) * table_bytes, f"{workload}: two runs of {args.epochs} checkpoints")
         for ranks in args.ranks:
-            setting = Setting(workload, args.rounds, epochs, args.ids, args.quick, bootstrap)
-            with scratch("thesis") as folder, tempfile.TemporaryDirectory(prefix="thesis-", dir="/dev/shm") as head:
-                found = spread(run_all, ranks, folder, setting, folder, head)
-            judge(report, f"{workload}, {ranks} ranks" if ranks > 1 else f"{workload}, 1 rank", found)
+            fsync = tuple(args.fsync)
+            setting = Setting(workload, args.rounds, args.epochs, args.ids, args.quick, fsync, bootstrap)
+            with scratch("thesis") as base, tempfile.TemporaryDirectory(prefix="thesis-", dir="/dev/shm") as memory:
+                folder, head = base / "job", f"{memory}/head"
+                for each in (folder, Path(head)):
+                    each.mkdir()
+                found, uri = spread(run_all, ranks, base, setting, folder, head)
+                found |= recoveries.measure(setting, ranks, base, folder, uri, head)
+            judge(report, f"{workload}, {ranks} ranks" if ranks > 1 else f"{workload}, 1 rank", setting, found)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,18 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from common import Goal, Measured, Report, arguments, at_least, scratch, take_turns, timed  # noqa: E402
+from common import (  # noqa: E402
+    Goal,
+    Measured,
+    Report,
+    arguments,
+    at_least,
+    parse,
+    refuse_small_machine,
+    scratch,
+    take_turns,
+    timed,
+)
 from data import CRITEO_ROWS, uniform_ids, zipf_ids  # noqa: E402
 from job import Job, Shape, build, features, join_group  # noqa: E402
 from torchrec.distributed.model_tracker.types import DeltaTrackerConfig, TrackingMode  # noqa: E402
@@ -128,7 +139,8 @@ def main() -> None:
     logging.disable(logging.INFO)
     parser = arguments(__doc__)
     parser.add_argument("--steps", type=at_least(1), default=10)
-    args: argparse.Namespace = parser.parse_args()
+    args: argparse.Namespace = parse(parser, steps=1, rounds=1)
+    refuse_small_machine("tracker", args, "both jobs and the ids of their steps", memory=3 << 30)
     report = Report("tracker", args)
     torch.set_num_threads(1)
     report.facts["threads"] = 1

@@ -23,7 +23,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, 
     script = ROOT / "benchmarks" / "recovery" / "run.py"
     sizes = f"{SIZES} --restore 3 9 --rounds 2 --cold-rounds 1 --cold-by fadvise --threads 1 --incrcp-every 6"
     places = ["--scratch", str(folder), "--out", str(folder / "result")]
-    done = run_script(script, "--workload", "pnn", *sizes.split(), *places, timeout_s=500)
+    done = run_script(script, "--quick", "--workload", "pnn", *sizes.split(), *places, timeout_s=500)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in folder.glob("recovery-*")] == [], "the scratch folder is still there"
     return json.loads((folder / "result.json").read_text())["workloads"]["pnn"], done.stdout, folder
@@ -38,6 +38,13 @@ def test_every_scheme_restores_the_reference_bit_for_bit(run: tuple[dict[str, An
         if not row["unavailable"]:
             markers = [NEWEST] if name in ONE_IMAGE else MARKERS[:: 1 if group == "one base" else 2]
             assert row["exact"] == [int(marker) for marker in markers], name
+
+
+def test_schemes_that_begin_from_files_load_in_fresh_processes(run: tuple[dict[str, Any], str, Path]) -> None:
+    for group, name in (("one base", "store"), ("new bases", "store, by default")):
+        first = run[0]["first_loads_ms"][group]
+        assert {name, "torch.load + copy", "torch.load, mmap + copy"} <= set(first["warm"])
+        assert all(len(times) == 1 for times in first["warm"].values())
 
 
 def test_a_scheme_that_cannot_run_says_why(run: tuple[dict[str, Any], str, Path]) -> None:

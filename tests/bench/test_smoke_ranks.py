@@ -14,8 +14,9 @@ WAYS = ("pickle", "np.save", "np.memmap")
 
 
 def test_dense_state_of_two_ranks(tmp_path: Path) -> None:
-    report = run("dense/run.py", "--megabytes 2 --ranks 2 --rounds 1", tmp_path)
-    assert measured(report) == {"2 MB, 2 ranks": {"torch.save, barrier", "VELOC-Single", "VELOC-Sharded", "ours"}}
+    report = run("dense/run.py", "--quick", tmp_path)
+    ways = {"torch.save, barrier", "VELOC-Single", "VELOC-Sharded", "ours"}
+    assert measured(report) == {"2 MB, 2 ranks": ways, "2 MB, 2 ranks, durable": ways}
     assert len(report["facts"]["2 MB, 2 ranks: bytes written by each rank"]) == 2
 
 
@@ -56,27 +57,32 @@ def test_parts_of_the_thesis(tmp_path: Path) -> None:
 
 
 def test_memory_of_each_way(tmp_path: Path) -> None:
-    report = run("memory/run.py", "--rows 5000 --dim 8 --touched 0.1 --rounds 1", tmp_path)
+    report = run("memory/run.py", "--quick", tmp_path)
     assert set(report["points"]["peak"]["variants"]) == {"torch.save", "dcp.async_save", "ours, 10% touched"}
     assert all(goal["found"] for goal in report["goals"])
 
 
 def test_each_way_restores_what_was_saved(tmp_path: Path) -> None:
-    report = run("restore/run.py", "--rows 2000 --dim 8 --steps 2 --ranks 1 --rounds 1", tmp_path)
-    ways = {"torch.load + copy", "torch.load, mmap + copy", "dcp.load", "StreamReader"}
-    on_files = {"log, on 1": {*ways, "ours, log"}, "store, on 1": {*ways, "ours, store"}}
+    report = run("restore/run.py", "--quick", tmp_path)
+    ways = {"torch.load + copy", "torch.load, mmap + copy", "dcp.load"}
+    on_files = {
+        f"{source}, on 1{state}": {*ways, f"StreamReader, {source}", f"ours, {source}"}
+        for source in ("log", "store")
+        for state in ("", ", cold")
+    }
     assert measured(report) == on_files | {"kafka, on 1": {"raw consume", "ours, kafka"}}
 
 
 def test_steps_are_timed_with_and_without_a_stream(tmp_path: Path) -> None:
-    report = run("step_time/run.py", "--config small --rounds 1 --steps 2", tmp_path)
+    report = run("step_time/run.py", "--quick", tmp_path)
     assert len(report["variants"]) == 7
+    assert all(row["ratio_median_until_all_is_sent"] > 0 for row in report["variants"].values())
     assert all(row["steps"] == 2 and row["step_ms_median"] > 0 for row in report["variants"].values())
     assert report["variants"]["drain every step"]["megabytes_a_step"] > 0
 
 
 def test_a_spare_takes_over_and_a_restart_restores(tmp_path: Path) -> None:
-    report = run("takeover/run.py", "--rows 500 --dim 8 --rounds 1 --after_s 1", tmp_path)
+    report = run("takeover/run.py", "--quick", tmp_path)
     assert len(report["rounds"]) == 1
     assert report["medians"]["plain_to_first_step_s"] > report["medians"]["plain_to_restored_s"] > 0
     assert report["medians"]["spare_to_first_step_s"] > report["medians"]["spare_to_restored_s"]
@@ -84,18 +90,25 @@ def test_a_spare_takes_over_and_a_restart_restores(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workload", ["synthetic", pytest.param("criteo", marks=pytest.mark.slow)])
 def test_whole_runs_and_recoveries(workload: str, tmp_path: Path) -> None:
-    report = run("thesis/run.py", f"--quick --workload {workload} --ranks 1 --rounds 1", tmp_path)
-    points = {f"every {number}" for number in (1, 2, 3)} | {"recovery, log", "recovery, store"}
+    report = run("thesis/run.py", f"--quick --workload {workload}", tmp_path)
+    points = {f"every {number}" for number in (1, 2, 3)} | {"every 1, without fsync", "recovery", "recovery, cold"}
     assert set(report["points"]) == {f"{workload}, 1 rank, {each}" for each in points}
     for rows in report["points"].values():
         assert all(row["median"] > 0 for row in rows["variants"].values())
 
 
 @pytest.mark.slow
+@pytest.mark.kafka
+def test_whole_runs_over_a_broker_on_two_ranks(tmp_path: Path) -> None:
+    report = run("thesis/run.py", "--quick --log kafka --workload synthetic-10k --ranks 2", tmp_path)
+    assert all("rounds" in row for rows in report["points"].values() for row in rows["variants"].values())
+
+
+@pytest.mark.slow
 def test_unit_costs_are_measured_and_compared_with_jobs(tmp_path: Path) -> None:
     out = tmp_path / "scale"
     script = ROOT / "benchmarks" / "scale" / "run.py"
-    done = run_script(script, "--quick", "--ranks", "1", "--rounds", "1", "--out", str(out), timeout_s=500)
+    done = run_script(script, "--quick", "--out", str(out), timeout_s=500)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(out.with_name("scale.json").read_text())
     assert report["unit_costs"]["scan_s_per_row"] >= 0

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +19,8 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def load(path: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module of the benchmarks, under a name of its own."""
+    """A module of the benchmarks, under a name of its own; the allocator of this process stays as it is."""
+    monkeypatch.setenv("BENCH_ALLOCATOR", "default")
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     spec = importlib.util.spec_from_file_location(f"bench_{path.replace('/', '_')}", BENCHMARKS / f"{path}.py")
     assert spec is not None
@@ -133,3 +137,92 @@ def test_a_time_ends_when_the_gpu_is_through(common: ModuleType, monkeypatch: py
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: asked.append("wait"))
     common.timed(lambda: asked.append("work"))
     assert asked == ["wait", "work", "wait"]
+
+
+FAULTS = """
+import os, resource
+import allocator
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+block = b"x" * (64 << 20)
+del block
+before = faults()
+block = b"x" * (64 << 20)
+print(faults() - before, os.environ.get("MALLOC_TRIM_THRESHOLD_", "-"))
+"""
+
+
+def test_memory_that_was_freed_stays_in_every_process() -> None:
+    """By default each block of 64 MB is mapped anew; page faults decide then what a short run takes."""
+    found = {}
+    for setting in ("default", "fixed"):
+        env = os.environ | {"BENCH_ALLOCATOR": setting}
+        call = [sys.executable, "-c", FAULTS]
+        done = subprocess.run(call, cwd=BENCHMARKS, env=env, capture_output=True, text=True, timeout=300, check=True)
+        found[setting] = done.stdout.split()
+    assert int(found["default"][0]) > 10_000 > 1_000 > int(found["fixed"][0])
+    assert found["fixed"][1].isdecimal(), "processes that are started from there have it, too"
+
+
+def test_every_result_names_the_allocator_setting(common: ModuleType) -> None:
+    assert "default" in common.machine()["allocator"]["setting"]
+
+
+def test_a_machine_that_is_too_small_is_told_before_a_case_starts(common: ModuleType, tmp_path: Path) -> None:
+    args = argparse.Namespace(out=tmp_path / "result.json")
+    for room, word in (({"memory": 1 << 60}, "of memory"), ({"disk": 1 << 60}, "of disk")):
+        with pytest.raises(SystemExit) as ended:
+            common.refuse_small_machine("case", args, "the tables", **room)
+        assert ended.value.code == 0, "the next case can run"
+        assert word in json.loads(args.out.read_text())["not measured"]
+    common.refuse_small_machine("case", args, "nothing", memory=1, disk=1)
+
+
+def test_quick_sizes_count_where_no_other_is_given(common: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCH_START", "spawn")
+    parser = common.arguments("doc")
+    parser.add_argument("--rows", type=int, default=1000)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--quick", "--rows", "7"])
+    args = common.parse(parser, rows=3, rounds=1)
+    assert (args.rows, args.rounds) == (7, 1)
+
+
+def test_nobody_syncs_where_no_fsync_is_asked_for_and_everybody_again_after_it(common: ModuleType) -> None:
+    before = os.fsync, os.fdatasync
+    with common.without_fsync():
+        os.fsync(-1)
+        os.fdatasync(-1)
+    assert (os.fsync, os.fdatasync) == before
+
+
+def test_a_log_that_nobody_reads_gives_its_blocks_back_and_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "data" / "one.seg"
+    path.parent.mkdir()
+    path.write_bytes(b"x" * (1 << 20))
+    with path.open("ab") as file:
+        load("holes", monkeypatch).punch(tmp_path)
+        file.write(b"later")
+    assert path.stat().st_size == (1 << 20) + 5
+    assert path.stat().st_blocks * 512 <= 1 << 16
+    assert path.read_bytes().endswith(b"\0later")
+
+
+def test_warm_files_are_in_the_page_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cache = load("cache", monkeypatch)
+    (tmp_path / "file").write_bytes(b"x" * (1 << 20))
+    (tmp_path / "empty").touch()
+    cache.prepare(cache.WARM, tmp_path, tmp_path / "nothing")
+    assert cache.resident(list(cache.files_under(tmp_path))) == 1
+    monkeypatch.setattr(cache, "chill", lambda files, *, drop_caches: chilled.extend(files))
+    chilled: list[Path] = []
+    cache.prepare(cache.COLD, tmp_path)
+    assert chilled == [tmp_path / "file"]
+
+
+def test_every_case_has_quick_sizes_and_says_how_long_it_takes_and_what_is_objected() -> None:
+    for script in sorted(BENCHMARKS.glob("*/run.py")):
+        page = (script.parent / "README.md").read_text()
+        assert "parse(" in script.read_text() or "--quick" in script.read_text(), script
+        for word in ("allocator", "object", "Time: "):
+            assert word in page, f"{script.parent.name}/README.md has no {word!r}"

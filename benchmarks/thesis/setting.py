@@ -1,0 +1,65 @@
+"""What runs and recoveries share: the workloads, the settings of a run, how ours is attached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from data import CRITEO_ROWS
+from job import Job, Shape
+
+from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+
+SHAPES = {
+    "synthetic": Shape((80_000,) * 8, dense_optimizer="adam"),
+    "synthetic-10k": Shape((10_000,) * 8, dense_optimizer="adam"),
+    "synthetic-25k": Shape((25_000,) * 8, dense_optimizer="adam"),
+    "synthetic-50k": Shape((50_000,) * 8, dense_optimizer="adam"),
+    "criteo": Shape(CRITEO_ROWS, dense_optimizer="adam"),
+}
+RING_BYTES = 512 << 20
+QUICK_ROWS = 20
+"""With ``--quick``: one row of so many."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the flags say of a run."""
+
+    workload: str
+    rounds: int
+    epochs: int
+    ids: int
+    quick: bool
+    fsync: tuple[str, ...]
+    bootstrap: str = ""
+    """Of a broker; empty: the log is a folder."""
+
+
+@dataclass(frozen=True)
+class State:
+    """What a job has, by name."""
+
+    tables: dict[str, torch.Tensor]
+    rest: dict[str, torch.Tensor]
+    """Optimizer states and dense state."""
+
+    @classmethod
+    def of(cls, job: Job) -> State:
+        tables = {name: each for name, each in job.tensors.items() if each.dim() == 2}
+        dense = {name: each for name, each in job.model.state_dict().items() if not hasattr(each, "local_shards")}
+        return cls(tables, dense | {name: each for name, each in job.tensors.items() if each.dim() == 1})
+
+
+def shape_of(workload: str, quick: bool) -> Shape:
+    """The tables of a workload."""
+    shape = SHAPES[workload]
+    return replace(shape, rows=tuple(max(3, rows // QUICK_ROWS) for rows in shape.rows)) if quick else shape
+
+
+def attach(job: Job, uri: str, store: Path, *, head: str | None = None, drain_every: int = 1) -> StreamCheckpointer:
+    config = StreamConfig(
+        uri=uri, store=str(store), marker_every=None, drain_every=drain_every, ring_bytes=RING_BYTES, head=head
+    )
+    return StreamCheckpointer(job.model, job.optimizer, config=config)
