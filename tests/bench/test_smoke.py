@@ -81,7 +81,7 @@ def test_a_materializer_scales_out_and_a_day_is_simulated(tmp_path: Path) -> Non
     costs = report["unit_costs"]
     assert min(costs["fold_s_per_byte"], costs["task_s"]) > 0
     assert "merge_s_per_byte" in costs  # a difference of two runs: of a few rows it may be anything
-    assert len(report["simulated"]) == 12
+    assert len(report["simulated"]) == 24
 
 
 @pytest.mark.kafka
