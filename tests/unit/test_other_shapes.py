@@ -12,7 +12,7 @@ from tests.unit.test_target import DIM, IDS, ROWS, RUNS, SPLITS, random_bits, ra
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.restore.reshard import Move, intersect
-from torchrec_stream_ckpt.restore.target import Scratch, Target
+from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.types import TableShard
 
 DTYPES, FLAT = ("float16", "float32", "float32", "bfloat16"), (False, True, False, False)
@@ -62,13 +62,11 @@ def test_rows_land_where_the_map_says_and_no_other_cell_changes(
         Target(shard, plain[0], plain[1:], moves, merged=False),
         Target(shard, views[0], [*views[1:3], None], moves, merged=False, numbers=numbers),
     )
-    scratch = Scratch()
     for kind, ids in sorted(batches, key=lambda batch: ("base", "store", "log").index(batch[0])):
         move = data.draw(st.sampled_from(moves))
         rows = view(rng, move.source, DTYPES, FLAT, ids)
         for target in targets:
-            put = {"log": target.put, "base": target.put_sorted}.get(kind)
-            put(move, rows) if put is not None else target.fill(move, rows, scratch)
+            (target.put if kind == "log" else target.put_sorted)(move, rows)
     for section, (mine, array) in enumerate(zip(plain[:3], expected, strict=False)):
         part = array[:, : shard.cols] if array.ndim == 2 else array
         part[numbers[kept]] = raw(mine)[kept]

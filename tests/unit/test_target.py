@@ -18,6 +18,7 @@ from tests.golden import make_store
 from tests.stores import History, choose, fold, lose_rows
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.manifest import Manifest
+from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
 from torchrec_stream_ckpt.format.rows import Array, RowsView
 from torchrec_stream_ckpt.layout import FoldName, StoreSegment, manifest_name
 from torchrec_stream_ckpt.materialize.compactor import Policy
@@ -26,7 +27,7 @@ from torchrec_stream_ckpt.restore import from_store
 from torchrec_stream_ckpt.restore.from_store import apply_store
 from torchrec_stream_ckpt.restore.plan import plan_reads
 from torchrec_stream_ckpt.restore.reshard import Move, intersect
-from torchrec_stream_ckpt.restore.target import Scratch, Target
+from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.restore.verify import verify_marker
 from torchrec_stream_ckpt.route.locate import locate
 from torchrec_stream_ckpt.store.catalog import Catalog
@@ -56,30 +57,24 @@ def random_bits(rng: np.random.Generator, dtype: str, *shape: int) -> Array:
 
 @dataclass
 class Truth:
-    """Every cell by itself: what came last, or of what ``fill`` brings, what came first."""
+    """Every cell by itself: what came last."""
 
     shard: TableShard
     cells: dict[tuple[str, int, int], bytes] = field(default_factory=dict)
-    filled: set[tuple[int, int]] = field(default_factory=set)
 
-    def take(self, source: TableShard, rows: RowsView, *, fill: bool) -> None:
-        given: set[tuple[int, int]] = set()
+    def take(self, source: TableShard, rows: RowsView) -> None:
         for place, number in enumerate(rows.ids.tolist()):
             row = number - self.shard.row0
             for col in range(
                 max(source.col0, self.shard.col0), min(source.col0 + source.cols, self.shard.col0 + self.shard.cols)
             ):
-                here = (row, col - self.shard.col0)
-                if not 0 <= row < self.shard.rows or (fill and here in self.filled):
+                if not 0 <= row < self.shard.rows:
                     continue
-                given.add(here)
                 for name, array in enumerate((rows.weights, *rows.states)):
                     if array.ndim == 2:
-                        self.cells[str(name), *here] = array[place, col - source.col0].tobytes()
+                        self.cells[str(name), row, col - self.shard.col0] = array[place, col - source.col0].tobytes()
                     else:
                         self.cells[str(name), row, 0] = array[place].tobytes()
-        if fill:
-            self.filled |= given
 
     def check(self, planes: Sequence[torch.Tensor]) -> None:
         for name, plane in enumerate(planes):
@@ -132,7 +127,7 @@ def test_any_cells_land_as_in_a_dictionary(
     sources = [TableShard(0, 0, ROWS, *split) for split in {*old, *new}]
     moves = [move for source in sources if (move := intersect(source, shard)) is not None]
     target = Target(shard, planes[0], tuple(planes[1:]), moves, merged=False)
-    truth, scratch = Truth(shard), Scratch()
+    truth = Truth(shard)
     for kind in ("base", "store", "log"):
         for _ in range(data.draw(st.integers(0, 4))):
             move = data.draw(st.sampled_from(moves))
@@ -143,14 +138,12 @@ def test_any_cells_land_as_in_a_dictionary(
             elif is_block:
                 ids = range(move.row0, move.row0 + move.rows)
             rows_ = view(rng, move.source, dtypes, flat, ids)
-            if kind == "store":
-                target.fill(move, rows_, scratch)
-            elif is_block:
+            if is_block:
                 target.put_block(move, rows_.weights, rows_.states)
             else:
-                taken = target.put(move, rows_)
+                taken = target.put(move, rows_) if kind == "log" else target.put_sorted(move, rows_)
                 assert taken == sum(row0 <= number < row0 + rows for number in ids)
-            truth.take(move.source, rows_, fill=kind == "store")
+            truth.take(move.source, rows_)
     truth.check(planes)
 
 
@@ -168,42 +161,42 @@ def test_states_of_one_value_a_row_land_with_their_rows(
     planes = targets_of(shard, dtypes, flat)
     move = intersect(TableShard(0, 0, ROWS, 0, DIM), shard)
     assert move is not None
-    target, truth, scratch = Target(shard, planes[0], tuple(planes[1:]), [move], merged=False), Truth(shard), Scratch()
+    target, truth = Target(shard, planes[0], tuple(planes[1:]), [move], merged=False), Truth(shard)
     for is_store, ids in sorted(batches, key=lambda batch: not batch[0]):
         rows = view(rng, move.source, dtypes, flat, ids)
-        if is_store:
-            target.fill(move, rows, scratch)
-        else:
-            target.put(move, rows)
-        truth.take(move.source, rows, fill=is_store)
+        (target.put_sorted if is_store else target.put)(move, rows)
+        truth.take(move.source, rows)
     truth.check(planes)
 
 
-def test_the_store_gives_the_newest_and_the_log_goes_over_it() -> None:
-    shard = TableShard(0, 0, 3, 0, 1)
-    plane = zeros("float32", 3, 1)
+def test_what_comes_later_goes_over_what_came_before_and_the_marker_that_sent_it_is_noted() -> None:
+    shard = TableShard(0, 0, 3 * BLOCK_ROWS, 0, 1)
+    plane, sent = zeros("float32", shard.rows, 1), np.full(3, -1, np.int32)
     move = intersect(shard, shard)
     assert move is not None
-    target, scratch = Target(shard, plane, (), [move], merged=False), Scratch()
-    target.put(move, RowsView(np.arange(3), np.full((3, 1), 1, np.float32), ()))
-    target.fill(move, RowsView(np.array([1, 2]), np.full((2, 1), 3, np.float32), ()), scratch)
-    target.fill(move, RowsView(np.arange(3), np.full((3, 1), 2, np.float32), ()), scratch)
-    target.put(move, RowsView(np.array([2]), np.full((1, 1), 4, np.float32), ()))
-    assert plane[:, 0].tolist() == [2, 3, 4]
+    target = Target(shard, plane, (), [move], merged=False, sent=sent)
+
+    def rows(ids: Sequence[int], value: float) -> RowsView:
+        return RowsView(np.array(ids), np.full((len(ids), 1), value, np.float32), ())
+
+    target.put_sorted(move, rows(range(shard.rows), 1))
+    assert sent.tolist() == [-1, -1, -1]
+    target.put_sorted(move, rows([0, 1, 2 * BLOCK_ROWS], 2), 4)
+    target.put_sorted(move, rows([1, 2], 3), 7)
+    target.put(move, rows([2], 4), 8)
+    assert plane[:3, 0].tolist() == [2, 3, 4]
+    assert (plane[3, 0], plane[2 * BLOCK_ROWS, 0]) == (1, 2)
+    assert sent.tolist() == [8, -1, 4]
     target.finish("t")
 
 
-@pytest.mark.parametrize("given_by", ["put", "fill"])
+@pytest.mark.parametrize("given_by", ["put", "put_sorted"])
 def test_a_cell_that_never_came_is_missed(given_by: str) -> None:
     shard = TableShard(0, 10, 4, 0, 2)
     moves = [move for col in range(2) if (move := intersect(TableShard(0, 0, 20, col, 1), shard)) is not None]
     target = Target(shard, zeros("float32", 4, 2), (), moves, merged=False)
     for move, ids in zip(moves, ([10, 11, 12, 13], [9, 10, 12]), strict=True):
-        rows = RowsView(np.array(ids), np.ones((len(ids), 1), np.float32), ())
-        if given_by == "put":
-            target.put(move, rows)
-        else:
-            target.fill(move, rows, Scratch())
+        getattr(target, given_by)(move, RowsView(np.array(ids), np.ones((len(ids), 1), np.float32), ()))
     with pytest.raises(CorruptionError, match="2 rows of this shard are in no source") as refused:
         target.finish("t")
     assert refused.value.where == {"table": "t", "row0": 10, "col0": 0}
@@ -227,40 +220,23 @@ def test_merged_states_are_the_mean_weighted_by_columns(seed: int, batches: list
     sources = [TableShard(0, 0, ROWS, *split) for split in SPLITS[2]]
     moves = [move for source in sources if (move := intersect(source, shard)) is not None]
     weights, state = zeros("float32", 30, DIM), zeros("float32", 30)
-    target, scratch = Target(shard, weights, (state,), moves, merged=True), Scratch()
+    target = Target(shard, weights, (state,), moves, merged=True)
     truth = [np.zeros(ROWS) for _ in sources]
     for source in range(3):
         values = rng.random(ROWS).astype(np.float32)
         rows = RowsView(np.arange(ROWS), random_bits(rng, "float32", ROWS, sources[source].cols), (values,))
         target.put(moves[source], rows)
         truth[source][:] = values
-    filled: set[tuple[int, int]] = set()
     for source, ids in batches:
         values = rng.random(len(ids)).astype(np.float32)
         rows = RowsView(np.array(ids), random_bits(rng, "float32", len(ids), sources[source].cols), (values,))
-        target.fill(moves[source], rows, scratch)
-        for number, value in zip(ids, values, strict=True):
-            if (source, number) not in filled:
-                truth[source][number] = value
-        filled |= {(source, number) for number in ids}
+        target.put_sorted(moves[source], rows)
+        truth[source][ids] = values
     target.finish("t")
     mean = np.zeros(30)
     for source, values_ in zip(sources, truth, strict=True):
         mean += values_[5:35] * (source.cols / DIM)
     assert state.numpy().tobytes() == mean.astype(np.float32).tobytes()
-
-
-def test_scratch_memory_serves_sources_of_all_shapes() -> None:
-    scratch, rng = Scratch(), np.random.default_rng(1)
-    for shape, dtype in (((5, 3), "<f4"), ((500, 7), "<f2"), ((5,), "<f8"), ((2, 1), "|u1"), ((9, 4), "<u2")):
-        source = np.frombuffer(rng.bytes(int(np.prod(shape)) * np.dtype(dtype).itemsize), dtype).reshape(shape)
-        index = rng.integers(0, shape[0], 2 * shape[0])
-        taken = scratch.take(0, source, index)
-        assert (taken.dtype, taken.shape, taken.tobytes()) == (
-            source.dtype,
-            source[index].shape,
-            source[index].tobytes(),
-        )
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

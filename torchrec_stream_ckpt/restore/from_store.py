@@ -1,6 +1,7 @@
 """Restore rows from the store, several parts of the tables at a time.
 
-The oldest piece as it is, then what changed since, newest first, so that each row that changed is placed once.
+The oldest piece as it is, then what changed since, in its order: a row is placed as fast as one finds out that a newer
+piece has it (``benchmarks/recovery``, death_index).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torchrec_stream_ckpt.proofs.met import blocks_of
 from torchrec_stream_ckpt.restore.plan import RestorePlan, pick
 from torchrec_stream_ckpt.restore.reshard import Move, by_slice
 from torchrec_stream_ckpt.restore.straight import read_runs
-from torchrec_stream_ckpt.restore.target import Scratch, Target
+from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.store.api import Objects, ReadsInto
 from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.types import TableShard
@@ -59,7 +60,8 @@ def apply_store(plan: RestorePlan, objects: Objects, targets: Mapping[TableShard
     if isinstance(objects, ReadsInto):
         straight, rest = read_runs(plan, objects, targets)
         plan = replace(plan, stored=rest)
-    lanes = _lanes(plan, max(1, torch.get_num_threads() // THREADS_A_LANE))
+    import os
+    lanes = _lanes(plan, int(os.environ.get("LANES", 0)) or max(1, torch.get_num_threads() // THREADS_A_LANE))
     ahead = max(2, objects.reads_ahead // max(1, len(lanes)))
     with (
         _one_thread_an_operation(),
@@ -103,17 +105,13 @@ def _write(
         mine.setdefault(window.target, []).append(window)
     moves = by_slice(_within(mine, plan.cold))
     reads = [piece.only(lambda picked: pick(picked, moves)) for piece in plan.stored]
-    base = [picked for piece in reads if piece.start is None for picked in piece.opened]
-    newer = [(picked, plan.path.place(piece.end)) for piece in reads if piece.start for picked in piece.opened]
-    places = {picked.ref.name: place for picked, place in newer}
-    scratch, rows = Scratch(), 0
-    ordered = [*base, *(picked for picked, _ in reversed(newer))]
-    for picked, entry, data in read_chunks(objects, ordered, readers, ahead):
+    wanted = [picked for piece in reads for picked in piece.opened]
+    sent = {picked.ref.name: plan.path.place(piece.end) for piece in reads if piece.start for picked in piece.opened}
+    rows = 0
+    for picked, entry, data in read_chunks(objects, wanted, readers, ahead):
         chunk = decode_chunk(entry, data, plan.schema, picked.ref.name)
-        place = places.get(picked.ref.name)
         for move in moves.get((entry.table, entry.col0, entry.cols), ()):
-            target = targets[move.target]
-            rows += target.put_sorted(move, chunk) if place is None else target.fill(move, chunk, scratch, place)
+            rows += targets[move.target].put_sorted(move, chunk, sent.get(picked.ref.name))
         failpoint("restore.chunk")
     return rows
 

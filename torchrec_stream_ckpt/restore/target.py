@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -16,27 +15,9 @@ from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
 from torchrec_stream_ckpt.format.rows import Array, RowsView
 from torchrec_stream_ckpt.proofs.met import NEVER, blocks_of
 from torchrec_stream_ckpt.proofs.met import Places as Markers
-from torchrec_stream_ckpt.restore.planes import CastPlane, Ints, Places, Plane, RowPlane, Unwanted, whole_rows
+from torchrec_stream_ckpt.restore.planes import CastPlane, Ints, Places, Plane, RowPlane, Unwanted
 from torchrec_stream_ckpt.restore.reshard import Move
 from torchrec_stream_ckpt.types import TableShard
-
-
-class Scratch:
-    """Memory of one thread for rows between two places: a fresh allocation for each chunk costs more than the copy."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[int, npt.NDArray[np.uint8]] = {}
-
-    def take(self, slot: int, source: Array, index: npt.NDArray[np.int64]) -> Array:
-        """``source[index]``, good until the next call with this slot."""
-        row_bytes = source[:1].nbytes
-        size = len(index) * row_bytes
-        buffer = self._buffers.get(slot)
-        if buffer is None or len(buffer) < size:
-            buffer = self._buffers[slot] = np.empty(2 * size, np.uint8)
-        out = buffer[:size].view(source.dtype).reshape(len(index), *source.shape[1:])
-        np.take(whole_rows(source), index, out=whole_rows(out), mode="clip")
-        return out
 
 
 class Target:
@@ -81,10 +62,7 @@ class Target:
         self._merged = merged
         self._cuts = sorted({edge for move in moves for edge in (move.col0, move.col0 + move.cols)})
         """Columns between two cuts always arrive together."""
-        cells = (max(1, len(self._cuts) - 1), shard.rows)
-        self._arrived = np.zeros(cells, np.bool_)
-        self._newer = np.zeros(cells, np.bool_)
-        """Rows that the store gave beside its base."""
+        self._arrived = np.zeros((max(1, len(self._cuts) - 1), shard.rows), np.bool_)
         # Row-wise state as one column shard of the source has it, kept apart until all have arrived.
         self._pieces = {(move.col0, move.cols): [np.zeros(shard.rows) for _ in states] for move in moves if merged}
 
@@ -115,11 +93,19 @@ class Target:
         begin = move.row0 - self._shard.row0
         self._put(move, slice(begin, begin + move.rows), weights, states)
 
-    def put_sorted(self, move: Move, rows: RowsView) -> int:
-        """As :meth:`put`, of rows of a base whose ids ascend. Safe from several threads for different rows."""
+    def put_sorted(self, move: Move, rows: RowsView, place: int | None = None) -> int:
+        """As :meth:`put`, of rows whose ids ascend. Safe from several threads for rows of different blocks.
+
+        Args:
+            move: Which rows.
+            rows: Of a chunk.
+            place: Of the marker that it was sent for; None: of a base.
+        """
         begin, end = _between(rows.ids, move)
         if begin == end:
             return 0
+        if place is not None:
+            self._note_sent(rows.ids[begin:end], place)
         local = rows.ids[begin:end] - self._shard.row0
         first, last = int(local[0]), int(local[-1])
         places = slice(first, last + 1) if last - first + 1 == len(local) else local
@@ -145,34 +131,6 @@ class Target:
         begin = first - self._shard.row0
         for cut in self._columns(move):
             self._arrived[cut][begin : begin + rows] = True
-
-    def fill(self, move: Move, rows: RowsView, scratch: Scratch, place: int = NEVER) -> int:
-        """Put those rows that no newer chunk has given, returns how many: ids ascend, and chunks come newest first.
-
-        Safe from several threads for rows of different blocks.
-        """
-        begin, end = _between(rows.ids, move)
-        self._note_sent(rows.ids[begin:end], place)
-        places, written = rows.ids[begin:end] - self._shard.row0, 0
-        for cut in self._columns(move):
-            newer = self._newer[cut]
-            fresh = np.flatnonzero(~newer[places])
-            if not len(fresh):
-                continue
-            fresh_places = places[fresh]
-            newer[fresh_places] = True
-            fresh += begin
-            narrow = move
-            if (self._cuts[cut], self._cuts[cut + 1] - self._cuts[cut]) != (move.col0, move.cols):
-                narrow = replace(move, col0=self._cuts[cut], cols=self._cuts[cut + 1] - self._cuts[cut])
-            planes, sections = (self._weights, *self._states), (rows.weights, *rows.states)
-            weights, *states = (
-                section if plane is None or isinstance(plane, Unwanted) else scratch.take(slot, section, fresh)
-                for slot, (plane, section) in enumerate(zip(planes, sections, strict=True))
-            )
-            self._write(narrow, fresh_places, weights, states)
-            written = max(written, len(fresh))
-        return written
 
     def _put(self, move: Move, places: Places, weights: Array, states: Sequence[Array]) -> None:
         """Write rows, and note that they have arrived."""
@@ -206,7 +164,7 @@ class Target:
         shard's own columns. The mean of the sources, weighted by the columns that each of them gives, is
         what one shard would hold for the same gradients; a split copies the value (docs/guarantees.md).
         """
-        missing = int((~(self._arrived | self._newer).all(0) & self._wanted).sum())
+        missing = int((~self._arrived.all(0) & self._wanted).sum())
         if missing:
             shard = self._shard
             raise CorruptionError(
