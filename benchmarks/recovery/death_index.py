@@ -1,8 +1,8 @@
 """What placing each row once would save a restore: by flags that are set newest first, and by a stored death index.
 
-Both ways read the same increments newest first. One asks, and sets, one flag a row. The other is handed, for free, which rows of each increment are alive at the marker: no index has
-to be read, and none to be kept. So the difference is the most that an index could save. Naive increments, one behind
-the other with every superseded row, are timed beside.
+Both ways read the same increments newest first. One asks, and sets, one flag a row. The other is handed, for free,
+which rows of each increment are alive at the marker: no index has to be read, and none to be kept. So the difference is
+the most that an index could save. Naive increments, one behind the other with every superseded row, are timed beside.
 """
 
 from __future__ import annotations

@@ -6,11 +6,13 @@ piece has it (``benchmarks/recovery``, death_index).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 
@@ -28,8 +30,6 @@ from torchrec_stream_ckpt.types import TableShard
 
 WINDOW_BYTES = 256 * 2**20
 """A table with more weights than this is cut into windows, one a thread: a chunk may concern two of them."""
-THREADS_A_LANE = 2
-"""One places rows, the other reads and compares checksums: with both placing, two cores were slower by a quarter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,7 @@ def apply_store(plan: RestorePlan, objects: Objects, targets: Mapping[TableShard
     if isinstance(objects, ReadsInto):
         straight, rest = read_runs(plan, objects, targets)
         plan = replace(plan, stored=rest)
-    import os
-    lanes = _lanes(plan, int(os.environ.get("LANES", 0)) or max(1, torch.get_num_threads() // THREADS_A_LANE))
+    lanes = _lanes(plan, max(1, torch.get_num_threads()))
     ahead = max(2, objects.reads_ahead // max(1, len(lanes)))
     with (
         _one_thread_an_operation(),
@@ -72,10 +71,19 @@ def apply_store(plan: RestorePlan, objects: Objects, targets: Mapping[TableShard
 
 
 def _lanes(plan: RestorePlan, threads: int) -> list[list[_Window]]:
-    """All rows of all targets, dealt out to threads: the largest window to whom has the least so far."""
+    """All rows of all targets, dealt out by what is read for them; windows of one thread lie side by side."""
+    windows = sorted(_windows(plan, threads), key=lambda window: (window.target.table, window.row0))
+    num_bytes, cells = Counter[int](), Counter[int]()
+    for picked in (picked for piece in plan.stored for picked in piece.opened):
+        entries = picked.entries
+        for table, length in zip(entries["table"].tolist(), entries["num_bytes"].tolist(), strict=True):
+            num_bytes[table] += length
+    for window in windows:
+        cells[window.target.table] += window.cells
+    work = [(1 + num_bytes[each.target.table]) * each.cells / cells[each.target.table] for each in windows]
     lanes: list[list[_Window]] = [[] for _ in range(threads)]
-    for window in sorted(_windows(plan, threads), key=lambda window: -window.cells):
-        min(lanes, key=lambda lane: sum(each.cells for each in lane)).append(window)
+    for window, mine, until in zip(windows, work, accumulate(work), strict=True):
+        lanes[int(threads * (until - mine / 2) / sum(work))].append(window)
     return [lane for lane in lanes if lane]
 
 
