@@ -41,6 +41,7 @@ POINTS = (
     "materialize.manifest_put",
     "store.put",
     "store.rename",
+    "store.linked",
     "store.renamed",
 )
 """Those that a job without dense state passes on a store in a folder."""

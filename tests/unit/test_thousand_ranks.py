@@ -79,6 +79,10 @@ class Far(FolderObjects):
         self._asked("put", name)
         super().put(name, parts)
 
+    def create(self, name: str, parts: Sequence[Buffer]) -> bool:
+        self._asked("put", name)
+        return super().create(name, parts)
+
     def delete(self, name: str) -> None:
         self._asked("delete", name)
         super().delete(name)

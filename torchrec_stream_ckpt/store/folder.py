@@ -11,7 +11,6 @@ import stat
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from torchrec_stream_ckpt.durable import fsync_dir, make_dirs, write_all
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, StoreUnavailableError
@@ -19,8 +18,6 @@ from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.layout import STORE_FILE, TEMPORARY_PREFIX, check_object_name, is_object_name
 from torchrec_stream_ckpt.store.api import Entry
-
-T = TypeVar("T")
 
 _MAX_IOV = 1024
 _MAP_FROM_BYTES = 2**18
@@ -68,22 +65,21 @@ class FolderObjects:
         """Folders whose own names have been synced."""
 
     def put(self, name: str, parts: Sequence[Buffer]) -> None:
-        path = self._path(name)
-        with self._errors("write", path):
-            failpoint("store.put")
-            self._put(path, parts, Path.rename)
-            failpoint("store.renamed")
-            # Never tried again: after a sync that failed, a second one may succeed though the bytes are lost.
-            fsync_dir(path.parent)
+        self._write(name, parts, _rename)
 
     def create(self, name: str, parts: Sequence[Buffer]) -> bool:
+        return self._write(name, parts, _link)
+
+    def _write(self, name: str, parts: Sequence[Buffer], give: Callable[[Path, Path], bool]) -> bool:
         path = self._path(name)
         with self._errors("write", path):
             failpoint("store.put")
-            created = self._put(path, parts, _link)
+            given = self._put(path, parts, give)
             failpoint("store.renamed")
-            fsync_dir(path.parent)  # also if the name is taken: its writer may not have come so far
-        return created
+            # Also if the name is taken: its writer may not have come so far. Never tried again: after a sync that
+            # failed, a second one may succeed though the bytes are lost.
+            fsync_dir(path.parent)
+        return given
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
         with self._opened(name) as (fd, size):
@@ -157,7 +153,7 @@ class FolderObjects:
     def _path(self, name: str) -> Path:
         return self._root / check_object_name(name)
 
-    def _put(self, path: Path, parts: Sequence[Buffer], name: Callable[[Path, Path], T]) -> T:
+    def _put(self, path: Path, parts: Sequence[Buffer], name: Callable[[Path, Path], bool]) -> bool:
         """Write a synced file and let ``name`` give it its name; returns what that does."""
         fd, temporary = self._create(path.parent)
         try:
@@ -263,24 +259,28 @@ class FolderObjects:
             raise StoreUnavailableError(f"cannot {doing} it: {error.strerror}", hint=hint, path=path) from error
 
 
+def _rename(temporary: Path, path: Path) -> bool:
+    temporary.rename(path)
+    return True
+
+
 def _link(temporary: Path, path: Path) -> bool:
     """Give a file the name ``path`` in place of its own; False: that name is taken."""
     try:
         os.link(temporary, path)
+        failpoint("store.linked")
+        given = True
     except FileExistsError:
-        temporary.unlink()
-        return False
+        given = False
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        if taken := os.path.lexists(path):
-            temporary.unlink()
-        else:
-            temporary.rename(path)
-        return not taken
-    failpoint("store.linked")
-    temporary.unlink()
-    return True
+        if not os.path.lexists(path):
+            return _rename(temporary, path)
+        given = False
+    with contextlib.suppress(OSError):  # what stays is cleared away with what dead writers have left
+        temporary.unlink()
+    return given
 
 
 def _view(fd: int, begin: int, end: int) -> memoryview:

@@ -7,7 +7,7 @@ import copy
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import fsspec
 
@@ -82,40 +82,30 @@ class FsspecObjects:
         """Whether the store has said that it does not know conditions."""
 
     def put(self, name: str, parts: Sequence[Buffer]) -> None:
-        path = self._path(name)
-        with self._errors("write", name):
-            failpoint("store.upload")
-            data = b"".join(parts)
-            try:
-                self._fs.pipe_file(path, data)
-            except Exception as error:
-                if "NoSuchUpload" not in signs_of(error):
-                    raise
-                # The answer to a completion was lost, and the client asked again: put the same bytes anew.
-                self._fs.pipe_file(path, data)
-            failpoint("store.uploaded")
+        self._upload(name, b"".join(parts), "overwrite")
 
     def create(self, name: str, parts: Sequence[Buffer]) -> bool:
-        if self._overwrites:
-            self.put(name, parts)
-            return True
+        return self._upload(name, b"".join(parts), "overwrite" if self._overwrites else "create")
+
+    def _upload(self, name: str, data: bytes, mode: Literal["overwrite", "create"]) -> bool:
         path = self._path(name)
         with self._errors("write", name):
             failpoint("store.upload")
             try:
-                self._fs.pipe_file(path, b"".join(parts), mode="create")
+                self._fs.pipe_file(path, data, mode=mode)
             except Exception as error:
                 signs = signs_of(error)
-                if signs & TAKEN:
+                if mode == "create" and signs & TAKEN:
                     return False
-                if not signs & UNKNOWN_CONDITION:
+                if mode == "create" and signs & UNKNOWN_CONDITION:
+                    log.warning("the store at %s: %s", self.url, OVERWRITES)
+                    self._overwrites = True
+                elif mode == "create" or "NoSuchUpload" not in signs:
                     raise
-                log.warning("the store at %s: %s", self.url, OVERWRITES)
-                self._overwrites = True
-            else:
-                failpoint("store.uploaded")
-                return True
-        return self.create(name, parts)
+                # That sign: the answer to a completion was lost, and the client asked again. Put the same bytes anew.
+                self._fs.pipe_file(path, data)
+            failpoint("store.uploaded")
+        return True
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
         path = self._path(name)
