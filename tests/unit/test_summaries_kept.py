@@ -23,9 +23,7 @@ from tests.unit.summarized_job import (
 )
 from torchrec_stream_ckpt.format.manifest import Manifest
 from torchrec_stream_ckpt.format.summary import Part, Summary
-from torchrec_stream_ckpt.layout import (
-    parse_summary_name,
-)
+from torchrec_stream_ckpt.layout import parse_summary_name
 from torchrec_stream_ckpt.materialize import summarizer
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.gc import GcRules, collect

@@ -60,7 +60,7 @@ def apply_store(plan: RestorePlan, objects: Objects, targets: Mapping[TableShard
     if isinstance(objects, ReadsInto):
         straight, rest = read_runs(plan, objects, targets)
         plan = replace(plan, stored=rest)
-    lanes = _lanes(plan, max(1, torch.get_num_threads()))
+    lanes = _lanes(plan, torch.get_num_threads())
     ahead = max(2, objects.reads_ahead // max(1, len(lanes)))
     with (
         _one_thread_an_operation(),
@@ -81,9 +81,9 @@ def _lanes(plan: RestorePlan, threads: int) -> list[list[_Window]]:
     for window in windows:
         cells[window.target.table] += window.cells
     work = [(1 + num_bytes[each.target.table]) * each.cells / cells[each.target.table] for each in windows]
-    lanes: list[list[_Window]] = [[] for _ in range(threads)]
+    lanes, total = [list[_Window]() for _ in range(threads)], sum(work)
     for window, mine, until in zip(windows, work, accumulate(work), strict=True):
-        lanes[int(threads * (until - mine / 2) / sum(work))].append(window)
+        lanes[int(threads * (until - mine / 2) / total)].append(window)
     return [lane for lane in lanes if lane]
 
 
