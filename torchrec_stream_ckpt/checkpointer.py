@@ -285,14 +285,14 @@ class StreamCheckpointer:
         changes: Changes | None = None,
         best: str | None = None,
     ) -> RestorePlan | None:
-        """What a ``restore()`` with these arguments would read and write on this rank; prints with ``describe()``.
+        """Plan what a ``restore()`` with these arguments would read and write on this rank; prints with ``describe()``.
 
         Writes nothing.
         """
         return self._session.plan(chosen(self._team, self._job, marker, best), changes)
 
     def schema(self) -> ModelSchema:
-        """What this model holds: its tables, dense parameters and optimizers, and the names of the stateful objects.
+        """Return what this model holds: tables, dense parameters and optimizers, and the names of the stateful objects.
 
         Local. ``schema().save(path)`` writes it for plans without the model.
         """

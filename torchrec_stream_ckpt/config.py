@@ -354,7 +354,7 @@ def _is_folder(uri: str) -> bool:
 
 
 def check_tiers(uris: Sequence[str], outer_every: int) -> None:
-    """Whether a job can write to these logs.
+    """See that a job can write to these logs.
 
     Raises:
         ConfigError: not in this number, order or combination; says the right form.

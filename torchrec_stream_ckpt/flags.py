@@ -429,7 +429,7 @@ def restore_from(args: argparse.Namespace, checkpointer: Restorable) -> Restored
 
 
 def _said(restored: Restored | None) -> Restored | None:
-    """What was restored, its report of a changed model logged."""
+    """Log the report of a changed model, and return what was restored."""
     if restored is not None and restored.evolved is not None:
         log.info("the model has changed:\n%s", "\n".join(restored.evolved.lines()))
     return restored

@@ -118,7 +118,7 @@ def check_object_name(name: str) -> str:
 
 
 def is_object_name(name: str) -> bool:
-    """Whether :func:`check_object_name` lets ``name`` pass."""
+    """Tell whether :func:`check_object_name` lets ``name`` pass."""
     return len(name) <= _MAX_OBJECT_NAME and all(_OBJECT_PART.fullmatch(part) for part in name.split("/"))
 
 
@@ -179,7 +179,7 @@ class FoldName:
 
 
 def parse_store_segment(name: str) -> StoreSegment | None:
-    """What :attr:`StoreSegment.name` made, or None."""
+    """Parse what :attr:`StoreSegment.name` made; None: it is another name."""
     match = _STORE_SEGMENT.fullmatch(name)
     if match is None:
         return None
@@ -189,7 +189,7 @@ def parse_store_segment(name: str) -> StoreSegment | None:
 
 
 def parse_fold_name(name: str) -> FoldName | None:
-    """What :attr:`FoldName.name` made, or None."""
+    """Parse what :attr:`FoldName.name` made; None: it is another name."""
     match = _FOLD.fullmatch(name)
     found = _fold(match) if match else None
     return found if found is not None and found.name == name else None
@@ -334,12 +334,12 @@ def reading_name(job: bytes, time_ms: int, crc: int) -> str:
 
 
 def is_reading(name: str) -> bool:
-    """Whether :func:`reading_name` made it."""
+    """Tell whether :func:`reading_name` made it."""
     return _READING.fullmatch(name) is not None
 
 
 def is_garbage_list(name: str) -> bool:
-    """Whether :func:`garbage_name` made it."""
+    """Tell whether :func:`garbage_name` made it."""
     return _GARBAGE.fullmatch(name) is not None
 
 
@@ -360,7 +360,7 @@ class SummaryName:
 
 
 def parse_summary_name(name: str) -> SummaryName | None:
-    """What :attr:`SummaryName.name` made, or None."""
+    """Parse what :attr:`SummaryName.name` made; None: it is another name."""
     if (match := _SUMMARY.fullmatch(name)) is None:
         return None
     first, last = (MarkerId(int(match[place]), int(match[place + 1])) for place in (2, 4))
@@ -401,7 +401,7 @@ def copied_log(incarnation: str) -> str:
 
 
 def parse_copy_name(name: str) -> CopyName | None:
-    """What :attr:`CopyName.name` made, or None."""
+    """Parse what :attr:`CopyName.name` made; None: it is another name."""
     match = _COPY.fullmatch(name)
     if match is None:
         return None

@@ -96,7 +96,7 @@ class ShardDigests:
 
 
 def pieces_of(kernels: Sequence[FusedKernel], schema: Schema, blocks_of: BlocksOf) -> list[BlockRows]:
-    """What of some blocks this rank holds: a piece for each shard that HELLO names, in its order.
+    """Return the part of some blocks that this rank holds: a piece for each shard that HELLO names, in its order.
 
     Args:
         kernels: All of this rank.

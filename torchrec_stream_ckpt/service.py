@@ -99,14 +99,14 @@ class Service(ABC):
 
     @abstractmethod
     def _totals(self) -> dict[str, Any]:
-        """What was done, for the last event."""
+        """Sum up what was done, for the last event."""
 
     def _is_last(self) -> bool:
-        """Whether nothing more is to come."""
+        """Tell whether nothing more is to come."""
         return False
 
     def _is_over(self) -> bool:
-        """Whether the round that was just done is the last one, by what it has seen."""
+        """Tell whether the round that was just done is the last one, by what it has seen."""
         return False
 
     def _wait(self, seconds: float) -> None:

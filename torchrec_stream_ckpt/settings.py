@@ -116,7 +116,7 @@ class _Type:
         return " or ".join(words)
 
     def problem(self, value: object) -> bool:
-        """Whether a file may not say this."""
+        """Tell whether a file may not say this."""
         if isinstance(value, bool):
             return not self._bool
         if isinstance(value, int):
@@ -130,7 +130,7 @@ class _Type:
         return not (isinstance(value, dict) and self._table)
 
     def value(self, value: Any) -> Any:
-        """What the setting is, of a value without a problem."""
+        """Convert a value without a problem to that of the setting."""
         if self._may_be_none and value == _NONE:
             return None
         return tuple(value) if isinstance(value, list) else value

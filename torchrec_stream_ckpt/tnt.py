@@ -37,7 +37,7 @@ _TRAINED = "train_progress"
 
 
 def unit_state(unit: Any, model: nn.Module, *, but: Collection[str] = ()) -> dict[str, Any]:
-    """What a unit holds beside model and optimizer, for ``StreamCheckpointer(stateful=...)``.
+    """Collect what a unit holds beside model and optimizer, for ``StreamCheckpointer(stateful=...)``.
 
     Args:
         unit: A ``TrainUnit``, ``AutoUnit`` and the like. Its progress and its learning rate schedules are the same
@@ -68,7 +68,7 @@ def unit_state(unit: Any, model: nn.Module, *, but: Collection[str] = ()) -> dic
 
 
 def _within(module: nn.Module, model: nn.Module) -> bool:
-    """Whether a module is a wrapper of the model, such as DDP: it holds the model's own parameters alone."""
+    """Tell whether a module is a wrapper of the model, such as DDP: it holds the model's own parameters alone."""
     known = {id(each) for each in _tensors(model)}
     return all(id(each) in known for each in _tensors(module))
 

@@ -53,7 +53,7 @@ class KafkaUri:
 
 
 def job_name(uri: str) -> str:
-    """What people call a job: the last part of its log's URI."""
+    """Return the name by which people know a job: the last part of its log's URI."""
     parsed = parse_uri(uri)
     return parsed.job if isinstance(parsed, KafkaUri) else parsed.directory.name
 

@@ -141,7 +141,7 @@ class CollisionMap:
 
 
 def holds_id_maps(module: nn.Module) -> bool:
-    """Whether all of its buffers belong to id maps."""
+    """Tell whether all of its buffers belong to id maps."""
     return type(module) is ShardedManagedCollisionCollection
 
 

@@ -167,7 +167,7 @@ def check_dense(model: nn.Module, optimizers: dict[str, torch.optim.Optimizer]) 
 
 
 def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``state_dict()`` may say more than torch's own does, which is ``state`` and ``param_groups``."""
+    """Tell whether ``state_dict()`` may say more than torch's own does, which is ``state`` and ``param_groups``."""
     versions.DENSE_OPTIMIZER.require(optimizer)
     return (
         any(

@@ -32,12 +32,12 @@ _WRAPPERS = (ShardedFeatureProcessedEmbeddingBagCollection, *COLLISION_WRAPPERS)
 
 
 def is_sharded_embedding(module: nn.Module) -> bool:
-    """Whether it holds tables itself; wrappers around such a module do not."""
+    """Tell whether it holds tables itself; wrappers around such a module do not."""
     return type(module) in _EMBEDDINGS
 
 
 def is_replicated(lookup: nn.Module) -> bool:
-    """Whether the tables of this lookup are under DDP: they are dense state."""
+    """Tell whether the tables of this lookup are under DDP: they are dense state."""
     return isinstance(lookup, DistributedDataParallel)
 
 
@@ -160,7 +160,7 @@ def _check_hook_points(embedding: Any, where: dict[str, str]) -> None:
 
 
 def _check_kernel(tbe: SplitTableBatchedEmbeddingBagsCodegen, where: dict[str, str]) -> FusedOptimizer:
-    """What its optimizer keeps; raises where rows of this kernel could not be captured exactly."""
+    """Return what its optimizer keeps; raises where rows of this kernel could not be captured exactly."""
     kind = describe(tbe)
     if kind is None:
         known = ", ".join(optimizer.name for optimizer in OPTIMIZERS)

@@ -69,12 +69,12 @@ def optimizer_states(name: str) -> tuple[str, ...]:
 
 
 def is_per_row(name: str, state: str) -> bool:
-    """Whether a state of this fused optimizer has one value a row; those of weight decay and bias correction have."""
+    """Tell whether a state of this optimizer has one value a row; those of weight decay and bias correction have."""
     return _PER_ROW.get(name.upper()) == state or state in ("prev_iter", "row_counter")
 
 
 def describe(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> FusedOptimizer | None:
-    """What this kernel's optimizer keeps, with the counters of its weight decay; None: it is not known."""
+    """Return what this kernel's optimizer keeps, with the counters of its weight decay; None: it is not known."""
     known = OPTIMIZERS.get(tbe.optimizer)
     if known is None:
         return None

@@ -36,7 +36,7 @@ TESTED = (Stack("1.6.1", "1.6.0", "2.11.0"), Stack("1.9.2", "1.9.0", "2.14.1"))
 
 
 def installed() -> Stack:
-    """What is imported here, without the local part that names a build (``+cu130``)."""
+    """Return the installed versions, without the local part that names a build (``+cu130``)."""
     modules = (torchrec, fbgemm_gpu, torch)
     return Stack(*(str(getattr(module, "__version__", "unknown")).split("+")[0] for module in modules))
 
@@ -90,7 +90,7 @@ def _gone(what: str, where: dict[str, str]) -> UnsupportedError:
 
 
 def _uses(kind: type, name: str) -> bool:
-    """Whether a method of a class reads, writes or calls ``name``."""
+    """Tell whether a method of a class reads, writes or calls ``name``."""
     return any(
         name in unwrap(member).__code__.co_names
         for base in getmro(kind)

@@ -26,7 +26,7 @@ def walk(optimizer: Any) -> Iterator[Any]:
 
 
 def wrapper_states(optimizer: torch.optim.Optimizer | None) -> list[State]:
-    """What the wrappers keep, in the order of :func:`walk`: the same on every rank and under every plan.
+    """Return the states that the wrappers keep, in the order of :func:`walk`: the same on all ranks, whatever the plan.
 
     A wrapper around ``dmp.fused_optimizer`` has no place for its state in any ``state_dict``.
     """

@@ -59,7 +59,7 @@ class Versions:
         return set().union(*(shards for shards, was, now in pairs if not _same(was, now)))
 
     def told(self) -> None:
-        """What ``changed`` has returned last is known."""
+        """Note that what ``changed`` has returned last is known."""
         self._seen = self._looked
 
 

@@ -39,7 +39,7 @@ class ProcessId:
         return cls(pid, birth) if birth is not None else None
 
     def alive(self) -> bool:
-        """Whether this very process runs."""
+        """Tell whether this very process runs."""
         return birth_of(self.pid) == self.birth
 
     def send(self, signum: signal.Signals) -> bool:
@@ -51,7 +51,7 @@ class ProcessId:
             return True
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it ended within ``timeout_s``; reaps it when it is our child."""
+        """Wait for its end, at most ``timeout_s``, and tell whether it came; reaps it when it is our child."""
         with self._descriptor() as descriptor:
             if descriptor is not None and not select.select([descriptor], [], [], timeout_s)[0]:
                 return False

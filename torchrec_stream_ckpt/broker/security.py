@@ -85,7 +85,7 @@ class Security:
         return self.directory / "clients"
 
     def exists(self) -> bool:
-        """Whether this folder's broker is a secure one."""
+        """Tell whether this folder's broker is a secure one."""
         return self.clients.is_dir()
 
     def options(self, user: str) -> dict[str, str]:
@@ -132,7 +132,7 @@ class Security:
         )
 
     def format_arguments(self) -> list[str]:
-        """What the storage tool is told of the users: the name of a file that holds the arguments."""
+        """Return the arguments that tell the storage tool of the users: the name of a file that holds the arguments."""
         arguments = [
             line
             for user in USERS
@@ -143,7 +143,7 @@ class Security:
         return [f"@{path}"]
 
     def is_new(self) -> bool:
-        """Whether the broker still has to be given its rights."""
+        """Tell whether the broker still has to be given its rights."""
         return (self.directory / "security" / "users.arguments").exists()
 
     def forget_arguments(self) -> None:

@@ -84,7 +84,7 @@ class Capture:
         self._index = self._sender.tables = schema.index()
 
     def begin(self) -> None:
-        """What the tables hold now is what a base, or the parent marker, will say: send only what changes from here."""
+        """Send only what changes from here: a base, or the parent marker, will say what the tables hold now."""
         for kernel, mask in zip(self._kernels, self._masks, strict=True):
             kernel.versions.rebase()
             with kernel.order.reading():
@@ -196,7 +196,7 @@ class Capture:
         return found
 
     def changed(self) -> bool:
-        """Whether any row has changed since it was sent or frozen. On a GPU the host waits."""
+        """Tell whether any row has changed since it was sent or frozen. On a GPU the host waits."""
         self._count_left()
         self.outside.note()
         return any(bool(mask.touched.bits.any()) for mask in self._masks)

@@ -211,7 +211,7 @@ class Oracle:
         return [copy for copies in self._copies.values() for copy in copies]
 
     def compare(self, live_scalars: Sequence[TableScalars]) -> Difference | None:
-        """What the stream says, MARK included, against the live tables and ``live_scalars``; None: the same.
+        """Compare what the stream says, MARK included, with the live tables and ``live_scalars``; None: the same.
 
         After ``hold``: against the tables as they were then.
         """

@@ -97,12 +97,12 @@ class _Prepared:
     """Where the rows go."""
 
     def fits(self, replicated: Tensors) -> bool:
-        """Whether these are the same tensors, by name and shape."""
+        """Tell whether these are the same tensors, by name and shape."""
         here, there = ({name: tensor.shape for name, tensor in each.items()} for each in (self.replicated, replicated))
         return list(here.items()) == list(there.items())
 
     def proof(self, digests: Sequence[Digests]) -> Proof:
-        """What MARK says, from the numbers of each piece."""
+        """Build the proof that MARK carries, from the numbers of each piece."""
         of_shards = [np.empty(0, np.uint64)]
         of_replicated = []
         names = list(self.replicated)

@@ -64,7 +64,7 @@ class Sender:
         ]
 
     def row_bytes(self, position: int) -> int:
-        """What a row of this kernel takes in a frame, at most."""
+        """Return the bytes that a row of this kernel takes in a frame, at most."""
         return max((stager.row_bytes for stager in self.stagers[position]), default=1)
 
     def may_send(self, drain: Drain) -> bool:

@@ -146,7 +146,7 @@ class TouchedRows:
         self.sweep.drained(rows[:count])
 
     def forget(self) -> None:
-        """What has changed so far is sent as it is, or not at all."""
+        """Forget what has changed so far: it is sent as it is, or not at all."""
         self.touched.clear_all()
         self.frozen.clear_all()
 
@@ -170,7 +170,7 @@ class TouchedRows:
     # A cut.
 
     def freeze(self) -> None:
-        """What is touched now belongs to a cut; what is touched from here on does not. The last cut must be over."""
+        """Give what is touched now to a cut, and what is touched from here on to the next; the last must be over."""
         touched, frozen = self._masks
         touched.put_back()
         self._masks = frozen, touched

@@ -142,7 +142,7 @@ def plain(text: str) -> str:
 
 
 def in_words(meta: Mapping[str, object]) -> str:
-    """What was said of a marker, on one line."""
+    """Write what was said of a marker on one line."""
     return ", ".join(f"{name}={value}" for name, value in meta.items())
 
 

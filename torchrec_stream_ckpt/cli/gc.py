@@ -189,7 +189,7 @@ def _run(
 
 
 def _planned(objects: Objects, stock: Stock, rules: GcRules) -> GcPlan:
-    """What a run would do. This one writes nothing, so it cannot ask an object store what its clock shows."""
+    """Plan what a run would do. This one writes nothing, so it cannot ask an object store what its clock shows."""
     clocks = glance_at_clocks(objects, ())
     glances = bool(stands_still(stock.lists, clocks)) and isinstance(objects, KeepsTime)
     if glances:
@@ -215,7 +215,7 @@ def _named(texts: Sequence[str], *, force: bool) -> list[MarkerId | str]:
 
 @contextlib.contextmanager
 def _ways(job: Job | None, access: Access) -> Iterator[Callable[[Stock], WaysBack]]:
-    """What looks for ways back, in the store, in the log, and where the trainer has put dense state."""
+    """Open what looks for ways back, in the store, in the log, and where the trainer has put dense state."""
     with (
         ThreadPoolExecutor(_THREADS) as pool,
         access.kept_dense(job.uri if job is not None else None) as kept,
@@ -235,7 +235,7 @@ def _ways(job: Job | None, access: Access) -> Iterator[Callable[[Stock], WaysBac
 
 
 def _given_up(stock: Stock, named: Sequence[MarkerId | str], ways: WaysBack, *, force: bool) -> Mapping[MarkerId, str]:
-    """What is given up by hand, and why."""
+    """Check the markers that are given up by hand, and return why each may be."""
     markers = [each for each in named if isinstance(each, MarkerId)]
     found = check_given_up(stock, markers, ways, force=force)
     return found | (lost_markers(stock, ways) if _LOST in named else {})

@@ -89,7 +89,7 @@ def list_markers(
 
 
 def _said(job: Job, survey: Survey) -> list[Comparison]:
-    """What the store says of comparisons with proofs; nothing where it does not answer, which each marker says."""
+    """Return what the store says of comparisons with proofs; nothing if it does not answer, which each marker says."""
     try:
         holdings = survey.holdings()
         return list_proved(holdings.catalog.objects, job.lineage.job) if holdings is not None else []
@@ -189,7 +189,7 @@ def _why_not(row: dict[str, Any], no: str) -> str:
 
 
 def _print_newest(job: Job) -> None:
-    """What the list of markers does not show of the newest generation."""
+    """Print what the list of markers does not show of the newest generation."""
     if job.lineage.unsigned:
         console().print(f"{job.lineage.unsigned} records are not signed with the commit key, and do not count")
     newest, marker = job.lineage.newest_generation, job.lineage.commits.newest

@@ -238,7 +238,7 @@ def _before(
 
 
 def _drop_output() -> None:
-    """What is left of the standard output goes nowhere."""
+    """Send what is left of the standard output nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -253,7 +253,7 @@ def materialize_log(
 
 
 def _values(service: MaterializeService, engine: Engine | None) -> Mapping[str, float]:
-    """What the metrics say, by the names of ``METRICS``."""
+    """Return the values of the metrics, by the names of ``METRICS``."""
     scrub = service.scrub
     status, newest, head = service.status, service.status.newest, service.head_marker
     return {
@@ -276,7 +276,7 @@ def _values(service: MaterializeService, engine: Engine | None) -> Mapping[str, 
 
 
 def _proof_values(standing: ProofStanding | None) -> Mapping[str, float]:
-    """What comparisons with proofs say; zeros where there were none."""
+    """Return the metrics of comparisons with proofs; zeros where there were none."""
     now = time.time()
     return {
         "proof_ratio": standing.share if standing is not None else 0.0,

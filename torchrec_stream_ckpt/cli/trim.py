@@ -104,7 +104,7 @@ def _shorten(job: Job) -> tuple[Shortened | None, StreamCkptError | None]:
 
 
 def _check(job: Job, objects: Objects, upto: str, *, verify: bool, dry_run: bool) -> tuple[Synced, list[MarkerId], int]:
-    """What may go, the markers that need not be known any more, and how many bytes were read to know it."""
+    """Return what may go, the markers that need not be known any more, and how many bytes were read to know it."""
     if not job.lineage.commits or not check_store(objects):
         raise MarkerNotFoundError(
             "the store holds no marker of this job",

@@ -38,7 +38,7 @@ def give_variables(command: Any, verb: str) -> Any:
 
 
 def readers_of(variable: str) -> str | None:
-    """What reads a variable of ours that is no setting, in words; None: nothing does."""
+    """Name in words what reads a variable of ours that is not a setting; None: nothing does."""
     from torchrec_stream_ckpt.cli.main import VERBS, app
     from torchrec_stream_ckpt.flags import RUN_FLAGS
 

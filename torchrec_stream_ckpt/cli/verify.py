@@ -77,7 +77,7 @@ def verify_markers(
 
 
 def _take_back(job: Job, found: list[CorruptionError]) -> None:
-    """What gc and trim remember of damaged objects counts no more; a reader without the right to write says so."""
+    """Take back what gc and trim remember of damaged objects; a reader without the right to write says so."""
     if found:
         take_back_if_possible(job.objects, job.lineage.job, found)
 
@@ -158,7 +158,7 @@ def _verify(job: Job, commit: Commit, *, quiet: bool, log_alone: bool) -> Verifi
 
 
 def _compare() -> CompareDense | None:
-    """What reads dense files; None where torch is not installed."""
+    """Import the reader of dense files; None where torch is not installed."""
     if find_spec("torch") is None:
         return None
     from torchrec_stream_ckpt.interchange.dense_proof import compare_dense

@@ -50,7 +50,7 @@ Rate = Annotated[
 
 
 def bytes_per_s(uri: str, rate: float | None) -> float:
-    """What one rank restores in a second: as told, otherwise by the log's scheme."""
+    """Return the bytes that one rank restores in a second: as told, otherwise by the log's scheme."""
     scheme = "file" if isinstance(parse_uri(uri), FileUri) else "kafka"
     return rate * 1e6 if rate is not None else RESTORE_BYTES_PER_S[scheme]
 
@@ -107,7 +107,7 @@ class Watcher:
             return replace(self._last, time_s=now, loss_s=loss_s, alerts=(alert, *kept))
 
     def _holdings(self, job: Job) -> Holdings | None:
-        """What the store holds: listed when there is a new marker, and now and then."""
+        """List what the store holds when there is a new marker, and now and then."""
         newest = job.lineage.newest
         if newest is None:
             return None
@@ -132,7 +132,7 @@ class Watcher:
         return width
 
     def _lost_tail(self) -> str:
-        """What the control partition has lost: looked for now and then."""
+        """Look now and then for what the control partition has lost."""
         when, lost = self._lost
         if time.monotonic() - when > _GAP_EVERY_S:
             with contextlib.suppress(StreamCkptError):  # a store that does not answer is told by the other looks
@@ -142,7 +142,7 @@ class Watcher:
         return lost
 
     def _lacks(self, job: Job) -> str:
-        """What the newest marker lacks: looked for when it is new, and now and then."""
+        """Look for what the newest marker lacks when it is new, and now and then."""
         newest = job.lineage.newest
         if newest is None:
             return ""

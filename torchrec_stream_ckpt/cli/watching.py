@@ -63,7 +63,7 @@ def _head(uri: str, seen: Look) -> RenderableType:
 
 
 def facts(seen: Look) -> list[tuple[str, str]]:
-    """What stands above the tables: name, value."""
+    """Return the (name, value) pairs above the tables."""
     newest, restore, backlog = seen.newest, seen.restore, seen.backlog
     what = (
         f"{seen.world} {'rank' if seen.world == 1 else 'ranks'}"
@@ -88,7 +88,7 @@ def facts(seen: Look) -> list[tuple[str, str]]:
 
 
 def remarks(seen: Look) -> list[tuple[str, str]]:
-    """What takes a line of its own: name, value."""
+    """Return the (name, value) pairs that take a line each."""
     said = _said(seen)
     return [
         *([("ended", seen.ended.said(seen.time_s))] if seen.ended is not None else []),

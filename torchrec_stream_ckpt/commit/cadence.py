@@ -228,7 +228,7 @@ class Cadence:
 
 
 def _done(work: dist.Work, seconds: float) -> bool:
-    """Whether a collective ends within ``seconds``."""
+    """Wait ``seconds`` for a collective, and tell whether it has ended."""
     ends = time.monotonic() + seconds
     pause = 0.00002
     while not work.is_completed():

@@ -264,7 +264,7 @@ class Coordinator:
         failpoint("commit.told")
 
     def _agree(self, cut: CutOrder, phase: int, value: T, deadline: float) -> list[T]:
-        """What each rank says in one phase of a marker; a later phase may wait a little longer than the one before."""
+        """Gather what each rank says in one phase of a marker; a later phase may wait a little longer."""
         bound_s = _left_s(deadline) + PHASE_S * phase
         return self._team.agree((cut.marker, phase), value, bound_s, f"marker {cut.marker} ({PHASES[phase]})")
 
@@ -434,7 +434,7 @@ class Coordinator:
 
 
 def _with_event_time(meta: Meta, votes: Sequence[MarkerVote]) -> Meta:
-    """What is said of a marker, with the event time up to which all ranks have trained, unless the user says that."""
+    """Return the metadata of a marker, with the event time to which all ranks have trained unless the user says it."""
     times = [vote.event_s for vote in votes if vote.event_s is not None]
     if len(times) < len(votes) or EVENT_S in dict(meta):
         return meta

@@ -118,7 +118,7 @@ def blob(value: object) -> torch.Tensor:
 
 
 def unblob(saved: torch.Tensor) -> Any:
-    """What :func:`blob` was given. A pickle, vouched for by the digest in COMMIT."""
+    """Decode what :func:`blob` was given. A pickle, vouched for by the digest in COMMIT."""
     return torch.load(io.BytesIO(saved.numpy().tobytes()), map_location="cpu", weights_only=False)
 
 
@@ -128,7 +128,7 @@ def json_blob(value: object) -> torch.Tensor:
 
 
 def read_json(saved: torch.Tensor) -> Any:
-    """What :func:`json_blob` was given."""
+    """Decode what :func:`json_blob` was given."""
     return json.loads(saved.numpy().tobytes())
 
 

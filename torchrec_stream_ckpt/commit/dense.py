@@ -218,7 +218,7 @@ class DenseState:
         )
 
     def _blobs(self, buffers: dict[str, Any]) -> dict[str, Any]:
-        """What is no tensor of the model or of an optimizer, as bytes of their own."""
+        """Encode what is not a tensor of the model or of an optimizer."""
         state: dict[str, Any] = {
             f"rank{self._rank}.random": blob(random_state()),
             f"rank{self._rank}.buffers": blob(buffers),
@@ -307,7 +307,7 @@ class DenseState:
             )
 
     def _imported(self) -> dict[str, Any]:
-        """What an imported marker has of the model."""
+        """Return what an imported marker has of the model."""
         return {f"model.{name}": value for name, value in self._view().state_dict().items()}
 
     def load(self, path: Path, world: int, match: Match | None = None) -> Callable[[], None]:

@@ -162,7 +162,7 @@ def newest_held(log_: Log, control: Control, claim: Claim) -> MarkerId | None:
 
 
 def _spans(claim: Claim, ends: Sequence[RankEnd], lineage: Lineage, older: Older) -> list[LogSpan]:
-    """What is looked at before a marker with these ends exists, less what was trimmed on purpose."""
+    """Return the spans to look at before a marker with these ends exists, less what was trimmed on purpose."""
     return [*lineage.spans(claim.generation, ends), *older.spans(lineage, claim.parent)]
 
 

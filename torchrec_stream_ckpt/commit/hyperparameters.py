@@ -82,7 +82,7 @@ def given(kernels: Iterable[FusedKernel], optimizers: Mapping[str, torch.optim.O
 
 
 def told(code: Mapping[str, str], marker: Mapping[str, str]) -> str:
-    """What differs, both values each; empty if nothing does."""
+    """Describe what differs, with both values each; empty if nothing does."""
     different = [name for name in sorted(code) if name in marker and code[name] != marker[name]]
     return "; ".join(f"{name} {marker[name]}, not {code[name]}" for name in different)
 

@@ -47,7 +47,7 @@ class Match:
 
     @classmethod
     def of(cls, tables: Evolution, dense: DenseEvolution) -> Match:
-        """What comes to a model that has changed."""
+        """Join what becomes of a marker's tables and of its dense state."""
         states: dict[str, dict[str, tuple[str, str]]] = {
             each.key: {} for each in dense.optimizers if each.label != DROPPED
         }

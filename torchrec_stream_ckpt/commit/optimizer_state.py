@@ -268,7 +268,7 @@ def check(optimizers: Optimizers, saved: Mapping[str, OptimizerState], names: Ma
 
 
 def _keeps_together(optimizer: torch.optim.Optimizer, saved: OptimizerState) -> bool:
-    """Whether there is state that belongs to no parameter alone. That of LBFGS is below its first one."""
+    """Tell whether there is state that belongs to no parameter alone. That of LBFGS is below its first one."""
     return saved.own is not None or bool(saved.other) or isinstance(optimizer, torch.optim.LBFGS)
 
 
@@ -279,7 +279,7 @@ def matched(
     groups: Mapping[str, Sequence[int | None]],
     names: Mapping[int, str],
 ) -> dict[str, OptimizerState]:
-    """What of a marker's optimizers goes on in a changed model, by the names of this one.
+    """Match a marker's optimizers with those of a changed model, by the names of this one.
 
     Args:
         optimizers: The live ones.

@@ -51,7 +51,7 @@ class DrainInterval:
         return self._since >= self.steps and ring_used <= _MUCH
 
     def drained(self, ring_filled: float, rows_changed: float) -> None:
-        """What the drain found.
+        """Note what the drain found.
 
         Args:
             ring_filled: What it has sent, as a part of the ring.
@@ -183,7 +183,7 @@ class Account:
             yield
 
     def marker_affordable(self) -> bool:
-        """Whether all is paid, and the next one as well: by the cheaper of the last two, so that one that was slow by
+        """Tell whether all is paid, and the next one too: by the cheaper of the last two, so that one that was slow by
         chance is not paid twice."""
         return self._credit_s >= min(self._marker_s, self._marker_before_s)
 

@@ -32,7 +32,7 @@ def owners(tensors: Tensors, world: int) -> dict[str, int]:
 
 
 def listing(tensors: Tensors, places: Mapping[str, str], frozen: Collection[str]) -> tuple[str, ...]:
-    """What :func:`owners` looks at, and what has to be the same on all ranks.
+    """Return what :func:`owners` looks at, and what has to be the same on all ranks.
 
     Args:
         tensors: What each rank holds a copy of.
@@ -94,7 +94,7 @@ class CopyMemory:
         return dict(self._kept)
 
     def holds(self, tensors: Tensors) -> bool:
-        """Whether these are bit for bit what was copied last, and all of it."""
+        """Tell whether these are bit for bit what was copied last, and all of it."""
         return self._kept.keys() == tensors.keys() and all(
             _same(self._kept[name], tensor) for name, tensor in tensors.items()
         )

@@ -150,7 +150,7 @@ def no_tensor(_: torch.Tensor, place: str) -> str:
 
 
 def decode(saved: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """What :func:`encode` was given; ``tensor`` returns the one of an entry.
+    """Decode what :func:`encode` was given; ``tensor`` returns the one of an entry.
 
     Raises:
         CorruptionError: it is not of the kinds above.

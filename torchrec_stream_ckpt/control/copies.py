@@ -152,7 +152,7 @@ class Copies:
         return self._known_log
 
     def _is_there(self, name: CopyName) -> bool:
-        """Whether the last record of an object stands in the control partition, where it stood."""
+        """Tell whether the last record of an object stands in the control partition, where it stood."""
         try:
             offset, record = next(self._reread(name.last), (-1, b""))
         except PrunedError:

@@ -28,7 +28,7 @@ class Older:
         self._next = 0
 
     def spans(self, lineage: Lineage, parent: MarkerId | None) -> tuple[LogSpan, ...]:
-        """What is looked at this time, less what was trimmed on purpose. The same until :meth:`turn`."""
+        """Return the spans to look at this time, less what was trimmed on purpose. The same until :meth:`turn`."""
         self._find(lineage, parent)
         return self._edges + self._rest[self._next : self._next + EACH_TIME]
 

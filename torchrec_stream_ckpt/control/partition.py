@@ -134,7 +134,7 @@ class Control:
             raise lost
 
     def lost_tail(self, copies: tuple[Objects, str] | None = None) -> CorruptionError | None:
-        """What the second copy knows that the control partition has no longer; None for nothing.
+        """Return what the second copy knows that the control partition has no longer; None for nothing.
 
         Args:
             copies: Where it is, and the URI of the log; None: where this one keeps it.
@@ -332,7 +332,7 @@ class Control:
                 time.sleep(_RETRY_S)
 
     def _is_there(self, commit: Commit) -> bool:
-        """Whether the marker exists, read from the log; raises when it cannot exist any more."""
+        """Tell whether the marker exists, read from the log; raises when it cannot exist any more."""
         lineage = self.refresh()
         if commit.id in lineage.commits and lineage.claims[commit.generation].nonce == commit.nonce:
             return True
@@ -363,7 +363,7 @@ def _gave_up(commit: Commit, sent: bool, failure: str) -> CommitUnknownError | M
 
 
 def _hint(uri: FileUri | KafkaUri, copies: tuple[Objects, str] | None) -> str:
-    """What to do where a control record is damaged."""
+    """Return the hint where a control record is damaged."""
     store = (
         copies[0].url
         if copies is not None

@@ -56,7 +56,7 @@ class Records:
         return self._log.read_control(start, garbage=self.signs)
 
     def frame_of(self, record: Record) -> bytes:
-        """What to append of a new record: with a signature, if there is a commit key."""
+        """Return the frame to append of a new record: with a signature, if there is a commit key."""
         return (self._key.sign(record) if self._key else record).to_frame()
 
     def genuine(self, record: bytes, job: bytes | None = None) -> ControlRecord | None:
@@ -69,7 +69,7 @@ class Records:
         return parsed if genuine and job in (None, parsed.job) else None
 
     def whole(self, read: Callable[[int], T]) -> T:
-        """What ``read`` makes of the partition from its base on, while others may delete more of it."""
+        """Return what ``read`` makes of the partition from its base on, while others may delete more of it."""
         for attempt in count(1):
             try:
                 return read(self._log.control_base())
@@ -175,7 +175,7 @@ def place_of(offset: int, crc: int) -> Place:
 
 
 def _generation_of(record: bytes) -> int:
-    """What the header says, 0 if it is none."""
+    """Read the generation in a header; 0 if it is not one."""
     try:
         return parse_header(record).generation
     except CorruptionError:

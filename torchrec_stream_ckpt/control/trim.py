@@ -132,7 +132,7 @@ def _furthest(*markers: Iterable[MarkerId]) -> dict[int, MarkerId]:
 
 
 def _said(lineage: Lineage, trim: Trim) -> bool:
-    """Whether the control partition says all of that already, or more."""
+    """Tell whether the control partition says all of that already, or more."""
     if trim.given_up:  # they are there
         return False
     for marker in trim.markers:
@@ -144,7 +144,7 @@ def _said(lineage: Lineage, trim: Trim) -> bool:
 
 
 def trim_range(lineage: Lineage, reach: Mapping[int, MarkerId], incarnation: Incarnation) -> TrimRange:
-    """What is no longer needed once the streams up to ``reach`` are elsewhere.
+    """Return what is no longer needed once the streams up to ``reach`` are elsewhere.
 
     Args:
         lineage: The control partition.

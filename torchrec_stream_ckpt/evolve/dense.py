@@ -25,7 +25,7 @@ _PLAIN = re.compile(r"[\w.]+")
 
 
 def resolve_dense(saved: ModelSchema, here: ModelSchema, changes: Changes = NO_CHANGES) -> DenseEvolution:
-    """What becomes of each dense parameter, of the state of each dense optimizer, and of the user's objects.
+    """Find what becomes of each dense parameter, of the state of each dense optimizer, and of the user's objects.
 
     Args:
         saved: What the marker holds; its tables are not looked at.
@@ -73,7 +73,7 @@ class _Entries:
         """For each parameter of this model that is one of the marker's, whatever its shape, its name there."""
 
     def outcomes(self) -> tuple[DenseOutcome, ...]:
-        """What becomes of each."""
+        """Return what becomes of each."""
         found, reshaped = [], self._declared.reshaped
         for name, entry in self._here.items():
             source = self.sources.get(name)
@@ -227,7 +227,7 @@ class _Optimizers:
         return StateOutcome(optimizer.key, name, source, EXACT if stays else FRESH)
 
     def outcomes(self) -> tuple[OptimizerOutcome, ...]:
-        """What becomes of each optimizer."""
+        """Return what becomes of each optimizer."""
         gone = [each for key, each in self._saved.items() if key not in self._here]
         for each in gone:
             declared = self._declared.get(each.key)

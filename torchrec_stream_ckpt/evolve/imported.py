@@ -50,7 +50,7 @@ class ImportedOptimizers:
         )
 
     def states(self) -> tuple[StateOutcome, ...]:
-        """What becomes of the state of each parameter."""
+        """Return what becomes of the state of each parameter."""
         self._check_names()
         return tuple(
             outcome for each in self._here.values() for outcome in self._of(each, anew=self._declared.get(each.key))

@@ -123,5 +123,5 @@ class Evolution:
         return not self.swept and all(table.name == table.saved_name for table in self.tables)
 
     def of(self, index: int) -> TableOutcome:
-        """What becomes of the table at an index of :attr:`schema`."""
+        """Return what becomes of the table at an index of :attr:`schema`."""
         return next(table for table in self.tables if table.index == index)

@@ -42,6 +42,6 @@ def _data_parallel(one: ModelSchema, other: ModelSchema) -> Iterator[str]:
 
 
 def _weights(table: str) -> Iterable[str]:
-    """What the weights of a data-parallel table are called among dense parameters."""
+    """Return what the weights of a data-parallel table are called among dense parameters."""
     module, _, name = table.rpartition(".")
     return (".".join(filter(None, (module, below, name, "weight"))) for below in _BELOW)

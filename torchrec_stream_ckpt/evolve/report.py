@@ -121,7 +121,7 @@ def _table(outcome: TableOutcome) -> EvolvedPart:
 
 
 def _said(outcome: TableOutcome) -> Iterator[str]:
-    """What is other than in the marker."""
+    """Yield what is other than in the marker."""
     old, new = outcome.saved_spec, outcome.spec
     if old is None or new is None:
         yield DROPPED if new is None else "added"

@@ -26,7 +26,7 @@ def resolve(
     *,
     trained_rows: TrainedRows | None = None,
 ) -> Evolution:
-    """What becomes of each table of a marker.
+    """Find what becomes of each table of a marker.
 
     Args:
         saved: Schema of the marker.
@@ -310,7 +310,7 @@ def _state_label(old: TableSpec, new: TableSpec, position: int, source: int | No
 
 
 def _outside(ids: IdMap, old: int, new: int) -> list[str]:
-    """What of an id map lies outside of the tables."""
+    """Name the ids of a map that lie outside of the tables."""
     sides = (("old", ids.old_ids, old, "the marker"), ("new", ids.new_ids, new, "this model"))
     found = ((side, each[each >= rows], rows, where) for side, each, rows, where in sides)
     return [

@@ -169,7 +169,7 @@ def _read_csv(path: Path) -> tuple[Any, Any]:
 
 
 def _is_header(line: str) -> bool:
-    """Whether a line names two columns. What is near a pair, such as ``x1,2`` or ``nan,2``, is no header."""
+    """Tell whether a line names two columns. What is near a pair, such as ``x1,2`` or ``nan,2``, is no header."""
     names = [each.strip() for each in line.split(",")]
     return len(names) == 2 and all(_NAME.fullmatch(each) and each.lower() not in _NO_NUMBERS for each in names)
 
@@ -201,7 +201,7 @@ class RowMap:
 
     @staticmethod
     def of(ids: IdMap) -> RowMap:
-        """What an id map says; pairs of an id and itself, from 0 on without a gap, are the identity."""
+        """Make the row map of an id map; pairs of an id and itself, from 0 on without a gap, are the identity."""
         count = len(ids)
         plain = np.array_equal(ids.old_ids, ids.new_ids) and np.array_equal(ids.old_ids, np.arange(count))
         return RowMap(count) if plain else RowMap(count, ids.old_ids, ids.new_ids)

@@ -22,7 +22,7 @@ def map_file(ids: IdMap) -> str:
 
 
 def unsaved(ids: IdMap) -> bool:
-    """Whether text can only name a file of it that nobody has written."""
+    """Tell whether text can only name a file of it that nobody has written."""
     return ids.path is None and len(ids) > MOST_PAIRS
 
 
@@ -56,7 +56,7 @@ def _said(value: Any) -> dict[str, Any]:
 
 
 def is_said(value: Any, name: str) -> bool:
-    """Whether a field is not as it is where nothing is said."""
+    """Tell whether a field is not as it is where nothing is said."""
     found = getattr(value, name)
     return any(is_said(found, each.name) for each in fields(found)) if name == "dense" else found not in _UNSAID
 

@@ -17,7 +17,7 @@ _MAX_BYTES = 64 * 2**20
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """What a wrong name may have meant, in words; empty if nothing is near."""
+    """Name in words what a wrong name may have meant; empty if nothing is near."""
     names = sorted(set(known))
     ends = [each for each in names if name and each.endswith(f".{name}")]  # a table's own name is given, not its path
     found = ends[:3] or difflib.get_close_matches(name, names, 3, 0.6)
@@ -89,7 +89,7 @@ class _Reader:
                 self.problems.append(f"[{section}] {name}.{next(iter(value), '')}: a name with dots stands in quotes")
 
     def made(self, make: Callable[[], T], where: str) -> T | None:
-        """What ``make`` returns; None if it refuses, which is noted."""
+        """Call ``make`` and return its result; None if it refuses, which is noted."""
         try:
             return make()
         except ChangesError as error:

@@ -46,7 +46,7 @@ def evolve(
     again: bool = False,
     imported: States | None = None,
 ) -> ModelEvolution:
-    """What becomes of a marker in a model.
+    """Find what becomes of a marker in a model.
 
     Args:
         saved: What the marker holds; its tables by index, tombstones included.

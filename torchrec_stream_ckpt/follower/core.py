@@ -82,7 +82,7 @@ class Follower:
         return self._source.job.uri
 
     def wants(self, table: TableSpec) -> bool:
-        """Whether a table is one of those that were asked for."""
+        """Tell whether a table is one of those that were asked for."""
         return self._source.wants(table)
 
     def load_anew(self, why: str) -> None:
@@ -105,7 +105,7 @@ class Follower:
     def updates(
         self, timeout_s: float | None = None, *, once: bool = False, until_closed: bool = False
     ) -> Iterator[Update]:
-        """What changes, one update after the other. An update counts as applied once the next one is asked for; one
+        """Yield what changes, one update after the other. An update counts as applied once the next is asked for; one
         at which the loop was left, or that could not be read, comes again, as a whole.
 
         Args:
@@ -215,7 +215,7 @@ class Follower:
         return changed
 
     def _go_on(self, lineage: Lineage, start: MarkerId, target: Commit, schema: Schema) -> Generator[Update, None, str]:
-        """What was sent between two markers: from the log, else from a store. Returns why not, empty when it did."""
+        """Yield what was sent between two markers: from the log, or from a store. Returns why not; empty: it did."""
         why = ""
         for stored in (False, True):
             with contextlib.ExitStack() as stack:
@@ -247,7 +247,7 @@ class Follower:
             yield update
 
     def _read_on(self, lineage: Lineage, at: Commit) -> Update | None:
-        """What the tail has to give now."""
+        """Read what the tail has to give now."""
         assert self._tail is not None
         rows = self._tail.read()
         schema = lineage.claims[at.generation].schema

@@ -40,7 +40,7 @@ class Doubts:
             self._cells[key] = np.ones((each.end - each.begin, table.dim), np.bool_)
 
     def has(self, found: Iterable[UnprovedBlock]) -> bool:
-        """Whether all of these blocks are in doubt already."""
+        """Tell whether all of these blocks are in doubt already."""
         return all((each.table, each.begin // BLOCK_ROWS) in self._named for each in found)
 
     def sent(self, changed: Changed) -> None:

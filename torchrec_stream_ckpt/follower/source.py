@@ -156,7 +156,7 @@ class FollowedJob:
 
     @contextlib.contextmanager
     def since(self, lineage: Lineage, start: MarkerId, commit: Commit, *, stored: bool) -> Iterator[Delivered]:
-        """What was sent behind a marker on the path to another one. The log is read, and checked, before it yields.
+        """Yield what was sent after a marker on the path to another one. The log is read and checked before it yields.
 
         Args:
             lineage: The control partition.
@@ -222,7 +222,7 @@ class FollowedJob:
             yield Changed(reader.spec, col0, ids, window.weights[places, columns], states)
 
     def _sent(self, rows: MarkerRows) -> Iterator[Changed]:
-        """What was sent, oldest first."""
+        """Yield what was sent, oldest first."""
         for entry, view in rows.sent(self._wanted(rows.schema)):
             yield self.changed(rows.schema.tables[entry.table], entry.col0, view)
 
@@ -234,7 +234,7 @@ class FollowedJob:
 
 
 def _proof(rows: MarkerRows) -> WeightProof | None:
-    """What a marker proves of its weights."""
+    """Return the proof that a marker has of its weights."""
     return WeightProof.of(rows.marker, rows.schema, rows.said())
 
 

@@ -99,7 +99,7 @@ class Outages:
 
 
 def values_of(stats: FollowStats) -> Mapping[str, float]:
-    """What metrics say, by the names of ``FOLLOWER_METRICS``."""
+    """Return the values of metrics, by the names of ``FOLLOWER_METRICS``."""
     at = stats.marker
     return {
         "markers": stats.markers,

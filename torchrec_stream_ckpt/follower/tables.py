@@ -337,7 +337,7 @@ class FollowedTables:
             log.error("%s: %s", what, refusal(doubted, update.marker).headline)
 
     def _compare(self, proof: WeightProof, table: TableSpec) -> Compared:
-        """What came of the blocks of one table that are held whole."""
+        """Compare the blocks of one table that are held whole."""
         first, rows = self.rows_of(table)
         tensor = self._tensors[table.name]
 

@@ -63,12 +63,12 @@ class Tail:
         return self._at.id == commit.id
 
     def is_over(self, lineage: Lineage) -> bool:
-        """Whether it has ended, or a newer one has been claimed: nothing more of it will be committed."""
+        """Tell whether it has ended, or a newer one has been claimed: nothing more of it will be committed."""
         generation = self._claim.generation
         return lineage.newest_generation != generation or generation in lineage.ends
 
     def reaches(self, commit: Commit) -> bool:
-        """Whether all rows of a marker have been handed out by this tail, and are those that it commits."""
+        """Tell whether all rows of a marker have been handed out by this tail, and are those that it commits."""
         return commit.generation == self._claim.generation and all(
             self._streams[end.rank].marks.get(end.frames - 1) == end.chain for end in commit.ranks
         )
@@ -109,7 +109,7 @@ class Tail:
         return [(header.table, header.col0, view) for _, header, view in self._pending if view is not None]
 
     def _check_end(self, partition: int, streams: Mapping[int, _Stream], end: int) -> None:
-        """What was read is there: a log that has lost its tail may grow past it again with something else."""
+        """See that what was read is there: a log that has lost its tail may grow past it again with something else."""
         reach = max(stream.offset for stream in streams.values())
         if end < reach or (end == reach and any(stream.has_read for stream in streams.values())):
             raise StreamLostError(
@@ -125,7 +125,7 @@ class Tail:
         return bool(self._pending)
 
     def taken(self) -> None:
-        """What :meth:`read` has given is applied."""
+        """Note that what :meth:`read` has given is applied."""
         for rank, header, view in self._pending:
             stream = self._streams[rank]
             stream.seq, stream.chain = header.seq + 1, header.header_crc

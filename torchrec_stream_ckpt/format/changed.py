@@ -51,7 +51,7 @@ class ClaimChanges:
 
     @classmethod
     def of_several(cls, made: Sequence[ClaimChanges]) -> ClaimChanges | None:
-        """What one CLAIM says of changes that were made one after the other.
+        """Join changes that were made one after the other, as one CLAIM says them.
 
         Args:
             made: The newest first; none: None comes back.
@@ -106,7 +106,7 @@ class TableChange(Enum):
 
 
 def goes_on(before: TableSpec, now: TableSpec) -> bool:
-    """Whether two tables at one index of a lineage are the same one, whatever its name: its rows stay deltas."""
+    """Tell whether two tables at one index of a lineage are the same one, whatever its name: its rows stay deltas."""
     if before.dropped or now.dropped:
         return False
     if before.id is None or now.id is None:  # before version 2: the name is the id
@@ -138,7 +138,7 @@ def changes_of(parent: Schema, schema: Schema) -> list[tuple[TableChange, TableS
 
 
 def differences(before: TableSpec, now: TableSpec) -> str:
-    """What two tables do not have in common, in words: ``rows 10 -> 20, dim 4 -> 8``; empty: nothing but the name."""
+    """Return in words how two tables differ: ``rows 10 -> 20, dim 4 -> 8``; empty: in nothing but the name."""
     said = [
         f"{name} {_short(one)} -> {_short(other)}"
         for name in ("rows", "dim", "dtype", "optimizer", "states")
@@ -157,7 +157,7 @@ def _short(value: object) -> str:
 
 
 def in_words(parent: Schema, schema: Schema) -> list[str]:
-    """What became of the tables of a generation's parent, a table a line: ``t_user: rows 10 -> 20``."""
+    """Return what became of the tables of a generation's parent, a table a line: ``t_user: rows 10 -> 20``."""
     lines = []
     for what, before, now in changes_of(parent, schema):
         if what is TableChange.RENAMED:

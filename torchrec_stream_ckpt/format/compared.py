@@ -45,7 +45,7 @@ class Comparison:
 
     @classmethod
     def parse(cls, name: str) -> Comparison | None:
-        """What :attr:`name` made, or None."""
+        """Parse what :attr:`name` made; None: it is another name."""
         of = parse_proved_name(name)
         match = _SAID.fullmatch(of[2]) if of is not None else None
         if of is None or match is None:

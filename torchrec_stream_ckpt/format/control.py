@@ -174,7 +174,7 @@ class Claim(Record):
         return claim
 
     def _check(self) -> None:
-        """What it leaves to another CLAIM it does not say itself."""
+        """See that it does not say itself what it leaves to another CLAIM."""
         if self.same_schema is not None and self.schema.tables:
             raise CorruptionError("CLAIM has both tables and same_schema")
         if self.same_layout is not None and self.layout is not None:
@@ -415,7 +415,7 @@ def _check_place(what: str, place: str) -> None:
 
 
 def _check_places(commit: Commit) -> None:
-    """What names a place on a disk can name no other than it seems to."""
+    """See that what names a place on a disk can name no other than it seems to."""
     _check_place("COMMIT.store", commit.store)
     _check_place("COMMIT.dense", commit.dense)
     check_files(commit.dense_files, "COMMIT.dense_files")

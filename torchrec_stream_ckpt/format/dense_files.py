@@ -74,7 +74,7 @@ def whole(said: DenseList | None, files: Sequence[DenseFile]) -> tuple[DenseFile
 
 
 def agree(said: DenseList, sizes: Mapping[str, int]) -> bool:
-    """Whether a directory has the list and what it lists, as far as the number and lengths of its files tell."""
+    """Tell whether a directory has the list and what it lists, as far as the number and lengths of its files tell."""
     others = [size for name, size in sizes.items() if name != LIST_NAME]
     return sizes.get(LIST_NAME) == said.list_bytes and (len(others), sum(others)) == (said.files, said.num_bytes)
 
@@ -114,5 +114,5 @@ def check_files(files: Sequence[DenseFile], what: str) -> None:
 
 
 def altered(where: str, found: int, file: DenseFile) -> str:
-    """What to say of a dense file that has another length than was committed."""
+    """Say in words that a dense file has another length than was committed."""
     return f"dense state was altered: {where} has {found} bytes, {file.num_bytes} were committed"

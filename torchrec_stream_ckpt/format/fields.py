@@ -95,7 +95,7 @@ class Fields:
         return RankEnds.of(self.each(name, RankEnd))
 
     def dense_list(self, name: str) -> DenseList | None:
-        """What a COMMIT says of a list of dense files; None where it is left out."""
+        """Read a COMMIT's field about a list of dense files; None where it is left out."""
         return _record(self._raw[name], DenseList, f"{self._what}.{name}") if name in self._raw else None
 
     def proof(self) -> Proof | None:
@@ -123,7 +123,7 @@ class Fields:
         return self.meta(name) if name in self._raw else None
 
     def changed(self, name: str) -> ClaimChanges | None:
-        """What a CLAIM says of a change of the model; None where it is left out."""
+        """Read a CLAIM's field about a change of the model; None where it is left out."""
         if name not in self._raw:
             return None
         changed = _changes(self._raw[name], f"{self._what}.{name}")

@@ -47,7 +47,7 @@ class Folded:
 
 
 def body_of(lineage: Lineage) -> bytes:
-    """What a snapshot of this lineage carries: a line of JSON, then frames, one after the other."""
+    """Encode a lineage as the body of a snapshot: a line of JSON, then frames, one after the other."""
     given_up: dict[str, list[int]] = {}
     for marker in sorted(lineage.given_up):
         given_up.setdefault(str(marker.generation), []).append(marker.marker)
@@ -174,7 +174,7 @@ class _Ahead:
         return record
 
     def stands(self, part: Snapshot, base: int) -> bool:
-        """Whether the last record that a snapshot covers is the one that stands there.
+        """Tell whether the last record that a snapshot covers is the one that stands there.
 
         Raises:
             CorruptionError: it is not, and what was before ``base`` is known from snapshots alone.
@@ -197,7 +197,7 @@ class _Ahead:
 
 
 def is_snapshot(record: bytes) -> bool:
-    """Whether a record says that it is a part of a snapshot: damaged or not, it decides nothing."""
+    """Tell whether a record says that it is a part of a snapshot: damaged or not, it decides nothing."""
     if record[8:9] != _SNAPSHOT:
         return False
     try:

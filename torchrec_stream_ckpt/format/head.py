@@ -79,7 +79,7 @@ class HeadState:
         return tuple((each.table, each.col0, each.cols) for each in self.slices)
 
     def same_image(self, other: HeadState) -> bool:
-        """Whether both hold the same rows, cut in the same way."""
+        """Tell whether both hold the same rows, cut in the same way."""
         return self.commit == other.commit and self.columns == other.columns
 
     def to_bytes(self) -> bytes:
@@ -195,7 +195,7 @@ def head_slice_name(table: int, col0: int) -> str:
 
 
 def parse_head_slice(name: str) -> tuple[int, int] | None:
-    """What :func:`head_slice_name` was given, or None."""
+    """Parse what :func:`head_slice_name` made; None: it is another name."""
     match = _SLICE.fullmatch(name)
     found = (int(match[1]), int(match[2])) if match else None
     return found if found and head_slice_name(*found) == name else None

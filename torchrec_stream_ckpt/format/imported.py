@@ -17,7 +17,7 @@ def import_nonce() -> str:
 
 
 def is_import(claim: Claim) -> bool:
-    """Whether an import has opened this generation."""
+    """Tell whether an import has opened this generation."""
     return claim.nonce.startswith(_NONCE)
 
 
@@ -33,7 +33,7 @@ def unfinished_import(lineage: Lineage) -> int | None:
 
 
 def check_may_import(lineage: Lineage, uri: str) -> int | None:
-    """Whether an import may begin in a log: it is empty, or holds nothing but imports that have not ended.
+    """See that an import may begin in a log: it is empty, or holds nothing but imports that have not ended.
 
     Args:
         lineage: The log's.

@@ -49,7 +49,7 @@ class Interval:
 
 
 def intervals_of(claim: Claim, commit: Commit, previous: Commit | None) -> Iterator[Interval]:
-    """What each rank sent between two markers of a generation; from its HELLO on where there is no ``previous``."""
+    """Yield the interval of each rank between two markers of a generation; without ``previous``, from its HELLO on."""
     for end in commit.ranks:
         yield Interval(claim, commit, end, previous.ranks[end.rank] if previous is not None else None)
 
@@ -75,6 +75,6 @@ def generations(
 
 
 def intervals(lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None) -> Iterator[Interval]:
-    """What the log has to give for a marker, in the order of its path: all ranks of these :func:`generations`."""
+    """Yield the intervals that the log has to give for a marker, in the order of its path, of all ranks."""
     for commit, previous in generations(lineage, marker, reach):
         yield from intervals_of(lineage.claims[commit.generation], commit, previous)

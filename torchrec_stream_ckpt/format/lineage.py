@@ -176,7 +176,7 @@ class Lineage:
         return way[::-1]
 
     def changes_made(self, marker: MarkerId) -> list[ClaimChanges]:
-        """What the changed generations on the path to ``marker`` were told, the newest first."""
+        """Return what the changed generations on the path to ``marker`` were told, the newest first."""
         return told_to(self, self.claims[self.way(marker)[-1].generation])
 
     def previous(self, marker: MarkerId) -> MarkerId | None:
@@ -214,7 +214,7 @@ class Lineage:
     def spans(
         self, generation: int, ranks: Iterable[RankEnd], reach: Mapping[int, MarkerId] | None = None
     ) -> list[LogSpan]:
-        """What the log has to hold of the streams of one generation up to ``ranks``; none of those that it need not.
+        """Return the spans that the log has to hold of the streams of one generation up to ``ranks``.
 
         Args:
             generation: Whose streams.
@@ -327,7 +327,7 @@ def notes_of(lineage: Lineage, marker: MarkerId) -> tuple[Note, ...]:
 
 
 def knows(lineage: Lineage, record: ControlRecord) -> bool:
-    """Whether a lineage says what the record says."""
+    """Tell whether a lineage says what the record says."""
     if isinstance(record, Claim):
         return lineage.claims.get(record.generation) == record
     if isinstance(record, Commit):
@@ -342,13 +342,13 @@ def knows(lineage: Lineage, record: ControlRecord) -> bool:
 
 
 def changed_tables(lineage: Lineage, claim: Claim) -> list[str]:
-    """What became of the tables of a generation's parent, a table a line; nothing where they are the same."""
+    """Return what became of the tables of a generation's parent, a table a line; nothing where they are the same."""
     parent = lineage.claims.get(claim.parent.generation) if claim.parent is not None else None
     return in_words(parent.schema, claim.schema) if parent is not None else []
 
 
 def told_to(lineage: Lineage, claim: Claim, since: MarkerId | None = None) -> list[ClaimChanges]:
-    """What a generation, and those that it stands on, were told of changed models, the newest first.
+    """Return what a generation, and those that it stands on, were told of changed models, the newest first.
 
     Args:
         lineage: The log's.

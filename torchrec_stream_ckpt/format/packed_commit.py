@@ -139,7 +139,7 @@ class PackedCommit:
         return _match(self.frame)["mac"].decode("ascii")
 
     def signed_bytes(self) -> bytes:
-        """What the HMAC covers: all fields but itself. Of a COMMIT that was checked."""
+        """Return the bytes that the HMAC covers: all fields but itself. Of a COMMIT that was checked."""
         match = _match(self.frame)
         begin, end = match.span("mac")
         return signed_front(Kind.COMMIT) + self.frame[HEADER_LEN:begin] + self.frame[end : match.end("time") + 1]
@@ -257,7 +257,7 @@ def _match(frame: bytes) -> re.Match[bytes]:
 
 
 def _each_once(files: bytes | None) -> bool:
-    """Whether no dense file is named twice."""
+    """Tell whether no dense file is named twice."""
     if not files or files.count(b"{") == 1:
         return True
     names = [name for name, _, _ in _EACH_FILE.findall(files)]
@@ -265,7 +265,7 @@ def _each_once(files: bytes | None) -> bool:
 
 
 def _are_ends(text: bytes) -> bool:
-    """Whether this holds the ends of all ranks; nearly always the first bytes tell."""
+    """Tell whether this holds the ends of all ranks; nearly always the first bytes tell."""
     if len(text) % 4:
         return False
     try:
@@ -278,7 +278,7 @@ def _are_ends(text: bytes) -> bool:
 
 
 def _is_meta(text: bytes | None) -> bool:
-    """Whether this is metadata as it is written, or none."""
+    """Tell whether this is metadata as it is written, or none."""
     if text is None:
         return True
     try:

@@ -164,7 +164,7 @@ class Proof:
 
 
 def replicated_id(name: str) -> int:
-    """What stands for the id of a table in the digests of an entry of the dense state."""
+    """Return the number that stands for a table's id in the digests of an entry of the dense state."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") % MAX_ID
 
 

@@ -28,7 +28,7 @@ _FRAMES = COLUMNS.index("frames")
 
 
 def from_base64(text: str, what: str) -> bytes:
-    """What a string of canonical base64 holds.
+    """Decode a string of canonical base64.
 
     Raises:
         CorruptionError: it is not that; ``what`` names it.
@@ -125,7 +125,7 @@ class RankEnds(Sequence[RankEnd]):
         return count * least[place] + sum(value << 8 * byte for byte, value in enumerate(sums))
 
     def spans(self, generation: int) -> list[LogSpan]:
-        """What the streams of all ranks take of the log, from HELLO to MARK."""
+        """Return the spans of the log that the streams of all ranks take, from HELLO to MARK."""
         columns = (self._column(COLUMNS.index(name)) for name in ("partition", "begin", "end"))
         return [LogSpan(generation, *each) for each in zip(*columns, strict=True)]
 
@@ -150,7 +150,7 @@ class RankEnds(Sequence[RankEnd]):
         return RankEnd(rank, *values)
 
     def first(self, name: str) -> int:
-        """What one column has for rank 0."""
+        """Read the value of one column for rank 0."""
         count, widths, least = self._front()
         place = COLUMNS.index(name)
         at = FRONT_LEN + count * sum(widths[:place])

@@ -70,7 +70,7 @@ class Reading:
 
 
 def _is_sound(body: dict[str, Any], units: tuple[ReadUnit, ...]) -> bool:
-    """Whether each field has a value of its type."""
+    """Tell whether each field has a value of its type."""
     if not isinstance(body["clocks"], dict):
         return False
     seconds = [body["time_s"], *body["clocks"].values()]

@@ -39,7 +39,7 @@ class Record:
         return bytes(json_frame(self.header(), canonical(self.body())))
 
     def signed_bytes(self) -> bytes:
-        """What the HMAC covers: all fields but itself."""
+        """Return the bytes that the HMAC covers: all fields but itself."""
         return signed_front(self.KIND) + canonical(self.body() | {"mac": ""})
 
     def header(self) -> Header:

@@ -67,7 +67,7 @@ class Schema:
         return all(names) and names == sorted(names)
 
     def holds(self, shard: TableShard) -> bool:
-        """Whether ``shard`` lies inside a table of this schema."""
+        """Tell whether ``shard`` lies inside a table of this schema."""
         if shard.table >= len(self.tables):
             return False
         table = self.tables[shard.table]
@@ -78,7 +78,7 @@ class Schema:
         return crc32c(canonical([plain(table) for table in self.tables]))
 
     def is_same(self, other: Schema) -> bool:
-        """Whether all is equal, the ids of tables too."""
+        """Tell whether all is equal, the ids of tables too."""
         ids = [[table.id for table in each.tables] for each in (self, other)]
         return self == other and ids[0] == ids[1]
 

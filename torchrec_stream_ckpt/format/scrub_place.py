@@ -70,7 +70,7 @@ class ScrubPlace:
 
 
 def _is_sound(values: dict[str, Any]) -> bool:
-    """Whether each field has a value of its type."""
+    """Tell whether each field has a value of its type."""
     hints = get_type_hints(ScrubPlace)
     plain = all(
         type(values[each.name]) is hints[each.name] or (hints[each.name] is float and type(values[each.name]) is int)

@@ -228,7 +228,7 @@ def parse_fronts(parts: Sequence[tuple[Buffer, str]]) -> list[Front]:
 
 
 def _parse_front(data: Buffer, where: str) -> Front:
-    """What comes before the chunks; the entries of its directory are not checked."""
+    """Parse what comes before the chunks; the entries of its directory are not checked."""
     fields = _parse_header(data, where)
     kind, last, _, job, generation, rank, marker, part, chunks, notes_len, directory_crc, *rest = fields[3:]
     num_bytes, rows, schema_crc, chain, _ = rest
@@ -270,7 +270,7 @@ def _parse_header(data: Buffer, where: str) -> tuple[Any, ...]:
 
 
 def _are_sound(fronts: Sequence[Front]) -> bool:
-    """Whether in each directory chunks follow each other without a gap, no id comes twice, and their ids can be as
+    """Tell whether in each directory chunks follow each other without a gap, no id comes twice, and their ids can be as
     many as they say.
 
     Nothing is added up before it is known to be in range: numbers of 64 bits would wrap.
@@ -305,7 +305,7 @@ def _are_sound(fronts: Sequence[Front]) -> bool:
 
 
 def _ascend(directory: Directory, begins: npt.NDArray[np.int64]) -> bool:
-    """Whether chunks are in the order of table, columns and ids, and no two chunks of one slice can share an id.
+    """Tell whether chunks are in the order of table, columns and ids, and no two chunks of one slice can share an id.
 
     Args:
         directory: One after the other.

@@ -32,12 +32,12 @@ def served_schema(schema: Schema, encoding: Encoding) -> Schema:
 
 
 def is_served(table: TableSpec) -> bool:
-    """Whether the table is one of a serving stream."""
+    """Tell whether the table is one of a serving stream."""
     return table.optimizer.startswith(_PREFIX)
 
 
 def decoded_table(table: TableSpec) -> TableSpec:
-    """What readers are given of a table of a serving stream: float32, no states."""
+    """Return the table as readers of a serving stream get it: float32, no states."""
     return replace(table, dtype="float32", optimizer=_PREFIX.rstrip("_"), states=()) if is_served(table) else table
 
 

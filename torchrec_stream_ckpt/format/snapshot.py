@@ -140,7 +140,7 @@ def pack(body: bytes, job: bytes, generation: int, incarnation: str, upto: int, 
 
 
 def unpack(parts: Sequence[Snapshot]) -> bytes:
-    """What all parts of one snapshot, in order, carry; allocates no more than they declare.
+    """Unpack all parts of one snapshot, given in order; allocates no more than they declare.
 
     Raises:
         CorruptionError: it is not what was packed.

@@ -287,7 +287,7 @@ def _states_of(optimizer: str, found: set[str], name: TorchRecName) -> tuple[str
 
 
 def tensor_entry(metadata: Metadata, name: str) -> TensorStorageMetadata:
-    """What the metadata says of a tensor."""
+    """Return what the metadata says of a tensor."""
     entry = metadata.state_dict_metadata[name]
     assert isinstance(entry, TensorStorageMetadata)
     return entry

@@ -61,7 +61,7 @@ class DcpCheckpoint:
             raise CorruptionError(f"the checkpoint's metadata cannot be read: {error}", path=self.path) from None
 
     def _check_files(self) -> None:
-        """What is seen by lengths is seen before an import writes anything."""
+        """Compare the lengths of its files, before an import writes anything."""
         ends: dict[str, int] = {}
         stored = self.metadata.storage_data
         for info in stored.values() if isinstance(stored, dict) else ():

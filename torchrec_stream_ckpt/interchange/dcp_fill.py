@@ -62,7 +62,7 @@ class Region:
 
 
 def _is_written_by_rows(tensor: torch.Tensor) -> bool:
-    """Whether rows can be put into the very memory: of a plain tensor whose values of one row lie side by side."""
+    """Tell whether rows can be put into the very memory: of a plain tensor whose values of one row lie side by side."""
     plain = tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda") and not tensor.is_quantized
     return plain and (tensor.dim() == 1 or tensor.shape[1] <= 1 or tensor.stride(1) == 1)
 

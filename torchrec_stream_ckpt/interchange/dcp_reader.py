@@ -132,7 +132,7 @@ class StreamReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it is a marker: ``GENERATION:MARKER`` or ``latest``."""
+        """Tell whether it is a marker: ``GENERATION:MARKER`` or ``latest``."""
         with contextlib.suppress(StreamCkptError):
             check_marker(os.fspath(checkpoint_id))
             return True
@@ -230,7 +230,7 @@ class StreamReader(StorageReader):
         return other
 
     def _forget_columns(self) -> None:
-        """What is loaded from here on is of another marker."""
+        """Forget the columns: what is loaded from here on is of another marker."""
         self._columns.clear()
         self._states.clear()
 

@@ -173,7 +173,7 @@ def import_checkpoint(
 
 
 def held(checkpoint: Checkpoint, contents: Contents) -> ModelSchema:
-    """What the marker will hold, as far as it is known: no dense optimizers, no objects."""
+    """Return the schema that the marker will have, as far as it is known: no dense optimizers, no objects."""
     return ModelSchema(contents.schema.tables, tuple(_entry(checkpoint, *each) for each in contents.dense.items()))
 
 

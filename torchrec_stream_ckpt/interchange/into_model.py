@@ -26,7 +26,7 @@ class IntoModel:
     changes: Changes
 
     def place(self, source: ImportSource) -> ImportSource:
-        """What the model says of the checkpoint's tables: which are sharded, and which data-parallel."""
+        """Return the source with what the model says of its tables: which are sharded, and which data-parallel."""
         old_names = {new: old for old, new in self.changes.renamed.items()}
         dense_names = {new: old for old, new in self.changes.dense.renamed.items()}
         sharded = {old_names.get(table.name, table.name) for table in self.model.tables if not table.dropped}
@@ -40,7 +40,7 @@ class IntoModel:
         )
 
     def compare(self, held: ModelSchema, states: Mapping[str, Collection[str]]) -> EvolutionReport:
-        """What becomes of the checkpoint in the model.
+        """Find what becomes of the checkpoint in the model.
 
         Args:
             held: What the marker will hold.

@@ -47,7 +47,7 @@ class TorchRecName:
         return first, second
 
     def state_key(self, position: int, name: str) -> str:
-        """What TorchRec's fused optimizers call the state at ``position`` of the schema."""
+        """Return the name that TorchRec's fused optimizers give the state at ``position`` of the schema."""
         return f"{self.table}.{'momentum1' if position == 0 else name}"
 
 
@@ -60,7 +60,7 @@ def state_names(table: TableSpec, state: StateSpec, slices: tuple[tuple[int, int
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """What looks like ``name`` among ``names``, in words: the three nearest ones, or some of them."""
+    """Name in words what looks like ``name`` among ``names``: the three nearest ones, or some of them."""
     known = sorted(names)
     if not known:
         return "nothing"

@@ -208,7 +208,7 @@ def copy_anew(log: Log, control: Control, objects: Objects, uri: str) -> None:
 
 
 def folded(control: Control) -> Folded:
-    """What the control partition says.
+    """Fold the control partition.
 
     Raises:
         CorruptionError: a record is damaged.

@@ -91,7 +91,7 @@ def recover(log: Log, control: Control, objects: Objects, uri: str, job: bytes |
 
 
 def _job_of(log: Log, control: Control, objects: Objects, uri: str) -> bytes:
-    """What the log says, or the store of this place, or the only job in the store."""
+    """Find the job: the one of the log, or of the store of this place, or the only one in the store."""
     try:
         lineage = control.refresh()
     except CorruptionError:  # said later, with what to do
@@ -107,7 +107,7 @@ def _job_of(log: Log, control: Control, objects: Objects, uri: str) -> bytes:
 
 
 def _has_rows(log: Log, known: Known) -> bool:
-    """Whether the log is the one that the job wrote to, or what is left of it."""
+    """Tell whether the log is the one that the job wrote to, or what is left of it."""
     if log.newest_rows() is not None:
         return True
     try:

@@ -118,7 +118,7 @@ class MarkerRows:
         return route
 
     def _fold(self, route: Route) -> Iterator[Piece]:
-        """What the log gives, in the order of the path."""
+        """Fold what the log gives into pieces, in the order of the path."""
         start = route.reach
         for commit, intervals in groupby(route.intervals, lambda interval: interval.commit):
             # Which shards the ranks held matters only if folding goes on: here it does not.
@@ -143,7 +143,7 @@ class MarkerRows:
             raise lost(error, route.marker, other) from None
 
     def runs_of(self, table: int) -> Runs:
-        """What counts of one table, to be read by ascending windows of rows; few enough runs to be merged at once.
+        """Return the runs of one table, to be read by ascending windows of rows; few enough to be merged at once.
 
         Raises:
             CorruptionError, StoreUnavailableError: as :meth:`ScratchRuns.narrowed`.
@@ -152,7 +152,7 @@ class MarkerRows:
         return Runs(newest, self.schema, read_from(self._narrow, self._pool))
 
     def newest_of(self, table: int) -> list[Picked]:
-        """What counts of one table, newest first: a row's newest version is in the first chunk that has it."""
+        """Return the chunks of one table, newest first: a row's newest version is in the first chunk that has it."""
         base = self._route.bases.get(table, 0)
         found = (each for _, pieces in reversed(self._pieces) for each in newest_first(pieces, base))
         mine = (each.only(each.entries["table"] == table) for each in found)
@@ -171,7 +171,7 @@ class MarkerRows:
             yield entry, decode_chunk(entry, data, self.schema, each.ref.name)
 
     def said(self) -> tuple[Notes, ...]:
-        """What each rank said at the marker, what it proves included.
+        """Return what each rank said at the marker, what it proves included.
 
         Raises:
             CorruptionError: it is damaged, or in neither log nor store.

@@ -177,7 +177,7 @@ def _check_record(archive: zipfile.ZipFile, record: zipfile.ZipInfo, path: Path)
 
 
 def _reason(error: Exception) -> str:
-    """What torch says, without its advice."""
+    """Return torch's message without its advice."""
     lines = [line.strip() for line in str(error).rpartition("WeightsUnpickler error:")[2].splitlines() if line.strip()]
     return f"{lines[0]:.200}" if lines else type(error).__name__
 

@@ -24,7 +24,7 @@ class Incarnation:
     partitions: int
 
     def holds_rows_of(self, incarnation: str) -> bool:
-        """Whether rows that were written to ``incarnation`` are here: a control topic may have been made again."""
+        """Tell whether rows that were written to ``incarnation`` are here: a control topic may have been made again."""
         return incarnation.partition("+")[0] == self.id.partition("+")[0]
 
 
@@ -244,7 +244,7 @@ class Log(LogReader, Protocol):
         """
 
     def waits_for(self) -> str:
-        """What has to acknowledge a control record, in words, as far as that is known within 2 s. Never raises."""
+        """Name what has to acknowledge a control record, in words, as far as it is known within 2 s. Never raises."""
 
     def read_control(self, start: int = 0, *, garbage: bool = False) -> Iterator[tuple[int, bytes]]:
         """(offset, record) of all records from offset ``start`` that are durable now; ends at the last one.

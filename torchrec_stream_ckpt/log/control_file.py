@@ -256,7 +256,7 @@ def _check_head(path: Path, record: bytes, *, headless: bool) -> None:
 
 
 def read_front(file: BinaryIO) -> FileFront:
-    """What a control log begins with."""
+    """Read the beginning of a control log."""
     file.seek(0)
     size = os.fstat(file.fileno()).st_size
     try:
@@ -316,7 +316,7 @@ def _record_at(file: BinaryIO, position: int, size: int) -> bytes | None:
 
 
 def _is_torn(file: BinaryIO, position: int, size: int) -> bool:
-    """Whether all from ``position`` on is what an appender can have left that died in the middle of a record."""
+    """Tell whether all from ``position`` on is what an appender can have left that died in the middle of a record."""
     if size - position > MAX_FRAME_BYTES:
         return False
     file.seek(position)

@@ -76,7 +76,7 @@ class FileWriter:
         self._base, self._room = self._end, SEGMENT_BYTES
 
     def _check_acknowledged(self) -> None:
-        """What was acknowledged before must still be there: otherwise no later marker can be restored.
+        """See that what was acknowledged before is still there: otherwise no later marker can be restored.
 
         Segments at the front may have been trimmed; a commit asks whether they were.
         """
@@ -122,7 +122,7 @@ class FileWriter:
         return acks
 
     def _check_length(self) -> None:
-        """What was written is still there: to write on after it would leave a hole that reads as zeros."""
+        """See that what was written is still there: to write on after it would leave a hole that reads as zeros."""
         size = os.fstat(self._fd).st_size
         if size < self._end - self._base:
             raise StreamLostError(
@@ -138,7 +138,7 @@ class FileWriter:
             self._written = []
 
     def _synced(self, timeout_s: float | None) -> list[Ack]:
-        """What the sync under way has made durable; waits so long for it, None: until it is over."""
+        """Return what the sync under way has made durable; waits so long for it, None: until it is over."""
         if self._syncing is None:
             return []
         future, acks = self._syncing

@@ -71,7 +71,7 @@ def pieces(root: Path, span: LogSpan) -> list[tuple[Path, int, int, int]]:
 
 
 def _is_lost(root: Path, folder: Path) -> bool:
-    """Whether a partition is not there although its log is."""
+    """Tell whether a partition is not there although its log is."""
     try:
         folder.stat()
     except FileNotFoundError:
@@ -82,7 +82,7 @@ def _is_lost(root: Path, folder: Path) -> bool:
 
 
 def has_in_turn(folder: str, span: LogSpan) -> bool:
-    """Whether segments hold a span from the generation's first byte on, each where the one before ends.
+    """Tell whether segments hold a span from the generation's first byte on, each where the one before ends.
 
     Asks for their names, and lists no folder: it holds those of all generations. Where the answer is no, they may
     still be there under other names.

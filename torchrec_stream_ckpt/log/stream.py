@@ -131,7 +131,7 @@ def read_hello(log_: LogReader, claim: Claim, commit: Commit, end: RankEnd) -> H
 
 
 def held_by(log_: LogReader, claim: Claim, commit: Commit, end: RankEnd) -> tuple[TableShard, ...]:
-    """What a rank holds in its generation: as the CLAIM says, or else its HELLO in the log."""
+    """Return the shards of a rank in its generation: as the CLAIM says, or else its HELLO in the log."""
     if claim.layout is not None and end.rank < len(claim.layout):
         return claim.layout[end.rank]
     return read_hello(log_, claim, commit, end).shards

@@ -76,7 +76,7 @@ class BackgroundScrub:
                 self._scrubber.save()
 
     def _is_due(self) -> bool:
-        """Whether there is something to read now."""
+        """Tell whether there is something to read now."""
         if time.monotonic() < self._rests_until:
             return False
         place = self._scrubber.place

@@ -41,7 +41,7 @@ class DenseCopier:
         self._checked = not losses.allowed
 
     def take(self, commit: Commit) -> bool:
-        """Whether the store has the dense state now; otherwise the marker is to be given up.
+        """Copy the dense state, and tell whether the store has it now; otherwise the marker is to be given up.
 
         Raises:
             CorruptionError: it is gone, and markers may not be passed over.
@@ -94,7 +94,7 @@ class DenseCopier:
 
 
 def _has_all(commit: Commit, sizes: Mapping[str, int]) -> bool:
-    """Whether a folder with files of these lengths has the dense state of a marker."""
+    """Tell whether a folder with files of these lengths has the dense state of a marker."""
     if commit.dense_list is not None:
         return agree(commit.dense_list, sizes)
     return all(sizes.get(file.name) == file.num_bytes for file in commit.dense_files)

@@ -188,7 +188,7 @@ def folded_interval(objects: Objects, interval: Interval) -> tuple[SegmentRef, .
 
 
 def folded_shards(objects: Objects, interval: Interval) -> tuple[TableShard, ...] | None:
-    """What a rank held, as the last segment of an interval says; None if not all of its parts are there.
+    """Read which shards a rank held from the last segment of an interval; None if not all of its parts are there.
 
     Requests are those of :func:`folded_interval`.
     """

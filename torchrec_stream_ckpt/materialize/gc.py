@@ -92,7 +92,7 @@ class GcRules:
 
 
 def plan_gc(stock: Stock, rules: GcRules, clocks: Mapping[str, float]) -> GcPlan:
-    """What one run would do. Changes nothing.
+    """Plan what one run would do. Changes nothing.
 
     Args:
         stock: What is there.
@@ -140,7 +140,7 @@ def plan_gc(stock: Stock, rules: GcRules, clocks: Mapping[str, float]) -> GcPlan
 def _candidates(
     stock: Stock, offered: Sequence[MarkerId], retention: Retention, clocks: Mapping[str, float]
 ) -> list[Candidate]:
-    """What can be restored is asked of the newest and of the best ones only, until there are enough of them."""
+    """Return the candidates. Only the newest and the best ones are asked whether they are whole, until enough are."""
     found, candidates, holdings = 0, [], stock.holdings
     known = ages(holdings.lineage, idle(stock.lists, _newest(holdings.lineage), clocks))
     said = _said(stock, offered, retention)
@@ -154,7 +154,7 @@ def _candidates(
 
 
 def _said(stock: Stock, offered: Sequence[MarkerId], retention: Retention) -> dict[MarkerId, dict[str, Value]]:
-    """What was said of the offered markers, if a rule asks for it."""
+    """Return what was said of the offered markers, if a rule asks for it."""
     if not retention.keep_best:
         return {}
     said = said_of(stock.holdings.lineage)
@@ -226,7 +226,7 @@ def _mark(holdings: Holdings, anchors: Iterable[MarkerId]) -> _Needed:
 
 
 def _is_garbage(name: str, stock: Stock, needed: _Needed, given_up: frozenset[MarkerId]) -> bool:
-    """Whether an object is no longer needed. What we did not make, we leave."""
+    """Tell whether an object is no longer needed. What we did not make, we leave."""
     catalog, lineage = stock.holdings.catalog, stock.holdings.lineage
     if (manifest := parse_manifest_name(name)) is not None:
         return manifest[1] in given_up and manifest[1] not in needed.markers
@@ -245,7 +245,7 @@ def _is_garbage(name: str, stock: Stock, needed: _Needed, given_up: frozenset[Ma
 
 
 def _never_came(marker: MarkerId, stock: Stock) -> bool:
-    """Whether there is no such marker, nor ever will be. The store alone cannot tell it from one that was lost.
+    """Tell whether there is no such marker, nor ever will be. The store alone cannot tell it from one that was lost.
 
     Nor can a log that has only taken over the generation: another one may have more of it.
     """

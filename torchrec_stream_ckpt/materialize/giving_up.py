@@ -110,7 +110,7 @@ class WaysBack:
             raise damage_of(self._catalog, self._lineage, marker, self._damaged) or error from None
 
     def _is_whole(self, marker: MarkerId) -> bool:
-        """Whether the pieces that a restore would read are whole; otherwise there may be a way around them."""
+        """Tell whether the pieces that a restore would read are whole; otherwise there may be a way around them."""
         route = locate(self._lineage, marker, self._catalog, damaged=self._damaged, summaries=False)
         if self._log is not None:
             check_there(self._log, self._lineage, marker, route.intervals)
@@ -134,7 +134,7 @@ class WaysBack:
 def check_given_up(
     stock: Stock, named: Sequence[MarkerId], ways: WaysBack, *, force: bool = False
 ) -> dict[MarkerId, str]:
-    """What may be given up of the named markers, each with why nothing brings it back. What was given up is left out.
+    """Return what may be given up of the named markers, each with why nothing brings it back; without what was.
 
     Args:
         stock: What the store holds.

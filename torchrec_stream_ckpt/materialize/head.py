@@ -138,7 +138,7 @@ class HeadWriter:
         self._write(folder, None, goal, schema, self._rows(lineage, catalog, goal, cover))
 
     def _goal(self, catalog: Catalog, commit: Commit, schema: Schema) -> HeadState:
-        """What HEAD will say at ``commit``, but for the checksums."""
+        """Return the state of HEAD at ``commit``, without the checksums."""
         notes = load_notes(catalog, commit.id, self._pool)
         columns = column_slices(schema, [each.shards for each in notes])
         return HeadState(FORMAT, True, schema.crc, commit, tuple(HeadSlice(*each, 0) for each in columns), notes)

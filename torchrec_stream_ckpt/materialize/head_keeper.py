@@ -64,7 +64,7 @@ class HeadKeeper:
             self.problem = error  # it is tried again
 
     def _wrong(self, lineage: Lineage, catalog: Catalog) -> CorruptionError | None:
-        """What HEAD holds otherwise than its marker has proved, though the store holds it; looked for once a marker."""
+        """Tell what HEAD holds that its marker has not proved, though the store holds it; once a marker."""
         marker = self._writer.marker
         if marker is None or marker == self._compared or not self._proofs.wanted:
             return None

@@ -262,7 +262,7 @@ class IntervalFolder:
         return tuple(segments)
 
     def check_history(self, interval: Interval, part: int = 0) -> None:
-        """Whether what stands under a segment's name may be this interval's, damaged or not.
+        """See that what stands under a segment's name may be this interval's, damaged or not.
 
         Raises:
             OtherLogError: it is whole, and another history has written it.
@@ -312,7 +312,7 @@ class IntervalFolder:
         return refs
 
     def _shards_in_store(self, before: Commit, interval: Interval) -> tuple[TableShard, ...] | None:
-        """What a rank held at the marker before; None if its segments are not there, or damaged.
+        """Read which shards a rank held at the marker before; None if its segments are not there, or damaged.
 
         The store is asked unless this process has folded an interval of the rank in this generation.
         """
@@ -327,7 +327,7 @@ class IntervalFolder:
     def _shards_before(
         self, catalog: Catalog, interval: Interval, before: Commit | None
     ) -> tuple[TableShard, ...] | None:
-        """What the rank held at the marker before, as the store says, or else the log."""
+        """Read which shards the rank held at the marker before, from the store, or else from the log."""
         if before is None:
             return None
         if (stored := self._shards_in_store(before, interval)) is not None:
@@ -344,7 +344,7 @@ class IntervalFolder:
         return held_by(self._log, interval.claim, interval.commit, interval.end)
 
     def check_there(self, lineage: Lineage, catalog: Catalog, interval: Interval, missing: Sequence[Commit]) -> None:
-        """Whether the log still has the interval; raises with what is lost, what remains, and what to do."""
+        """See that the log still has the interval; raises with what is lost, what remains, and what to do."""
         marker = interval.commit.id
         try:
             check_incarnation(self._log, lineage, marker, [marker.generation])

@@ -216,7 +216,7 @@ class MaterializeService(Service):
         self._hear_end(lineage, missing=len(self._materializer.missing))
 
     def _hear_end(self, lineage: Lineage, missing: int) -> None:
-        """Whether the job has ended, as of the lineage of this round, and how many of its markers are not folded."""
+        """Note whether the job has ended, as of this round's lineage, and how many of its markers are not folded."""
         end = lineage.ended
         self._over = (
             self._until_closed

@@ -142,7 +142,7 @@ class Materializer:
         return self._catalog.markers - self._catalog.dropped if self._catalog is not None else frozenset()
 
     def compare(self, job: bytes, read: Callable[[], Lineage]) -> None:
-        """Whether store and log tell one history. For the start: it looks at the newest marker of each generation.
+        """See that store and log tell one history. For the start: it looks at the newest marker of each generation.
 
         Args:
             job: The job's id.
@@ -177,7 +177,7 @@ class Materializer:
 
     @staticmethod
     def _tells_history(catalog: Catalog, commit: Commit) -> bool:
-        """Whether a marker's manifest can be read; raises OtherLogError where it is of another history."""
+        """Tell whether a marker's manifest can be read; raises OtherLogError where it is of another history."""
         try:
             catalog.check(commit)
         except OtherLogError:
@@ -275,7 +275,7 @@ class Materializer:
         return self._catalog
 
     def _look(self, lineage: Lineage) -> Catalog:
-        """What is in the store; listed again only if something seems to be missing."""
+        """Return the catalog; the store is listed again only if something seems to be missing."""
         fresh = self._catalog is None
         catalog = self._load(lineage.job)
         if not fresh and self._missing(lineage, catalog):
@@ -344,7 +344,7 @@ def _check(catalog: Catalog, commit: Commit) -> None:
 
 
 def _is_lost(catalog: Catalog, marker: MarkerId | None) -> bool:
-    """Whether nothing can stand on a marker: its rows were given up, and were not brought after all."""
+    """Tell whether nothing can stand on a marker: its rows were given up, and were not brought after all."""
     return (
         marker is not None
         and marker in catalog.dropped

@@ -181,7 +181,7 @@ class MergePlan:
 
 
 def _held(bases: Mapping[int, int], pieces: Sequence[Piece]) -> dict[int, list[Picked]]:
-    """What counts of each table, newest segment first: nothing that is older than the generation that sent it whole."""
+    """Return the segments that count of each table, newest first: none older than the generation that sent it whole."""
     segments = [picked for piece in pieces for picked in piece.opened]
     slices = {picked.ref.name: slices_of(picked.front.directory) for picked in segments}
     tables = sorted({table for each in slices.values() for table, _, _ in each})

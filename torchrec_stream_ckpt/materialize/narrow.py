@@ -216,7 +216,7 @@ class ScratchRuns:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """What fails in the folder is said to have failed there: it looks like a store."""
+        """Say of what fails in the folder that it failed there: it looks like a store."""
         try:
             yield
         except (StoreUnavailableError, MissingObjectError) as error:

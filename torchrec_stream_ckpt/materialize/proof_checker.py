@@ -95,7 +95,7 @@ class ProofChecker:
         return self._rule is not None
 
     def of(self, lineage: Lineage, catalog: Catalog, marker: MarkerId) -> WindowCheck:
-        """What comes of a marker in the store: of the last one that was compared here it is known."""
+        """Return what comes of a marker in the store: of the last one that was compared here it is known."""
         if self._last is None or self._last.marker != marker:
             self._last = self._reader.check(lineage, catalog, marker)
         return self._last
@@ -126,7 +126,7 @@ class ProofChecker:
             del self._pending[marker]
 
     def _resume(self, lineage: Lineage, catalog: Catalog) -> list[Comparison]:
-        """What the store says. What another process, or this one before, has left to do is done first."""
+        """Take up what the store says. What another process, or this one before, has left to do is done first."""
         said = list_proved(self._objects, lineage.job)
         offered = catalog.markers - catalog.dropped
         newest = next((marker for marker in reversed(lineage.commits) if marker in offered), None)
@@ -190,7 +190,7 @@ class ProofChecker:
             self._tidy(catalog, round_)
 
     def _tidy(self, catalog: Catalog, round_: int) -> None:
-        """What is said of markers that are gone goes, unless it counts for a newer one."""
+        """Remove what is said of markers that are gone, unless it counts for a newer one."""
         assert self._said is not None
         recent, older = self._said[-2 * round_ :], self._said[: -2 * round_]
         kept = [each for each in older if each.marker in catalog.markers]

@@ -86,7 +86,7 @@ class ReadBack:
         """What was read."""
 
     def is_whole(self, holdings: Holdings, step: Step) -> bool:
-        """Whether a piece of the store holds the bytes that were written; reads it unless that was done lately.
+        """Tell whether a piece of the store holds the bytes that were written; reads it unless that was done lately.
 
         Of a marker with itself: whether its dense state and what its ranks said are whole.
 
@@ -151,7 +151,7 @@ class ReadBack:
         self._fresh.append(unit)
 
     def _is_as_it_was(self, holdings: Holdings, unit: ReadUnit, refs: list[SegmentRef]) -> bool:
-        """Whether everything is there with its length, and no scrub has found any of it damaged since."""
+        """Tell whether everything is there with its length, and no scrub has found any of it damaged since."""
         if self._suspects is None or not self._suspects.isdisjoint((unit.name, *(ref.name for ref in refs))):
             return False
         return all(holdings.sizes.get(ref.name) == ref.num_bytes for ref in refs)
@@ -190,7 +190,7 @@ class ReadBack:
                 self._objects.delete(name)
 
     def _may_count(self, reading: Reading) -> bool:
-        """Whether a reading counts here, or may elsewhere. The wall clock decides only what is read once more."""
+        """Tell whether a reading counts here, or may elsewhere. The wall clock decides only what is read once more."""
         if not reading.store:
             return False
         if reading.store == self._place and reading.clocks.keys() & self._clocks.keys():
@@ -198,7 +198,7 @@ class ReadBack:
         return abs(time.time() - reading.time_s) <= _FORGOTTEN_S
 
     def _load_suspects(self) -> frozenset[str] | None:
-        """What scrubs have found damaged; None where nobody can tell what else is."""
+        """Load what scrubs have found damaged; None where nobody can tell what else is."""
         found: set[str] = set()
         for entry in self._objects.list(f"{SCRUB_DIR}/{self._job.hex()}/"):
             if parse_scrub_place(entry.name) is not None:
@@ -213,6 +213,6 @@ class ReadBack:
 
 
 def _counts(reading: Reading, clocks: Mapping[str, float]) -> bool:
-    """Whether it was lately, by every clock that both show: one that was put back tells nothing."""
+    """Tell whether it was lately, by every clock that both show: one that was put back tells nothing."""
     shown = [clocks[name] - then for name, then in reading.clocks.items() if name in clocks]
     return bool(shown) and min(shown) >= 0.0 and max(shown) <= COUNTS_FOR_S

@@ -8,7 +8,7 @@ from torchrec_stream_ckpt.types import MarkerId
 
 
 def came_after_recovery(lineage: Lineage, marker: MarkerId, log: Incarnation) -> bool:
-    """Whether a marker of the store came after ``log`` had taken over its generation; nothing of that log stands on it.
+    """Tell whether a marker came after ``log`` had taken over its generation; nothing of that log stands on it.
 
     The log has taken over what the store held then, so all of a generation up to some marker.
     """

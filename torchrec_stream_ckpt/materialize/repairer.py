@@ -204,7 +204,7 @@ def _object_of(error: CorruptionError) -> str | None:
 
 
 def _is_named(catalog: Catalog, name: str) -> bool:
-    """Whether anything that the store lists needs an object: a manifest is listed, or says that it has the segment."""
+    """Tell whether anything that the store lists needs an object: a manifest is listed, or names the segment."""
     part, manifest, segment = parse_fold_segment(name), parse_manifest_name(name), parse_store_segment(name)
     fold = part[0] if part is not None else parse_fold_name(name)
     if fold is not None:

@@ -58,7 +58,7 @@ class Replacing:
             raise CorruptionError("the log has other rows than the manifest says", segment=name)
 
     def _there(self, name: str) -> memoryview | None:
-        """What an object holds now; None when there is none, or when it cannot be read."""
+        """Read what an object holds now; None when there is none, or when it cannot be read."""
         try:
             return self._objects.read(name)
         except CorruptionError:

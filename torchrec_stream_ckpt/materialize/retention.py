@@ -102,14 +102,14 @@ class Retention:
         )
 
     def _newest(self, ordered: list[Candidate]) -> set[MarkerId]:
-        """What ``newest`` keeps: up to there also what cannot be restored now, for it may be repaired."""
+        """Return the markers that ``newest`` keeps, those too that cannot be restored now: they may be repaired."""
         floor = self.newest or 1
         restorable = [place for place, each in enumerate(ordered) if each.restorable]
         first = restorable[-floor] if len(restorable) >= floor else 0
         return {each.id for each in ordered[first:]}
 
     def _best(self, ordered: list[Candidate]) -> set[MarkerId]:
-        """What ``keep_best`` keeps."""
+        """Return the markers that ``keep_best`` keeps."""
         kept: set[MarkerId] = set()
         restorable = {each.id for each in ordered if each.restorable}
         for best in self.best if ordered else ():
@@ -119,7 +119,7 @@ class Retention:
         return kept
 
     def _thinned(self, older: list[Candidate]) -> set[MarkerId]:
-        """What ``then_every`` keeps."""
+        """Return the markers that ``then_every`` keeps."""
         if self.then_every is None:
             return set()
         every = _parse_every(self.then_every)

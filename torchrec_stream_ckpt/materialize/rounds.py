@@ -29,7 +29,7 @@ _OFFSETS = Path("/proc/self/timens_offsets")
 
 
 def read_clocks(objects: Objects, job: bytes) -> dict[str, float]:
-    """What the clocks show that this run can read: this host's since it has booted, and the store's own.
+    """Read the clocks that this run can read: this host's since it has booted, and the store's own.
 
     The store is asked by an object that is put and deleted again.
 
@@ -78,7 +78,7 @@ def _store_clock(objects: Objects) -> str:
 
 
 def _is_of_host() -> bool:
-    """Whether the time since boot that this process reads is the host's. A time namespace may shift it.
+    """Tell whether the time since boot that this process reads is the host's. A time namespace may shift it.
 
     The name of a namespace says nothing: the kernel gives it again once it is free.
     """

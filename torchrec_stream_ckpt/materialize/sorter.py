@@ -91,7 +91,7 @@ class RowSorter:
         self.num_bytes += rows.ids.nbytes + rows.weights.nbytes + sum(state.nbytes for state in rows.states)
 
     def chunks(self) -> list[Chunk]:
-        """What was taken, by table, columns and id; empties the sorter. Good until rows are added again."""
+        """Return the rows taken, by table, columns and id, and empty the sorter. Good until the next are added."""
         held = {key: part for key, part in sorted(self._slices.items()) if part.count}
         newest = {key: part.newest() for key, part in held.items()}
         plan = [

@@ -87,7 +87,7 @@ class Summarizer:
             del self._left[:took]
 
     def _parts_of(self, catalog: Catalog, marker: MarkerId) -> Mapping[str, Part]:
-        """What a summary says of one marker; nothing if it is damaged, gone or too much: readers ask the objects."""
+        """Return a summary's parts of one marker; none if it is damaged, gone or too long: readers ask the objects."""
         name = manifest_name(catalog.job, marker)
         try:
             data = bytes(self._objects.read(name))

@@ -259,7 +259,7 @@ def path_bytes(lineage: Lineage, marker: MarkerId) -> int:
 
 
 def restore_of(lineage: Lineage, commit: Commit, holdings: Holdings | None, bytes_per_s: float) -> Restore:
-    """What a restore of ``commit`` would read: the store as far as it reaches, and the log from there on."""
+    """Estimate what a restore of ``commit`` would read: the store as far as it reaches, and the log from there on."""
     source, num_bytes = "log", path_bytes(lineage, commit.id)
     held = holdings.look(commit.id) if holdings is not None else None
     if held is not None and held.reach is not None:
@@ -306,7 +306,7 @@ def _rate(rows: list[MarkerRow]) -> float | None:
 
 
 def _of_end(ended: Ended, time_s: float) -> list[Alert]:
-    """What is alarming about a trainer's last word: a job that is not finished, and with which nobody goes on."""
+    """Return the alerts about a trainer's last word: the job is not finished, and nobody goes on with it."""
     if ended.outcome == Outcome.FAILED:
         return [Alert("failed", f"its trainer has {ended.said(time_s)}")]
     if ended.outcome == Outcome.PREEMPTED and time_s - ended.time_s > _FIRST_S:

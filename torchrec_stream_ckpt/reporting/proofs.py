@@ -44,6 +44,6 @@ def compared_in_words(standing: ProofStanding, now_s: float) -> str:
 
 
 def standing_record(standing: ProofStanding) -> dict[str, Any]:
-    """What was compared with proofs, for programs. Names are stable."""
+    """Return what was compared with proofs as a record for programs. Names are stable."""
     at = [str(marker) for marker in standing.differing_at]
     return asdict(standing) | {"marker": str(standing.marker), "oldest": str(standing.oldest), "differing_at": at}

@@ -183,7 +183,7 @@ def _bar(stack: Bar, center: float, width: float, y: Axis, show: Callable[[float
 
 
 def legend(names: Sequence[tuple[int, str]]) -> str:
-    """What the colors mean, as HTML."""
+    """Draw what the colors mean, as HTML."""
     items = "".join(
         f'<li><span class="key" style="background:var(--c{color})"></span><span>{name_of(name)}</span></li>'
         for color, name in names

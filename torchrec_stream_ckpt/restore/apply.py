@@ -162,7 +162,7 @@ def set_scalars(plan: RestorePlan, kernels: list[FusedKernel], records: Sequence
 
 
 def _sources(shard: TableShard, records: Sequence[TableScalars], plan: RestorePlan) -> list[TableScalars]:
-    """What was recorded for this very shard; where the marker has no such one, for all shards of the table."""
+    """Return the records of this very shard; where the marker has no such one, those of all shards of the table."""
     if plan.views is not None and not plan.views.outcomes[shard.table].keeps_iteration:
         return []
     of_table = [record for record in records if record.table == shard.table]

@@ -43,7 +43,7 @@ class Journal:
         self._num_bytes = 0
 
     def is_full(self) -> bool:
-        """Whether no more rows should be changed before it goes back."""
+        """Tell whether no more rows should be changed before it goes back."""
         return self._num_bytes >= self._limit_bytes
 
     def set(self, array: npt.NDArray[Any], index: Any, values: object) -> None:
@@ -313,7 +313,7 @@ class Ledger:
             self._tables[table].take(col0, cols, rows)
 
     def judge(self, marker: MarkerId, said: Sequence[Said], *, within: bool = False) -> None:
-        """What the ranks said at a marker that the rows have come to.
+        """Judge the rows by what the ranks said at the marker that they have come to.
 
         Args:
             marker: Its id.
@@ -339,7 +339,7 @@ class Ledger:
             table.judge(blocks, expected, frozenset(own), id_, self._numbers[marker])
 
     def outcome(self) -> Compared:
-        """What came of the rows of the marker that the ledger has come to."""
+        """Return what came of the rows of the marker that the ledger has come to."""
         total = sum(int(table.cells.sum()) * table.sections for table in self._tables)
         checked = sum(table.checked for table in self._tables)
         if not any(table.differing for table in self._tables):

@@ -79,7 +79,7 @@ class RestorePlan:
         return (self.views.evolution.schema if self.views is not None else self.schema).index()
 
     def is_same(self, table: int) -> bool:
-        """Whether a live table is one of the marker that goes on."""
+        """Tell whether a live table is one of the marker that goes on."""
         return self.views is None or self.views.outcomes[table].goes_on
 
     @property
@@ -170,7 +170,7 @@ def plan_evolved(route: Route, views: Views, shards: Sequence[TableShard], *, me
 
 
 def _is_resplit(move: Move, outcome: TableOutcome, schema: Schema) -> bool:
-    """Whether a state of one value a row that is kept comes from another column split, as far as columns are kept."""
+    """Tell whether a state of one value a row that is kept comes from another split of the columns that are kept."""
     states = schema.tables[move.source.table].states
     kept = any(states[source].per_row for _, source in outcome.states if source is not None)
     cols = min(move.source.col0 + move.source.cols, outcome.cols_kept) - move.source.col0

@@ -15,7 +15,7 @@ from torchrec_stream_ckpt.types import MarkerId
 
 
 def compare_replicated(tensors: Mapping[str, torch.Tensor], proof: Proof, marker: MarkerId) -> Compared:
-    """What came of the blocks of the marker's window. A tensor that is not there, or of another shape, is not compared.
+    """Compare the blocks of the marker's window. A tensor that is not there, or of another shape, is not compared.
 
     Args:
         tensors: By their entries in the dense state.

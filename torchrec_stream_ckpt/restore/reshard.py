@@ -34,7 +34,7 @@ class Move:
 
 
 def intersect(source: TableShard, target: TableShard) -> Move | None:
-    """What the two shards have in common, or None."""
+    """Return the part that the two shards have in common; None: there is none."""
     if source.table != target.table:
         return None
     row0, col0 = max(source.row0, target.row0), max(source.col0, target.col0)

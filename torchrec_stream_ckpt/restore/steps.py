@@ -46,7 +46,7 @@ class Steps:
         return Step(marker, self._strides.serves(marker))
 
     def tree(self, markers: Iterable[MarkerId]) -> dict[Step | None, list[Step]]:
-        """What stands on each step that some markers need, and on nothing; that with most to follow comes first."""
+        """Return the steps that stand on each step, and on nothing; the one that most others need is first."""
         found: dict[Step | None, list[Step]] = {}
         known: set[Step] = set()
         for marker in markers:
@@ -68,7 +68,7 @@ class Steps:
             at = self.previous[at]
 
     def before(self, step: Step) -> Step | None:
-        """What an interval of the log, or a piece of the store, stands on."""
+        """Return the step on which an interval of the log, or a piece of the store, stands."""
         if step.stored:
             start = self._strides.start(step.marker)
             return Step(start, True) if start is not None else None
@@ -76,7 +76,7 @@ class Steps:
         return self.to(previous) if previous is not None else None
 
     def steps(self, marker: MarkerId, known: Container[Step]) -> list[Step]:
-        """What leads to ``marker`` from the last step that is known, the newest first."""
+        """Return the steps that lead to ``marker`` from the last one that is known, the newest first."""
         steps: list[Step] = []
         at: Step | None = self.to(marker)
         while at is not None and at not in known:
@@ -93,7 +93,7 @@ class Steps:
         return sum(interval.num_bytes for interval in self.intervals(step))
 
     def intervals(self, step: Step) -> Iterator[Interval]:
-        """What each rank sent for a step of the log."""
+        """Yield what each rank sent for a step of the log."""
         marker, previous = step.marker, self.previous[step.marker]
         before = previous if previous is not None and previous.generation == marker.generation else None
         commit = self._lineage.find(marker)
@@ -101,7 +101,7 @@ class Steps:
         return intervals_of(claim, commit, self._lineage.find(before) if before is not None else None)
 
     def piece(self, step: Step) -> Piece:
-        """What the store has of a step; raises CorruptionError."""
+        """Return the piece of the store for a step; raises CorruptionError."""
         assert self._catalog is not None
         return self._catalog.piece(self._strides.start(step.marker), self._lineage.find(step.marker))
 

@@ -161,7 +161,7 @@ class Verifier:
         return marker not in self._refused
 
     def verdict(self, commit: Commit, dense: DenseStore) -> MarkerVerdict:
-        """Whether a marker that :meth:`read` was told of is whole.
+        """Tell whether a marker that :meth:`read` was told of is whole.
 
         Args:
             commit: The marker's.
@@ -342,7 +342,7 @@ class Verifier:
             self._judge_within(step, told)
 
     def _judge_within(self, step: Step, told: Told) -> None:
-        """What was said at markers within a fold, of blocks that it does not send."""
+        """Judge blocks that a fold does not send by what was said at markers within it."""
         for marker, notes in reversed(list(told.some_of(self._steps.within(step)))):
             said = [Said(each.shards, each.mark.proof) for each in notes]
             with contextlib.suppress(CorruptionError):  # less can be proved
@@ -355,7 +355,7 @@ class Verifier:
 
 
 def _without_rows(said: Said | None) -> Said | None:
-    """What it says of replicated tables alone; None: nothing."""
+    """Keep what it says of replicated tables alone; None: nothing."""
     if said is None or said.proof is None or not said.proof.replicated:
         return None
     return Said((), replace(said.proof, digests=""))

@@ -188,7 +188,7 @@ def _verify(
 
 
 def replicated_of(said: Said | None, dense: DenseStore, commit: Commit, compare_dense: CompareDense | None) -> Compared:
-    """What came of the replicated tables of a marker, by what its rank 0 said."""
+    """Compare the replicated tables of a marker with what its rank 0 said."""
     if compare_dense is None or said is None or said.proof is None or not said.proof.replicated:
         return Compared()
     return compare_dense(dense, commit, said.proof)

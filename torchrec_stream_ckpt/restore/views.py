@@ -30,7 +30,7 @@ class View:
 
 
 def view_of(outcome: TableOutcome, live: TableShard) -> View | None:
-    """What of a live shard comes from the marker; None: nothing does.
+    """Return the view of a live shard that takes rows of the marker; None: nothing comes from it.
 
     Args:
         outcome: Of its table.
@@ -79,7 +79,7 @@ class Views:
         return cls(evolution, outcomes, changed)
 
     def target(self, live: TableShard) -> TableShard | None:
-        """What of a live shard comes from the marker, as the marker numbers it; None: nothing does."""
+        """Return the part of a live shard that comes from the marker, as the marker numbers it; None: there is none."""
         if self.outcomes[live.table].goes_on:
             return live
         view = self.changed.get(live)

@@ -46,7 +46,7 @@ _OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
 
 
 def numbers_of(commit: Commit) -> dict[str, int | float]:
-    """What can be compared of every marker, by name."""
+    """Return the values that every marker has for comparison, by name."""
     return {name: read(commit) for name, read in OF_EACH.items()}
 
 
@@ -169,7 +169,7 @@ class Condition:
         return cls(key, sign, number, False) if number == number else cls(key, sign, constant, False)
 
     def holds(self, marker: MarkerId, values: Said) -> bool:
-        """Whether a marker meets it; one that has no such value does not.
+        """Tell whether a marker meets it; one that has no such value does not.
 
         Raises:
             ConfigError: text and number do not compare.

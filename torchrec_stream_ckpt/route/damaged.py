@@ -60,7 +60,7 @@ class Damaged:
         log.warning("marker %s is damaged, falling back to the one before: %s", marker, error.headline)
 
     def exhausted(self) -> CorruptionError:
-        """What is wrong with the newest one, and with which older ones."""
+        """Return an error that says what is wrong with the newest one, and with which older ones."""
         (newest, error), *others = self._errors.items()
         older = {"older": "; ".join(f"{marker}: {each.message}" for marker, each in others)} if others else {}
         hint = "bring back what is missing; stream-ckpt verify --all tells which markers are whole: restore one by name"

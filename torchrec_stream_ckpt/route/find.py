@@ -149,7 +149,7 @@ def _say_what_is_lost(inner: Job, outer: Job, state: TierState) -> None:
 
 
 def _gone(state: TierState) -> tuple[int, ...]:
-    """What grows when anything is given up or trimmed."""
+    """Return numbers that grow when anything is given up or trimmed."""
     return tuple(len(said) for each in (state.inner, state.outer) for said in (each.trims, each.given_up))
 
 
@@ -219,7 +219,7 @@ class Search:
         return None
 
     def is_stale(self) -> bool:
-        """Whether anything was given up or trimmed since: what was not whole may be so elsewhere."""
+        """Tell whether anything was given up or trimmed since: what was not whole may be so elsewhere."""
         with suppress(StreamCkptError):  # what was found is what is said
             catalogs = (each for each in self._catalogs.values() if each is not None)
             return _gone(TierState.read(self._job)) != self._gone or any(

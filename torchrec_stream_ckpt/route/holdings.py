@@ -83,7 +83,7 @@ class Holdings:
         return cls(catalog, lineage, {entry.name: entry.num_bytes for entry in entries})
 
     def look(self, marker: MarkerId) -> Holding:
-        """What the store has of one committed marker.
+        """Look for what the store has of one committed marker.
 
         Raises:
             MarkerNotFoundError: it is not committed.
@@ -99,13 +99,13 @@ class Holdings:
         return Holding(marker, pieces, damage, self._dense(commit))
 
     def assuming(self, spans: Iterable[tuple[MarkerId | None, MarkerId]]) -> Holdings:
-        """What the store holds once these folds are written."""
+        """Return the holdings as they will be once these folds are written."""
         made = Holdings(self.catalog.assuming(spans), self.lineage, self.sizes)
         made._damages.update(self._damages)
         return made
 
     def needed_by(self, marker: MarkerId) -> list[Step]:
-        """What a restore of a marker reads; raises as :meth:`look`."""
+        """List the steps that a restore of a marker reads; raises as :meth:`look`."""
         return [*((piece.start, piece.end) for piece in self.look(marker).pieces), (marker, marker)]
 
     def apart_from(self, damaged: Mapping[Step, str]) -> Holdings:

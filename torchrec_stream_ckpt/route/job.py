@@ -95,7 +95,7 @@ class Job:
         return self.store or kept_store(self.uri, commit)
 
     def says_where(self, commit: Commit | None) -> bool:
-        """Whether anybody does."""
+        """Tell whether anybody says where the store is."""
         return bool(self.store or (commit is not None and commit.store) or _inside(self.uri))
 
     def objects_of(self, commit: Commit | None) -> Objects:
@@ -169,7 +169,7 @@ class Job:
         return self.lineage.newest
 
     def offered(self) -> dict[MarkerId, dict[str, Value]]:
-        """What was said of each marker that was not given up, oldest first.
+        """Return the metadata of each marker that was not given up, oldest first.
 
         Raises:
             StoreUnavailableError: the store does not answer: it says what was given up.
@@ -180,7 +180,7 @@ class Job:
         return said_of(self.lineage, dropped)
 
     def lost_tail(self) -> CorruptionError | None:
-        """What the second copy of the control records knows that the log has no longer: its end was lost.
+        """Compare the log with the second copy of its control records; returns the error if its end was lost.
 
         Raises:
             ConfigError: no setting and no COMMIT says where the store is.
@@ -193,7 +193,7 @@ class Job:
         return Control(self.log, self.key_file, copies=(objects, self.uri))
 
     def preflight(self) -> None:
-        """Whether log and store answer, and accept our login."""
+        """See that log and store answer, and accept our login."""
         self.dense.preflight()
         self.log.preflight()
 

@@ -234,7 +234,7 @@ def _is_damaged(
     whole: set[str],
     refs: Callable[[], Sequence[SegmentRef]],
 ) -> bool:
-    """Whether segments cannot be read, as far as directories tell and is known; adds to those that are ``whole``."""
+    """Tell whether segments cannot be read, as far as directories tell and is known; adds the others to ``whole``."""
     try:
         for ref in refs():
             if ref.name in damaged:

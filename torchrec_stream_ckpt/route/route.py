@@ -135,13 +135,13 @@ class Route:
         check_incarnation(log, self.lineage, self.marker, (commit.generation for commit, _ in walked))
 
     def check_trimmed(self, log: LogReader) -> None:
-        """What was trimmed on purpose must still be there: a trim deletes only what it can. Raises as :meth:`check`."""
+        """See that what was trimmed on purpose is still there: a trim deletes what it can. Raises as :meth:`check`."""
         walked = generations(self.lineage, self.marker, self.reach)
         if any(self.lineage.trims.of(commit.generation) is not None for commit, _ in walked):
             check_there(log, self.lineage, self.marker, self.intervals)
 
     def wrote_to(self, now: Incarnation | None) -> bool:
-        """Whether the marker's own generation wrote to this very log; an inner tier takes over markers that did not."""
+        """Tell whether the marker's own generation wrote to this very log; an inner tier takes over other markers."""
         return now is not None and now.holds_rows_of(self.claim.incarnation)
 
     def check_own(self, log: LogReader) -> None:
@@ -257,14 +257,14 @@ def source_of(marker: MarkerId, reach: MarkerId | None) -> str:
 
 
 def _in_log(log: LogReader, claim: Claim, commit: Commit) -> Sequence[tuple[TableShard, ...]]:
-    """What each rank held in a generation, as the log says."""
+    """Read which shards each rank held in a generation from the log."""
     if claim.layout is not None and len(claim.layout) == len(commit.ranks):
         return claim.layout
     return tuple(held_by(log, claim, commit, end) for end in commit.ranks)
 
 
 def _layout(claim: Claim, notes: Sequence[Notes]) -> Sequence[tuple[TableShard, ...]]:
-    """What the store says that the ranks held, if the CLAIM, or else the tables, agree: as of a HELLO."""
+    """Return the shards that the ranks held by the store's word, if the CLAIM, or else the tables, agree."""
     held = tuple(each.shards for each in notes)
     if claim.layout is not None and claim.layout[:] == held:
         return claim.layout

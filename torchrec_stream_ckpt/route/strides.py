@@ -72,11 +72,11 @@ class Strides:
         return Stretch(marker.generation, place, place + 1)
 
     def overlap(self, one: Stretch, other: Stretch) -> bool:
-        """Whether a marker lies in both."""
+        """Tell whether a marker lies in both."""
         return max(one.first, other.first) < min(one.stop, other.stop, self._shared_by(one, other))
 
     def covers(self, one: Stretch, other: Stretch) -> bool:
-        """Whether all markers of ``other`` lie in ``one``."""
+        """Tell whether all markers of ``other`` lie in ``one``."""
         return one.first <= other.first and other.stop <= min(one.stop, self._shared_by(one, other))
 
     def _shared_by(self, one: Stretch, other: Stretch) -> int:
@@ -100,7 +100,7 @@ class Strides:
         return self._way(marker).strides[marker]
 
     def serves(self, marker: MarkerId) -> bool:
-        """Whether pieces lead to ``marker``, and the store has its manifest."""
+        """Tell whether pieces lead to ``marker``, and the store has its manifest."""
         return self._catalog is not None and marker in self._catalog.markers and marker in self._way(marker).strides
 
     def reach(self, marker: MarkerId) -> MarkerId | None:

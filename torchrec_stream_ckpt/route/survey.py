@@ -51,7 +51,7 @@ class Survey:
         """The same of what their own generation has sent."""
 
     def holdings(self) -> Holdings | None:
-        """What the store has of the job; None if the job has written nothing there.
+        """List what the store has of the job, once; None if the job has written nothing there.
 
         Raises:
             StoreUnavailableError: it does not answer.
@@ -104,7 +104,7 @@ class Survey:
         return Availability(f"given up by {drop.reason} on {drop.day}", "", None, in_log, drop.day)
 
     def _is_there(self, marker: MarkerId, reach: MarkerId | None) -> bool:
-        """Whether the log has all of a marker beyond ``reach``, at a cost that does not grow with the path to it.
+        """Tell whether the log has all of a marker beyond ``reach``, at a cost that does not grow with the path to it.
 
         Generations that others stand on are looked at once, and of each generation the newest marker first: if all of
         that one is there, so is all of those before it.
@@ -129,7 +129,7 @@ class Survey:
         return whole
 
     def _has_own(self, marker: MarkerId, reach: MarkerId | None) -> bool:
-        """Whether the log has what a marker's own generation has sent for it beyond ``reach``."""
+        """Tell whether the log has what a marker's own generation has sent for it beyond ``reach``."""
         since = reach if reach is not None and reach.generation == marker.generation else None
         for each in dict.fromkeys((self._job.lineage.newest_of(marker.generation), marker)):
             known = (each, since)

@@ -100,7 +100,7 @@ class Place:
         return self.nearest(job).dense
 
     def nearest(self, job: Job | Tiers) -> Job:
-        """What has the newest frames and the dense state."""
+        """Return the job that has the newest frames and the dense state."""
         return job.outer if self.outer_alone or job.inner is None else job.inner
 
 
@@ -116,7 +116,7 @@ class MixedLog:
     outer_upto: int
 
     def incarnation(self) -> Incarnation | None:
-        """What :meth:`TierState.mixed` says of generations that were written to these very logs."""
+        """Return the incarnation that :meth:`TierState.mixed` gives to generations that wrote to these very logs."""
         return Incarnation(MIXED, 0)
 
     def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
@@ -182,7 +182,7 @@ class TierState:
         return self.outer.newest_generation
 
     def owns(self, generation: int) -> bool:
-        """Whether the inner log was written to by the very trainer that owns this generation."""
+        """Tell whether the inner log was written to by the very trainer that owns this generation."""
         mine, theirs = self.inner.claims.get(generation), self.outer.claims.get(generation)
         return (
             mine is not None and theirs is not None and mine.nonce == theirs.nonce and mine.incarnation == self.inner_id
@@ -230,7 +230,7 @@ class TierState:
             yield OUTER
 
     def lineage(self, place: Place) -> Lineage:
-        """What the logs of a place say."""
+        """Return the lineage that the logs of a place have together."""
         if place.outer_alone:
             return self.outer
         return self.mixed(place.outer_upto) if place.outer_upto else self.inner

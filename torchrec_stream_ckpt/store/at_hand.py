@@ -33,14 +33,14 @@ class Summarized:
         return self._objects.read(name, begin, end)
 
     def holds(self, name: str) -> bool:
-        """Whether a part of an object is known."""
+        """Tell whether a part of an object is known."""
         return name in self._parts
 
 
 def side_by_side(
     objects: Readable, pool: Executor, read: Callable[[A], B], wanted: Iterable[A], name_of: Callable[[A], str]
 ) -> list[B]:
-    """What ``read`` gives of each, in order: in the pool, but for what is at hand; raises as ``read``.
+    """Return what ``read`` gives of each, in order: in the pool, but for what is at hand; raises as ``read``.
 
     Args:
         objects: What is read from.

@@ -216,7 +216,7 @@ class Catalog:
         )
 
     def drop_of(self, marker: MarkerId) -> Dropped:
-        """What was said when a marker was given up; raises as :meth:`manifest`."""
+        """Read what was said when a marker was given up; raises as :meth:`manifest`."""
         name = dropped_name(self.job, marker)
         drop = self._kept.get(name, Dropped)
         if drop is None:
@@ -227,7 +227,7 @@ class Catalog:
         return drop
 
     def is_dropped(self, commit: Commit) -> bool:
-        """Whether the marker was given up; raises when it was one of another history that had its name."""
+        """Tell whether the marker was given up; raises when it was one of another history that had its name."""
         if commit.id not in self.dropped:
             return False
         if self.drop_of(commit.id).commit != commit:
@@ -276,7 +276,7 @@ class Catalog:
         return claim
 
     def lineage(self) -> Lineage:
-        """What the control partition said of all markers that are or were here: for when the log is gone.
+        """Rebuild what the control partition said of all markers that are or were here: for when the log is gone.
 
         Raises:
             CorruptionError: a marker between others is not here, or an object is damaged.
@@ -368,7 +368,7 @@ class Catalog:
         return found
 
     def piece(self, start: MarkerId | None, end: Commit) -> Piece:
-        """What is there of (start, end]: a fold, or otherwise an interval; raises as :meth:`cover`."""
+        """Return the piece of (start, end]: a fold, or otherwise an interval; raises as :meth:`cover`."""
         if (start, end.id) in self.folds:
             fold = self.fold(start, end.id)
             if fold.segments and fold.chain != end.chain:

@@ -105,7 +105,7 @@ class DenseStore(Protocol):
         """A folder with the marker's dense files, once :meth:`verify` has been called on one rank. As ``verify``."""
 
     def why_not(self, commit: Commit) -> str:
-        """What is wrong with a marker's dense files, as far as names and sizes tell; empty when nothing is."""
+        """Tell what is wrong with a marker's dense files, as far as names and sizes show it; empty when nothing is."""
 
     def place(self, commit: Commit) -> str:
         """Where they are, for people."""

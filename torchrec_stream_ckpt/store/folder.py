@@ -220,11 +220,11 @@ class FolderObjects:
             yield from self._list(folder / name, f"{prefix}{name}/")
 
     def _is_gone(self, error: OSError) -> bool:
-        """Whether there is no such object; a store that is not a folder itself is another matter."""
+        """Tell whether there is no such object; a store that is not a folder itself is another matter."""
         return isinstance(error, FileNotFoundError) or (isinstance(error, NotADirectoryError) and self._root.is_dir())
 
     def _is_readable(self) -> bool:
-        """Whether the disk reads the store's own file, from the medium where the system lets go of its copy."""
+        """Tell whether the disk reads the store's own file, from the medium where the system lets go of its copy."""
         try:
             fd = os.open(self._root / STORE_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:

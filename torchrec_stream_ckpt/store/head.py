@@ -97,7 +97,7 @@ class HeadFolder:
         return await_lock(self._lock, wait_s, exclusive=exclusive, poll_s=_POLL_S)
 
     def state(self) -> HeadState | None:
-        """What the HEAD says of itself; None when it is missing or incomplete.
+        """Read what the HEAD says of itself; None when it is missing or incomplete.
 
         Raises:
             CorruptionError: it cannot be read, or is of another job.

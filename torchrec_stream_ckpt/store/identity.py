@@ -47,7 +47,7 @@ def prove_writable(objects: Objects) -> None:
 
 
 def refuses_taken_names(objects: Objects) -> bool | None:
-    """Whether the store lets no object be put over another one; None: nothing was ever written there.
+    """Tell whether the store lets no object be put over another one; None: nothing was ever written there.
 
     It is asked to put its own format, as it stands there, once more.
 
@@ -61,7 +61,7 @@ def refuses_taken_names(objects: Objects) -> bool | None:
 
 
 def check_store(objects: Objects) -> bool:
-    """Whether anything was ever written here; a store without writes holds nothing, and can be read.
+    """Tell whether anything was ever written here; a store without writes holds nothing, and can be read.
 
     Raises:
         UnsupportedError: it is of a newer format.

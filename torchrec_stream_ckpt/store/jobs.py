@@ -36,7 +36,7 @@ def jobs_in(objects: Objects) -> dict[bytes, str]:
 
 
 def has_job(objects: Objects, job: bytes) -> bool:
-    """Whether a store holds anything of a job.
+    """Tell whether a store holds anything of a job.
 
     Raises:
         StoreUnavailableError: it does not answer.

@@ -224,7 +224,7 @@ class _Sought:
         return len(places) > _WHOLE_SHARE * self.entry.rows
 
     def spans(self, places: Places) -> Iterator[Span]:
-        """What is read for some rows."""
+        """Yield what is read for some rows."""
         if self.is_wanted_whole(places):
             yield self.whole
             return

@@ -21,7 +21,7 @@ class Reached:
     """It gets markers whose number is a multiple of this."""
 
     def lacks(self, marker: MarkerId) -> bool:
-        """Whether the relay is still to bring a marker."""
+        """Tell whether the relay is still to bring a marker."""
         same = marker.generation == self.marker.generation
         return same and marker > self.marker and marker.marker % self.every == 0
 
@@ -55,7 +55,7 @@ def copied_upto(objects: Objects, lineage: Lineage) -> MarkerId | None:
 
 
 def _of_newest(objects: Objects, lineage: Lineage) -> list[Reached]:
-    """What relays of the newest generation have said; at its beginning where one has run and said nothing."""
+    """Read how far relays of the newest generation came; its beginning where one has run and said nothing."""
     newest = max((number for number, claim in lineage.claims.items() if claim.world), default=0)
     said = [each for each in _said(objects, lineage.job) if each.marker.generation == newest]
     if not said and objects.size(RELAY_LOCK) is not None:

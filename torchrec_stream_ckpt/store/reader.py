@@ -40,7 +40,7 @@ Told = Mapping[MarkerId, tuple[Notes, ...]]
 
 
 def load_told(catalog: Catalog, pieces: Sequence[Piece], pool: Executor) -> Told:
-    """What the ranks said at the marker that open pieces lead to, and at those on the way, as far as it is read.
+    """Read what the ranks said at the marker that open pieces lead to, and at those on the way, as far as it is read.
 
     Raises:
         CorruptionError: a segment is gone or altered; names it.
@@ -52,7 +52,7 @@ def load_told(catalog: Catalog, pieces: Sequence[Piece], pool: Executor) -> Told
 
 
 def _told(pieces: Sequence[Piece]) -> Told:
-    """What stands in the segments of intervals, whose directories were read for their rows."""
+    """Parse the notes in the segments of intervals, whose directories were read for their rows."""
     found: dict[MarkerId, list[Notes]] = {}
     for piece in pieces:
         for picked in piece.opened:
@@ -62,7 +62,7 @@ def _told(pieces: Sequence[Piece]) -> Told:
 
 
 def _told_in_folds(catalog: Catalog, cover: Sequence[Piece], pool: Executor) -> Told:
-    """What the ranks said at markers within folds, the newest first, and as many as are read in a moment.
+    """Read what the ranks said at markers within folds, the newest first, and as many as are read in a moment.
 
     The rows can be read without it. So what is damaged is left out: less of them can be proved.
     """
@@ -89,7 +89,7 @@ def _told_in_folds(catalog: Catalog, cover: Sequence[Piece], pool: Executor) -> 
 
 
 def _if_intact(read: Callable[[A], B], of: A) -> B | None:
-    """What is read; None where it is damaged or gone."""
+    """Read this; None where it is damaged or gone."""
     try:
         return read(of)
     except CorruptionError:
@@ -101,13 +101,13 @@ def _load_note(catalog: Catalog, ref: SegmentRef) -> Notes:
 
 
 def load_notes(catalog: Catalog, marker: MarkerId, pool: Executor) -> tuple[Notes, ...]:
-    """What each rank said at a marker that is in the store; raises as :func:`load_told`."""
+    """Read what each rank said at a marker that is in the store; raises as :func:`load_told`."""
     last = catalog.manifest(marker).last
     return tuple(side_by_side(catalog.fronts, pool, partial(_load_note, catalog), last, lambda ref: ref.name))
 
 
 def load_front(objects: Readable, ref: SegmentRef, job: bytes) -> Front:
-    """What a segment has before its chunks, compared with what its manifest says.
+    """Read what a segment has before its chunks, and compare it with what its manifest says.
 
     Raises:
         CorruptionError: it is gone, altered, or another one.
@@ -116,7 +116,7 @@ def load_front(objects: Readable, ref: SegmentRef, job: bytes) -> Front:
 
 
 def check_front(data: Buffer, ref: SegmentRef, job: bytes) -> Front:
-    """What stands before the chunks of a segment, by its bytes; raises as :func:`load_front`."""
+    """Parse what stands before the chunks of a segment; raises as :func:`load_front`."""
     return _same(parse_front(data, ref.name), ref, job)
 
 

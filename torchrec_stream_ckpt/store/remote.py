@@ -187,7 +187,7 @@ class FsspecObjects:
             raise translated(self._with_reason(error), doing, self.url, name, self._cloud.keys_hint) from error
 
     def _with_reason(self, error: Exception) -> Exception:
-        """What says more: a HEAD is refused without a word, a listing with the reason."""
+        """Return the error that says more: a HEAD is refused without a word, a listing with the reason."""
         if not wordless(error):
             return error
         try:

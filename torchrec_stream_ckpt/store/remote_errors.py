@@ -132,7 +132,7 @@ def translated(error: Exception, doing: str, url: str, name: str, keys_hint: str
 
 
 def wordless(error: Exception) -> bool:
-    """Whether a refusal came without its reason."""
+    """Tell whether a refusal came without its reason."""
     return not signs_of(error).isdisjoint(_WORDLESS)
 
 

@@ -101,7 +101,7 @@ def by_summaries(catalog: Catalog, chain: Sequence[Commit], since: MarkerId | No
 
 
 def _intact(catalog: Catalog, name: SummaryName) -> Mapping[str, Part]:
-    """What a summary has; nothing if it cannot be read."""
+    """Read the parts that a summary has; nothing if it cannot be read."""
     try:
         return load_summary(catalog.objects, name).parts
     except CorruptionError as error:

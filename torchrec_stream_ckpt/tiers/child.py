@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def _gone(parent: int) -> Callable[[], bool]:
-    """Whether the trainer has ended, or has let go."""
+    """Return a function that tells whether the trainer has ended, or has let go."""
 
     def gone() -> bool:
         if os.getppid() != parent:

@@ -140,7 +140,7 @@ class Relay:
 
     @staticmethod
     def lag(state: TierState) -> Lag:
-        """What is missing on the outer log."""
+        """Measure what is missing on the outer log."""
         missing = state.unrelayed
         if not missing:
             return Lag(0, 0, None)
@@ -187,7 +187,7 @@ class Relay:
                 yield commit
 
     def _copy_notes(self, state: TierState) -> None:
-        """What was said of markers after their COMMIT, of those that the outer log has."""
+        """Copy what was said after its COMMIT of each marker that the outer log has."""
         for marker in state.inner.notes:
             if marker not in state.outer.commits or not state.owns(marker.generation):
                 continue

@@ -74,7 +74,7 @@ class Attached:
         """(rank 0) Which shards each rank holds."""
 
     def shards_in(self, schema: Schema) -> tuple[TableShard, ...]:
-        """What this rank holds, by the indices of a schema that has the model's tables."""
+        """Return the shards of this rank, by the indices of a schema that has the model's tables."""
         return local_shards(self.kernels, schema)
 
     def adopt(self, schema: Schema) -> None:

@@ -46,7 +46,7 @@ class Calls:
             raise _inside(name, running)
 
     def make(self, name: str, call: Callable[[], T]) -> T:
-        """What ``call`` returns, under its name: a rank that waits in it can say so, and be told where others are.
+        """Run ``call`` under its name: a waiting rank can say so, and be told where others are.
 
         Raises:
             ConfigError: another call is running, or this is a fork.

@@ -38,7 +38,7 @@ class LastWord:
 
     @classmethod
     def of(cls, outcome: str | None, error: BaseException | None, stopped: str = "") -> LastWord:
-        """What a rank says.
+        """Make the word of a rank.
 
         Args:
             outcome: As the user names it; None: what the rest says.
@@ -65,7 +65,7 @@ class LastWord:
 
     @classmethod
     def of_all(cls, said: list[LastWord]) -> LastWord:
-        """What the ranks' words come to: one that failed decides, then one that was preempted."""
+        """Decide by all ranks' words: one that failed decides, then one that was preempted."""
         for outcome in (Outcome.FAILED, Outcome.PREEMPTED):
             for rank, word in enumerate(said):
                 if word.outcome is outcome:
@@ -115,7 +115,7 @@ class Ending:
 
     @staticmethod
     def _may_end(stream: Stream) -> bool:
-        """Whether the generation is this trainer's, and has no marker in flight."""
+        """Tell whether the generation is this trainer's, and has no marker in flight."""
         if stream.coordinator.busy:
             log.warning("no END is written, a marker is still in flight: the job looks like one that was killed")
         return not stream.coordinator.busy and stream.coordinator.fenced is None
@@ -162,7 +162,7 @@ def _name(rank: int) -> str:
 
 
 def _read(store: Any, world: int) -> dict[int, LastWord]:
-    """What the other ranks have said so far."""
+    """Read what the other ranks have said so far."""
     said = {}
     for rank in range(1, world):
         if store.check([_name(rank)]):
@@ -172,7 +172,7 @@ def _read(store: Any, world: int) -> dict[int, LastWord]:
 
 
 def _answer(worker: Worker, ask: Callable[[], Any], bound_s: float, what: str = "") -> Any:
-    """What a store or a log answers in time; None, and a warning that begins with ``what``, where it does not."""
+    """Ask a store or a log; None if no answer comes in time, with a warning that begins with ``what``."""
     asked: Future[Any] = worker.submit(ask)
     if not wait([asked], max(0.0, bound_s)).done:
         said = f"no answer for {bound_s:.0f} s"

@@ -54,12 +54,12 @@ class Evolved:
 
 
 def model_schema(schema: Schema, dense: DenseState) -> ModelSchema:
-    """What the live model holds. Local."""
+    """Describe the live model. Local."""
     return ModelSchema(tuple(table for _, table in schema.live), *dense.described())
 
 
 def declared(changes: Changes | None) -> Changes | None:
-    """What a user has given as changes; None: nothing is declared. Local.
+    """Check what a user has given as changes; None: nothing is declared. Local.
 
     Raises:
         ChangesError: it is of another kind.
@@ -163,7 +163,7 @@ def refuse_changed(lineage: Lineage, generation: int, held: MarkerId) -> None:
 
 
 def _is_same_model(lineage: Lineage, claim: Claim, held: MarkerId) -> bool:
-    """Whether a generation has the model of a marker: both have the same tables, and were told the same changes.
+    """Tell whether a generation has the model of a marker: both have the same tables, and were told the same changes.
 
     One that stands on nothing and was told nothing (``fresh=True``) tells itself by its tables alone.
     """

@@ -173,7 +173,7 @@ class Finder:
         return replace(cold, skipped=route.skipped)
 
     def _has_head(self, wanted: HeadState) -> bool:
-        """Whether this host holds what rank 0's does; it is open then."""
+        """Tell whether this host holds what rank 0's does; it is open then."""
         if self._team.rank:
             self._open_head(wanted.job)
         return self.head is not None and self.head.state.same_image(wanted)

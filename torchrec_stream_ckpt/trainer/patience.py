@@ -15,5 +15,5 @@ class Patience(Protocol):
 
 
 def at_once(action: Callable[[], T]) -> T:
-    """What ``action`` returns; what is away is an error."""
+    """Run ``action`` once; what is away is an error."""
     return action()

@@ -53,7 +53,7 @@ def agreed(
 
 
 def given(meta: Mapping[str, object] | None, why_pinned: str | None) -> Meta:
-    """What one rank says of a marker, as records hold it; why it is pinned is one of the values.
+    """Encode what one rank says of a marker, as records hold it; why it is pinned is one of the values.
 
     Raises:
         ConfigError: a marker cannot hold it; says why.

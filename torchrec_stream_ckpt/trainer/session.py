@@ -145,7 +145,7 @@ class Session:
         return model_schema(self._attached.schema, self._dense)
 
     def plan(self, marker: MarkerId | None, changes: Changes | None = None) -> RestorePlan | None:
-        """What a restore would do on this rank, as far as names and directories tell; None: nothing was committed."""
+        """Plan what a restore would do on this rank, as far as names and directories tell; None: no marker exists."""
         self._begin(marker, changes)
         try:
             route = self._finder.find(marker)
@@ -222,7 +222,7 @@ class Session:
         return apply_rows(self._tier.log, plan, self._attached.kernels, met=self._met)
 
     def held(self, marker: MarkerId) -> tuple[RestorePlan, Route]:
-        """What the live tables hold, once ``advance`` has brought ``marker``.
+        """Plan for what the live tables hold, once ``advance`` has brought ``marker``.
 
         Raises:
             CorruptionError: its dense state is damaged.

@@ -118,7 +118,7 @@ class Board:
 
 
 def scalars(stats: Stats, before: Stats | None, peak_s: float) -> dict[str, float]:
-    """What goes to TensorBoard, without its prefix.
+    """Return the values for TensorBoard, by name without the prefix.
 
     Args:
         stats: Where the rank stands.

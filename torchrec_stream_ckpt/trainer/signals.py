@@ -140,15 +140,15 @@ class Signals:
     # The training thread.
 
     def pending(self, number: signal.Signals) -> bool:
-        """Whether it has come and has no answer yet."""
+        """Tell whether it has come and has no answer yet."""
         return self._came[number].pending
 
     def seen(self) -> Seen:
-        """What has come so far: what is done from here on is an answer to it."""
+        """Note what has come so far: what is done from here on is an answer to it."""
         return {number: came.times for number, came in self._came.items()}
 
     def answered(self, number: signal.Signals, seen: Seen) -> bool:
-        """What had come of it has its answer; whether there was anything."""
+        """Note that what had come of it has its answer; returns whether there was anything."""
         came = self._came[number]
         if seen[number] == came.answered:
             return False

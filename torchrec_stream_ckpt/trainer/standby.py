@@ -53,7 +53,7 @@ class _Pulse:
         self.beat_s = time.monotonic()
 
     def is_gone(self, now: object) -> bool:
-        """Whether nothing has changed for long enough."""
+        """Tell whether nothing has changed for long enough."""
         if now != self.seen:
             self.seen = now
             self.beat()
@@ -171,7 +171,7 @@ class Standby:
         return self._control.refresh() if self._log.incarnation() is not None else Lineage()
 
     def _signs(self, lineage: Lineage) -> object:
-        """What changes while a trainer lives."""
+        """Return what changes while a trainer lives."""
         if not lineage.claims:
             return None
         claim = lineage.claims[lineage.newest_generation]
@@ -226,7 +226,7 @@ class Standby:
                 time.sleep(self._takeover.poll_s)
 
     def _outlasting(self, action: Callable[[], None]) -> bool:
-        """Whether all has answered; what does not answer now is asked again at the next look."""
+        """Do ``action``, and tell whether all has answered; what does not answer is asked again at the next look."""
         try:
             action()
         except (LogUnavailableError, StoreUnavailableError) as error:

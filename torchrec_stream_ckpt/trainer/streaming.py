@@ -368,7 +368,7 @@ class Streaming:
         self._vote(stream)
 
     def _open_prover(self, schema: Schema) -> Prover | None:
-        """What the markers of a generation prove, from where the last proof has ended; None: nothing."""
+        """Open the prover of a generation, which goes on where the last proof ended; None: markers prove nothing."""
         kernels = self._attached.kernels
         replicated: Replicated = dict
         if self._team.rank == 0:

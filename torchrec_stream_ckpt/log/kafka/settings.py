@@ -91,7 +91,7 @@ def check_options(options: dict[str, str]) -> None:
 
 
 def alter_command(topic: str, setting: str) -> str:
-    """What an operator types to give a topic ``NAME=VALUE``."""
+    """Return the command by which an operator gives a topic ``NAME=VALUE``."""
     return f"kafka-configs.sh --alter --entity-type topics --entity-name {topic} --add-config {setting}"
 
 

@@ -46,7 +46,7 @@ def prepare(brokers: Brokers, partitions: int) -> Incarnation:
 
 
 def preflight(brokers: Brokers) -> None:
-    """Whether this user may do what a trainer does; asks for nothing to be made.
+    """See that this user may do what a trainer does; asks for nothing to be made.
 
     Raises:
         LogUnavailableError: the brokers do not answer or a right is missing; says why, or which.
@@ -59,7 +59,7 @@ def preflight(brokers: Brokers) -> None:
 
 
 def check_right(brokers: Brokers, topic: str, right: str) -> None:
-    """Whether this user may do one thing with a topic that exists.
+    """See that this user may do one thing with a topic that exists.
 
     Raises:
         LogUnavailableError: he may not, or the brokers do not answer.
@@ -68,7 +68,7 @@ def check_right(brokers: Brokers, topic: str, right: str) -> None:
 
 
 def examine(brokers: Brokers) -> Iterator[Finding]:
-    """What the brokers say of themselves, of both topics, and of this user's rights."""
+    """Yield what the brokers say of themselves, of both topics, and of this user's rights."""
     (cluster,) = brokers.ask("describe the cluster", lambda admin: {"": admin.describe_cluster()}).values()
     yield Finding("brokers", f"{len(cluster.nodes)} in cluster {cluster.cluster_id}")
     for name, description in brokers.describe(rights=True).items():
