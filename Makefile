@@ -28,7 +28,7 @@ export PYTHON
 
 .DEFAULT_GOAL := help
 .PHONY: help setup try demo demo-kafka demo-evolve test test-unit test-all test-kafka test-slow test-matrix test-gpu test-tnt test-clouds fuzz chaos coverage \
-  lint docs deploy-check bench bench-quick bench-age lock clean kafka-tools host-tools browser-tools test-tools compiled
+  lint docs deploy-check bench bench-quick bench-age bench-pages lock clean kafka-tools host-tools browser-tools test-tools compiled
 
 help: ## Show these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -142,6 +142,9 @@ bench-quick: $(STAMP) ## Run every benchmark to its end at a small size: no figu
 
 bench-age: $(STAMP) ## Say which filed results are older than the code that they measure (BENCH_ARGS="restore marker")
 	@$(PY) benchmarks/filed.py $(BENCH_ARGS)
+
+bench-pages: $(STAMP) ## Write the tables of the pages out of the filed results (BENCH_ARGS=--check: say which differ)
+	@$(PY) benchmarks/pages.py $(BENCH_ARGS)
 
 lock: $(STAMP) ## Resolve the locks of requirements/ anew (UPGRADE=1 takes newer versions)
 	@bash scripts/lock.sh $(if $(UPGRADE),--upgrade)

@@ -1,11 +1,11 @@
-"""Figures on the pages: each is computed again from the result that is filed below ``benchmarks/``."""
+"""Figures on the pages: tables are written out of the filed results, those in sentences are computed here again."""
 
 from __future__ import annotations
 
-import json
 import re
 import runpy
-import statistics
+import subprocess
+import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -14,25 +14,19 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+from page_tables import TABLES, results  # noqa: E402
+from page_tables.goals import Rows  # noqa: E402
+from page_tables.results import NotFiledError, Point, Result, newest, three  # noqa: E402
+from pages import lines, pages, written  # noqa: E402
+
 NUMBER = re.compile(r"(?<![\w.,])\d+(?:\.\d+)?(?![\w.]*\d)")
-
-
-@cache
-def filed(case: str, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((ROOT / "benchmarks" / case / "results" / f"{name}.json").read_text())
-    return found
 
 
 @cache
 def page(name: str) -> str:
     return (ROOT / name).read_text()
-
-
-def rows(name: str, heading: str) -> dict[str, list[str]]:
-    """The tables below a heading: first cell -> the others."""
-    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", page(name), re.M | re.S)
-    cells = [[each.strip() for each in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
-    return {first: rest for first, *rest in cells}
 
 
 def numbers(*cells: str) -> list[str]:
@@ -51,6 +45,81 @@ def check(said: Sequence[str], filed: Iterable[float]) -> None:
         assert abs(float(text) - value) <= 0.5001 * last, f"the page says {text}, filed is {value}"
 
 
+def check_sentences(name: str, wanted: dict[str, Iterable[float]]) -> None:
+    """Patterns, each of which a page has once -> the figures of their groups."""
+    text = " ".join(page(name).split())
+    for pattern, values in wanted.items():
+        (found,) = re.findall(pattern, text) or [()]
+        check([found] if isinstance(found, str) else found, values)
+
+
+def test_tables_are_what_the_filed_results_say() -> None:
+    """``make bench-pages`` writes them."""
+    ran = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "pages.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    asked = {name for path in pages() for name in re.findall(r"<!-- figures: (\S+)", path.read_text())}
+    assert asked == set(TABLES), "a table that no page has"
+
+
+def test_a_page_is_written_anew_and_a_wrong_name_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TABLES, "twice", lambda _, number: [["a", "b"], [number, ""]])
+    mine = tmp_path / "page.md"
+    mine.write_text("x\n\n<!-- figures: twice 7 -->\nold\n<!-- end -->\n\ny\n")
+    assert written(mine) == "x\n\n<!-- figures: twice 7 -->\n\n| a | b |\n|---|---|\n| 7 | |\n\n<!-- end -->\n\ny\n"
+    mine.write_text("<!-- figures: thrice -->\n<!-- end -->\n")
+    with pytest.raises(SystemExit, match="no table 'thrice'"):
+        written(mine)
+    mine.write_text("<!-- figures: points limits gone -->\n<!-- end -->\n")
+    with pytest.raises(SystemExit, match=r"limits/results has no DATE_MACHINE_gone\.json"):
+        written(mine)
+    with pytest.raises(ValueError, match="2 columns"):
+        lines([["a", "b"], ["1"]])
+
+
+def test_the_newest_result_of_the_full_size_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "BENCHMARKS", tmp_path)
+    (folder := tmp_path / "case" / "results").mkdir(parents=True)
+    for name in ("2026-01-02_a-box", "2026-01-01_b-box", "2026-01-03_a-box_loaded", "2026-01-01_a-box_kafka"):
+        (folder / f"{name}.json").write_text("{}")
+    find = newest.__wrapped__
+    assert find("case").path.stem == "2026-01-02_a-box"
+    assert find("case", "kafka").path.stem == "2026-01-01_a-box_kafka"
+    with pytest.raises(NotFiledError):
+        find("case", "file")
+
+
+def test_a_row_has_the_goal_that_the_case_filed_and_its_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = (("fast", "9 x", True), ("slow", "3.94 x", False), ("none", "", None))
+    filed = [{"what": what, "wanted": ">= 8 x", "found": said, "met": met} for what, said, met in found]
+    monkeypatch.setattr("page_tables.goals.newest", lambda *_: Result(tmp_path / "r.json", {"goals": filed}))
+    rows = Rows(tmp_path / "page.md", "case")
+    assert rows.row("fast", "it", "9 x (8-10)", of=" of y")[2:5] == [">= 8 x of y", "9 x (8-10)", "reached"]
+    assert rows.row("slow", "it", "3.94 x")[3:5] == ["3.94 x", "**missed**"]
+    assert rows.row("none", "it", "7 x")[3:5] == ["-", "not measured"]
+    with pytest.raises(NotFiledError, match="has no goal 'other'"):
+        rows.row("other", "it", "")
+
+
+def test_figures_keep_their_range_and_say_what_is_missing() -> None:
+    rows = {
+        "base": {"median": 10, "min": 8, "max": 2024, "rounds": [8, 2024, 10]},
+        "ours": {"median": 2, "min": 1, "max": 4, "rounds": [4, 1, 2]},
+        "gone": {"unavailable": "no broker"},
+    }
+    point = Point("p", "ms", rows, "base")
+    assert point.taken("ours") == "2 ms (1-4)"
+    assert point.taken("gone") == "not measured: no broker"
+    assert point.times("base", "ours") == "5 x (2-2024); 2 ms"
+    assert point.times("base", "gone") == "not measured (gone)"
+    assert [three(each) for each in (0.0394, 9.469, 43.25, 99.96, 350.54, 2024.4)] == [
+        "0.0394", "9.47", "43.2", "100", "351", "2024",
+    ]  # fmt: skip
+
+
 def test_a_number_is_compared_to_its_last_digit() -> None:
     check(["9.47", "43.2", "2024", "15"], [9.469, 43.25, 2024.0, 14.6])
     for text, value in (("9.48", 9.469), ("1.0", 1.06), ("16", 14.6)):
@@ -59,240 +128,65 @@ def test_a_number_is_compared_to_its_last_digit() -> None:
     assert numbers("`torch.save` 2024 ms; kept 165; 8.7-12.5 (4 ranks)") == ["2024", "165", "8.7", "12.5", "4"]
 
 
-class Point:
-    """One point of a result: its variants."""
-
-    def __init__(self, case: str, name: str, point: str) -> None:
-        self._rows = filed(case, name)["points"][point]["variants"]
-
-    def median(self, variant: str) -> float:
-        return float(self._rows[variant]["median"])
-
-    def extent(self, variant: str) -> list[float]:
-        """Median, smallest, largest."""
-        return [self._rows[variant][each] for each in ("median", "min", "max")]
-
-    def ratio(self, variant: str) -> list[float]:
-        """Baseline / variant: median, smallest, largest round."""
-        row = self._rows[variant]
-        return [row["ratio"], *row["ratio_range"]]
-
-    def against(self, base: str, variant: str) -> list[float]:
-        """The same against another baseline."""
-        pairs = zip(self._rows[base]["rounds"], self._rows[variant]["rounds"], strict=True)
-        found = [theirs / ours for theirs, ours in pairs]
-        return [statistics.median(found), min(found), max(found)]
+def kaggle(variant: str) -> dict[str, Any]:
+    found: dict[str, Any] = newest("recovery", variant).found["workloads"]["kaggle"]
+    return found
 
 
-STEP_ROWS = {
-    "off again: the noise": "off again",
-    "drain every 10": "drain every 10",
-    "drain every step": "drain every step",
-    "drain every step, marker every 10": "marker every 10",
-    '`drain_every="auto"`, `max_overhead=0.01`': "auto, max_overhead 1%",
-}
-ONE, TWO = "2026-11-22_xeon-2-cores_1-rank", "2026-11-21_xeon-2-cores_2-ranks"
-
-
-@pytest.mark.parametrize("row", STEP_ROWS)
-def test_step_times(row: str) -> None:
-    until_sent, while_it_trains = [], []
-    for name in (ONE, TWO):
-        found = filed("step_time", name)["variants"][STEP_ROWS[row]]
-        until_sent.append([found["ratio_median_until_all_is_sent"]])
-        while_it_trains.append([found[f"ratio_{each}"] for each in ("median", "min", "max")])
-    cells = rows("docs/performance.md", "In short")[row]
-    check(numbers(*cells), [*until_sent[0], *while_it_trains[0], *until_sent[1], *while_it_trains[1]])
-
-
-def test_step_times_of_larger_tables() -> None:
-    variants = filed("step_time", "2026-11-22_xeon-2-cores_criteo_2-ranks")["variants"]
-    text = " ".join(page("docs/performance.md").split())
-    (said,) = re.findall(r"batch 4096\) on two ranks: ([^;]*); the noise is ([\d.]*\d)", text)
-    wanted = [variants[name]["ratio_median_until_all_is_sent"] for name in list(STEP_ROWS.values())[1:]]
-    check(numbers(*said), [*wanted, variants["off again"]["ratio_median_until_all_is_sent"]])
-
-
-def test_limits_of_the_machine() -> None:
-    found = rows("docs/performance.md", "What the machine can do")
-    variants = filed("limits", "2026-11-21_xeon-2-cores")["points"]["limits"]["variants"]
-    shown = [cells for cells in found.values() if numbers(*cells)]
-    assert len(shown) == len(variants)
-    for cells, row in zip(shown, variants.values(), strict=True):
-        check(numbers(*cells), [row["median"], row["min"], row["max"]])
-
-
-def goals() -> dict[str, list[float]]:
-    """First cell of a row -> the numbers that stand in the cells of its baseline and of what was found."""
-    marker = "2026-11-22_xeon-2-cores"
-    table = Point("marker", marker, "table")
-    rivals = ("torch.save", "dcp.async_save, fresh copy", "dcp.async_save, kept copy", "torchsnapshot async_take")
-    tenth = Point("marker", marker, "a tenth of the rows").median("ours")
+def test_what_the_performance_page_says_in_words() -> None:
+    encode, tracker, hooks = newest("encode"), newest("tracker").point("criteo"), newest("hooks").facts
+    memory = newest("memory").point("peak")
+    stream, marker = newest("stream"), newest("marker").point("table").variants["ours"]
+    gather, small = encode.point("gather"), encode.point("small, write")
+    again = newest("step_time", "1-rank").found["variants"]["off again"]
+    added = hooks["added by the hooks to a kernel's lookup and update, us (medians, fastest tenths)"]
     wanted = {
-        "blocked by one marker, 1.3 GB, 1% touched": [
-            *map(table.median, rivals),
-            *table.extent("ours"),
-            tenth,
+        r"noise alone reaches ([\d.]+)% in one of three rounds": [100 * (again["ratio_max_until_all_is_sent"] - 1)],
+        r"Ours takes ([\d.]+) ms for 26.8 MB, gather \+ pickle ([\d.]*\d)": [
+            gather.median("ours"),
+            gather.median("pickle"),
         ],
-        "twice the table, the same rows": [
-            Point("marker", marker, "twice the table").median("ours") / table.median("ours")
+        r"They take ([\d.]+) us; the goal allows (\d+), where pickle takes (\d+)": [
+            small.median("ours"),
+            0.07 * small.median("pickle"),
+            small.median("pickle"),
         ],
+        r"alone takes 0.6 of our ([\d.]*\d)": [encode.point("large, read").median("ours") / 1e3],
+        r"take us ([\d.]+) ms, TorchRec's tracker ([\d.]*\d)": [tracker.median("ours"), tracker.median("tracker")],
+        r"2 GB take (\d+) ms where a raw append takes (\d+), both synced, and (\d+) against (\d+) without": [
+            *(stream.point("file").median(name) for name in ("ours", "raw")),
+            *(stream.point("file, without fsync").median(name) for name in ("ours", "raw")),
+        ],
+        r"Rounds without a sync took between (\d+) and (\d+) ms": [
+            stream.point("file, without fsync").variants["ours"][each] for each in ("min", "max")
+        ],
+        r"keeps training waiting for ([\d.]+) ms, ([\d.]+) in the worst of five": [
+            marker[each] for each in ("median", "max")
+        ],
+        r"memory.\*\* (\d+) MB and (\d+) MB, where ring": [
+            memory.median(f"ours, {share} touched") for share in ("1%", "20%")
+        ],
+        r"add ([\d.]+) to ([\d.]+) us of CPU time": sorted(added),
+        r"2 cores; noise ([\d.]+) us": [max(map(abs, hooks["noise, us"]))],
+        r"0.2% of one of ([\d.]+) ms with one kernel": [hooks["shortest step of which it is 0.2%, ms a kernel"]],
     }
-    for size in ("100 MB", "600 MB"):
-        for ranks in (2, 4):
-            point = Point("dense", marker, f"{size}, {ranks} ranks")
-            wanted[f"dense part of {size}, {ranks} ranks: blocked"] = [
-                point.median("torch.save, barrier"),
-                *point.ratio("ours"),
-                point.median("ours"),
-            ]
-    for job in ("thesis", "criteo"):
-        point, facts = Point("tracker", marker, job), filed("tracker", marker)["facts"]
-        row_bytes = facts[f"{job}: bytes"]["ours"] / {"thesis": 640_000, "criteo": 1_000_000}[job]
-        wanted[f"mark 10 steps, find the rows: {job}"] = [
-            point.median("tracker"),
-            *point.ratio("ours"),
-            point.median("ours"),
-            round(row_bytes),
-        ]
-    gather = Point("encode", marker, "gather")
-    wanted["gather + frame + CRC, 1 thread"] = [gather.median("pickle"), *gather.ratio("ours")]
-    wanted["the same, speed"] = Point("encode", marker, "gather, speed").extent("ours")
-    for size in ("small", "large"):
-        for way in ("write", "read"):
-            point = Point("encode", marker, f"{size}, {way}")
-            others = [point.median(name) for name in ("pickle", "safetensors", "msgpack", "Arrow IPC")]
-            saved = 100 * (1 - 1 / point.ratio("ours")[0])
-            wanted[f"table 4.3, {size}, {way}, CRC included"] = [*others, saved, point.median("ours")]
-    for log in ("file", "kafka"):
-        point, speed = Point("stream", marker, log), Point("stream", marker, f"{log}, speed")
-        shares = [100 * each for each in point.ratio("ours")]
-        wanted[f"stream, one publisher, {log}"] = [speed.median("raw"), *shares, speed.median("ours")]
-    for source in ("log", "store"):
-        for world, how in ((1, "same"), (2, "changed")):
-            point, ours = Point("restore", marker, f"{source}, on {world}"), f"ours, {source}"
-            wanted[f"restore of 1.3 GB from the {source}, {how} world size ({world})"] = [
-                point.median("dcp.load"),
-                point.median("torch.load + copy"),
-                *point.against("dcp.load", ours),
-                point.median(ours),
-            ]
-    peak = Point("memory", "2026-11-21_xeon-2-cores", "peak")
-    for share in ("1%", "20%"):
-        wanted[f"peak memory on top, {share} touched"] = [
-            peak.median("dcp.async_save"),
-            peak.median("torch.save"),
-            peak.median(f"ours, {share} touched"),
-        ]
-    for job in ("criteo", "synthetic"):
-        for ranks in ("1 rank", "2 ranks"):
-            for source, ours in (("log", "log"), ("store", "store"), ("store", "HEAD")):
-                point = Point("thesis", f"{marker}_{job}", f"{job}, {ranks}, recovery, {source}")
-                others = [point.median(name) for name in ("torch.load", "torch.load + copy", "thesis, loading service")]
-                mine = f"ours, {ours}"
-                wanted[f"recovery: {job}, {ranks}, {ours}"] = [
-                    *others,
-                    *point.against("torch.load", mine),
-                    point.median(mine),
-                ]
-    return wanted
-
-
-@pytest.mark.parametrize("row", goals())
-def test_goals(row: str) -> None:
-    baseline, _, found, *_ = rows("docs/performance.md", "Goals and what was found")[row]
-    check(numbers(baseline, found), goals()[row])
-
-
-@pytest.mark.parametrize("job", ["criteo", "synthetic"])
-@pytest.mark.parametrize("ranks", ["1 rank", "2 ranks"])
-@pytest.mark.parametrize("every", [1, 2, 3])
-def test_whole_runs(job: str, ranks: str, every: int) -> None:
-    """Their second row has no name of its own: "... time added" follows on each."""
-    name, what = f"2026-11-22_xeon-2-cores_{job}", f"{job}, {ranks}, every {every}"
-    point, extra = Point("thesis", name, what), filed("thesis", name)["facts"][f"{what}: seconds added"]
-    lines = page("docs/performance.md").splitlines()
-    (at,) = (number for number, line in enumerate(lines) if line.startswith(f"| run: {job}, {ranks}, every {every} |"))
-    run, added = ([each.strip() for each in lines[at + n].strip("|").split("|")] for n in (0, 1))
-    check(numbers(run[1], run[3]), map(point.median, ("none", "torch.save", "thesis", "ours")))
-    share = 100 * extra["ours"] / extra["torch.save"]
-    check(numbers(added[1], added[3]), [extra["torch.save"], extra["thesis"], share, extra["ours"]])
-
-
-def test_every_goal_is_looked_at() -> None:
-    shown = rows("docs/performance.md", "Goals and what was found")
-    elsewhere = ("run: ", "... time added", "what", "---")
-    age = ("attach, ", "choice, ", "commit, ", "rank 0, ", "`list", "COMMIT of")
-    assert not [name for name in shown if name not in goals() and not name.startswith((*elsewhere, *age))]
-
-
-STORE_ROWS = {
-    "naive, rows placed as ours are": ("one base", "naive"),
-    "naive, rows placed by `index_copy_`": ("one base", "naive, index_copy_"),
-    "IncrCP": ("one base", "IncrCP"),
-    "store, no bases": ("one base", "store"),
-    "store, `span16`": ("one base", "store, span16"),
-    "`torch.load` of the newest": ("one base", "torch.load"),
-    "... with a copy into the tables": ("one base", "torch.load + copy"),
-    "a group of its own: naive": ("new bases", "naive"),
-    "... store with `--rebase 1 --compact none`, the default then": ("new bases", "store, rebase"),
-}
-
-
-@pytest.mark.parametrize("row", STORE_ROWS)
-def test_any_marker(row: str) -> None:
-    groups = filed("recovery", "2026-11-21_xeon-2-cores_150-markers")["workloads"]["kaggle"]["groups"]
-    group, name = STORE_ROWS[row]
-    found, naive = groups[group][name], groups[group]["naive"]
-    stored, written, *times = rows("docs/store.md", "Numbers")[row]
-    if stored and "index_copy_" not in row:
-        check(numbers(stored, written), [found[each][-1] / naive[each][-1] for each in ("stored", "written")])
-    wanted = [
-        found[cache][marker][f"{part}_ms"]
-        for part in ("delta", "whole")
-        for cache in ("warm", "cold")
-        for marker in ("50", "150")
-        if f"{part}_ms" in found[cache].get(marker, {})
-    ]
-    check(numbers(*times), wanted)
-
-
-COUNTED_ROWS = {
-    "naive increments": "naive",
-    "differential chain": "differential",
-    "Check-N-Run": "Check-N-Run",
-    "IncrCP, R = 0.02": "IncrCP",
-    "IncrCP, a base every 100 chunks": "IncrCP, base every 100",
-    "store without bases": "store",
-    "store with `span4`": "store, span4",
-    "store with `span16`": "store, span16",
-    "store with bases (`--rebase 1`)": "store, rebase",
-}
-
-
-@pytest.mark.parametrize("row", COUNTED_ROWS)
-def test_any_marker_counted(row: str) -> None:
-    found = filed("recovery", "2026-11-23_counts_kaggle")["workloads"]["kaggle"]["layouts"][COUNTED_ROWS[row]]
-    wanted = [found[f"{each}_of_naive"] for each in ("written", "stored", "read_back")]
-    wanted += [found["restored_of_naive"][marker] for marker in ("50", "150")]
-    check(numbers(*rows("docs/store.md", "Numbers")[row]), wanted)
+    check_sentences("docs/performance.md", wanted)
 
 
 def test_what_incrcp_writes_by_the_papers_filters() -> None:
-    job = filed("recovery", "2026-11-23_counts_kaggle")["workloads"]["kaggle"]
+    job = kaggle("kaggle")
     naive, incrcp = job["layouts"]["naive"], job["layouts"]["IncrCP"]
     with_base = (job["rows"] + incrcp["written"]) / (job["rows"] + naive["written"])
-    text = " ".join(page("docs/store.md").split())
-    (said,) = re.findall(r"against ([\d.]*\d) times by the paper's filters", text)
-    (again,) = re.findall(r"([\d.]*\d) times where its filters are built as the paper words them", text)
-    (dead,) = re.findall(r"would take ([\d.]*\d) times naive's increments", text)
-    check([said, again, dead], [with_base, with_base, incrcp["dead_of_naive"]])
+    wanted = {
+        r"against ([\d.]*\d) times by the paper's filters": [with_base],
+        r"([\d.]*\d) times where its filters are built as the paper words them": [with_base],
+        r"would take ([\d.]*\d) times naive's increments": [incrcp["dead_of_naive"]],
+    }
+    check_sentences("docs/store.md", wanted)
 
 
 def test_what_the_store_says_in_words() -> None:
-    short = filed("recovery", "2026-11-21_xeon-2-cores_150-markers")["workloads"]["kaggle"]
-    whole = filed("recovery", "2026-11-21_xeon-2-cores_150-markers_all-layouts")["workloads"]["kaggle"]["groups"]
-    text = " ".join(page("docs/store.md").split())
+    short, whole = kaggle("150-markers"), kaggle("150-markers_all-layouts")["groups"]
     default, one = short["groups"]["new bases"]["store, rebase"], short["groups"]["one base"]
     bytes_of = {name: whole[group][name]["stored"][-1] for group, name in [
         ("one base", "naive"), ("one base", "store"), ("one base", "differential"), ("new bases", "Check-N-Run"),
@@ -305,7 +199,7 @@ def test_what_the_store_says_in_words() -> None:
         sorted(each["delta_naive_ratio"] for each in one[name]["cold"].values()) for name in ("store, span16", "IncrCP")
     )
     index = short["death_index"].values()
-    said = {
+    said: dict[str, Iterable[float]] = {
         r"newest marker comes back ([\d.]*\d) times as fast as by naive increments, cold ([\d.]*\d) times": [
             default["warm"]["150"]["whole_naive_ratio"],
             default["cold"]["150"]["whole_naive_ratio"],
@@ -332,46 +226,7 @@ def test_what_the_store_says_in_words() -> None:
         r"chain stores ([\d.]*\d) times naive's bytes": [bytes_of["differential"] / bytes_of["naive"]],
         r"own resets stores ([\d.]*\d) times as much": [bytes_of["Check-N-Run"] / bytes_of["naive"]],
     }
-    for pattern, wanted in said.items():
-        (found,) = re.findall(pattern, text) or [()]
-        check([found] if isinstance(found, str) else found, wanted)
-
-
-def test_the_four_numbers_of_the_readme() -> None:
-    steps = {name: filed("step_time", name)["variants"] for name in (ONE, TWO)}
-    marker, dense = "2026-11-22_xeon-2-cores", Point("dense", "2026-11-22_xeon-2-cores", "600 MB, 4 ranks")
-    table = Point("marker", marker, "table")
-    recovery = [
-        point.against("torch.load", f"ours, {ours}")[0]
-        for job in ("criteo", "synthetic")
-        for ours, source in (("log", "log"), ("store", "store"), ("HEAD", "store"))
-        for point in [Point("thesis", f"{marker}_{job}", f"{job}, 2 ranks, recovery, {source}")]
-        if ours == "log"
-    ]
-    groups = filed("recovery", "2026-11-21_xeon-2-cores_150-markers")["workloads"]["kaggle"]["groups"]
-    stored = groups["one base"]["store"]["stored"][-1] / groups["one base"]["naive"]["stored"][-1]
-    counted = filed("recovery", "2026-11-23_counts_kaggle")["workloads"]["kaggle"]["layouts"]["store, span4"]
-    sent = "ratio_median_until_all_is_sent"
-    wanted = {
-        "a step, drained each time, a marker every 10": (
-            [steps[ONE]["marker every 10"][sent], steps[ONE]["off again"][sent]],
-            [steps[TWO]["marker every 10"][sent]],
-        ),
-        "training waits for a marker, 1% of 1.3 GB": (
-            [table.median("ours"), table.median("dcp.async_save, kept copy")],
-            [600, 4, dense.median("ours")],
-        ),
-        "restore of 1.3 GB from the log": (
-            [Point("restore", marker, "log, on 1").against("dcp.load", "ours, log")[0]],
-            [2, *sorted(recovery)],
-        ),
-        "stored, for any of 150 markers": ([stored], [counted["stored_of_naive"]]),
-    }
-    shown = rows("README.md", "Four numbers")
-    assert set(shown) == {"", "---", *wanted}
-    for row, halves in wanted.items():
-        for cell, values in zip(shown[row], halves, strict=True):
-            check(numbers(cell), values)
+    check_sentences("docs/store.md", said)
 
 
 def test_every_case_says_what_it_measures() -> None:

@@ -1,0 +1,36 @@
+"""The tables of the pages: a name, as it stands in a page's comment, and the function that makes its rows.
+
+Each takes the page (for links) and the words after the name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from . import cases, costs, goals, papers, store
+from .results import Table
+
+TABLES: dict[str, Callable[..., Table]] = {
+    "age": costs.age,
+    "all-steps": costs.all_steps,
+    "any-marker": store.any_marker,
+    "as-fast-as-naive": store.as_fast,
+    "case-goals": cases.goals,
+    "counted": store.counted,
+    "crashes": papers.crashes,
+    "figure-13": papers.figure_13,
+    "figure-14a": papers.figure_14a,
+    "figure-14b": papers.figure_14b,
+    "figure-15": papers.figure_15,
+    "figure-17": papers.figure_17,
+    "four": costs.four,
+    "goals": goals.table,
+    "limits": costs.limits,
+    "medians": cases.medians,
+    "overhead": costs.overhead,
+    "points": cases.points,
+    "results": cases.results,
+    "steps": costs.steps,
+    "thesis-recoveries": goals.recoveries,
+    "thesis-runs": goals.runs,
+}

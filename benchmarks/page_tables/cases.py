@@ -1,0 +1,59 @@
+"""Any result as it is: all points, all goals, and which results there are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from . import costs
+from .results import BENCHMARKS, Result, Table, code, newest, three
+
+
+def points(page: Path, case: str, variant: str = "") -> Table:
+    """Every variant of every point, also those that have no figure."""
+    result = newest(case, variant)
+    found = [[result.said(page), "variant", "median (range)", "times as fast as the baseline (range)"]]
+    for point in result.points():
+        for name, row in point.variants.items():
+            times = "baseline" if name == point.baseline else "-"
+            if "ratio" in row and name != point.baseline:
+                middle, (least, most) = row["ratio"], row["ratio_range"]
+                times = f"{three(middle)} ({three(least)}-{three(most)})"
+            found.append([point.name, code(name), point.taken(name), times])
+    return found
+
+
+def goals(page: Path, case: str, variant: str = "") -> Table:
+    return costs.judged(page, newest(case, variant))
+
+
+def medians(page: Path, case: str, variant: str = "") -> Table:
+    """Of a case that files medians and rounds by name."""
+    filed = newest(case, variant)
+    result, where = filed.found, filed.said(page)
+    warm, cold = (result.get(key) for key in ("median", "median_cold"))
+    if warm is not None:
+        head = [where, "page cache warm (range)", *(["cold (range)"] if cold else [])]
+        sides = [(warm, result["rounds"])] + ([(cold, result["rounds_cold"])] if cold else [])
+    else:
+        head, sides = [where, "median (range)"], [(result["medians"], result["rounds"])]
+    found = [head]
+    for name in sides[0][0]:
+        cells = []
+        for medians_, rounds in sides:
+            each = [row[name] for row in rounds]
+            cells.append(f"{three(medians_[name])} ({three(min(each))}-{three(max(each))})")
+        found.append([name.replace("_", " "), *cells])
+    return found
+
+
+def results(page: Path) -> Table:
+    """All that are filed, with machine and load."""
+    found = [["case", "result", "machine", "load before", "clocks"]]
+    for path in sorted(BENCHMARKS.glob("*/results/*.json")):
+        result = Result(path, json.loads(path.read_text()))
+        counted = path.stem[11:].split("_")[0] in ("counts", "figures")
+        load = "-" if result.load is None else f"{result.load:.1f}"
+        clocks = "none: counted" if counted else "of now" if "allocator" in result.machine else "older"
+        found.append([f"`{path.parts[-3]}`", result.link(page, path.stem), result.cpu, load, clocks])
+    return found

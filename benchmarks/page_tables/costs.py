@@ -1,0 +1,176 @@
+"""What a step costs, what the machine can do, what a job's age costs, whether the bound on overhead was held."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .goals import thesis, wanted
+from .results import VERDICT, Result, Table, code, is_filed, newest, ranged, three
+
+STEPS = {
+    "off again": "off again: the noise",
+    "drain every 10": "drain every 10",
+    "drain every step": "drain every step",
+    "marker every 10": "drain every step, marker every 10",
+    "marker every 10, no proof": "the same without proofs",
+    "auto, max_overhead 1%": '`drain_every="auto"`, `max_overhead=0.01`',
+}
+JOBS = {
+    "thesis, 1 rank": "1-rank",
+    "thesis, 2 ranks": "2-ranks",
+    "criteo, 1 rank": "criteo_1-rank",
+    "criteo, 2 ranks": "criteo_2-ranks",
+}
+"""Jobs of ``step_time`` -> the variant under which results are filed."""
+_EASY = {"drain every 10": 1.035, "drain every step": 1.035, "marker every 10": 1.035}
+STEP_GOALS = {
+    "thesis, 1 rank": {"drain every 10": 1.035, "drain every step": 1.06, "marker every 10": 1.06},
+    "criteo, 1 rank": _EASY,
+    "criteo, 2 ranks": _EASY,
+}
+"""At most so many times as long, until all is sent."""
+
+
+def until_sent(row: dict[str, Any]) -> str:
+    key = "until_all_is_sent"
+    if f"ratio_min_{key}" not in row:  # of 2026-11-22 and before
+        return f"{row[f'ratio_median_{key}']:.3f}"
+    return ranged([row[f"ratio_{each}_{key}"] for each in ("median", "min", "max")])
+
+
+def while_it_trains(row: dict[str, Any]) -> str:
+    return ranged([row[f"ratio_{each}"] for each in ("median", "min", "max")])
+
+
+def steps(page: Path) -> Table:
+    """The thesis configuration on one rank and on two."""
+    results = [newest("step_time", JOBS[f"thesis, {ranks}"]) for ranks in ("1 rank", "2 ranks")]
+    one, two = (result.found["variants"] for result in results)
+    head = ["", "1 rank (a core is free), until all is sent", "while it trains"]
+    found = [[*head, "2 ranks (no core is free), until all is sent", "while it trains"]]
+    for name, said in STEPS.items():
+        cells = [
+            each(rows[name]) if name in rows else "-" for rows in (one, two) for each in (until_sent, while_it_trains)
+        ]
+        found.append([said, *cells])
+    bare = (f"{three(rows['off']['step_ms_median'])} ms" for rows in (one, two))
+    found.append(["a step without streaming", next(bare), "", next(bare), ""])
+    return [*found, ["result", results[0].said(page), "", results[1].said(page), ""]]
+
+
+def all_steps(page: Path) -> Table:
+    """Every job."""
+    found = [["job, variant", "until all is sent", "while it trains", "cpu", "MB a step", "goal", "", "result"]]
+    for job, variant in JOBS.items():
+        if not is_filed("step_time", variant):
+            continue
+        result = newest("step_time", variant)
+        for name, row in result.found["variants"].items():
+            if name == "off":
+                continue
+            goal = STEP_GOALS.get(job, {}).get(name)
+            met = goal is not None and row["ratio_median_until_all_is_sent"] <= goal
+            verdict = ["", ""] if goal is None else [f"<= {goal:g}", VERDICT[met]]
+            said = STEPS.get(name, name)
+            if "auto" in name:
+                said += f": {row['markers']} marker{'s' * (row['markers'] != 1)} in {row['steps']} steps"
+            cells = [f"{job}, {said}", until_sent(row), while_it_trains(row), f"{row['cpu_ratio_median']:.3f}"]
+            found.append([*cells, three(row["megabytes_a_step"]), *verdict, result.link(page, result.date)])
+    return found
+
+
+LIMITS = {
+    "copy, 1 thread": "memory copy, 1 thread",
+    "copy, 2 threads": "memory copy, 2 threads",
+    "gather of rows of 256 B, 1 thread": "gather of a quarter of a table of 1 GiB, rows of 256 B, 1 thread",
+    "gather of rows, 2 threads": "the same, 2 threads",
+    "append, fdatasync each 64 MiB": "append to a file, `fdatasync` each 64 MiB",
+    "append, fdatasync each 1 MiB": "append to a file, `fdatasync` each 1 MiB",
+    "read, in the page cache": "read a file, in the page cache",
+    "read, cold": "read a file, cold",
+}
+
+
+def limits(page: Path) -> Table:
+    result = newest("limits")
+    found = [[result.said(page), "GB/s", "range"]]
+    for name, row in result.point("limits").variants.items():
+        found.append([LIMITS.get(name, name), f"{row['median']:.1f}", f"{row['min']:.1f}-{row['max']:.1f}"])
+    return found
+
+
+def judged(page: Path, result: Result, names: dict[str, str] | None = None) -> Table:
+    """The goals of a result as they were filed."""
+    found = [[result.said(page), "goal", "found", ""]]
+    for goal in result.found["goals"]:
+        what = (names or {}).get(goal["what"], code(goal["what"]))
+        found.append([what, wanted(goal["wanted"]), goal["found"].replace(" %", "%") or "-", VERDICT[goal["met"]]])
+    return found
+
+
+def age(page: Path) -> Table:
+    names = {"list --newest 20": "`list --newest 20`", "list of all, CPU a marker": "`list` of all, CPU a marker"}
+    return judged(page, newest("age"), names)
+
+
+STRETCHES = {"at first": "as it is", "8 times the ids": "eight times the ids"}
+
+
+def overhead(page: Path) -> Table:
+    """The stretches of one job whose load changes."""
+    result = newest("overhead")
+    found = [[f"bound 1%, {result.said(page)}", "step", "overhead", "markers in steps"]]
+    for name, row in result.facts.items():
+        if isinstance(row, dict) and "overhead" in row:
+            cells = [f"{three(row['step ms'])} ms", f"{100 * row['overhead']:.2f}%"]
+            found.append([STRETCHES.get(name, name), *cells, f"{row['markers']} in {row['steps']}"])
+    (goal,) = result.found["goals"]
+    return [*found, ["all together", "", f"{goal['found'].replace(' ', '')}: {VERDICT[goal['met']]}", ""]]
+
+
+def four(page: Path) -> Table:
+    """The four numbers of the README, each with a less good one."""
+    one, two = (newest("step_time", JOBS[f"thesis, {ranks}"]).found["variants"] for ranks in ("1 rank", "2 ranks"))
+    sent = "ratio_median_until_all_is_sent"
+    marker, dense = newest("marker").point("table"), newest("dense").point("600 MB, 4 ranks")
+    snapshot = marker.median("torchsnapshot async_take")
+    fastest = min(marker.median(name) for name in marker.variants if name.startswith("dcp."))
+    restore = newest("restore").point("log, on 1").ratios("dcp.load", "ours, log")[0]
+    stored = _stored()
+    return [
+        ["", "good", "less good"],
+        [
+            "a step, drained each time, a marker every 10",
+            f"{one['marker every 10'][sent]:.2f} times as long, one rank (noise {one['off again'][sent]:.2f})",
+            f"{two['marker every 10'][sent]:.2f} on two ranks that leave no core free",
+        ],
+        [
+            "training waits for a marker, 1% of 1.3 GB",
+            f"{three(marker.median('ours'))} ms; torchsnapshot {three(snapshot)}, `dcp.async_save` {three(fastest)}",
+            f"600 MB of dense layers, 4 ranks: {three(dense.median('ours'))} ms",
+        ],
+        ["restore of 1.3 GB from the log", f"{restore:.2f} times as fast as `dcp.load`", _small_tables()],
+        [
+            "stored, for any of 150 markers",
+            f"`--compact none`: {stored[0]:.2f} times naive increments",
+            f"{stored[1]:.2f} by default (`span4`), by rows counted",
+        ],
+    ]
+
+
+def _small_tables() -> str:
+    """Restores of two ranks from the log, against ``torch.load``."""
+    found: list[float] = []
+    for result, job in thesis():
+        for point in result.points() if job.endswith("2 ranks") else ():
+            if point.name.startswith(f"{job}, recovery") and point.has("ours, log") and "cold" not in point.name:
+                found.append(point.ratios("torch.load", "ours, log")[0])
+    return f"small tables, 2 ranks: {min(found):.2f} to {max(found):.2f} times `torch.load`"
+
+
+def _stored() -> Sequence[float]:
+    group = newest("recovery", "150-markers").found["workloads"]["kaggle"]["groups"]["one base"]
+    counted = newest("recovery", "kaggle").found["workloads"]["kaggle"]["layouts"]["store, span4"]
+    return group["store"]["stored"][-1] / group["naive"]["stored"][-1], counted["stored_of_naive"]

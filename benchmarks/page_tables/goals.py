@@ -1,0 +1,272 @@
+"""What was to be reached, and what was: each goal is the one that the case itself filed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from .results import VERDICT, NotFiledError, Point, Result, Table, code, is_filed, newest, three
+
+OURS = "ours"
+HEAD = ["what", "baseline", "goal", "found (range)", "", "limit here", "case"]
+
+
+class Rows:
+    """Rows of one result."""
+
+    def __init__(self, page: Path, case: str, variant: str = "") -> None:
+        self.result = newest(case, variant)
+        self._case = self.result.link(page, f"`{case}`")
+
+    def row(self, goal: str, what: str, found: str, others: str = "-", limit: str = "-", of: str = "") -> list[str]:
+        """One goal; ``of`` says in words what it is a part of."""
+        filed = self.result.goal(goal)
+        if filed is None:
+            raise NotFiledError(f"{self.result.path.name} has no goal '{goal}'")
+        found = found.replace(" %", "%") if filed["met"] is not None else "-"
+        return [what, others, wanted(filed["wanted"]) + of, found, VERDICT[filed["met"]], limit, self._case]
+
+    def has(self, goal: str) -> bool:
+        return self.result.goal(goal) is not None
+
+
+def wanted(text: str) -> str:
+    """``<= 350.544 MB``, with three digits."""
+    return re.sub(r"[\d.]+", lambda found: three(float(found[0])), text).replace(" %", "%")
+
+
+def limit(num_bytes: float, what: str) -> str:
+    """The time that this machine needs for these bytes."""
+    speed = newest("limits").point("limits").median(what)
+    return f"{what}: {three(num_bytes / speed / 1e6)} ms"
+
+
+def table(page: Path) -> Table:
+    found = [HEAD]
+    for rows in (_marker, _dense, _tracker, _encode, _stream, _restore, _head, _memory, _hooks):
+        found += rows(page)
+    return found
+
+
+def _marker(page: Path) -> Iterator[list[str]]:
+    rows = Rows(page, "marker")
+    point, tenth = rows.result.point("table"), rows.result.point("a tenth of the rows")
+    rivals = [name for name in point.variants if not name.startswith(OURS)]
+    size = f"{rows.result.facts['bytes, table'] / 1e9:.1f} GB"
+    mine = f"{point.taken(OURS)}; a tenth of the rows {three(tenth.median(OURS))} ms"
+    touched = rows.result.facts["rows touched"]
+    at_limit = f"{272 * touched / 1e6:.1f} MB in {touched:,} places: gather"
+    what = f"blocked by one marker, {size}, 1% touched"
+    yield rows.row("blocked by a marker, 1% touched", what, mine, point.others(*rivals), at_limit)
+    twice = rows.result.point("twice the table")
+    growth = f"{three(twice.median(OURS) / point.median(OURS))} x"
+    what = "twice the table, the same rows"
+    yield rows.row("twice the table, the same rows: times as long", what, growth, "the marker above")
+    for name in ("table", "twice the table", "a tenth of the rows"):
+        goal = f"{name}: what a proof adds"
+        if rows.has(goal):
+            here = rows.result.point(name)
+            pairs = zip(*(here.variants[each]["rounds"] for each in (OURS, "ours, without proof")), strict=True)
+            each = [mine - other for mine, other in pairs]
+            more = here.median(OURS) - here.median("ours, without proof")
+            said = f"{three(more)} ms (single rounds {three(min(each))} to {three(max(each))})"
+            yield rows.row(goal, f"a proof adds: {name}", said, here.others("ours, without proof"))
+
+
+def _dense(page: Path) -> Iterator[list[str]]:
+    rows = Rows(page, "dense")
+    for point in rows.result.points():
+        if "durable" in point.name:
+            continue
+        at_limit = limit(rows.result.facts[f"{point.name}: bytes"], "copy, 2 threads")
+        for goal, base in (("times less blocked", "torch.save, barrier"), ("VELOC-Sharded / ours", "VELOC-Sharded")):
+            if rows.has(f"{point.name}: {goal}"):
+                what = f"dense part of {point.name}: blocked"
+                said = point.times(base, OURS)
+                yield rows.row(f"{point.name}: {goal}", what, said, point.others(base), at_limit, f" of {code(base)}")
+
+
+def _tracker(page: Path) -> Iterator[list[str]]:
+    rows = Rows(page, "tracker")
+    for job, num_rows in (("thesis", 640_000), ("criteo", 1_000_000)):
+        point = rows.result.point(job)
+        memory = rows.result.facts[f"{job}: bytes"]
+        said = f"{point.times('tracker', OURS)}, {memory[OURS] / num_rows:.0f} bytes a row"
+        others = f"`ModelDeltaTracker` {three(point.median('tracker'))} ms, {memory['tracker'] / 1e6:.1f} MB"
+        yield rows.row(
+            f"{job}: times cheaper", f"mark 10 steps, find the rows: {job}", said, others, of=", memory constant"
+        )
+
+
+def _encode(page: Path) -> Iterator[list[str]]:
+    rows = Rows(page, "encode")
+    gather, speed = rows.result.point("gather"), rows.result.point("gather, speed")
+    said, others = gather.times("pickle", OURS), f"gather + pickle {three(gather.median('pickle'))} ms"
+    what = "gather + frame + CRC, 1 thread"
+    yield rows.row("gather + frame + CRC: times as fast", what, said, others, "gather of random rows")
+    yield rows.row("gather + frame + CRC: speed", "the same, speed", speed.taken(OURS), "-", "gather, CRC32C")
+    for size in ("small", "large"):
+        for way in ("write", "read"):
+            point = rows.result.point(f"{size}, {way}")
+            least, most = (100 * (1 - 1 / each) for each in point.ratios("pickle", OURS)[1:])
+            saved = 100 * (1 - 1 / point.variants[OURS]["ratio"])
+            said = f"{three(saved)}% ({three(least)}-{three(most)}); {three(point.median(OURS))} us"
+            others = point.others("pickle", "safetensors", "msgpack", "Arrow IPC", unit=False) + " us"
+            goal = f"{size}, {way}: less time than pickle"
+            yield rows.row(goal, f"table 4.3, {size}, {way}, CRC included", said, others, of=" less than pickle")
+
+
+def _stream(page: Path) -> Iterator[list[str]]:
+    rows = Rows(page, "stream")
+    for name in ("file", "file, without fsync", "kafka"):
+        goal = f"{name}: share of raw"
+        if not rows.has(goal):
+            continue
+        if not rows.result.has(name):
+            yield rows.row(goal, f"stream, one publisher, {name}", "-", of=" of raw")
+            continue
+        point, speed = rows.result.point(name), rows.result.point(f"{name}, speed")
+        middle, least, most = (100 * each for each in point.ratios("raw", OURS))
+        said = f"{three(middle)}% ({three(least)}-{three(most)}); {three(speed.median(OURS))} MB/s"
+        others = f"raw {'produce' if name == 'kafka' else 'append'} {three(speed.median('raw'))} MB/s"
+        yield rows.row(goal, f"stream, one publisher, {name}", said, others, of=" of raw")
+
+
+def _restore(page: Path) -> Iterator[list[str]]:
+    rows = Rows(page, "restore")
+    size = rows.result.facts["bytes of tables and states"]
+    copies = ("torch.load + copy", "torch.load, mmap + copy", "dcp.load")
+    for point in rows.result.points():
+        source, _, where = point.name.partition(", ")
+        what = f"restore of {size / 1e9:.1f} GB: {point.name}"
+        at_limit = limit(size, "read, cold" if "cold" in where else "read, in the page cache")
+        for goal, base, mine in (
+            ("dcp.load / ours", "dcp.load", f"ours, {source}"),
+            ("torch.load, mmap + copy / ours", "torch.load, mmap + copy", f"ours, {source}"),
+        ):
+            if rows.has(f"{point.name}: {goal}"):
+                others = point.others(base, *(name for name in copies if name != base))
+                yield rows.row(
+                    f"{point.name}: {goal}", what, point.times(base, mine), others, at_limit, f" of {code(base)}"
+                )
+        if rows.has(f"{point.name}: StreamReader / ours"):
+            base = f"ours, {source}"
+            reader = next(name for name in point.variants if "StreamReader" in name)
+            middle, least, most = map(three, point.ratios(reader, base))
+            said = f"{middle} x ({least}-{most}); {three(point.median(reader))} ms"
+            what = f"`StreamReader`, the same: {point.name}"
+            yield rows.row(
+                f"{point.name}: StreamReader / ours", what, said, point.others(base), at_limit, " of `restore()`"
+            )
+        if rows.has(f"{point.name}: of raw consume's speed"):
+            yield _consumed(rows, point)
+    for goal in rows.result.found["goals"]:
+        if goal["met"] is None:
+            yield rows.row(goal["what"], f"restore, {goal['what']}", "-")
+
+
+def _consumed(rows: Rows, point: Point) -> list[str]:
+    raw, ours = point.variants
+    middle, least, most = (100 * each for each in point.ratios(raw, ours))
+    said = f"{three(middle)}% ({three(least)}-{three(most)}); {three(point.median(ours))} ms"
+    goal = f"{point.name}: of raw consume's speed"
+    return rows.row(
+        goal, f"restore, {point.name}: of a raw consume's speed", said, point.others(raw), "loopback", " of raw"
+    )
+
+
+def _head(page: Path) -> Iterator[list[str]]:
+    if not is_filed("head") or not newest("head").points():
+        return
+    rows = Rows(page, "head")
+    size = rows.result.facts["bytes"]
+    for point in rows.result.points():
+        for base in ("and copy", "mmap, copy"):
+            goal = f"{point.name}: {base} / head"
+            what = f"HEAD, {size / 1e9:.1f} GB, {point.name}"
+            if rows.has(goal):
+                at_limit = limit(size, "copy, 2 threads")
+                others = f"`torch.load` {base} {three(point.median(base))} ms"
+                yield rows.row(goal, what, point.times(base, "head"), others, at_limit)
+
+
+def _memory(page: Path) -> Iterator[list[str]]:
+    rows = Rows(page, "memory")
+    point = rows.result.point("peak")
+    for name in point.variants:
+        if name.startswith(OURS):
+            what = f"peak memory on top, {name.removeprefix('ours, ')}"
+            others = point.others("dcp.async_save", "torch.save")
+            yield rows.row(f"{name}: peak", what, point.taken(name), others, of=": ring + masks + budget")
+
+
+def _hooks(page: Path) -> Iterator[list[str]]:
+    rows = Rows(page, "hooks")
+    for goal in rows.result.found["goals"]:
+        yield rows.row(goal["what"], f"hooks, {goal['what']}", goal["found"])
+
+
+def runs(page: Path) -> Table:
+    """Whole runs of the thesis' shapes."""
+    head = [
+        "job, ranks, a checkpoint every so many epochs",
+        "none",
+        "`torch.save`",
+        "thesis",
+        "ours (range)",
+        "below both",
+    ]
+    head += ["added by `torch.save`, thesis, ours", "ours <= 10% of `torch.save`'s", "result"]
+    found = [head]
+    for result, job in thesis():
+        for point in result.points():
+            if not point.name.startswith(f"{job}, every "):
+                continue
+            less = [result.goal(f"{point.name}: {of} run / ours") for of in ("torch.save's", "the thesis'")]
+            share = result.goal(f"{point.name}: added, of what torch.save adds")
+            extra = result.facts[f"{point.name}: seconds added"]
+            below = all(goal is not None and goal["met"] for goal in less)
+            cells = [
+                point.name.replace("every ", ""),
+                *(three(point.median(x)) for x in ("none", "torch.save", "thesis")),
+            ]
+            cells += [
+                point.taken(OURS),
+                VERDICT[below],
+                ", ".join(three(extra[x]) for x in ("torch.save", "thesis", OURS)),
+            ]
+            verdict = f"{share['found'].replace(' %', '%') or '-'}: {VERDICT[share['met']]}" if share else "-"
+            found.append([*cells, verdict, result.link(page, result.path.stem[11:])])
+    return found
+
+
+def recoveries(page: Path) -> Table:
+    """Recoveries of the thesis' shapes: one row a goal."""
+    found = [["recovery", "baselines", "goal", "found (range)", "", "result"]]
+    for result, job in thesis():
+        for goal in result.found["goals"]:
+            parts = re.fullmatch(rf"({job}, recovery.*?), ours, (\w+): (.*) / ours", goal["what"])
+            if not parts:
+                continue
+            name, source, base = parts.groups()
+            point = result.point(name if result.has(name) else f"{name}, {'log' if source == 'log' else 'store'}")
+            what = f"{name.replace(', recovery', '')}: {source}"
+            rivals = [each for each in point.variants if not each.startswith(OURS)]
+            said = point.times(base, f"ours, {source}")
+            others = point.others(*rivals, unit=False) + f" {point.unit}"
+            goal_text = f"{wanted(goal['wanted'])} of {code(base)}"
+            found.append(
+                [what, others, goal_text, said, VERDICT[goal["met"]], result.link(page, result.path.stem[11:])]
+            )
+    return found
+
+
+def thesis() -> Iterator[tuple[Result, str]]:
+    """Each job on each number of ranks, from the newest result that is filed for it."""
+    for workload in ("criteo", "synthetic"):
+        for ranks in ("1 rank", "2 ranks"):
+            own = f"{workload}_{ranks.replace(' ', '-')}"
+            yield newest("thesis", own if is_filed("thesis", own) else workload), f"{workload}, {ranks}"
+            if is_filed("thesis", f"{own}_long"):
+                yield newest("thesis", f"{own}_long"), f"{workload}, {ranks}"

@@ -1,0 +1,80 @@
+"""Figures of others' papers, counted or measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .results import Table, newest
+
+
+def _figure(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = newest("recovery", "quarter").found["figures"][name]
+    return found
+
+
+def _two(values: Iterable[float]) -> list[str]:
+    return [f"{value:.2f}" for value in values]
+
+
+def figure_13(page: Path) -> Table:
+    found = [["R", "written", "read back", "read at marker 10", "at 25", "at 50"]]
+    by_ratio = {**_figure("13")["R"], "this library's store, by default": _figure("13")["store, by default"]}
+    for name, row in by_ratio.items():
+        parts = (row["written_of_naive"], row["read_back_of_naive"], *row["restored_of_naive"].values())
+        found.append([name, *_two(parts)])
+    return found
+
+
+def figure_14a(page: Path) -> Table:
+    found = [["filters", "written", "read back", "read at marker 50", "chunks read in vain"]]
+    for name, row in _figure("14a").items():
+        parts = (row["written_of_naive"], row["read_back_of_naive"], row["restored_of_naive"]["50"])
+        found.append([name, *_two(parts), str(row["asked"]["by_ratio"])])
+    return found
+
+
+def figure_14b(page: Path) -> Table:
+    head = [
+        "R",
+        "bundles: at marker 10",
+        "at 25",
+        "at 50",
+        "a file for each part: at 10",
+        "at 25",
+        "at 50",
+        "rows of no use",
+    ]
+    found = [head]
+    for name, row in _figure("14b").items():
+        files = [*row["files"].values(), *row["files_unbundled"].values()]
+        found.append([name, *map(str, files), *_two([row["dead_of_naive"]])])
+    return found
+
+
+def figure_15(page: Path) -> Table:
+    found = [["", "written", "stored", "read at marker 20", "at 50", "at 80", "at 100"]]
+    for name, row in _figure("15")["layouts"].items():
+        read = [row["restored_of_naive"][marker] for marker in ("20", "50", "80", "100")]
+        found.append([name, *_two([row["written_of_naive"], row["stored_of_naive"], *read])])
+    return found
+
+
+def figure_17(page: Path) -> Table:
+    found = [["steps an interval", "written: Check-N-Run", "IncrCP", "store", "read: Check-N-Run", "IncrCP", "store"]]
+    for steps, layouts in _figure("17").items():
+        each = [layouts[name] for name in ("Check-N-Run", "IncrCP", "store, by default")]
+        written = [row["written_of_naive"] for row in each]
+        found.append(
+            [steps, *_two([*written, *(value for row in each for value in row["restored_of_naive"].values())])]
+        )
+    return found
+
+
+def crashes(page: Path) -> Table:
+    result = newest("dense", "crashes")
+    outcomes = result.facts["crashes"]
+    kills = sum(next(iter(outcomes.values())).values())
+    found = [[f"{kills} kills each ({result.date})", "right", "refused", "wrong"]]
+    return [*found, *([way, *(str(row[x]) for x in ("right", "refused", "wrong"))] for way, row in outcomes.items())]
