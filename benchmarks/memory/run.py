@@ -10,8 +10,8 @@ which builds the job, trains a step, and looks at its own memory from then on: R
 ``torch.save``       of the tables and states, to a file
 ``dcp.async_save``   of plain tensors, DCP's default stager (``DefaultStager`` with no option)
 
-Ours must stay within what docs/guarantees.md (P5) says: the ring, the marker's budget, three bytes a row, eight more while
-the kernel is drained, and the rows that a marker proves.
+Ours must stay within what docs/guarantees.md (P5) says: the ring, the marker's budget, three bytes a row, eight more
+while the kernel is drained, and the rows that a marker proves.
 """
 
 from __future__ import annotations
