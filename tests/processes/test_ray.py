@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 from tests import stores
+from tests.processes.odd_tasks import Odd
 from tests.processes.test_engine import POLICY, grown, in_process
 from tests.processes.test_engine_tasks import PART_BYTES, RULES, materialize, proved, waiting_for_gc
 from tests.synthetic import Job
 from tests.unit.folded_job import lineage_of
 from tests.unit.gc_history import check_whole, names
-from torchrec_stream_ckpt.engine import api, on_ray
+from torchrec_stream_ckpt.engine import api, on_ray, parcel
 from torchrec_stream_ckpt.engine.address import SiteAddress
 from torchrec_stream_ckpt.engine.on_ray import OnRay
 from torchrec_stream_ckpt.errors import ConfigError, EngineUnavailableError
@@ -164,7 +165,9 @@ def test_scrubs_proofs_and_deletions_run_on_a_cluster_whose_workers_die(
         assert check_whole(history) == names("1:4", "3:4", "4:6")
 
 
-def test_workers_that_see_another_log_or_store_write_nothing(job: Job, tmp_path: Path, cluster: Any) -> None:
+def test_workers_that_see_another_log_or_store_or_are_of_another_version_write_nothing(
+    job: Job, tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     objects = open_store(str(tmp_path / "store"))
     for wrong, said in (
         ({"incarnation": "another"}, "a worker does not see the log of this materializer: another is there"),
@@ -176,7 +179,28 @@ def test_workers_that_see_another_log_or_store_write_nothing(job: Job, tmp_path:
             pytest.raises(ConfigError, match=said),
         ):
             list(made.catch_up(lineage_of(job)))
+    monkeypatch.setattr(parcel, "__version__", "0.0.9")
+    with (
+        on_cluster(job, objects, cluster.address) as (made, _),
+        pytest.raises(ConfigError, match=r"its tasks are of version 0\.0\.9"),
+    ):
+        list(made.catch_up(lineage_of(job)))
     assert not [name for name in stores.contents(objects) if name.startswith("segments/")]
+
+
+def test_a_task_that_nobody_wants_any_more_is_lost_with_its_cluster_without_a_word(
+    job: Job, tmp_path: Path, cluster: Any
+) -> None:
+    with on_cluster(job, open_store(str(tmp_path / "store")), cluster.address) as (_, engine):
+        wanted, unwanted = engine.submit(Odd()), engine.submit(Odd())
+        unwanted.cancel()
+        with pytest.raises(EngineUnavailableError, match="Ray cannot be reached: gone"):
+            engine._lose(ConnectionError("gone"))
+        assert isinstance(wanted.exception(), EngineUnavailableError)
+        (again,) = [engine.submit(Odd("raises"))]
+        while not again.done():
+            engine.wait([again], 5.0)
+        assert "a task failed in its worker (raises): KeyError: 'a column'" in str(again.exception())
 
 
 def test_a_cluster_that_is_away_or_of_another_version_is_named(

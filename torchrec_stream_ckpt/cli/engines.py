@@ -17,6 +17,7 @@ from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.route.job import options_of
 from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.identity import place_of
 from torchrec_stream_ckpt.uris import parse_uri
 
 
@@ -58,6 +59,7 @@ def opened_engine(
             store_options=_path(options_of(objects.url, store_options)),
             incarnation=incarnation,
             probe=probe,
+            place=place_of(objects) if probe is None else None,
         )
         engine = name.open(here, lambda: address)
         undo.callback(engine.close)

@@ -10,6 +10,7 @@ from torchrec_stream_ckpt.engine.api import Site
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.log.api import open_log
 from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.identity import place_of
 
 _READERS = 4
 
@@ -30,6 +31,8 @@ class SiteAddress:
     """Of the log, for workers on other hosts: they may have another one at its place."""
     probe: str | None = None
     """An object that is in the store, for the same."""
+    place: str | None = None
+    """Which store it is (``place_of``), for workers on this host: a file of options may have changed since."""
 
     def open(self) -> Site:
         """Open both; they stay open as long as the process lives.
@@ -55,5 +58,11 @@ class SiteAddress:
                 hint="run workers where the store can be written: a folder must be shared under the same path",
                 store=self.store,
                 node=platform.node(),
+            )
+        if self.place is not None and (found_at := place_of(objects)) != self.place:
+            raise ConfigError(
+                f"a worker opens another store than the process that gives it tasks: {found_at}, not {self.place}",
+                hint="start that process again, if its store options have changed since it began",
+                store=self.store,
             )
         return Site(log, objects, ThreadPoolExecutor(_READERS, "reader"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Literal
 
 from torchrec_stream_ckpt.engine.address import SiteAddress
 from torchrec_stream_ckpt.engine.api import Engine, InProcess, Site
+from torchrec_stream_ckpt.engine.cores import usable_cores
 from torchrec_stream_ckpt.engine.processes import Processes
 from torchrec_stream_ckpt.errors import ConfigError
 
@@ -62,8 +62,3 @@ class EngineName:
         if self.workers == 1:
             return InProcess(here)
         return Processes(here, source(), self.workers)
-
-
-def usable_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))

@@ -10,10 +10,15 @@ from typing import Any
 
 from torchrec_stream_ckpt.engine import api
 from torchrec_stream_ckpt.engine.api import InProcess, Order, Site, Task, TaskQueue
+from torchrec_stream_ckpt.engine.parcel import Failed
 from torchrec_stream_ckpt.errors import EngineUnavailableError, StreamCkptError
 
 MAX_DEATHS = 3
 """A task is given up when so many workers in a row died of it."""
+ENDED = "status"
+"""How the death of a worker is told that nothing has killed."""
+_LOOK = "look for out-of-memory kills on their hosts; give them more memory, or run fewer at once"
+_READ = "read what they have printed: nothing has killed them"
 
 
 class Dispatcher(ABC):
@@ -41,7 +46,11 @@ class Dispatcher(ABC):
             self._here.run(order)
         else:
             self._queue.put(order)
-            self._assign()
+            try:
+                self._assign()
+            except BaseException:
+                order.future.cancel()  # nobody gets it
+                raise
         return order.future
 
     def wait(self, futures: Sequence[Future[Any]], timeout_s: float) -> None:
@@ -54,12 +63,22 @@ class Dispatcher(ABC):
 
     def _done(self, order: Order, result: object) -> None:
         """A worker has answered: with the result, or with an error, which is a value too."""
-        if order.future.cancelled():
-            return
+        if isinstance(result, Failed):
+            result = EngineUnavailableError(
+                f"a task failed in its worker ({order.task}): {result.why}",
+                hint="read what the worker has printed; --engine local:1 does the same in one process, without workers",
+                engine=self.name,
+            )
         if isinstance(result, StreamCkptError):
-            order.future.set_exception(result)
-        else:
+            self._fail(order, result)
+        elif not order.future.cancelled():
             order.future.set_result(result)
+
+    @staticmethod
+    def _fail(order: Order, error: StreamCkptError) -> None:
+        """End a task by an error; of one that was cancelled nobody wants to know."""
+        if not order.future.cancelled():
+            order.future.set_exception(error)
 
     def _died(self, order: Order, how: str) -> None:
         """The worker of a task is no more: another one does it, unless too many have died."""
@@ -67,14 +86,11 @@ class Dispatcher(ABC):
         order.deaths.append(how)
         if len(order.deaths) < MAX_DEATHS:
             self._queue.put_back(order)
-        elif not order.future.cancelled():
-            order.future.set_exception(
-                EngineUnavailableError(
-                    f"{MAX_DEATHS} workers in a row have died at one task ({order.task}): {', '.join(order.deaths)}",
-                    hint="look for out-of-memory kills on their hosts; give them more memory, or run fewer at once",
-                    engine=self.name,
-                )
-            )
+        else:
+            said = f"{MAX_DEATHS} workers in a row have died at one task ({order.task}): {', '.join(order.deaths)}"
+            ended = all(each.startswith(ENDED) for each in order.deaths)
+            hint = _READ if ended else _LOOK
+            self._fail(order, EngineUnavailableError(said, hint=hint, engine=self.name))
 
     def _give_up(self, error: StreamCkptError) -> None:
         """Nothing of what waits can be done now."""

@@ -17,6 +17,7 @@ from typing import Any
 from torchrec_stream_ckpt.engine.address import SiteAddress
 from torchrec_stream_ckpt.engine.api import Order, Site, Task
 from torchrec_stream_ckpt.engine.dispatcher import Dispatcher
+from torchrec_stream_ckpt.engine.parcel import Failed, opened, packed, work
 from torchrec_stream_ckpt.errors import ConfigError, EngineUnavailableError, StreamCkptError
 
 _REACH_S = 5.0
@@ -63,8 +64,13 @@ class OnRay(Dispatcher):
             if self._ray is None:
                 self._connect()
             while len(self._running) < _QUEUED * self._cpus and (order := self._queue.take()) is not None:
+                try:
+                    parcel = packed(self._source, order.task)
+                except Exception as error:
+                    self._done(order, Failed.by(error))
+                    continue
                 options = self._remote.options(name=str(order.task), num_cpus=1, max_retries=_RETRIES)
-                self._running[options.remote(self._source, order.task)] = order
+                self._running[options.remote(*parcel)] = order
         except StreamCkptError as error:
             self._give_up(error)
             raise
@@ -104,14 +110,14 @@ class OnRay(Dispatcher):
         """Take the answer of one task."""
         lost = _library("ray.exceptions")
         try:
-            result = self._ray.get(ref)
+            answer = self._ray.get(ref)
         except (lost.WorkerCrashedError, lost.NodeDiedError, lost.OutOfMemoryError, lost.ObjectLostError) as error:
             self._died(self._running.pop(ref), type(error).__name__)
         except lost.RayTaskError as error:
             order = self._running.pop(ref)
             self._done(order, _broken(self.name, order.task, error))
         else:
-            self._done(self._running.pop(ref), result)
+            self._done(self._running.pop(ref), opened(answer))
 
     def _lose(self, error: Exception) -> None:
         """The cluster is away: nothing that runs there is heard of any more.
@@ -123,7 +129,7 @@ class OnRay(Dispatcher):
         self._disconnect()
         orders, self._running = list(self._running.values()), {}
         for order in orders:
-            order.future.set_exception(away)
+            self._fail(order, away)
         self._give_up(away)
         raise away
 
@@ -147,12 +153,9 @@ def _opened(source: SiteAddress) -> Site:
     return source.open()
 
 
-def run_task(source: SiteAddress, task: Task[Any]) -> object:
-    """(in a worker) The result, or the error as a value: Ray prints what is raised, with all that stands around it."""
-    try:
-        return task.run(_opened(source))
-    except StreamCkptError as error:
-        return error
+def run_task(version: str, data: bytes) -> bytes:
+    """(in a worker) The answer to a parcel, as a value: Ray prints what is raised, with all that stands around it."""
+    return work((version, data), _opened)
 
 
 def _library(name: str = "ray") -> Any:

@@ -9,14 +9,19 @@ import multiprocessing
 import os
 import signal
 import threading
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from torchrec_stream_ckpt.engine.address import SiteAddress
 from torchrec_stream_ckpt.engine.api import Order, Site
-from torchrec_stream_ckpt.engine.dispatcher import Dispatcher
-from torchrec_stream_ckpt.errors import StreamCkptError
+from torchrec_stream_ckpt.engine.dispatcher import ENDED, Dispatcher
+from torchrec_stream_ckpt.engine.parcel import Failed, opened, packed, work
+from torchrec_stream_ckpt.errors import EngineUnavailableError
+
+_TO_END_S = 5.0
+"""For how long a worker that has closed its pipe may take to end by itself."""
 
 
 class Processes(Dispatcher):
@@ -51,37 +56,56 @@ class Processes(Dispatcher):
             order = self._queue.take()
             if order is None:
                 return
+            try:
+                parcel = packed(self._source, order.task)
+            except Exception as error:
+                self._done(order, Failed.by(error))
+                continue
             if not free:
-                free.append(_Worker(self._source))
-                self._workers.append(free[-1])
+                free.append(self._start(order))
             worker = free.pop()
             worker.order = order
             try:
-                worker.pipe.send(order.task)
+                worker.pipe.send(parcel)
             except OSError:  # it has just died
                 self._bury(worker)
+
+    def _start(self, order: Order) -> _Worker:
+        """Start one worker more; its task waits on if the system has no room for it."""
+        try:
+            self._workers.append(_Worker())
+        except OSError as error:
+            self._queue.put_back(order)
+            raise EngineUnavailableError(
+                f"cannot start a worker: {error.strerror or error}",
+                hint="let this user have more processes and open files (ulimit -u, ulimit -n), or run fewer: local:N",
+                engine=self.name,
+            ) from None
+        return self._workers[-1]
 
     def _poll(self, timeout_s: float) -> None:
         busy: dict[Any, _Worker] = {worker.pipe: worker for worker in self._workers if worker.order is not None}
         for pipe in wait(list(busy), timeout_s):
             worker = busy[pipe]
             try:
-                result = worker.pipe.recv()
+                answer = worker.pipe.recv_bytes()
             except (EOFError, OSError):
                 self._bury(worker)
                 continue
             assert worker.order is not None
             order, worker.order = worker.order, None
-            self._done(order, result)
+            self._done(order, opened(answer))
 
     def _bury(self, worker: _Worker) -> None:
-        """A worker has died."""
+        """Let go of a worker that has died, or is about to: it has closed its pipe."""
         self._workers.remove(worker)
-        worker.process.join()
         worker.pipe.close()
+        worker.process.join(_TO_END_S)
+        if worker.process.exitcode is None:
+            worker.process.kill()
+            worker.process.join()
         if worker.order is not None:
-            code = worker.process.exitcode or 0
-            self._died(worker.order, signal.Signals(-code).name if code < 0 else f"status {code}")
+            self._died(worker.order, _how(worker.process.exitcode or 0))
 
     def close(self) -> None:
         for worker in self._workers:
@@ -94,38 +118,53 @@ class Processes(Dispatcher):
 
 
 class _Worker:
-    """One process, and the task that it is at."""
+    """One process, and the task that it is at.
 
-    def __init__(self, source: SiteAddress) -> None:
+    Raises:
+        OSError: the system has no room for one more.
+    """
+
+    def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.process: SpawnProcess = context.Process(
-            target=_serve, args=(theirs, source), name="stream-ckpt-worker", daemon=True
+            target=_serve, args=(theirs,), name="stream-ckpt-worker", daemon=True
         )
-        self.process.start()
-        theirs.close()
+        try:
+            self.process.start()
+        except BaseException:
+            self.pipe.close()
+            raise
+        finally:
+            theirs.close()
         self.order: Order | None = None
 
 
-def _serve(pipe: Connection, source: SiteAddress) -> None:
+def _serve(pipe: Connection) -> None:
     """(in a worker) Do what comes, until the materializer is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all: the materializer ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    site: Site | None = None
+    site_of = cache(SiteAddress.open)
     while True:
         try:
-            task = pipe.recv()
+            parcel = pipe.recv()
         except (EOFError, OSError):
             return
+        answer = work(parcel, site_of)
         try:
-            site = site or source.open()
-            result = task.run(site)
-        except StreamCkptError as error:
-            result = error
-        try:
-            pipe.send(result)
+            pipe.send_bytes(answer)
         except OSError:
             return
+
+
+def _how(code: int) -> str:
+    """Say how a process has ended, by its exit code."""
+    if code >= 0:
+        return f"{ENDED} {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:  # a real-time signal has no name
+        return f"signal {-code}"
 
 
 def _end_with_parent() -> None:
