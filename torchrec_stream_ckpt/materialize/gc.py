@@ -22,6 +22,7 @@ from torchrec_stream_ckpt.engine.api import Engine, InProcess, Site
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
+    EngineUnavailableError,
     ScratchUnavailableError,
     StoreUnavailableError,
     StreamCkptError,
@@ -336,10 +337,15 @@ def collect(
                 shorten(objects, job, listed, set())
         raise
     read_back.save()
-    for kind in PHASES:
-        names = [entry.name for entry in found.now if entry.name.startswith(f"{kind}/")]
-        with _telling_what_stays(len(plan.dropping) - len(came_back)):
-            delete_all(engine, names, stock.lists)
+    kinds = ([entry.name for entry in found.now if entry.name.startswith(f"{kind}/")] for kind in PHASES)
+    with _telling_what_stays(len(plan.dropping) - len(came_back)):
+        left = delete_all(engine, objects, job, kinds)
+    if left:
+        found = replace(
+            found,
+            now=tuple(entry for entry in found.now if entry.name not in left),
+            later=(*found.later, *(entry for entry in found.now if entry.name in left)),
+        )
     waiting = {entry.name for entry in found.later}
     if listed is not None:
         shorten(objects, job, listed, waiting)
@@ -428,10 +434,10 @@ def _telling_what_stays(dropped: int) -> Iterator[None]:
     """An object cannot be deleted: markers that were given up before are so for good."""
     try:
         yield
-    except StoreUnavailableError as error:
+    except (StoreUnavailableError, EngineUnavailableError) as error:
         if not dropped:
             raise
         markers = f"{dropped} markers are" if dropped > 1 else "1 marker is"
         done = f"{markers} given up for good by this run; their objects are not all deleted"
         hint = f"{error.hint}; the next gc deletes the rest"
-        raise StoreUnavailableError(f"{error.message}; {done}", hint=hint, **error.where) from None
+        raise type(error)(f"{error.message}; {done}", hint=hint, **error.where) from None

@@ -1,18 +1,25 @@
 """Delete what gc has decided on, by tasks of an engine: each deletes a batch of names.
 
-A batch may be deleted twice, and by a worker that is late: when its run has ended, nothing of it goes any more. The run
-takes the list of garbage that names the batch away at its end, and a worker looks for that list again and again.
+A batch may be deleted twice, and by a worker that is late. What has such a name may be needed again by then: a merge or
+a repair has written it anew. So a run has a list of its own in the store for as long as it deletes, a list of garbage
+that names nothing, and a worker looks for it before it deletes. When the run has ended, well or not, nothing of it goes
+any more. The list of a run that was killed goes with the next run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+
+from crc32c import crc32c
 
 from torchrec_stream_ckpt.engine.api import Engine, Site
+from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.manifest import Garbage
+from torchrec_stream_ckpt.layout import garbage_name
 from torchrec_stream_ckpt.store.api import Objects
 
 BATCH_NAMES = 1024
@@ -20,7 +27,9 @@ BATCH_NAMES = 1024
 _NAME_BYTES = 64 * 2**10
 """Deleting an object takes about as long as reading so much."""
 LOOK_EVERY = 64
-"""Names after which a task looks whether its list is still there."""
+"""Names after which a task looks whether its run goes on."""
+LOOK_S = 1.0
+"""Seconds after which it looks again in any case: a worker may have been stopped."""
 _PATIENCE_S = 0.2
 
 
@@ -29,8 +38,8 @@ class DeleteTask:
     """Objects that nobody needs."""
 
     names: tuple[str, ...]
-    listed: str | None
-    """The list of garbage that names them; None: they went without a grace period, and stand on none."""
+    run_list: str
+    """The list of the run that asks for it."""
 
     @property
     def num_bytes(self) -> int:
@@ -40,55 +49,103 @@ class DeleteTask:
     def __str__(self) -> str:
         return f"delete {len(self.names)} objects from {self.names[0]} on"
 
-    def run(self, site: Site) -> None:
-        """As of ``Task``. An object that is gone is no error."""
+    def run(self, site: Site) -> tuple[str, ...]:
+        """Delete them; returns the names that it has left, for the run is over. An object that is gone is no error."""
+        asked = _Asking(site.objects, self.run_list)
+        left: list[str] = []
         for names in _cut(self.names, LOOK_EVERY):
-            if self.listed is not None and site.objects.size(self.listed) is None:
-                return  # the run that asked for this is over: what has such a name now is needed
-            for _ in site.pool.map(partial(_delete, site.objects), names):
+            asked.look()
+            for name, is_gone in zip(names, site.pool.map(asked.delete, names), strict=True):
+                if not is_gone:
+                    left.append(name)
                 site.tell(0)
+        return tuple(left)
 
 
-def delete_all(engine: Engine, names: Sequence[str], lists: Iterable[tuple[str, Garbage]]) -> None:
-    """Delete objects, and wait until they are gone.
+class _Asking:
+    """What a run asks for, as long as it goes on. Safe to use by several threads."""
+
+    def __init__(self, objects: Objects, run_list: str) -> None:
+        self._objects = objects
+        self._run_list = run_list
+        self._over = False
+        self._look_at_s = 0.0
+
+    def look(self) -> None:
+        """See whether the run goes on; once it is over, it stays so."""
+        self._look_at_s = _clock_s() + LOOK_S  # the answer may come late: it is as old as the question
+        self._over = self._over or self._objects.size(self._run_list) is None
+
+    def delete(self, name: str) -> bool:
+        """Delete an object; False: the run is over, and it stays."""
+        if not self._over and _clock_s() >= self._look_at_s:
+            self.look()
+        if self._over:
+            return False
+        self._objects.delete(name)
+        failpoint("gc.deleted")
+        return True
+
+
+def delete_all(engine: Engine, objects: Objects, job: bytes, kinds: Iterable[Sequence[str]]) -> frozenset[str]:
+    """Delete objects, those of one kind after those of another, and wait until they are gone.
 
     Args:
         engine: Runs the tasks.
-        names: Of the objects: none of them names another one.
-        lists: The lists of garbage, with their names.
+        objects: The store.
+        job: Whose objects they are.
+        kinds: Names, none of which names another one of its kind.
+
+    Returns:
+        Names that are left: another run has taken this one's list away, and so ended it.
 
     Raises:
         StoreUnavailableError: the store does not answer, or there is no right to delete. Some may be gone.
         EngineUnavailableError: what runs tasks is away; likewise.
     """
-    on_list = {name: listed for listed, garbage in lists for name in garbage.names}
+    wanted = [names for names in kinds if names]
+    left: set[str] = set()
+    if wanted:
+        with _listed(objects, job) as run_list:
+            for names in wanted:
+                left.update(_delete(engine, names, run_list))
+    return frozenset(left)
+
+
+@contextmanager
+def _listed(objects: Objects, job: bytes) -> Iterator[str]:
+    """Keep the list of a run in the store until this ends."""
+    now = time.time()
+    data = Garbage(now, ()).to_bytes()
+    name = garbage_name(job, int(now * 1000), crc32c(data))
+    objects.put(name, [data])
+    try:
+        yield name
+    except BaseException:
+        with suppress(StreamCkptError):  # the store may be away: the next run takes it
+            objects.delete(name)
+        raise
+    objects.delete(name)
+
+
+def _delete(engine: Engine, names: Sequence[str], run_list: str) -> list[str]:
+    """Delete objects of one kind; returns those that are left."""
     futures = []
     try:
-        for task in _tasks(names, on_list.get):
-            futures.append(engine.submit(task))
-        while left := [future for future in futures if not future.done()]:
-            engine.wait(left, _PATIENCE_S)
-        for future in futures:
-            future.result()
+        for batch in _cut(names, BATCH_NAMES):
+            futures.append(engine.submit(DeleteTask(tuple(batch), run_list)))
+        while waiting := [future for future in futures if not future.done()]:
+            engine.wait(waiting, _PATIENCE_S)
+        return [name for future in futures for name in future.result()]
     finally:
         for future in futures:
             future.cancel()
-
-
-def _tasks(names: Sequence[str], list_of: Callable[[str], str | None]) -> Iterator[DeleteTask]:
-    """By the lists that name them, each in the order that was given."""
-    by_list: dict[str | None, list[str]] = {}
-    for name in names:
-        by_list.setdefault(list_of(name), []).append(name)
-    for listed, each in by_list.items():
-        for batch in _cut(each, BATCH_NAMES):
-            yield DeleteTask(tuple(batch), listed)
 
 
 def _cut(names: Sequence[str], most: int) -> Iterator[Sequence[str]]:
     return (names[begin : begin + most] for begin in range(0, len(names), most))
 
 
-def _delete(objects: Objects, name: str) -> None:
-    objects.delete(name)
-    failpoint("gc.deleted")
+def _clock_s() -> float:
+    """Read a clock of this host that goes on while it sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
+from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, MissingObjectError
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Garbage
 from torchrec_stream_ckpt.layout import (
@@ -84,12 +84,20 @@ def take_stock(objects: Objects, lineage: Lineage | None, job: bytes) -> Stock:
     pins = pinned(objects, job)  # listed after what was given up: one that came before that is seen
     tries = tuple(entry for entry, _ in attempts(objects, job))
     names = [entry.name for entry in objects.list(f"{GARBAGE_DIR}/{job.hex()}/") if is_garbage_list(entry.name)]
-    lists = tuple((name, Garbage.from_bytes(objects.read(name), name)) for name in sorted(names))
+    lists = tuple((name, found) for name in sorted(names) if (found := _load_list(objects, name)) is not None)
     home = bytes(objects.read(IDENTITY_FILE)).decode("ascii", "replace") if objects.size(IDENTITY_FILE) else ""
     wanted = awaited(objects, holdings.lineage, catalog.markers - catalog.dropped)
     copies = ((parse_summary_name(each.name), each) for each in objects.list(f"{SUMMARIES_DIR}/{job.hex()}/"))
     summaries = tuple((name, each) for name, each in copies if name is not None)
     return Stock(holdings, pins, lists, tries, lineage is not None, home, wanted, summaries)
+
+
+def _load_list(objects: Objects, name: str) -> Garbage | None:
+    """Load a list of garbage; None: another run has taken it away since it was listed."""
+    try:
+        return Garbage.from_bytes(objects.read(name), name)
+    except MissingObjectError:
+        return None
 
 
 def _pass_over_newer(holdings: Holdings) -> None:

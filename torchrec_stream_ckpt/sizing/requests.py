@@ -24,7 +24,7 @@ SUMMED = 64
 NOTES_READS = 256
 """What a plan reads of ranks' words at markers within folds (``store/reader.py``)."""
 GC_KINDS = 7
-"""Kinds of objects that gc deletes, one after the other: of each, it looks for the list that names them
+"""Kinds of objects that gc deletes, one after the other: at each, it looks whether its run goes on
 (``materialize/gc.py``)."""
 GC_LOOK_NAMES = 64
 """Objects after which it looks again (``materialize/gc_delete.py``)."""
@@ -223,7 +223,7 @@ def gc_requests(
     stock = Requests(get=4 + 2 * markers + 3 * folds, head=6, list=38 + 12 * names / PAGE)
     read = Requests(get=2 * relied + relied_bytes / RANGE_BYTES)
     looks = GC_KINDS + deleted / GC_LOOK_NAMES
-    return stock + read + Requests(put=dropped + 2, head=dropped + looks, delete=deleted + 1)
+    return stock + read + Requests(put=dropped + 3, head=dropped + looks, delete=deleted + 2)
 
 
 def _pages(names: float) -> int:

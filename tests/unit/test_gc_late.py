@@ -1,0 +1,166 @@
+"""Workers of gc that are late: what was written anew after their run has ended stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import stores
+from tests.stores import History
+from tests.unit.gc_history import HOUR, branched, gc
+from torchrec_stream_ckpt import failpoints
+from torchrec_stream_ckpt.engine.api import Engine, InProcess, Site, Task
+from torchrec_stream_ckpt.errors import EngineUnavailableError
+from torchrec_stream_ckpt.materialize import gc_delete
+from torchrec_stream_ckpt.materialize.gc import GcRules, collect
+from torchrec_stream_ckpt.materialize.gc_delete import DeleteTask
+from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
+from torchrec_stream_ckpt.materialize.retention import Retention
+from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.store.folder import FolderObjects
+
+RULES = GcRules(retention=Retention(newest=1, then_every=4), compact=True)
+CLOCKS = {"a host": 1e6}
+
+
+def waiting(root: Path) -> History:
+    """What is not needed is on a list, and its grace period is over."""
+    history = branched(root)
+    with ThreadPoolExecutor(1) as pool:
+        gc(history, RULES, pool, now_s=1e6 - 2 * HOUR)
+    return history
+
+
+class Late(InProcess):
+    """Notes its tasks: a worker that a network has cut off does them again, after another one did."""
+
+    def __init__(self, tasks: list[Task[Any]], site: Site) -> None:
+        super().__init__(site)
+        self._tasks = tasks
+
+    def submit(self, task: Task[Any], *, urgent: bool = False) -> Future[Any]:
+        self._tasks.append(task)
+        return super().submit(task, urgent=urgent)
+
+
+class Away(InProcess):
+    def submit(self, task: Task[Any], *, urgent: bool = False) -> Future[Any]:
+        raise EngineUnavailableError("Ray cannot be reached", hint="start the cluster")
+
+
+def run(
+    history: History,
+    rules: GcRules = RULES,
+    engine: Callable[[Site], Engine] = InProcess,
+    objects: Objects | None = None,
+) -> GcPlan:
+    objects = objects or history.objects
+    with ThreadPoolExecutor(1) as pool:
+        made = engine(Site(None, objects, pool))
+        return collect(objects, None, history.lineage.job, rules, pool, lambda: CLOCKS, engine=made)
+
+
+def test_a_worker_that_comes_after_its_run_deletes_nothing(tmp_path: Path) -> None:
+    """The list of the run is gone: what has such a name now was written since."""
+    objects = open_store(str(tmp_path))
+    for name in ("segments/a", "segments/b", "garbage/list"):
+        objects.put(name, [b"it"])
+    with ThreadPoolExecutor(1) as pool:
+        task, site = DeleteTask(("segments/a", "segments/gone"), "garbage/list"), Site(None, objects, pool)
+        assert task.run(site) == task.run(site) == ()
+        assert set(stores.contents(objects)) == {"segments/b", "garbage/list"}
+        objects.delete("garbage/list")
+        assert DeleteTask(("segments/b",), "garbage/list").run(site) == ("segments/b",)
+        assert set(stores.contents(objects)) == {"segments/b"}
+
+
+def test_a_worker_that_goes_on_after_a_stop_looks_for_its_run_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Right after the first deletion the run ends, and the next object is written anew."""
+    monkeypatch.setattr(gc_delete, "LOOK_S", 0.0)  # each deletion comes that late
+
+    class Stopping(FolderObjects):
+        def delete(self, name: str) -> None:
+            super().delete(name)
+            super().delete("garbage/list")
+
+    objects = Stopping(tmp_path)
+    for name in ("segments/a", "segments/b", "segments/c", "garbage/list"):
+        objects.put(name, [b"it"])
+    with ThreadPoolExecutor(1) as pool:
+        task = DeleteTask(("segments/a", "segments/b", "segments/c"), "garbage/list")
+        assert task.run(Site(None, objects, pool)) == ("segments/b", "segments/c")
+    assert set(stores.contents(objects)) == {"segments/b", "segments/c"}
+
+
+@pytest.mark.parametrize("how", ["after a grace period", "without one", "of a run that failed"])
+def test_what_is_written_anew_after_a_run_stays_whatever_late_workers_do(tmp_path: Path, how: str) -> None:
+    history = waiting(tmp_path)
+    objects, before = history.objects, stores.contents(history.objects)
+    tasks: list[Task[Any]] = []
+    if how == "of a run that failed":
+        failpoints.arm("gc.deleted=raise@5")
+        with pytest.raises(OSError, match=r"gc\.deleted"):
+            run(history, RULES, partial(Late, tasks))
+        failpoints.arm("")
+    else:
+        rules = RULES if how != "without one" else replace(RULES, grace_s=0.0)
+        assert run(history, rules, partial(Late, tasks)).now
+    gone = before.keys() - stores.contents(objects).keys()
+    anew = {name for name in gone if not name.startswith(("garbage/", "readings/"))}
+    assert len(anew) > 4
+    for name in anew:
+        objects.put(name, [before[name]])
+    with ThreadPoolExecutor(1) as pool:
+        for task in tasks:
+            task.run(Site(None, objects, pool))
+    assert anew <= stores.contents(objects).keys()
+
+
+def test_a_run_that_another_one_has_ended_says_what_it_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another gc takes the list of this one away as soon as it is there."""
+    history = waiting(tmp_path)
+    look = gc_delete._Asking.look
+
+    def ended(asked: gc_delete._Asking) -> None:
+        history.objects.delete(asked._run_list)
+        look(asked)
+
+    monkeypatch.setattr(gc_delete._Asking, "look", ended)
+    left = run(history)
+    monkeypatch.undo()
+    assert (left.now, len(left.later) > 5) == ((), True)
+    assert {entry.name for entry in left.later} <= stores.contents(history.objects).keys()
+    done = run(history)
+    assert {entry.name for entry in done.now} == {entry.name for entry in left.later}
+    assert not list(history.objects.list("garbage/"))
+
+
+def test_a_list_that_another_gc_takes_away_meanwhile_says_nothing(tmp_path: Path) -> None:
+    history = waiting(tmp_path)
+
+    class Taken(FolderObjects):
+        def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+            if name.startswith("garbage/"):
+                self.delete(name)
+            return super().read(name, begin, end)
+
+    done = run(history, objects=Taken(tmp_path))
+    assert done.now == ()
+    assert len(done.later) > 5, "it waits from now on"
+
+
+def test_workers_that_are_away_are_named_with_what_was_given_up(tmp_path: Path) -> None:
+    history = branched(tmp_path)
+    with pytest.raises(EngineUnavailableError, match="given up for good by this run") as told:
+        run(history, replace(RULES, grace_s=0.0), Away)
+    assert told.value.hint == "start the cluster; the next gc deletes the rest"
+    assert not list(history.objects.list("garbage/")), "the run has ended"
+    assert run(history, replace(RULES, grace_s=0.0)).now
