@@ -19,6 +19,7 @@ import pytest
 from tests import stores
 from tests.builders import table
 from tests.evolved import EvolvingJob
+from tests.faults.disks import CannotMount, fill, small_disk
 from tests.faults.materializer import wait
 from tests.forks import context
 from tests.processes.test_engine import FAILPOINTS, REPORT, is_gone, stopped, workers_of
@@ -27,12 +28,14 @@ from tests.stores import History
 from tests.synthetic import Job
 from tests.unit.folded_job import lineage_of, made_once, store_of
 from tests.unit.gc_history import HOUR, branched, check_whole, gc, names
-from tests.unit.scrubbed_job import check_markers, harm, name_of, one, scrub, scrubbed_job
+from tests.unit.scrubbed_job import check_markers, harm, invoke, name_of, one, scrub, scrubbed_job
+from torchrec_stream_ckpt import failpoints
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.engine import api
 from torchrec_stream_ckpt.engine.address import SiteAddress
 from torchrec_stream_ckpt.engine.api import Engine, InProcess, Order, Site, TaskQueue
 from torchrec_stream_ckpt.engine.processes import Processes
+from torchrec_stream_ckpt.errors import StoreUnavailableError
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.files import FileLog
@@ -40,7 +43,7 @@ from torchrec_stream_ckpt.materialize import gc_delete, scrubber
 from torchrec_stream_ckpt.materialize.background_scrub import BackgroundScrub
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.gc import GcRules, collect
-from torchrec_stream_ckpt.materialize.gc_delete import DeleteTask
+from torchrec_stream_ckpt.materialize.gc_delete import DeleteTask, delete_all
 from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.materialize.proof_checker import ProofRule
 from torchrec_stream_ckpt.materialize.repairer import Repair
@@ -87,7 +90,7 @@ def workers(objects: Objects, log: str | None = None) -> Iterator[Processes]:
 
 
 def test_urgent_tasks_begin_first_and_one_whose_worker_died_begins_before_its_kind() -> None:
-    queue, task = TaskQueue(), DeleteTask(("a",), None)
+    queue, task = TaskQueue(), DeleteTask(("a",), "garbage/list")
     others, urgent = [Order(task, urgent=False) for _ in range(3)], [Order(task, urgent=True) for _ in range(2)]
     for order in (*others, *urgent):
         queue.put(order)
@@ -172,6 +175,27 @@ def test_a_rate_that_one_process_reads_is_left_to_it(job: Job, monkeypatch: pyte
             list(made.pieces(anew=True))
             assert made.place.ended
         assert not engine.pids, "what is left of a small store is a small task"
+
+
+def test_a_disk_that_is_full_while_a_scrub_repairs_is_named_and_the_next_one_repairs(job: Job, tmp_path: Path) -> None:
+    """Workers find the damage, the scrub cannot write: what is damaged stays as it is."""
+    disk = tmp_path / "disk"
+    try:
+        with small_disk(disk, 4 * 2**20):
+            store = shutil.copytree(store_of(job), disk / "store")
+            (path,) = (store / one(job, kind).relative_to(store_of(job)) for kind in ("base",))
+            whole = harm(path)
+            harmed, ballast = path.read_bytes(), fill(disk, 0)
+            command = (f"file://{job.root}", "--store", str(store), "--engine", "local:2", "--repair", "--anew")
+            with pytest.raises(StoreUnavailableError, match="No space left") as told:
+                invoke(*command)
+            assert "stream-ckpt gc" in told.value.hint
+            assert path.read_bytes() == harmed
+            ballast.unlink()
+            assert "1 were damaged, 1 of them repaired" in invoke(*command).stdout
+            assert path.read_bytes() == whole
+    except CannotMount as error:
+        pytest.skip(str(error))
 
 
 def _scrub_and_die(root: Path, store: str, environment: dict[str, str]) -> None:
@@ -262,6 +286,45 @@ def test_proofs_by_workers_that_die_say_what_one_process_says(
     assert made.counts.proofs == 5
 
 
+def _prove_and_die(root: Path, environment: dict[str, str], *, small: bool) -> None:
+    os.environ.update(environment)
+    if small:
+        window.SHARE_BYTES = PART_BYTES
+        failpoints._arm_by_environment()  # the driver does small tasks itself
+    else:
+        make_all_large()
+    materialize(root, None)
+
+
+def test_a_materializer_that_is_killed_in_a_proof_task_is_taken_up(tmp_path: Path, fired: Path) -> None:
+    """First in a task of its own, then while its workers are at theirs."""
+    job, output = proved(tmp_path / "log"), tmp_path / "output"
+    output.touch()
+    shutil.copytree(job.root, tmp_path / "alone")
+    wanted, _ = materialize(tmp_path / "alone", InProcess)
+    environment = {FAILPOINTS: "proof.share=kill@8", REPORT: str(fired)}
+    process = context.Process(target=_prove_and_die, args=(job.root, environment), kwargs={"small": True})
+    process.start()
+    process.join(120)
+    assert (process.exitcode, fired.read_text()) == (-signal.SIGKILL, "proof.share\n")
+    objects, job_id = open_store(str(job.root)), lineage_of(job).job
+    first = len(list_proved(objects, job_id))
+    assert 0 < first < 5
+    environment = {FAILPOINTS: "proof.share=stop@2"}
+    process = context.Process(target=_prove_and_die, args=(job.root, environment), kwargs={"small": False})
+    process.start()
+    wait("two stopped workers", lambda: len(stopped(workers_of(process))) == 2, output)
+    pids = workers_of(process)
+    process.kill()
+    process.join()
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    wait("the end of its workers", lambda: all(is_gone(pid) for pid in pids), output)
+    assert first <= len(list_proved(objects, job_id)) < 5
+    said, _ = materialize(job.root, None)
+    assert said == wanted, "each marker is compared once, whoever was killed"
+
+
 def test_damage_that_a_worker_meets_while_it_compares_is_repaired(tmp_path: Path) -> None:
     job = proved(tmp_path / "log")
     said, made = materialize(job.root, None, harm_at=3)
@@ -334,16 +397,13 @@ def test_a_gc_that_is_killed_while_workers_delete_is_finished_by_the_next_one(tm
     assert check_whole(history) == names("1:4", "3:4", "4:6")
 
 
-def test_a_worker_that_comes_after_its_run_deletes_nothing(tmp_path: Path) -> None:
-    """The list of garbage that named the objects is gone: what has such a name now was written since."""
+def test_what_a_worker_may_not_delete_is_named(tmp_path: Path) -> None:
     objects = open_store(str(tmp_path))
-    for name in ("segments/a", "segments/b", "garbage/list"):
-        objects.put(name, [b"it"])
-    with ThreadPoolExecutor(1) as pool:
-        task, site = DeleteTask(("segments/a", "segments/gone"), "garbage/list"), Site(None, objects, pool)
-        task.run(site)
-        task.run(site)
-        assert set(stores.contents(objects)) == {"segments/b", "garbage/list"}
-        objects.delete("garbage/list")
-        DeleteTask(("segments/b",), "garbage/list").run(site)
-        assert set(stores.contents(objects)) == {"segments/b"}
+    objects.put("segments/a", [b"it"])
+    (tmp_path / "segments" / "b").mkdir()  # nobody deletes that, whoever runs this
+    with workers(objects) as engine:
+        with pytest.raises(StoreUnavailableError, match="cannot delete it: Is a directory") as told:
+            delete_all(engine, objects, b"a job", [["segments/a", "segments/b"]])
+        assert engine.pids
+    assert str(told.value.where["path"]) == str(tmp_path / "segments" / "b")
+    assert not list(objects.list("garbage/")), "the run has ended"

@@ -217,7 +217,7 @@ def test_two_scrubs_at_once_find_the_same_and_leave_one_place(job: Job) -> None:
     for _ in range(200):
         for each, running in zip(both, passes, strict=True):
             next(running, None)
-            each.save()
+            each.kept.save()
     assert found == [[name_of(job, one(job, "interval"))]] * 2
     assert [each.place.ended for each in both] == [True, True]
     assert scrub(job)[1]["pass"] == 2
@@ -294,7 +294,7 @@ def test_damage_beyond_what_a_place_names_is_counted_and_told(job: Job, monkeypa
     pieces = made.pieces()
     while len(first) < 4:
         next(pieces)
-    made.save()
+    made.kept.save()
     place = Scrubber(objects, lambda: lineage, "command").place
     assert (len(place.damaged), place.more) == (2, len(first) - 2)
     assert ScrubPlace.from_bytes(place.to_bytes(), "here") == place

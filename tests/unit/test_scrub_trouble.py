@@ -212,6 +212,6 @@ def test_a_scrubber_asks_the_store_nothing_before_it_reads(job: Job, monkeypatch
     lineage = Control(FileLog(job.root)).refresh()
     monkeypatch.setattr(FolderObjects, "list", away)
     made = Scrubber(open_store(str(store_of(job))), lambda: lineage, "service")
-    assert made.oldest_s == 0.0
+    assert made.kept.oldest_s == 0.0
     with pytest.raises(StoreUnavailableError, match="away"):
         list(made.pieces())

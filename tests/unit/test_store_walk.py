@@ -228,7 +228,7 @@ class Walk(History):
         for _ in range(self.random.choice([3, 30, 10**6])):
             if next(pieces, None) is None:
                 break
-        made.save()
+        made.kept.save()
         assert all(each.name.startswith("summaries/") for each in found) or self._destroyed, found
         self.mended += sum(each.repair is not None and not each.name.startswith("summaries/") for each in found)
 

@@ -238,13 +238,13 @@ class _Run:
                     self.ending.wait(allowance.wait_s)
                     self.going_on()
             except Stopped:
-                scrubber.keep()
+                scrubber.kept.keep()
             except BaseException:
                 with contextlib.suppress(StreamCkptError):
-                    scrubber.save()
+                    scrubber.kept.save()
                 raise
-        if scrubber.unkept is not None:
-            typer.echo(f"Warning: the place of this scrub is not kept: {scrubber.unkept.headline}", err=True)
+        if scrubber.kept.unkept is not None:
+            typer.echo(f"Warning: the place of this scrub is not kept: {scrubber.kept.unkept.headline}", err=True)
         return _Result(lineage.job, objects.url, scrubber.place, tuple(found), scrubber.unnamed)
 
 

@@ -51,7 +51,7 @@ class BackgroundScrub:
     @property
     def oldest_s(self) -> float:
         """As of the scrubber."""
-        return self._scrubber.oldest_s
+        return self._scrubber.kept.oldest_s
 
     def use(self, seconds: float, stop: threading.Event) -> None:
         """Scrub for so long, or until ``stop``; where nothing may be read, wait."""
@@ -73,7 +73,7 @@ class BackgroundScrub:
         """Keep the place."""
         if self._pieces is not None:
             with contextlib.suppress(StreamCkptError):  # a few seconds are read again then
-                self._scrubber.save()
+                self._scrubber.kept.save()
 
     def _is_due(self) -> bool:
         """Tell whether there is something to read now."""

@@ -6,7 +6,6 @@ seconds, so that the next scrub goes on there, whoever was killed. Two at once r
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,23 +18,15 @@ from torchrec_stream_ckpt.errors import (
     MarkerNotFoundError,
     MissingObjectError,
     StoreUnavailableError,
-    StreamCkptError,
 )
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.scrub_place import MAX_DAMAGED, ScrubPlace
-from torchrec_stream_ckpt.layout import (
-    MANIFESTS_DIR,
-    SCRUB_DIR,
-    dropped_name,
-    manifest_name,
-    parse_fold_name,
-    parse_fold_segment,
-    parse_scrub_place,
-    scrub_place_name,
-)
+from torchrec_stream_ckpt.layout import MANIFESTS_DIR, manifest_name, parse_fold_name, parse_fold_segment
 from torchrec_stream_ckpt.materialize.repairer import Repair
 from torchrec_stream_ckpt.materialize.scrub_ahead import TASK_BYTES, ReadAhead
+from torchrec_stream_ckpt.materialize.scrub_gaps import lost_manifests, markers_without_a_way
+from torchrec_stream_ckpt.materialize.scrub_keeper import PlaceKeeper
 from torchrec_stream_ckpt.materialize.scrub_mender import ScrubMender, marker_of
 from torchrec_stream_ckpt.materialize.scrub_reader import ScrubReader
 from torchrec_stream_ckpt.store.api import Objects
@@ -105,13 +96,10 @@ class Scrubber:
         self._objects = objects
         self._lineage = lineage
         self._job = lineage().job
-        self._who = who
         self._mender = mender
         self._told = told
-        self._saved = 0
-        """Number of the place in the store."""
-        self._saved_s = time.monotonic()
-        self._place: ScrubPlace | None = None
+        self.kept = PlaceKeeper(objects, self._job, who, must=mender is not None)
+        """Where it stands, in the store."""
         self._engine = engine
         self._bytes_per_s = bytes_per_s
         self._doubted: set[str] = set()
@@ -123,8 +111,6 @@ class Scrubber:
         """Objects that earlier scrubs found damaged, beyond those that the place names: this one does not read them
         again before it comes to them."""
         self.counts = ScrubCounts()
-        self.unkept: StreamCkptError | None = None
-        """Why a scrub that repairs nothing does not keep its place."""
 
     # One pass.
 
@@ -241,11 +227,11 @@ class Scrubber:
         self.unnamed, self._is_resumed = self.place.more, not anew and self.place.begun_s > 0 and not self.place.ended
         if self._is_resumed:
             return self.place.damaged
-        before = self.place
-        number = before.number + 1 if before.begun_s else 1
+        last = self.place
+        number = last.number + 1 if last.begun_s else 1
         # What the last pass has named stays named until it was read again: gc and trim rely on nothing of it.
-        self._place = ScrubPlace(number, time.time(), whole_s=before.whole_s, damaged=before.damaged, more=before.more)
-        return before.damaged
+        self.kept.place = ScrubPlace(number, time.time(), whole_s=last.whole_s, damaged=last.damaged, more=last.more)
+        return last.damaged
 
     def _one(self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, name: str) -> Iterator[int]:
         """Read an object; repair it if it is damaged."""
@@ -273,36 +259,17 @@ class Scrubber:
     def _count(self, num_bytes: int, objects: int = 0) -> None:
         self.counts.scrubbed_bytes += num_bytes
         place = self.place
-        self._place = replace(place, num_bytes=place.num_bytes + num_bytes, objects=place.objects + objects)
+        self.kept.place = replace(place, num_bytes=place.num_bytes + num_bytes, objects=place.objects + objects)
 
     def _look_for_gaps(self, reader: ScrubReader, lineage: Lineage, catalog: Catalog) -> None:
-        """Find manifests that are gone, and markers to which no pieces lead any more: no listing names them."""
-        newest: dict[int, MarkerId] = {}
-        for marker in sorted(catalog.markers):
-            newest[marker.generation] = marker
-        for marker in list(lineage.commits):
-            if marker in catalog.markers | catalog.dropped or marker >= newest.get(marker.generation, marker):
-                continue
+        for marker in lost_manifests(self._objects, lineage, catalog):
             name = manifest_name(self._job, marker)
-            is_there = self._objects.size(name) is not None  # it came while we listed
-            if not is_there and self._objects.size(dropped_name(self._job, marker)) is None:
-                error = MissingObjectError("the manifest of a marker between others is gone", name=name)
-                self._damaged(reader, lineage, catalog, name, error)
+            error = MissingObjectError("the manifest of a marker between others is gone", name=name)
+            self._damaged(reader, lineage, catalog, name, error)
         catalog.refresh()
-        for generation in newest:
-            self._look_for_ways(lineage, catalog, generation)
-
-    def _look_for_ways(self, lineage: Lineage, catalog: Catalog, generation: int) -> None:
-        known = [marker for marker in lineage.commits if marker.generation == generation]
-        offered = sorted(set(known) & (catalog.markers - catalog.dropped))
-        if not offered:
-            return
-        strides = catalog.strides(lineage.chain(offered[-1]))
-        for marker in offered:
-            if marker not in strides:
-                what = "no pieces of the store lead to this marker"
-                name = manifest_name(self._job, marker)
-                self._note(Damage(name, marker, "", what, lost="what led to it is gone"))
+        for marker in markers_without_a_way(lineage, catalog):
+            what, lost = "no pieces of the store lead to this marker", "what led to it is gone"
+            self._note(Damage(manifest_name(self._job, marker), marker, "", what, lost=lost))
 
     def _damaged(
         self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, name: str, error: CorruptionError
@@ -337,56 +304,20 @@ class Scrubber:
     @property
     def place(self) -> ScrubPlace:
         """Where the pass stands; the store is asked when it is first needed."""
-        if self._place is None:
-            self._place = self._load()
-        return self._place
-
-    def look(self) -> None:
-        """Go on from where the store says: another process may have scrubbed."""
-        self._place = self._load()
-
-    @property
-    def oldest_s(self) -> float:
-        """Seconds since the beginning of the last pass that has read everything, or of the first: nothing that was
-        there then has not been read for longer."""
-        since_s = (self._place.whole_s or self._place.begun_s) if self._place is not None else 0.0
-        return max(0.0, time.time() - since_s) if since_s else 0.0
-
-    def save(self) -> None:
-        """Keep the place in the store.
-
-        Raises:
-            StoreUnavailableError: it was not written.
-        """
-        if not self.place.begun_s:
-            return
-        self._objects.put(scrub_place_name(self._job, self._who, self._saved + 1), [self.place.to_bytes()])
-        before, self._saved = self._saved, self._saved + 1
-        failpoint("scrub.place")
-        if before:
-            self._objects.delete(scrub_place_name(self._job, self._who, before))
-
-    def keep(self) -> None:
-        """Keep the place; a scrub that repairs nothing also reads a read-only store."""
-        self._saved_s = time.monotonic()
-        try:
-            self.save()
-        except StoreUnavailableError as error:
-            if self._mender is not None:
-                raise
-            self.unkept = error
+        return self.kept.place
 
     def _advance(self, unit: str, done: int) -> None:
-        self._place = replace(self.place, unit=unit, done=done, damaged=self._named, more=self._more + self.unnamed)
-        if time.monotonic() - self._saved_s >= SAVE_S:
-            self.keep()
+        more = self._more + self.unnamed
+        self.kept.place = replace(self.place, unit=unit, done=done, damaged=self._named, more=more)
+        if self.kept.age_s >= SAVE_S:
+            self.kept.keep()
 
     def _end(self) -> None:
         if not self._is_resumed:
             self.unnamed = 0  # everything was read
         more = self._more + self.unnamed
-        self._place = replace(self.place, ended=True, damaged=self._named, more=more, whole_s=self.place.begun_s)
-        self.keep()
+        self.kept.place = replace(self.place, ended=True, damaged=self._named, more=more, whole_s=self.place.begun_s)
+        self.kept.keep()
 
     @property
     def _named(self) -> tuple[str, ...]:
@@ -397,23 +328,6 @@ class Scrubber:
     def _more(self) -> int:
         """How many damaged objects it does not name."""
         return max(0, len(self._failed) - MAX_DAMAGED)
-
-    def _load(self) -> ScrubPlace:
-        """The newest place that can be read; of a scrub that has not begun if there is none."""
-        names = (entry.name for entry in self._objects.list(f"{SCRUB_DIR}/{self._job.hex()}/"))
-        parsed = (found for name in names if (found := parse_scrub_place(name)) is not None)
-        numbers = sorted((number for _, who, number in parsed if who == self._who), reverse=True)
-        self._saved = numbers[0] if numbers else 0
-        place = ScrubPlace(1, 0.0)
-        for number in numbers:
-            name = scrub_place_name(self._job, self._who, number)
-            if not place.begun_s:
-                with contextlib.suppress(CorruptionError):
-                    place = ScrubPlace.from_bytes(self._objects.read(name), name)
-            if number != self._saved:
-                with contextlib.suppress(StreamCkptError):
-                    self._objects.delete(name)  # of one that was killed in between
-        return place
 
 
 def _has_read() -> None:
