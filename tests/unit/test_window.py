@@ -75,6 +75,8 @@ def test_a_window_in_many_shares_is_compared_as_in_one(
     monkeypatch.setattr(window_module, "cut_window", lambda *each: shares.append(cut(*each)) or shares[-1])
     cut_up = list(checks(tmp_path))
     assert max(map(len, shares)) > 5
+    sent = [picked for each in shares for share in each for _, piece in share.pieces for picked in piece]
+    assert all((len(each.front.directory), each.front.notes) == (len(each.chunks), b"") for each in sent)
     assert [replace(check, num_bytes=0) for check, _ in cut_up] == [replace(check, num_bytes=0) for check, _ in whole]
 
 

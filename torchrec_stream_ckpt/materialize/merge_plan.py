@@ -94,7 +94,7 @@ class TableWindows:
         cut = replace(self, slices=tuple(found))
         row0, end = cut.within
         chosen = (each.only((each.entries["first"] < end) & (each.entries["last"] >= row0)) for each in self.newest)
-        return replace(cut, newest=tuple(_trimmed(each) for each in chosen if len(each.chunks)))
+        return replace(cut, newest=tuple(each.alone() for each in chosen if len(each.chunks)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +195,3 @@ def _held(bases: Mapping[int, int], pieces: Sequence[Piece]) -> dict[int, list[P
             for table, numbers in chunks.items():
                 held[table].append(Picked(picked.ref, picked.front, np.concatenate(numbers)))
     return {table: newest for table, newest in held.items() if newest}
-
-
-def _trimmed(picked: Picked) -> Picked:
-    """The same with a directory of these chunks alone: it is sent to another process."""
-    front = replace(picked.front, directory=picked.entries, notes=b"")
-    return Picked(picked.ref, front, np.arange(len(picked.chunks)))

@@ -195,7 +195,7 @@ def _within(opened: Sequence[Picked], tables: Sequence[ShareRows]) -> Iterator[P
             overlaps = (entries["last"] >= each.begin) & (entries["first"] < each.end)
             chosen |= (entries["table"] == each.table) & overlaps
         if chosen.any():
-            yield picked.only(chosen)
+            yield picked.only(chosen).alone()
 
 
 def compare_shares(schema: Schema, met: Met, found: Sequence[ShareFound]) -> Compared:

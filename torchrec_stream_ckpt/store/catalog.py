@@ -67,6 +67,11 @@ class Picked:
         """Those of the chunks that are chosen, one flag each."""
         return replace(self, chunks=self.chunks[chosen])
 
+    def alone(self) -> Picked:
+        """Copy it for another process: the same chunks with no word of others, and without notes."""
+        front = replace(self.front, directory=self.entries, notes=b"")
+        return replace(self, front=front, chunks=np.arange(len(self.chunks)))
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
