@@ -41,7 +41,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "recovery": (*_RESTORE, *_FOLD),
     "restore": _RESTORE,
     "scale": ("sizing", *_MARKER, *_RESTORE, *_FOLD),
-    "scaleout": (*_FOLD, "engine", "sizing"),
+    "scaleout": (*_FOLD, "engine", "proofs", "sizing"),
     "step_time": _MARKER,
     "stream": ("log", "format"),
     "takeover": (*_MARKER, *_RESTORE, "follower"),

@@ -1,6 +1,8 @@
 """A materializer by one core and by several, what a byte of its work costs, and a day of it at full size.
 
-    python benchmarks/scaleout/run.py [--rows 3000000] [--intervals 24] [--rounds 3] [--out FILE.json]
+Beside it, the same for a scrub, for the comparison of a marker with its proof, and for gc's deletions (``tasks``).
+
+    python benchmarks/scaleout/run.py [--rows 3000000] [--intervals 24] [--rounds 3] [--names 20000] [--out FILE.json]
 
 One table of 64 float32 columns with a row-wise state, four ranks, then intervals of random rows.
 """
@@ -25,6 +27,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(Path(__file__).parent)]
 
+import tasks  # noqa: E402
 from simulate import Day, simulate  # noqa: E402
 
 from tests import builders, stores  # noqa: E402
@@ -154,23 +157,15 @@ def unit_costs(report: dict[str, Any]) -> dict[str, float]:
     return {"fold_s_per_byte": fold_s, "merge_s_per_byte": merge_s}
 
 
-class _Nothing:
-    """A task that does nothing: what it costs to hand one over."""
-
-    num_bytes = 2**40
-
-    def run(self, site: Site) -> None: ...
-
-
 def task_cost(root: Path, store: Path, count: int = 200) -> float:
     """Seconds of the materializer for each task that a worker does."""
     objects, log = FolderObjects(store), FileLog(root)
     address = SiteAddress(uri=f"file://{root}", kafka_options=None, store=objects.url, store_options=None)
     with ThreadPoolExecutor(1) as pool:
         engine = Processes(Site(log, objects, pool), address, 2)
-        engine.wait([engine.submit(_Nothing())], 60.0)
+        engine.wait([engine.submit(tasks.Nothing())], 60.0)
         cpu = time.process_time()
-        futures = [engine.submit(_Nothing()) for _ in range(count)]
+        futures = [engine.submit(tasks.Nothing()) for _ in range(count)]
         while left := [future for future in futures if not future.done()]:
             engine.wait(left, 1.0)
         engine.close()
@@ -185,16 +180,18 @@ def main() -> None:
     parser.add_argument("--intervals", type=whole(10), default=20)
     parser.add_argument("--rounds", type=whole(1), default=5)
     parser.add_argument("--workers", type=whole(2), default=2)
+    parser.add_argument("--names", type=whole(100), default=20_000, help="objects that are deleted")
     parser.add_argument("--hours", type=positive, default=24.0, help="that are simulated")
     parser.add_argument("--scratch", type=Path, default=None, help="where temporary folders are made")
     parser.add_argument("--out", type=Path, default=None)
-    args = parse(parser, rows=4000, intervals=10, rounds=1, hours=1.0)
+    args = parse(parser, rows=4000, intervals=10, rounds=1, names=100, hours=1.0)
     room = 14 * 272 * args.rows
     refuse_small_machine("scaleout", args, "a log and its stores", memory=4 << 30, disk=room, folder=args.scratch)
     if args.rows < 1_000_000:  # a smoke test: nothing is small then
         from torchrec_stream_ckpt.engine import api
 
         api.SMALL_BYTES, interval_folder.BATCH_BYTES, compactor.TASK_BYTES = 0, 1, 1
+        tasks.make_small()
     report: dict[str, Any] = {"case": "scaleout", "command": command_of("scaleout"), "machine": machine()}
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
         tell("writing the log")
@@ -202,6 +199,10 @@ def main() -> None:
         trained(root, args.rows, args.intervals)
         report["measured"] = measured(root, Path(folder), args.workers, args.rounds)
         report["unit_costs"] = unit_costs(report["measured"]) | {"task_s": task_cost(root, Path(folder, "none"))}
+        tell("scrubs, proofs and deletions")
+        store = Path(folder, "store")
+        fold(root, store, args.workers, Policy(), args.workers)
+        report["tasks"] = tasks.tasks(root, store, Path(folder), args.rows // 4, args.names, args.workers, args.rounds)
     report["load_average_after"] = os.getloadavg()[0]
     tell("simulating")
     report["example"] = EXAMPLE
