@@ -1,4 +1,4 @@
-"""Workers of gc that are late: what was written anew after their run has ended stays."""
+"""gc and others at once: late workers of its own, other runs, and merges that go on meanwhile."""
 
 from __future__ import annotations
 
@@ -13,17 +13,22 @@ import pytest
 
 from tests import stores
 from tests.stores import History
-from tests.unit.gc_history import HOUR, branched, gc
+from tests.unit.gc_history import ALWAYS, HOUR, branched, check_whole, gc, plain, rules
 from torchrec_stream_ckpt import failpoints
 from torchrec_stream_ckpt.engine.api import Engine, InProcess, Site, Task
-from torchrec_stream_ckpt.errors import EngineUnavailableError
+from torchrec_stream_ckpt.errors import EngineUnavailableError, StoreUnavailableError
 from torchrec_stream_ckpt.materialize import gc_delete
 from torchrec_stream_ckpt.materialize.gc import GcRules, collect
 from torchrec_stream_ckpt.materialize.gc_delete import DeleteTask
 from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
+from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.materialize.merge import Merging, merge_share, plan_merge
 from torchrec_stream_ckpt.materialize.retention import Retention
 from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.folder import FolderObjects
+from torchrec_stream_ckpt.types import MarkerId
 
 RULES = GcRules(retention=Retention(newest=1, then_every=4), compact=True)
 CLOCKS = {"a host": 1e6}
@@ -56,14 +61,14 @@ class Away(InProcess):
 
 def run(
     history: History,
-    rules: GcRules = RULES,
+    given: GcRules = RULES,
     engine: Callable[[Site], Engine] = InProcess,
     objects: Objects | None = None,
 ) -> GcPlan:
     objects = objects or history.objects
     with ThreadPoolExecutor(1) as pool:
         made = engine(Site(None, objects, pool))
-        return collect(objects, None, history.lineage.job, rules, pool, lambda: CLOCKS, engine=made)
+        return collect(objects, None, history.lineage.job, given, pool, lambda: CLOCKS, engine=made)
 
 
 def test_a_worker_that_comes_after_its_run_deletes_nothing(tmp_path: Path) -> None:
@@ -111,8 +116,8 @@ def test_what_is_written_anew_after_a_run_stays_whatever_late_workers_do(tmp_pat
             run(history, RULES, partial(Late, tasks))
         failpoints.arm("")
     else:
-        rules = RULES if how != "without one" else replace(RULES, grace_s=0.0)
-        assert run(history, rules, partial(Late, tasks)).now
+        given = RULES if how != "without one" else replace(RULES, grace_s=0.0)
+        assert run(history, given, partial(Late, tasks)).now
     gone = before.keys() - stores.contents(objects).keys()
     anew = {name for name in gone if not name.startswith(("garbage/", "readings/"))}
     assert len(anew) > 4
@@ -164,3 +169,57 @@ def test_workers_that_are_away_are_named_with_what_was_given_up(tmp_path: Path) 
     assert told.value.hint == "start the cluster; the next gc deletes the rest"
     assert not list(history.objects.list("garbage/")), "the run has ended"
     assert run(history, replace(RULES, grace_s=0.0)).now
+
+
+def test_segments_of_a_merge_that_goes_on_wait_however_long_it_takes(tmp_path: Path) -> None:
+    """Markers came while it merges, so its end is not the newest one."""
+    history, given = plain(tmp_path), rules(HOUR, newest=6)
+    objects, lineage = history.objects, history.lineage
+    catalog = Catalog.load(objects, lineage.job)
+    with ThreadPoolExecutor(2) as pool:
+        merging = plan_merge(objects, lineage, catalog.cover(lineage.chain(MarkerId(1, 4))), pool)
+        refs = [merge_share(objects, task, pool) for task in merging.tasks]
+        (part,) = (ref.name for each in refs for ref in each)
+        gc(history, given, pool, now_s=1e6)
+        another = merging.tasks[0].fold.segment_name(8)
+        objects.put(another, [objects.read(part)])
+        assert gc(history, given, pool, now_s=1e6 + 2 * HOUR).now == (), "a segment has come since"
+        objects.delete(another)
+        assert {entry.name for entry in gc(history, given, pool, now_s=1e6 + 2 * HOUR).now} == {part}
+        with pytest.raises(
+            StoreUnavailableError, match="1 segments of a fold were deleted while it was merged"
+        ) as told:
+            merging.finish(objects, refs, pool)
+        assert told.value.where["name"] == part
+        refs = [merge_share(objects, task, pool) for task in merging.tasks]
+        gc(history, given, pool, now_s=1e6 + 3 * HOUR)
+        merging.finish(objects, refs, pool)
+        gc(history, given, pool, now_s=1e6 + 5 * HOUR)
+    assert objects.size(part) is not None
+    assert len(check_whole(history)) == 6
+
+
+def test_a_fold_that_lost_a_segment_before_it_was_put_is_merged_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history, finish, taken = History(tmp_path), Merging.finish, list[str]()
+    history.generation(1, range(1, 7))
+
+    def late(self: Merging, objects: Objects, refs: Any, pool: Any) -> Any:
+        if not taken:
+            taken.append(refs[0][0].name)
+            objects.delete(taken[0])
+        return finish(self, objects, refs, pool)
+
+    monkeypatch.setattr(Merging, "finish", late)
+    dense = open_dense(str(tmp_path))
+    with ThreadPoolExecutor(2) as pool:
+        made = Materializer(history.log, history.objects, lambda _: dense, pool, ALWAYS)
+        with pytest.raises(StoreUnavailableError, match="were deleted while it was merged"):
+            list(made.catch_up(history.lineage))
+        assert not Catalog.load(history.objects, history.lineage.job).folds
+        list(made.catch_up(history.lineage))
+        made.settle(history.lineage)
+    assert Catalog.load(history.objects, history.lineage.job).folds
+    assert history.objects.size(taken[0]) is not None
+    assert len(check_whole(history)) == 6

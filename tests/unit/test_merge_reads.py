@@ -193,7 +193,7 @@ def test_tasks_of_any_number_and_in_any_order_write_the_same_bytes(
                 objects.delete(name)
             merging = plan_merge(objects, lineage, cover, pool, task_bytes=task_bytes)
             done = {task: merge_share(objects, task, pool) for task in reversed(merging.tasks)}
-            found = merging.finish(objects, [done[task] for task in merging.tasks])
+            found = merging.finish(objects, [done[task] for task in merging.tasks], pool)
             assert {ref.name: bytes(objects.read(ref.name)) for ref in found.segments} == wanted
             at_once.append(len(merging.tasks))
     assert at_once[0] > at_once[1] > 1

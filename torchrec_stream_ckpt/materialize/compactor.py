@@ -209,7 +209,7 @@ class Compactor:
         assert merging is not None
         try:
             done = [future.result() for future in futures]
-            fold = merging.finish(self._objects, [each.refs for each in done])
+            fold = merging.finish(self._objects, [each.refs for each in done], self._pool)
         finally:
             self._drop()
         self._progress.counts.fold_bytes_read += sum(each.read_bytes for each in done)

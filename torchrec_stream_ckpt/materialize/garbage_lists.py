@@ -10,7 +10,7 @@ from crc32c import crc32c
 
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.manifest import Garbage
-from torchrec_stream_ckpt.layout import garbage_name
+from torchrec_stream_ckpt.layout import FoldName, garbage_name, parse_fold_segment
 from torchrec_stream_ckpt.materialize.rounds import idle, waited
 from torchrec_stream_ckpt.materialize.stock import Stock
 from torchrec_stream_ckpt.store.api import Entry, Objects
@@ -60,6 +60,24 @@ def tidy(objects: Objects, job: bytes, stock: Stock, waiting: set[str], tells_ag
             _put_list(objects, job, replace(garbage, names=left))
         objects.delete(name)
         failpoint("gc.tidied")
+
+
+def waited_by(garbage: Iterable[Entry], stock: Stock, clocks: Mapping[str, float]) -> dict[str, float]:
+    """Tell for how many seconds each object was known to be garbage.
+
+    Segments of a fold that is not there may be of a merge that goes on: all of them have waited as long as the one that
+    was found last. As long as it writes, its segments wait.
+    """
+    known = waited(stock.lists, clocks)
+    waits = {entry.name: known.get(entry.name, 0.0) for entry in garbage}
+    unmade: dict[FoldName, list[str]] = {}
+    for name in waits:
+        part = parse_fold_segment(name)
+        if part is not None and part[0].name not in stock.holdings.sizes:
+            unmade.setdefault(part[0], []).append(name)
+    for names in unmade.values():
+        waits |= dict.fromkeys(names, min(waits[name] for name in names))
+    return waits
 
 
 def _put_list(objects: Objects, job: bytes, garbage: Garbage) -> str:

@@ -51,14 +51,14 @@ from torchrec_stream_ckpt.layout import (
 )
 from torchrec_stream_ckpt.log.api import Incarnation
 from torchrec_stream_ckpt.materialize.compact import Span, plan_spans
-from torchrec_stream_ckpt.materialize.garbage_lists import enlist, shorten, tidy
+from torchrec_stream_ckpt.materialize.garbage_lists import enlist, shorten, tidy, waited_by
 from torchrec_stream_ckpt.materialize.gc_delete import delete_all
 from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
 from torchrec_stream_ckpt.materialize.merge import merge
 from torchrec_stream_ckpt.materialize.read_back import ReadBack
 from torchrec_stream_ckpt.materialize.relied import check_relied, remarks
 from torchrec_stream_ckpt.materialize.retention import Candidate, Retention
-from torchrec_stream_ckpt.materialize.rounds import ages, elapsed, idle, read_clocks, stands_still, waited
+from torchrec_stream_ckpt.materialize.rounds import ages, elapsed, idle, read_clocks, stands_still
 from torchrec_stream_ckpt.materialize.stock import Stock, take_stock
 from torchrec_stream_ckpt.materialize.summarizer import needless
 from torchrec_stream_ckpt.route.best import Said, Value, said_of
@@ -118,8 +118,7 @@ def plan_gc(stock: Stock, rules: GcRules, clocks: Mapping[str, float]) -> GcPlan
     staying = sorted(each for each in catalog.markers if manifest_name(catalog.job, each) not in going)
     entries = dict(stock.summaries)
     garbage += [entries[name] for name in needless([*entries], staying)]
-    known = waited(stock.lists, clocks)
-    due = {entry.name for entry in garbage if known.get(entry.name, 0.0) >= rules.grace_s}
+    due = {name for name, waited_s in waited_by(garbage, stock, clocks).items() if waited_s >= rules.grace_s}
     ordered = sorted(garbage, key=lambda entry: (PHASES.index(entry.name.partition("/")[0]), entry.name))
     return GcPlan(
         holdings.lineage.job,
@@ -263,7 +262,7 @@ def _is_idle(fold: FoldName, stock: Stock, needed: _Needed) -> bool:
     span, catalog = (fold.start, fold.end), stock.holdings.catalog
     if span in catalog.folds:
         return span not in needed.folds
-    # It may be being written now: of the newest marker the materializer, of others an earlier gc, which has died.
+    # It may be being written now. Of the newest marker it stays; of others it waits as long as segments come.
     return fold.name not in stock.holdings.sizes and bool(catalog.markers) and fold.end < max(catalog.markers)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchrec_stream_ckpt.engine.api import Site
-from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.errors import CorruptionError, StoreUnavailableError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Fold, SegmentRef
@@ -93,18 +93,28 @@ class Merging:
         """Bytes of chunks to read."""
         return sum(task.num_bytes for task in self.tasks)
 
-    def finish(self, objects: Objects, refs: Sequence[Sequence[SegmentRef]]) -> Fold:
+    def finish(self, objects: Objects, refs: Sequence[Sequence[SegmentRef]], pool: Executor) -> Fold:
         """Put the fold, once all tasks have written their segments: with this it is in the store.
 
         Args:
             objects: The store.
             refs: What each task has written.
+            pool: Threads that look whether all of it is there.
 
         Raises:
             CorruptionError: another fold has its name.
-            StoreUnavailableError: it was not written.
+            StoreUnavailableError: it was not written; or gc has deleted a segment, which nothing named before this.
         """
         fold = Fold(self.job, self.start, self.end, self.chain, tuple(ref for each in refs for ref in each))
+        sizes = pool.map(objects.size, [ref.name for ref in fold.segments])
+        gone = [ref.name for ref, size in zip(fold.segments, sizes, strict=True) if size != ref.num_bytes]
+        if gone:
+            raise StoreUnavailableError(
+                f"{len(gone)} segments of a fold were deleted while it was merged: it is merged again",
+                hint="give gc a longer --grace than the time between two segments of a merge",
+                name=gone[0],
+                marker=self.end,
+            )
         failpoint("fold.manifest")
         put_once(objects, FoldName(self.job, self.end, self.start).name, [fold.to_bytes()])
         failpoint("fold.manifest_put")
@@ -177,7 +187,7 @@ def merge(
     """
     merging = plan_merge(objects, lineage, pieces, pool)
     refs = [merge_share(objects, task, pool, progress, scratch) for task in merging.tasks]
-    return merging.finish(objects, refs)
+    return merging.finish(objects, refs, pool)
 
 
 def merge_share(

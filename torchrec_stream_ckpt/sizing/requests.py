@@ -113,7 +113,7 @@ def fold_requests(num_bytes: float, merged_bytes: float, *, segments: float, tab
     written = max(1, math.ceil(num_bytes / SEGMENT_BYTES))
     directories = segments + written
     ranges = directories * tables + (num_bytes + merged_bytes) / RANGE_BYTES
-    return Requests(put=segments_requests(num_bytes) + 1, get=1 + directories + ranges)
+    return Requests(put=segments_requests(num_bytes) + 1, get=1 + directories + ranges, head=written)
 
 
 def summary_requests(ranks: int) -> Requests:
