@@ -84,7 +84,9 @@ def _dense(page: Path) -> Iterator[list[str]]:
             if rows.has(f"{point.name}: {goal}"):
                 what = f"dense part of {point.name}: blocked"
                 said = point.times(base, OURS)
-                yield rows.row(f"{point.name}: {goal}", what, said, point.others(base), at_limit, f" of {code(base)}")
+                yield rows.row(
+                    f"{point.name}: {goal}", what, said, point.others(base), at_limit, f", against {code(base)}"
+                )
 
 
 def _tracker(page: Path) -> Iterator[list[str]]:
@@ -92,7 +94,8 @@ def _tracker(page: Path) -> Iterator[list[str]]:
     for job, num_rows in (("thesis", 640_000), ("criteo", 1_000_000)):
         point = rows.result.point(job)
         memory = rows.result.facts[f"{job}: bytes"]
-        said = f"{point.times('tracker', OURS)}, {memory[OURS] / num_rows:.0f} bytes a row"
+        own = round(memory[OURS] / num_rows)
+        said = f"{point.times('tracker', OURS)}, {own} byte{'s' * (own != 1)} a row"
         others = f"`ModelDeltaTracker` {three(point.median('tracker'))} ms, {memory['tracker'] / 1e6:.1f} MB"
         yield rows.row(
             f"{job}: times cheaper", f"mark 10 steps, find the rows: {job}", said, others, of=", memory constant"
@@ -148,7 +151,7 @@ def _restore(page: Path) -> Iterator[list[str]]:
             if rows.has(f"{point.name}: {goal}"):
                 others = point.others(base, *(name for name in copies if name != base))
                 yield rows.row(
-                    f"{point.name}: {goal}", what, point.times(base, mine), others, at_limit, f" of {code(base)}"
+                    f"{point.name}: {goal}", what, point.times(base, mine), others, at_limit, f", against {code(base)}"
                 )
         if rows.has(f"{point.name}: StreamReader / ours"):
             base = f"ours, {source}"
@@ -198,7 +201,7 @@ def _memory(page: Path) -> Iterator[list[str]]:
         if name.startswith(OURS):
             what = f"peak memory on top, {name.removeprefix('ours, ')}"
             others = point.others("dcp.async_save", "torch.save")
-            yield rows.row(f"{name}: peak", what, point.taken(name), others, of=": ring + masks + budget")
+            yield rows.row(f"{name}: peak", what, point.taken(name), others, of=": ring, budget, masks, proof")
 
 
 def _hooks(page: Path) -> Iterator[list[str]]:
@@ -255,7 +258,7 @@ def recoveries(page: Path) -> Table:
             rivals = [each for each in point.variants if not each.startswith(OURS)]
             said = point.times(base, f"ours, {source}")
             others = point.others(*rivals, unit=False) + f" {point.unit}"
-            goal_text = f"{wanted(goal['wanted'])} of {code(base)}"
+            goal_text = f"{wanted(goal['wanted'])}, against {code(base)}"
             found.append(
                 [what, others, goal_text, said, VERDICT[goal["met"]], result.link(page, result.path.stem[11:])]
             )
