@@ -13,10 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,14 +23,17 @@ from pathlib import Path
 HERE = Path(__file__).resolve()
 sys.path[1:1] = [str(HERE.parents[1])]
 
-from common import at_least, machine, parse, refuse_small_machine, scratch  # noqa: E402
+from common import at_least, fresh_processes, machine, parse, refuse_small_machine, scratch  # noqa: E402
 
 WORLD = 2
 TIMEOUT_S = 300.0
 
 
-def rank_main(record: Path, flags: list[str]) -> None:
+def rank_main(environment: dict[str, str], output: Path, record: Path, flags: list[str]) -> None:
     """One rank; rank 0 notes when it was restored, and when its first step was done."""
+    os.environ |= environment
+    for stream in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     from torchrec_stream_ckpt.recipes.proof import StepEvent, train
 
     def on_step(event: StepEvent) -> None:
@@ -45,25 +46,25 @@ def rank_main(record: Path, flags: list[str]) -> None:
 
 
 class Ranks:
-    """The ranks of one job."""
+    """The ranks of one job, each a fresh process."""
 
     def __init__(self, folder: Path, name: str, flags: list[str]) -> None:
         self.record, self.output = folder / f"{name}.jsonl", folder / f"{name}.out"
+        self.output.touch()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         shared = {"WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [sys.executable, str(HERE), "--record", str(self.record), *flags]
-        with self.output.open("w") as output:
-            self.processes = [
-                subprocess.Popen(
-                    command,
-                    env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-                    stdout=output,
-                    stderr=output,
-                )
-                for rank in range(WORLD)
-            ]
+        os.environ["OMP_NUM_THREADS"] = "1"  # of every rank, before it imports torch
+        self.processes = [
+            fresh_processes().Process(
+                target=rank_main,
+                args=({**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, self.output, self.record, flags),
+            )
+            for rank in range(WORLD)
+        ]
+        for process in self.processes:
+            process.start()
 
     def said(self, text: str) -> int:
         return self.output.read_text().count(text)
@@ -76,7 +77,7 @@ class Ranks:
     def wait(self, what: Callable[[], bool]) -> None:
         deadline = time.monotonic() + TIMEOUT_S
         while not what():
-            if any(process.poll() is not None for process in self.processes) or time.monotonic() > deadline:
+            if any(process.exitcode is not None for process in self.processes) or time.monotonic() > deadline:
                 raise SystemExit(f"a rank ended, or {TIMEOUT_S:.0f} s are over:\n{self.output.read_text()[-3000:]}")
             time.sleep(0.01)
 
@@ -84,9 +85,9 @@ class Ranks:
         """SIGKILL; when."""
         now = time.time()
         for process in self.processes:
-            process.send_signal(signal.SIGKILL)
+            process.kill()
         for process in self.processes:
-            process.wait()
+            process.join()
         return now
 
 
@@ -129,10 +130,6 @@ def one_round(args: argparse.Namespace, folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    if "--record" in sys.argv:
-        place = sys.argv.index("--record")
-        rank_main(Path(sys.argv[place + 1]), sys.argv[1:place] + sys.argv[place + 2 :])
-        return
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", type=at_least(1), default=200_000, help="of each of 8 tables")
     parser.add_argument("--dim", type=at_least(4), default=64)
