@@ -81,6 +81,24 @@ def folded() -> dict[str, bytes]:
         return dict(contents(store))  # type: ignore[arg-type]
 
 
+# Fixtures: a file of tests takes them under the names of what they give.
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_small(monkeypatch)
+
+
+@pytest.fixture(name="history")
+def given_history() -> History:
+    return history_of_two()
+
+
+@pytest.fixture(name="store")
+def given_store() -> Store:
+    return Store(dict(folded()))
+
+
 def names(store: Store) -> list[str]:
     return sorted(entry.name for entry in store.list(f"{SUMMARIES_DIR}/"))
 

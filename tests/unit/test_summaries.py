@@ -14,6 +14,7 @@ from crc32c import crc32c
 
 from tests.golden import make_store
 from tests.stores import History
+from tests.unit import summarized_job
 from tests.unit.summarized_job import (
     NEVER,
     NEWEST,
@@ -22,8 +23,6 @@ from tests.unit.summarized_job import (
     exact,
     flip,
     folded,
-    history_of_two,
-    make_small,
     materializer,
     names,
     parts_of,
@@ -54,20 +53,7 @@ from torchrec_stream_ckpt.types import MarkerId
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_small(monkeypatch)
-
-
-@pytest.fixture
-def history() -> History:
-    return history_of_two()
-
-
-@pytest.fixture
-def store() -> Store:
-    return Store(dict(folded()))
+small, history, store = summarized_job.small, summarized_job.given_history, summarized_job.given_store
 
 
 class Later(History):

@@ -8,14 +8,12 @@ from dataclasses import replace
 import pytest
 
 from tests.stores import History
+from tests.unit import summarized_job
 from tests.unit.summarized_job import (
     RUN,
     Store,
     exact,
     flip,
-    folded,
-    history_of_two,
-    make_small,
     materializer,
     names,
     parts_of,
@@ -39,20 +37,7 @@ from torchrec_stream_ckpt.store.summaries import put_summary
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_small(monkeypatch)
-
-
-@pytest.fixture
-def history() -> History:
-    return history_of_two()
-
-
-@pytest.fixture
-def store() -> Store:
-    return Store(dict(folded()))
+small, history, store = summarized_job.small, summarized_job.given_history, summarized_job.given_store
 
 
 # Those who delete and repair.
