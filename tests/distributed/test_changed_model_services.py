@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests import ranks, stores, tiered, zoo
+from tests import stores, tiered, warm, zoo
 from tests.distributed.test_changed_model_faults import ALONE, CHANGES, EVENTS, NEW, OLD, THREE, TWO, check
 from tests.evolving import State, restored
 from tests.laps import config
@@ -52,41 +52,41 @@ def test_a_replica_head_folds_gc_and_trim_go_through_a_change(tmp_path: Path) ->
     """A HEAD of before the change serves what went on, one of after it no marker of before; gc leaves both aside."""
     root, head, policy = tmp_path / "log", tmp_path / "head", Policy(rebase=0.5, compact="none")
     settings, uri = config(root, head=str(head)), f"file://{root}"
-    begun = ranks.run(2, zoo.start, OLD, TWO, settings, EVENTS)
+    begun = warm.run(2, zoo.start, OLD, TWO, settings, EVENTS)
     with FollowedTables(follow(uri, scratch=tmp_path)) as tables:
         marker, found = replica_of(tables)
         assert (marker, differences(weights(begun[0]["1:2"]), found)) == ("1:2", [])
         stores.fold(root, policy, head=head)
-        said = ranks.run(3, restored, NEW, THREE, settings, None, CHANGES, EVENTS)
+        said = warm.run(3, restored, NEW, THREE, settings, None, CHANGES, EVENTS)
         assert said[0][4].source == "head 1:2"
         check(begun, said, "1:2")
         marker, found = replica_of(tables)
         assert (marker, differences(weights(said[0][2]["2:4"]), found)) == ("2:4", [])
-    (state, source), *_ = ranks.run(1, read, NEW, ALONE, settings, "2:4")
+    (state, source), *_ = warm.run(1, read, NEW, ALONE, settings, "2:4")
     assert (source, differences(said[0][2]["2:4"], state)) == ("head 1:2 + log", [])
     before = shutil.copytree(head, tmp_path / "before")
     stores.fold(root, policy, head=head)
-    (state, source), *_ = ranks.run(2, read, OLD, TWO, settings, "1:2")
+    (state, source), *_ = warm.run(2, read, OLD, TWO, settings, "1:2")
     assert (source, differences(begun[0]["1:2"], state)) == ("store 1:2", [])
-    again = ranks.run(2, restored, NEW, TWO, settings, "1:2", CHANGES, ())
+    again = warm.run(2, restored, NEW, TWO, settings, "1:2", CHANGES, ())
     assert again[0][4].source == "store 1:2"
     check(begun, again, "1:2")
     for _ in range(2):
         command("gc", uri, "--store", uri, "--newest", "1", "--grace", "0")
     command("trim", uri, "--store", uri)
     stores.lose_rows(root)
-    for world, plan, warm, place in ((1, ALONE, head, "head 2:4"), (2, TWO, before, "store 2:4")):
-        (state, source), *_ = ranks.run(world, read, NEW, plan, config(root, head=str(warm)), "2:4")
+    for world, plan, local, place in ((1, ALONE, head, "head 2:4"), (2, TWO, before, "store 2:4")):
+        (state, source), *_ = warm.run(world, read, NEW, plan, config(root, head=str(local)), "2:4")
         assert (source, differences(said[0][2]["2:4"], state)) == (place, [])
 
 
 def test_an_outer_tier_that_gets_every_second_marker_goes_through_a_change(tmp_path: Path) -> None:
     inner, outer = tmp_path / "inner", tmp_path / "outer"
     settings = tiered.config(inner, outer, 2, marker_every=None)
-    begun = ranks.run(2, zoo.start, OLD, TWO, settings, EVENTS)
-    said = ranks.run(2, restored, NEW, TWO, settings, None, CHANGES, EVENTS)
+    begun = warm.run(2, zoo.start, OLD, TWO, settings, EVENTS)
+    said = warm.run(2, restored, NEW, TWO, settings, None, CHANGES, EVENTS)
     check(begun, said, "1:2")
     shutil.rmtree(inner)
-    (state, _), *_ = ranks.run(1, zoo.resume, NEW, ALONE, settings, None, ())
+    (state, _), *_ = warm.run(1, zoo.resume, NEW, ALONE, settings, None, ())
     assert differences(said[0][2]["2:4"], state) == []
-    check(begun, ranks.run(3, restored, NEW, THREE, settings, "1:2", CHANGES, ()), "1:2")
+    check(begun, warm.run(3, restored, NEW, THREE, settings, "1:2", CHANGES, ()), "1:2")

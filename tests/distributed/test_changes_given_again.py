@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from tests import ranks, zoo
+from tests import warm, zoo
 from tests.distributed.test_changed_model_faults import ALONE, CHANGES, EVENTS, NEW, OLD, TWO, tree
 from tests.evolving import State, pasted
 from tests.laps import config
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.distributed
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Marks]]:
     directory = tmp_path_factory.mktemp("trained") / "log"
-    return directory, ranks.run(2, zoo.start, OLD, TWO, config(directory), EVENTS)
+    return directory, warm.run(2, zoo.start, OLD, TWO, config(directory), EVENTS)
 
 
 @pytest.mark.parametrize("only_first", [False, True])
@@ -40,7 +40,7 @@ def test_what_is_not_changes_is_refused_on_all_ranks(
 ) -> None:
     directory = shutil.copytree(trained[0], tmp_path / "log")
     before = tree(directory)
-    said = ranks.run(2, refused_kind, config(directory), only_first)
+    said = warm.run(2, refused_kind, config(directory), only_first)
     assert "changes is 'changes.toml'" in said[0]
     assert all(said), "no rank goes on"
     assert tree(directory) == before
@@ -61,20 +61,20 @@ def test_an_id_map_that_is_edited_after_the_change_moves_no_row_twice(
     directory = shutil.copytree(trained[0], tmp_path / "log")
     settings = config(directory)
     first, edited = (Changes(rows={"part0.t1": RowChange(40, IdMap(range(40), new))}) for new in (MOVED, MOVED[::-1]))
-    changed = ranks.run(2, moved, TWO, settings, None, first, (MARK, "train", MARK))
+    changed = warm.run(2, moved, TWO, settings, None, first, (MARK, "train", MARK))
     newest = max(changed[0][2])
     before = tree(directory)
     both = r"rows: 'part0.t1' has an id map(.|\n)*name the marker, and give the changes another label"
     with pytest.raises(RankFailed, match=both):
-        ranks.run(2, moved, TWO, settings, None, edited, ())
+        warm.run(2, moved, TWO, settings, None, edited, ())
     assert tree(directory) == before
-    (state, *_), *_ = ranks.run(2, moved, TWO, settings, None, first, ())
+    (state, *_), *_ = warm.run(2, moved, TWO, settings, None, first, ())
     assert differences(changed[0][2][newest], state) == []
     again = replace(first, label="once more")
-    (state, *_), *_ = ranks.run(2, moved, TWO, settings, newest, again, ())
+    (state, *_), *_ = warm.run(2, moved, TWO, settings, newest, again, ())
     name = "model.part0.embedding_bags.t1.weight"
     assert torch.equal(state[name][MOVED], changed[0][2][newest][name])
-    (state, *_), *_ = ranks.run(2, moved, TWO, settings, newest, edited, ())
+    (state, *_), *_ = warm.run(2, moved, TWO, settings, newest, edited, ())
     name = "model.part0.embedding_bags.t1.weight"
     assert torch.equal(state[name][MOVED[::-1]], changed[0][2][newest][name])
 
@@ -89,7 +89,7 @@ def save_schema(settings: StreamConfig, file: Path) -> None:
 
 def test_the_command_line_compares_the_dense_state_too(trained: tuple[Path, list[Marks]], tmp_path: Path) -> None:
     new, own, toml = tmp_path / "new.json", tmp_path / "own.json", tmp_path / "changes.toml"
-    ranks.run(1, save_schema, config(tmp_path / "other"), new)
+    warm.run(1, save_schema, config(tmp_path / "other"), new)
     uri = f"file://{trained[0]}"
     assert plan("--save", str(own), "--dense", uri=uri)[0] == 0
     code, said, _ = plan("--schema", str(own), "--dense", uri=uri)
@@ -141,22 +141,22 @@ def test_a_command_that_names_a_marker_and_changes_goes_on_when_it_is_given_agai
 ) -> None:
     """The job that it started is not thrown away by its own restart; before its first marker, all is made again."""
     settings = config(shutil.copytree(trained[0], tmp_path / "log"))
-    begun = ranks.run(2, given, NEW, settings, "1:1", CHANGES, ())
+    begun = warm.run(2, given, NEW, settings, "1:1", CHANGES, ())
     assert begun[0][:2] == ("1:1", True)
-    first = ranks.run(2, given, NEW, settings, "1:1", CHANGES, ("train", MARK, "train", MARK))
+    first = warm.run(2, given, NEW, settings, "1:1", CHANGES, ("train", MARK, "train", MARK))
     assert first[0][:2] == ("1:1", True)
     newest = max(first[0][2])
     for times in range(2):
-        again = ranks.run(2, given, NEW, settings, "1:1", CHANGES, ("train", MARK) if times else ())
+        again = warm.run(2, given, NEW, settings, "1:1", CHANGES, ("train", MARK) if times else ())
         assert again[0][:2] == (newest, False)
         assert differences(first[0][2][newest], again[0][3]) == []
-    assert ranks.run(2, given, NEW, settings, "1:2", CHANGES, ())[0][:2] == ("1:2", True), "another marker is meant"
+    assert warm.run(2, given, NEW, settings, "1:2", CHANGES, ())[0][:2] == ("1:2", True), "another marker is meant"
 
 
 def test_changes_of_an_empty_log_are_refused(tmp_path: Path) -> None:
     """They would be made of nothing, and then be wrong when the job is started again."""
     with pytest.raises(RankFailed, match="changes are declared, and no marker was ever committed"):
-        ranks.run(2, given, NEW, config(tmp_path / "log"), None, CHANGES, ())
+        warm.run(2, given, NEW, config(tmp_path / "log"), None, CHANGES, ())
     assert not (tmp_path / "log").exists()
 
 

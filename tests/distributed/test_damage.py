@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import jobs, ranks, stores
+from tests import jobs, stores, warm
 from tests.model import PLAN_1, PLAN_2, PLAN_3, differences, trainer, truth
 from torchrec_stream_ckpt import MarkerId, StreamCkptError, StreamConfig
 from torchrec_stream_ckpt.cli.main import main
@@ -38,7 +38,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, jobs.Truth
     """A job with markers 1:1 (step 4), 1:2 (step 8) and 1:3 (step 10), and rank 0's truth."""
     directory = tmp_path_factory.mktemp("damage")
     settings = StreamConfig(uri=f"file://{directory}", marker_every=4)
-    return directory, ranks.run(2, jobs.train_with, PLAN_2, settings, 10, {})[0][1]
+    return directory, warm.run(2, jobs.train_with, PLAN_2, settings, 10, {})[0][1]
 
 
 @pytest.fixture
@@ -113,11 +113,11 @@ def _lineage(log: Path) -> Lineage:
 def test_a_flipped_byte_in_the_stream_is_refused_with_its_place(log: Path) -> None:
     segment = _segment(log, 1)
     _flip(segment, segment.stat().st_size // 3)
-    for said, _ in ranks.run(3, _restore, f"file://{log}", None):
+    for said, _ in warm.run(3, _restore, f"file://{log}", None):
         assert said.startswith("CorruptionError")
         for part in ("generation=1", "rank=1", "seq="):
             assert part in said
-    assert "failed half way" in ranks.run(3, _go_on_half_restored, f"file://{log}")[0]
+    assert "failed half way" in warm.run(3, _go_on_half_restored, f"file://{log}")[0]
     verify = _cli("verify", f"file://{log}")
     assert verify.returncode == 1
     assert "Error: " in verify.stderr
@@ -128,10 +128,10 @@ def test_a_flipped_byte_in_the_stream_is_refused_with_its_place(log: Path) -> No
 def test_a_flipped_byte_behind_an_older_marker_does_not_hurt_it(log: Path, finished: tuple[Path, jobs.Truths]) -> None:
     (end,) = (end for end in _lineage(log).find(MarkerId(1, 1)).ranks if end.rank == 1)
     _flip(_segment(log, 1), end.end + 200)
-    said, state = ranks.run(3, _restore, f"file://{log}", "1:1")[0]
+    said, state = warm.run(3, _restore, f"file://{log}", "1:1")[0]
     assert state is not None, said
     assert differences(finished[1][4], state) == []
-    said, _ = ranks.run(3, _restore, f"file://{log}", "1:3")[0]
+    said, _ = warm.run(3, _restore, f"file://{log}", "1:3")[0]
     assert said.startswith("CorruptionError")
 
 
@@ -155,11 +155,11 @@ def test_damaged_rows_of_the_newest_marker_lead_to_the_one_before_and_it_is_exac
     segment = _segment(log, 1)
     offset, header, table = _frame_of(log, 1, 3)
     _flip(segment, offset + (HEADER_LEN + header.payload_len - 3 if damage == "payload" else 9))
-    for rank, (said, state) in enumerate(ranks.run(3, _restore, f"file://{log}", None)):
+    for rank, (said, state) in enumerate(warm.run(3, _restore, f"file://{log}", None)):
         assert said.startswith("1:2 1:3: ")
         assert state is not None
         assert differences(finished[1][8], state, rng=rank == 0) == []
-    said, _ = ranks.run(1, _restore, f"file://{log}", "1:3")[0]
+    said, _ = warm.run(1, _restore, f"file://{log}", "1:3")[0]
     assert said.startswith("CorruptionError: ")
     assert str(segment) in said
     if damage == "payload":
@@ -173,12 +173,12 @@ def test_a_damaged_chunk_of_the_store_leads_to_the_log_and_without_it_to_an_olde
     stores.fold(log)
     newest = StoreSegment(_lineage(log).job, MarkerId(1, 3), 0, 0).name
     _flip(log / newest, (log / newest).stat().st_size - 70)
-    said, state = ranks.run(2, _restore, f"file://{log}", None)[0]
+    said, state = warm.run(2, _restore, f"file://{log}", None)[0]
     assert said.strip() == "1:3"
     assert state is not None
     assert differences(finished[1][10], state) == []
     stores.lose_rows(log)
-    said, state = ranks.run(2, _restore, f"file://{log}", None)[0]
+    said, state = warm.run(2, _restore, f"file://{log}", None)[0]
     assert said.startswith("1:2 1:3: chunk's checksum does not match [")
     assert "table=ebc." in said
     assert f"name={newest}, offset=" in said
@@ -189,12 +189,12 @@ def test_a_damaged_chunk_of_the_store_leads_to_the_log_and_without_it_to_an_olde
 def test_no_more_markers_are_passed_over_than_is_allowed(log: Path, finished: tuple[Path, jobs.Truths]) -> None:
     for rank, marker in ((0, 2), (1, 3)):
         _flip(_segment(log, rank), _frame_of(log, rank, marker)[0] + HEADER_LEN + 70)
-    said, state = ranks.run(2, _restore, f"file://{log}", None)[0]
+    said, state = warm.run(2, _restore, f"file://{log}", None)[0]
     assert said.startswith("1:1 1:3: ")
     assert " 1:2: " in said
     assert state is not None
     assert differences(finished[1][4], state) == []
-    said, _ = ranks.run(1, functools.partial(_restore, max_fallback=1), f"file://{log}", None)[0]
+    said, _ = warm.run(1, functools.partial(_restore, max_fallback=1), f"file://{log}", None)[0]
     assert said.startswith("CorruptionError: ")
     assert "marker=1:3, older=1:2: " in said
 
@@ -203,7 +203,7 @@ def test_an_outage_never_leads_to_an_older_marker(log: Path) -> None:
     """The disk does not give a folder's names: nobody can tell whether the marker is whole."""
     shutil.rmtree(log / "data" / "p00001")
     (log / "data" / "p00001").write_text("what is this")
-    said, _ = ranks.run(1, _restore, f"file://{log}", None)[0]
+    said, _ = warm.run(1, _restore, f"file://{log}", None)[0]
     assert said.startswith("LogUnavailableError: ")
 
 
@@ -219,12 +219,12 @@ def _go_on_from_the_older(uri: str) -> tuple[str, dict[str, torch.Tensor]]:
 
 def test_a_lost_segment_leads_to_a_marker_before_it_and_the_job_goes_on_from_there(log: Path) -> None:
     uri = f"file://{log}"
-    assert ranks.run(2, _go_on_from_the_older, uri)[0][0] == "1:3"
+    assert warm.run(2, _go_on_from_the_older, uri)[0][0] == "1:3"
     for segment in (log / "data" / "p00000").glob("g00000002-*.seg"):
         segment.unlink()
-    (fell_back, state), _ = ranks.run(2, _go_on_from_the_older, uri)
+    (fell_back, state), _ = warm.run(2, _go_on_from_the_older, uri)
     assert fell_back == "1:3"
-    said, again = ranks.run(3, _restore, uri, None)[0]
+    said, again = warm.run(3, _restore, uri, None)[0]
     assert said.strip() == "3:4"
     assert again is not None
     assert differences(state, again) == []
@@ -236,7 +236,7 @@ def test_a_torn_tail_behind_the_last_marker_is_ignored(log: Path, finished: tupl
             file.write(b"TRSC\x01\x00\x80\x00" + bytes(70))
     with open(log / "control.log", "ab") as file:
         file.write(b"TRSC\x01\x00")
-    said, state = ranks.run(3, _restore, f"file://{log}", None)[0]
+    said, state = warm.run(3, _restore, f"file://{log}", None)[0]
     assert state is not None, said
     assert differences(finished[1][10], state) == []
 
@@ -245,7 +245,7 @@ def test_a_segment_cut_short_is_refused(log: Path) -> None:
     segment = _segment(log, 0)
     with open(segment, "r+b") as file:
         file.truncate(segment.stat().st_size - 64)
-    said, _ = ranks.run(2, _restore, f"file://{log}", "1:3")[0]
+    said, _ = warm.run(2, _restore, f"file://{log}", "1:3")[0]
     assert said.startswith("StreamLostError")  # a CorruptionError
     assert "were committed" in said
     listed = json.loads(_cli("list", f"file://{log}", "--json").stdout)["markers"]
@@ -256,7 +256,7 @@ def test_a_segment_cut_short_is_refused(log: Path) -> None:
 def test_a_flipped_byte_in_the_control_log_is_refused(log: Path) -> None:
     control = log / "control.log"
     _flip(control, control.stat().st_size - 40)
-    said, _ = ranks.run(2, _restore, f"file://{log}", None)[0]
+    said, _ = warm.run(2, _restore, f"file://{log}", None)[0]
     assert said.startswith("CorruptionError")
 
 
@@ -269,12 +269,12 @@ def test_a_marker_without_its_dense_state_falls_back_to_the_one_before_and_says_
         shutil.rmtree(folder)
     else:
         _flip(next(folder.glob("__1_*")), 100)
-    said, state = ranks.run(3, _restore, f"file://{log}", None)[0]
+    said, state = warm.run(3, _restore, f"file://{log}", None)[0]
     assert state is not None, said
     assert said.startswith("1:2 1:3: dense state")
     assert str(folder) in said
     assert differences(finished[1][8], state) == []
-    by_name, _ = ranks.run(2, _restore, f"file://{log}", "1:3")[0]
+    by_name, _ = warm.run(2, _restore, f"file://{log}", "1:3")[0]
     assert by_name.startswith("MissingObjectError" if damage == "gone" else "CorruptionError")
     verify = _cli("verify", f"file://{log}", "--marker", "1:3")
     assert verify.returncode == 1
@@ -309,7 +309,7 @@ def test_verify_all_gives_each_marker_a_verdict_and_names_each_damage(log: Path)
 
 def test_when_no_dense_state_is_left_the_job_does_not_start_from_nothing(log: Path) -> None:
     shutil.rmtree(log / "dense")
-    said, _ = ranks.run(2, _restore, f"file://{log}", None)[0]
+    said, _ = warm.run(2, _restore, f"file://{log}", None)[0]
     assert said.startswith("MissingObjectError: dense state is gone")
     assert "marker=1:3, older=1:2: dense state is gone: No such file or directory; 1:1: dense state is gone" in said
 
@@ -319,9 +319,9 @@ def test_rows_without_their_control_log_are_not_taken_for_a_new_log_and_stay(fre
     (log / "control.log").write_bytes(b"")
     before = _segment(log, 0).read_bytes()
     if fresh:
-        assert ranks.run(1, _first_mark, f"file://{log}").pop().startswith("CorruptionError: the file log holds rows")
+        assert warm.run(1, _first_mark, f"file://{log}").pop().startswith("CorruptionError: the file log holds rows")
     else:
-        for said, _ in ranks.run(2, _restore, f"file://{log}", None):
+        for said, _ in warm.run(2, _restore, f"file://{log}", None):
             assert said.startswith("CorruptionError: the file log holds rows")
             assert "bring control.log back" in said
     assert _segment(log, 0).read_bytes() == before
@@ -342,12 +342,12 @@ def test_a_lost_piece_is_refused_on_every_rank_and_put_back(
     else:
         second = [offset for offset, _ in FileLog(log).read_control()][1]
         os.truncate(log / "control.log", second)
-    for said in ranks.run(2, _refusal, f"file://{log}"):
+    for said in warm.run(2, _refusal, f"file://{log}"):
         assert f"stream-ckpt recover file://{log} --store" in said
     recover = _process if lost == "LOG" else _cli
     done = recover("recover", f"file://{log}", "--store", str(log), "--json")
     assert json.loads(done.stdout)["offered"] == ["1:1", "1:2", "1:3"], done.stderr
-    (said, state), _ = ranks.run(2, _restore, f"file://{log}", None)
+    (said, state), _ = warm.run(2, _restore, f"file://{log}", None)
     assert said.startswith("1:3")
     assert state is not None
     assert differences(finished[1][10], state) == []
@@ -365,9 +365,9 @@ def _first_mark(uri: str) -> str:
 
 def test_another_jobs_segment_is_refused(log: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    ranks.run(2, jobs.train_with, PLAN_2, StreamConfig(uri=f"file://{other}", marker_every=4), 10, {})
+    warm.run(2, jobs.train_with, PLAN_2, StreamConfig(uri=f"file://{other}", marker_every=4), 10, {})
     shutil.copy(_segment(other, 0), _segment(log, 0))
-    said, _ = ranks.run(2, _restore, f"file://{log}", None)[0]
+    said, _ = warm.run(2, _restore, f"file://{log}", None)[0]
     assert said.startswith("CorruptionError: 0 of 34 frames lead to this marker")
     assert "34 records that are not of this stream" in said
     assert "frame of another job" in said
@@ -375,7 +375,7 @@ def test_another_jobs_segment_is_refused(log: Path, tmp_path: Path) -> None:
 
 def test_a_log_made_again_under_its_name_is_refused(log: Path) -> None:
     (log / "LOG").write_text("0" * 32)
-    said, _ = ranks.run(2, _restore, f"file://{log}", None)[0]
+    said, _ = warm.run(2, _restore, f"file://{log}", None)[0]
     assert "deleted and made again" in said
 
 

@@ -23,7 +23,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests import ranks
+from tests import warm
 from tests.inside import inside
 from tests.model import assemble, differences
 from tests.wrapped import wrapped
@@ -212,7 +212,7 @@ def _go_on(job: Job, checkpointer: StreamCheckpointer) -> Course:
 @pytest.mark.parametrize("case", CASES)
 def test_dense_state_comes_back_and_goes_on_bit_for_bit(case: str, tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
-    trained, resumed = ranks.run(2, _train, uri, case), ranks.run(2, _resume, uri, case)
+    trained, resumed = warm.run(2, _train, uri, case), warm.run(2, _resume, uri, case)
     for (state, losses, later), (state_2, losses_2, later_2) in zip(trained, resumed, strict=True):
         assert differences(state, state_2) == []
         assert losses == losses_2
@@ -244,7 +244,7 @@ def _wrappers(uri: str) -> None:
 
 
 def test_wrappers_of_the_dense_optimizer_still_reach_it_behind_a_restore(tmp_path: Path) -> None:
-    ranks.run(2, _wrappers, f"file://{tmp_path}")
+    warm.run(2, _wrappers, f"file://{tmp_path}")
 
 
 @dataclass
@@ -289,12 +289,12 @@ OWN, SHARED = ("random", "buffers"), ("seed", "empty")
 @pytest.fixture(scope="module")
 def with_stateful(tmp_path_factory: pytest.TempPathFactory) -> str:
     uri = f"file://{tmp_path_factory.mktemp('stateful')}"
-    ranks.run(2, _with_stateful, uri)
+    warm.run(2, _with_stateful, uri)
     return uri
 
 
 def test_each_rank_gets_its_own_objects_back_whatever_their_names(with_stateful: str) -> None:
-    for rank, found in enumerate(ranks.run(2, _restore_stateful, with_stateful, OWN, SHARED)):
+    for rank, found in enumerate(warm.run(2, _restore_stateful, with_stateful, OWN, SHARED)):
         assert found == {
             "random": Position(10 + rank, [rank]),
             "buffers": Position(20 + rank),
@@ -304,7 +304,7 @@ def test_each_rank_gets_its_own_objects_back_whatever_their_names(with_stateful:
 
 
 def test_objects_of_each_rank_are_refused_by_name_on_another_number_of_ranks(with_stateful: str) -> None:
-    (said,) = ranks.run(1, _restore_stateful, with_stateful, OWN, SHARED)
+    (said,) = warm.run(1, _restore_stateful, with_stateful, OWN, SHARED)
     assert said.startswith("ConfigError: random, buffers: saved for each of 2 ranks, this job has 1")
 
 
@@ -321,7 +321,7 @@ def test_objects_of_each_rank_are_refused_by_name_on_another_number_of_ranks(wit
 def test_an_object_that_only_one_side_has_is_refused_by_name(
     with_stateful: str, own: tuple[str, ...], shared: tuple[str, ...], name: str, side: str
 ) -> None:
-    for said in ranks.run(2, _restore_stateful, with_stateful, own, shared):
+    for said in warm.run(2, _restore_stateful, with_stateful, own, shared):
         assert re.search(rf"stateful '(per_rank\.)?{name}': only {side} has it", said), said
         assert said.startswith("SchemaMismatchError: the marker is not of this model")
 
@@ -345,7 +345,7 @@ def _refusals(uri: str) -> dict[str, str]:
 
 
 def test_a_dense_part_that_cannot_be_captured_is_refused_by_name(tmp_path: Path) -> None:
-    said = ranks.run(2, _refusals, f"file://{tmp_path}")[0]
+    said = warm.run(2, _refusals, f"file://{tmp_path}")[0]
     assert "the dense parameter bottom.weight is trained by no optimizer" in said["no optimizer"]
     assert "the dense parameter bottom.weight is trained by no optimizer" in said["only the fused one"]
     assert "the dense parameter top.weight is trained by no optimizer" in said["half of it"]
@@ -363,7 +363,7 @@ def _another_optimizer(uri: str) -> str:
 
 
 def test_another_class_of_dense_optimizer_is_refused_with_both_names(tmp_path: Path) -> None:
-    for said in ranks.run(2, _another_optimizer, f"file://{tmp_path}"):
+    for said in warm.run(2, _another_optimizer, f"file://{tmp_path}"):
         assert "dense 'optimizer0': SGD here, Adam in the marker" in said
 
 
@@ -377,7 +377,7 @@ def _shares(uri: str) -> tuple[set[str], tuple[str, ...]]:
 
 
 def test_what_all_ranks_hold_alike_is_copied_once_and_by_all_of_them(tmp_path: Path) -> None:
-    (first, listing), (second, same) = ranks.run(2, _shares, f"file://{tmp_path}")
+    (first, listing), (second, same) = warm.run(2, _shares, f"file://{tmp_path}")
     assert listing == same
     assert first | second == {entry.partition(" ")[0] for entry in listing}
     assert len(listing) == 4 * (1 + 3), "four parameters, and exp_avg, exp_avg_sq and step of each"
@@ -405,5 +405,5 @@ def _differ(uri: str) -> str:
 
 
 def test_ranks_that_hold_different_dense_state_fail_the_marker_by_name(tmp_path: Path) -> None:
-    for said in ranks.run(2, _differ, f"file://{tmp_path}"):
+    for said in warm.run(2, _differ, f"file://{tmp_path}"):
         assert "ranks 0 and 1 hold different dense state: only one of them has optim.optimizer0.bottom." in said

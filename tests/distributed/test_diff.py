@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests import jobs, ranks, stores
+from tests import jobs, stores, warm
 from tests.model import PLAN_2, PLAN_3, Spec
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.cli.main import app
@@ -26,8 +26,8 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     """Markers 1:1 to 1:3 of a job, and 2:2 of a branch from 1:1 with another column split; the truth at each."""
     directory = tmp_path_factory.mktemp("job")
     settings = StreamConfig(uri=f"file://{directory}", marker_every=3, on_column_resplit="merge")
-    trained = ranks.run(2, jobs.train_with, PLAN_2, settings, 6, {})[0][1]
-    branch = ranks.run(3, jobs.restore_with, SPLIT_OTHERWISE, settings, "1:1", 3, {})[0][3]
+    trained = warm.run(2, jobs.train_with, PLAN_2, settings, 6, {})[0][1]
+    branch = warm.run(3, jobs.restore_with, SPLIT_OTHERWISE, settings, "1:1", 3, {})[0][3]
     if request.param == "folded":
         stores.fold(directory, upto=MarkerId(1, 2))
     return str(settings.uri), {"1:1": trained[3], "1:2": trained[6], "1:3": trained[6], "2:2": branch[6]}

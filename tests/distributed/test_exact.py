@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import jobs, ranks
+from tests import jobs, ranks, warm
 from tests.model import (
     PLAN_1,
     PLAN_2,
@@ -63,7 +63,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         world, spec, build = SOURCES[name]
         directory = tmp_path_factory.mktemp(name)
         settings = StreamConfig(uri=f"file://{directory}", marker_every=5)
-        _finished[name] = Source(directory, ranks.run(world, jobs.train_with, spec, settings, STEPS, build))
+        _finished[name] = Source(directory, warm.run(world, jobs.train_with, spec, settings, STEPS, build))
     return _finished[name]
 
 
@@ -90,7 +90,7 @@ def test_a_marker_comes_back_bit_for_bit(
 ) -> None:
     build = SOURCES[request.node.callspec.params["source"]][2]
     settings = StreamConfig(uri=source.copy_to(tmp_path), marker_every=5)
-    restored = ranks.run(world, jobs.restore_with, spec, settings, marker, 0, build)
+    restored = warm.run(world, jobs.restore_with, spec, settings, marker, 0, build)
     for rank, (state, step, _, _) in enumerate(restored):
         assert step == (5 if marker else STEPS)
         existed = rank < len(source.ranks)
@@ -101,7 +101,7 @@ def test_a_marker_comes_back_bit_for_bit(
 @pytest.mark.parametrize("source", ["rowwise"], indirect=True)
 def test_the_continued_job_is_bitwise_the_uninterrupted_one(source: Source, tmp_path: Path) -> None:
     settings = StreamConfig(uri=source.copy_to(tmp_path), marker_every=5)
-    restored = ranks.run(2, jobs.restore_with, PLAN_2, settings, OLDER, STEPS - 5, {})
+    restored = warm.run(2, jobs.restore_with, PLAN_2, settings, OLDER, STEPS - 5, {})
     for rank, (_, step, losses, truths) in enumerate(restored):
         assert losses == source.ranks[rank][0][step:]
         for later, state in truths.items():
@@ -113,7 +113,7 @@ def test_the_continued_job_is_bitwise_the_uninterrupted_one(source: Source, tmp_
 def test_the_continued_job_is_close_on_another_plan(source: Source, world: int, spec: Spec, tmp_path: Path) -> None:
     """Gradients are summed in another order there: equal to about 1e-7, not bitwise."""
     settings = StreamConfig(uri=source.copy_to(tmp_path), marker_every=5)
-    restored = ranks.run(world, jobs.restore_with, spec, settings, OLDER, STEPS - 5, {"dropout": 0.0})
+    restored = warm.run(world, jobs.restore_with, spec, settings, OLDER, STEPS - 5, {"dropout": 0.0})
     _, step, losses, truths = restored[0]
     assert losses == pytest.approx(source.ranks[0][0][step:], abs=2e-6)
     expected = source.truth(STEPS, 0)
@@ -134,7 +134,7 @@ def test_a_changed_column_split_under_a_row_wise_optimizer_is_refused(source: So
     settings = StreamConfig(uri=source.copy_to(tmp_path), marker_every=5)
     spec = {**PLAN_3, "t_wide": ("tw", 0)}
     with pytest.raises(ranks.RankFailed, match=ColumnResplitError.__name__) as caught:
-        ranks.run(3, jobs.restore_with, spec, settings, None, 0, {})
+        warm.run(3, jobs.restore_with, spec, settings, None, 0, {})
     assert "ebc.t_wide" in str(caught.value)
     assert 'on_column_resplit="merge"' in str(caught.value)
 
@@ -144,7 +144,7 @@ def test_a_merged_column_split_keeps_weights_and_the_weighted_mean_of_the_state(
     uri = source.copy_to(tmp_path)
     settings = StreamConfig(uri=uri, marker_every=5, on_column_resplit="merge")
     spec = {**PLAN_3, "t_wide": ("tw", 0)}
-    state, _, _, truths = ranks.run(3, jobs.restore_with, spec, settings, None, 8, {})[0]
+    state, _, _, truths = warm.run(3, jobs.restore_with, spec, settings, None, 8, {})[0]
     expected = source.truth(STEPS, 0)
     (name,) = [name for name in expected if name.startswith("fused.") and "t_wide" in name]
     halves = expected[name].view(2, -1).double()
@@ -156,7 +156,7 @@ def test_a_merged_column_split_keeps_weights_and_the_weighted_mean_of_the_state(
     )
     # The merged table was sent whole again: markers of the new generation are exact, under its own split.
     again = StreamConfig(uri=uri, marker_every=5)
-    state, step, _, _ = ranks.run(2, jobs.restore_with, {**PLAN_2, "t_wide": ("rw", None)}, again, None, 0, {})[0]
+    state, step, _, _ = warm.run(2, jobs.restore_with, {**PLAN_2, "t_wide": ("rw", None)}, again, None, 0, {})[0]
     assert step == 20
     assert differences(truths[step], state) == []
 
@@ -165,14 +165,14 @@ def test_a_merged_column_split_keeps_weights_and_the_weighted_mean_of_the_state(
 def test_restores_chain_through_generations(source: Source, tmp_path: Path) -> None:
     uri = source.copy_to(tmp_path)
     settings = StreamConfig(uri=uri, marker_every=4)
-    first = ranks.run(3, jobs.restore_with, PLAN_3, settings, None, 4, {})  # generation 2, marker at step 16
-    second = ranks.run(1, jobs.restore_with, PLAN_1, settings, None, 5, {})  # generation 3, marker at step 20
-    third = ranks.run(2, jobs.restore_with, PLAN_2, settings, None, 0, {})
+    first = warm.run(3, jobs.restore_with, PLAN_3, settings, None, 4, {})  # generation 2, marker at step 16
+    second = warm.run(1, jobs.restore_with, PLAN_1, settings, None, 5, {})  # generation 3, marker at step 20
+    third = warm.run(2, jobs.restore_with, PLAN_2, settings, None, 0, {})
     assert differences(first[0][3][16], second[0][0], rng=True) == []
     assert third[0][1] == 20
     assert differences(second[0][3][20], third[0][0], rng=True) == []
     # A branch: an old marker of generation 1 is still what it was, behind two later generations.
-    branch = ranks.run(2, jobs.restore_with, PLAN_2, settings, OLDER, 0, {})
+    branch = warm.run(2, jobs.restore_with, PLAN_2, settings, OLDER, 0, {})
     assert differences(source.truth(5, 0), branch[0][0]) == []
 
 
@@ -180,8 +180,8 @@ def test_restores_chain_through_generations(source: Source, tmp_path: Path) -> N
 def test_half_precision_tables_are_exact(dtype: str, tmp_path: Path) -> None:
     settings = StreamConfig(uri=f"file://{tmp_path}", marker_every=5)
     build = {"dtype": dtype, "dense": "sgd"}  # Adam makes NaN of a half-precision data-parallel table
-    trained = ranks.run(2, jobs.train_with, PLAN_2, settings, 6, build)
-    restored = ranks.run(3, jobs.restore_with, PLAN_3, settings, None, 0, build)
+    trained = warm.run(2, jobs.train_with, PLAN_2, settings, 6, build)
+    restored = warm.run(3, jobs.restore_with, PLAN_3, settings, None, 0, build)
     assert not any(value.isnan().any() for value in trained[0][1][6].values())
     assert differences(trained[0][1][6], restored[0][0]) == []
 
@@ -192,9 +192,9 @@ def test_the_same_over_kafka(bootstrap: str, marker: str | None, tmp_path: Path)
     settings = StreamConfig(
         uri=f"kafka://{bootstrap}/exact-{marker is None}".lower(), store=f"file://{tmp_path}", marker_every=5
     )
-    trained = ranks.run(2, jobs.train_with, PLAN_2, settings, STEPS, {})
+    trained = warm.run(2, jobs.train_with, PLAN_2, settings, STEPS, {})
     for world, spec in ((3, PLAN_3), (1, PLAN_1)):
-        restored = ranks.run(world, jobs.restore_with, spec, settings, marker, 2, {})
+        restored = warm.run(world, jobs.restore_with, spec, settings, marker, 2, {})
         state, step, _, _ = restored[0]
         assert step < STEPS if marker else step == STEPS
         assert differences(trained[0][1][step], state) == []

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from typer.testing import CliRunner
 
-from tests import jobs, ranks, stores
+from tests import jobs, ranks, stores, warm
 from tests.model import PLAN_1, PLAN_2, PLAN_3, Spec, differences, trainer, truth
 from tests.tables import FIRST, write_tables
 from torchrec_stream_ckpt import StreamConfig
@@ -43,7 +43,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     directory = tmp_path_factory.mktemp(request.param)
     settings = StreamConfig(uri=f"file://{directory}", marker_every=3)
     build = {"optimizer": request.param}
-    return request.param, directory, ranks.run(2, jobs.train_with, PLAN_2, settings, STEPS, build)
+    return request.param, directory, warm.run(2, jobs.train_with, PLAN_2, settings, STEPS, build)
 
 
 def run(*arguments: object) -> str:
@@ -82,7 +82,7 @@ def test_plain_dcp_loads_an_export_on_another_plan(
     options = [f"--model-key={keys[0]}", f"--optimizer-key={keys[1]}"]
     run("export", f"file://{directory}", "--marker", "1:1", "--to", f"dcp://{target}", *options)
     world = 1 if spec is PLAN_1 else 3
-    for state in ranks.run(world, load_plainly, spec, str(target), {"optimizer": optimizer}, keys):
+    for state in warm.run(world, load_plainly, spec, str(target), {"optimizer": optimizer}, keys):
         expected = {**trained[0][1][3], "step": state["step"]}
         assert differences(expected, state, rng=False) == []
 
@@ -178,4 +178,4 @@ def test_a_job_with_another_column_split_is_told_by_dcp(source: tuple[str, Path,
     run("export", f"file://{directory}", "--to", f"dcp://{target}")
     whole = {**PLAN_1, "t_wide": ("tw", 0)}
     with warnings.catch_warnings(), pytest.raises(ranks.RankFailed, match="Size mismatch"):
-        ranks.run(1, load_plainly, whole, str(target), {"optimizer": "rowwise"}, ("", ""))
+        warm.run(1, load_plainly, whole, str(target), {"optimizer": "rowwise"}, ("", ""))

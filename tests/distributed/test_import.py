@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from typer.testing import CliRunner
 
-from tests import jobs, ranks
+from tests import jobs, warm
 from tests.evolving import pasted
 from tests.model import OPTIMIZERS, PLAN_1, PLAN_2, PLAN_3, Spec, differences, trainer, truth
 from torchrec_stream_ckpt import StreamConfig
@@ -39,7 +39,7 @@ def save_plainly(folder: str, build: dict[str, Any]) -> dict[str, torch.Tensor]:
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, dict[str, Any]]:
     """An optimizer, a checkpoint, and the truth."""
     folder = tmp_path_factory.mktemp("dcp") / "checkpoint"
-    expected = ranks.run(2, save_plainly, str(folder), {"optimizer": request.param})[0]
+    expected = warm.run(2, save_plainly, str(folder), {"optimizer": request.param})[0]
     return request.param, folder, expected
 
 
@@ -70,13 +70,13 @@ def test_an_imported_checkpoint_is_restored_on_another_plan_and_the_lineage_goes
     assert found["tables"] == ["ebc.t_item", "ebc.t_small", "ebc.t_user", "ebc.t_wide"]
     settings = StreamConfig(uri=uri, marker_every=2)
     build = {"optimizer": optimizer}
-    restored = ranks.run(world, jobs.restore_with, spec, settings, None, 3, build)
+    restored = warm.run(world, jobs.restore_with, spec, settings, None, 3, build)
     for state, step, _, _ in restored:
         assert step == 3
         # The loader's position is not in such a checkpoint: the job goes on with the one that it has.
         assert differences({**expected, "step": state["step"]}, state, rng=False) == []
     assert set(restored[0][3]) == {2, 3, 4}
-    again = ranks.run(2, jobs.restore_with, PLAN_2, settings, "2:2", 0, build)
+    again = warm.run(2, jobs.restore_with, PLAN_2, settings, "2:2", 0, build)
     for state, step, _, _ in again:
         assert step == 4
         assert differences(restored[0][3][2], state, rng=False) == []
@@ -132,7 +132,7 @@ def test_weights_alone_are_no_marker_of_a_model_with_states_until_that_is_declar
     arguments = ("--optimizer=none", "--data-parallel=ebc.t_dp", *KEYS)
     found = run("import", f"--from=dcp://{folder}", f"--to={uri}", *arguments)
     assert found["without_states"] == ["ebc.t_item", "ebc.t_small", "ebc.t_user", "ebc.t_wide"]
-    refused, before, after = ranks.run(1, restore_declared, StreamConfig(uri=uri, marker_every=None))[0]
+    refused, before, after = warm.run(1, restore_declared, StreamConfig(uri=uri, marker_every=None))[0]
     assert "table 'ebc.t_user': trained by exact_rowwise_adagrad here, none in the marker" in refused
     kept = {name: value for name, value in expected.items() if name.startswith(("model.", "dense."))}
     assert differences(before | kept, after) == []

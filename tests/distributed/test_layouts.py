@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import jobs, ranks
+from tests import jobs, warm
 from tests.forged import Frames, forge
 from tests.jobs import Truths
 from tests.model import PLAN_1, PLAN_2, PLAN_3, Spec, differences, trainer, truth
@@ -49,7 +49,7 @@ def restarted(settings: StreamConfig, *plans: Spec) -> list[tuple[str, Truths]]:
     found = []
     for number, plan in enumerate(plans):
         world = {id(PLAN_1): 1, id(PLAN_2): 2, id(PLAN_3): 3}[id(plan)]
-        found.append(ranks.run(world, _train, plan, settings, number)[0])
+        found.append(warm.run(world, _train, plan, settings, number)[0])
     return found
 
 
@@ -90,7 +90,7 @@ def test_a_job_that_was_restarted_on_one_plan_has_its_tables_and_its_layout_once
     found = Control(FileLog(log), settings.commit_key_file).refresh().claims
     assert {id(each.layout) for each in found.values()} == {id(found[1].layout)}
     for world, plan in ((3, PLAN_3), (1, PLAN_1)):
-        said, state = ranks.run(world, _restored, plan, settings, "4:4")[0]
+        said, state = warm.run(world, _restored, plan, settings, "4:4")[0]
         assert said.strip() == "4:4"
         assert state is not None
         assert differences(told[-1][1][8], state) == []
@@ -106,7 +106,7 @@ def test_a_control_log_that_is_put_back_has_each_layout_where_it_was(tmp_path: P
     recover(log, Control(log, copies=(objects, settings.uris[0])), objects, settings.uris[0])
     assert (tmp_path / CONTROL_FILE).read_bytes().startswith(before)
     assert written(tmp_path) == [(True, True), (False, False), (False, True), (False, False)]
-    said, state = ranks.run(2, _restored, PLAN_2, settings, None)[0]
+    said, state = warm.run(2, _restored, PLAN_2, settings, None)[0]
     assert said.strip() == "3:3"
     assert state is not None
     assert differences(told[-1][1][6], state, rng=False) == []
@@ -119,7 +119,7 @@ def test_each_of_two_tiers_stands_for_itself(tmp_path: Path) -> None:
     for folder in (inner, outer):
         assert written(folder) == [(True, True), (False, False), (False, False)]
     for uri in (f"file://{outer}", f"file://{inner}"):
-        said, state = ranks.run(3, _restored, PLAN_3, StreamConfig(uri=uri, commit_timeout_s=60), "3:3")[0]
+        said, state = warm.run(3, _restored, PLAN_3, StreamConfig(uri=uri, commit_timeout_s=60), "3:3")[0]
         assert said.strip() == "3:3"
         assert state is not None
         assert differences(told[-1][1][6], state) == []
@@ -137,11 +137,11 @@ def test_a_damaged_hello_leads_to_an_older_marker_and_it_is_exact(where: int, tm
     told = restarted(settings, PLAN_2, PLAN_2)
     (segment,) = (tmp_path / "data" / "p00001").glob("g00000002-*.seg")
     _flip(segment, where)
-    said, state = ranks.run(3, _restored, PLAN_3, settings, "2:2")[0]
+    said, state = warm.run(3, _restored, PLAN_3, settings, "2:2")[0]
     assert state is None
     assert said.startswith("CorruptionError: ")
     assert str(segment) in said or "generation=2, rank=1, seq=0" in said
-    said, state = ranks.run(3, _restored, PLAN_3, settings, None)[0]
+    said, state = warm.run(3, _restored, PLAN_3, settings, None)[0]
     assert said.startswith("1:1 2:2: ")
     assert state is not None
     assert differences(told[0][1][2], state) == []
@@ -163,7 +163,7 @@ def test_a_hello_that_says_other_shards_than_its_claim_is_refused_by_all_who_rea
 
     forge(tmp_path / "log", tmp_path / "forged", turned)
     forged = StreamConfig(uri=f"file://{tmp_path / 'forged'}")
-    said, state = ranks.run(3, _restored, PLAN_3, forged, "2:2")[0]
+    said, state = warm.run(3, _restored, PLAN_3, forged, "2:2")[0]
     assert state is None
     for part in ("HELLO has other shards than its CLAIM", "generation=2", "rank=1", "seq=0"):
         assert part in said
@@ -173,7 +173,7 @@ def test_a_hello_that_says_other_shards_than_its_claim_is_refused_by_all_who_rea
     assert newest is not None
     with pytest.raises(CorruptionError, match="HELLO has other shards than its CLAIM"):
         verify_marker(log, lineage, open_dense(forged.uris[0]), newest.id)
-    said, state = ranks.run(3, _restored, PLAN_3, forged, None)[0]
+    said, state = warm.run(3, _restored, PLAN_3, forged, None)[0]
     assert said.startswith("1:1 2:2: ")
     assert state is not None
     assert differences(told[0][1][2], state) == []
@@ -192,7 +192,7 @@ def test_generations_of_which_only_hellos_say_the_layout_go_on_with_such_of_whic
     told += restarted(settings, PLAN_2, PLAN_3, PLAN_3)
     assert [each for each, _ in told] == ["None", "1:1", "2:2", "3:3", "4:4"]
     assert written(tmp_path) == [(True, False), (False, False), (False, True), (False, True), (False, False)]
-    said, state = ranks.run(1, _restored, PLAN_1, settings, None)[0]
+    said, state = warm.run(1, _restored, PLAN_1, settings, None)[0]
     assert said.strip() == "5:5"
     assert state is not None
     assert differences(told[-1][1][10], state) == []

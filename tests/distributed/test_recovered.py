@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests import jobs, ranks, stores
+from tests import jobs, ranks, stores, warm
 from tests.model import PLAN_2, PLAN_3, Spec, differences, trainer, truth
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.cli.main import app
@@ -23,19 +23,19 @@ pytestmark = pytest.mark.distributed
 def test_a_job_restores_and_goes_on_after_its_log_was_lost(tmp_path: Path) -> None:
     directory = tmp_path / "job"
     settings = StreamConfig(uri=f"file://{directory}", marker_every=2)
-    trained = ranks.run(2, jobs.train_with, PLAN_2, settings, 4, {})[0][1]
+    trained = warm.run(2, jobs.train_with, PLAN_2, settings, 4, {})[0][1]
     stores.fold(directory)
     stores.lose_log(directory)
     with pytest.raises(ranks.RankFailed, match="stream-ckpt recover"):
-        ranks.run(2, jobs.train_with, PLAN_2, settings, 1, {})
+        warm.run(2, jobs.train_with, PLAN_2, settings, 1, {})
     done = CliRunner().invoke(app, ["recover", str(settings.uri), "--store", str(directory), "--json"])
     assert json.loads(done.stdout)["offered"] == ["1:1", "1:2", "1:3"]
     # Its rows come from the store; what it commits stands on them, in the new log.
-    restored = ranks.run(3, jobs.restore_with, PLAN_3, settings, None, 4, {})
+    restored = warm.run(3, jobs.restore_with, PLAN_3, settings, None, 4, {})
     for rank, (state, step, _, _) in enumerate(restored):
         assert step == 4
         assert differences(trained[4], state, rng=rank == 0) == []
-    again = ranks.run(2, jobs.restore_with, PLAN_2, settings, None, 0, {})
+    again = warm.run(2, jobs.restore_with, PLAN_2, settings, None, 0, {})
     for rank, (state, step, _, _) in enumerate(again):
         assert step == 8
         assert differences(restored[0][3][8], state, rng=rank == 0) == []
@@ -63,13 +63,13 @@ def _go_on(spec: Spec, settings: StreamConfig) -> tuple[dict[str, torch.Tensor],
 
 def test_a_job_commits_on_after_the_record_of_a_trim_was_lost_with_its_control_log(tmp_path: Path) -> None:
     settings = StreamConfig(uri=f"file://{tmp_path}", marker_every=2)
-    (trained, *_) = ranks.run(2, _train, PLAN_2, settings)
+    (trained, *_) = warm.run(2, _train, PLAN_2, settings)
     stores.fold(tmp_path)
     cli("trim", str(settings.uri), "--store", str(tmp_path))
     (tmp_path / CONTROL_FILE).unlink()
     shutil.rmtree(tmp_path / RECORDS_DIR)
     cli("recover", str(settings.uri), "--store", str(tmp_path))
-    for rank, (state, committed) in enumerate(ranks.run(2, _go_on, PLAN_2, settings)):
+    for rank, (state, committed) in enumerate(warm.run(2, _go_on, PLAN_2, settings)):
         assert differences(trained, state, rng=rank == 0) == []
         assert committed == "3:4"
 

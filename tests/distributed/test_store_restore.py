@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests import jobs, ranks, stores
+from tests import jobs, stores, warm
 from tests.model import PLAN_1, PLAN_2, PLAN_2_OTHER, PLAN_3, PLAN_3_OTHER, Spec, differences
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.control.partition import Control
@@ -60,10 +60,10 @@ def histories(tmp_path_factory: pytest.TempPathFactory) -> Histories:
         directory = tmp_path_factory.mktemp(f"branches-{optimizer}")
         build, (third, fourth) = BUILDS[optimizer], SPLIT[optimizer]
         settings = StreamConfig(uri=f"file://{directory}", marker_every=3, on_column_resplit="merge")
-        first = [truths for _, truths in ranks.run(2, jobs.train_with, PLAN_2, settings, 6, build)]
+        first = [truths for _, truths in warm.run(2, jobs.train_with, PLAN_2, settings, 6, build)]
 
         def go_on(world: int, spec: Spec, marker: str, steps: int) -> list[jobs.Truths]:
-            return [truths for *_, truths in ranks.run(world, jobs.restore_with, spec, settings, marker, steps, build)]
+            return [truths for *_, truths in warm.run(world, jobs.restore_with, spec, settings, marker, steps, build)]
 
         second = go_on(3, third, "1:2", 6)
         branch = go_on(1, PLAN_1, "1:1", 6)
@@ -88,7 +88,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     directory = tmp_path_factory.mktemp(request.param)
     settings = StreamConfig(uri=f"file://{directory}", marker_every=3)
     build = {} if request.param == "rowwise" else {"optimizer": request.param, "dense": request.param}
-    return request.param, directory, ranks.run(2, jobs.train_with, PLAN_2, settings, STEPS, build)
+    return request.param, directory, warm.run(2, jobs.train_with, PLAN_2, settings, STEPS, build)
 
 
 WIDE: dict[str, dict[int, Spec]] = {
@@ -146,7 +146,7 @@ def test_branches_and_changed_plans_come_back_from_the_store(
     for marker, (world, spec, truths) in history.markers.items():
         again = shutil.copytree(copy, tmp_path / marker.replace(":", "-"))
         settings = StreamConfig(uri=f"file://{again}", marker_every=3, on_column_resplit="merge")
-        restored = ranks.run(world, jobs.restore_with, spec, settings, marker, 0, BUILDS[optimizer])
+        restored = warm.run(world, jobs.restore_with, spec, settings, marker, 0, BUILDS[optimizer])
         for rank, (state, step, _, _) in enumerate(restored):
             assert differences(truths[rank][step], state) == [], marker
 
@@ -174,7 +174,7 @@ def test_a_marker_comes_back_after_gc_has_merged_and_the_log_is_trimmed(
 def check(directory: Path, optimizer: str, trained: list[Any], world: int, marker: str | None) -> None:
     build = {} if optimizer == "rowwise" else {"optimizer": optimizer, "dense": optimizer}
     settings = StreamConfig(uri=f"file://{directory}", marker_every=3)
-    restored = ranks.run(world, jobs.restore_with, WIDE[optimizer][world], settings, marker, 0, build)
+    restored = warm.run(world, jobs.restore_with, WIDE[optimizer][world], settings, marker, 0, build)
     for rank, (state, step, _, _) in enumerate(restored):
         assert step == (3 * MarkerId.parse(marker).marker if marker else STEPS)
         truth = trained[min(rank, len(trained) - 1)][1][step]

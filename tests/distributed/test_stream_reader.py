@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests import dcp_readers, jobs, ranks, stores, tiered, zoo
+from tests import dcp_readers, jobs, stores, tiered, warm, zoo
 from tests.dcp_readers import How
 from tests.laps import FAMILIES, MODULES, config, plan
 from tests.model import PLAN_1, PLAN_2, PLAN_2_OTHER, PLAN_3, Spec, differences
@@ -91,7 +91,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A finished job of two ranks with markers 1:1 to 1:3 at steps 3, 6 and 8: its optimizer, its log, the truth."""
     directory = tmp_path_factory.mktemp(request.param)
     settings = StreamConfig(uri=f"file://{directory}", marker_every=3)
-    trained = ranks.run(2, jobs.train_with, PLAN_2, settings, 8, {"optimizer": request.param})
+    trained = warm.run(2, jobs.train_with, PLAN_2, settings, 8, {"optimizer": request.param})
     return request.param, directory, trained[0][1]
 
 
@@ -123,7 +123,7 @@ def test_both_tiers_give_a_marker_that_the_outer_one_lacks(
     source: tuple[str, Path, jobs.Truths], pool: Pool, tmp_path: Path
 ) -> None:
     settings = tiered.config(tmp_path / "inner", tmp_path / "outer", marker_every=3)
-    truths = ranks.run(2, jobs.train_with, PLAN_2, settings, 8, {})[0][1]
+    truths = warm.run(2, jobs.train_with, PLAN_2, settings, 8, {})[0][1]
     lost = shutil.copytree(tmp_path / "outer", tmp_path / "late")
     tiers = open_tiers(settings)
     assert set(Control(FileLog(lost)).refresh().commits) <= set(tiers.inner.control.refresh().commits)

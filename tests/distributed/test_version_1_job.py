@@ -16,7 +16,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests import jobs, ranks, stores
+from tests import jobs, stores, warm
 from tests.model import PLAN_1, PLAN_2, PLAN_3, differences
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.cli.main import app
@@ -44,7 +44,7 @@ def truths(old: Path) -> list[jobs.Truths]:
 
 def test_its_markers_come_back_and_the_job_goes_on_in_version_2(old: Path) -> None:
     expected, settings = truths(old), StreamConfig(uri=f"file://{old / 'log'}", marker_every=5)
-    gone_on = ranks.run(3, jobs.restore_with, PLAN_3, settings, "1:2", 5, {})
+    gone_on = warm.run(3, jobs.restore_with, PLAN_3, settings, "1:2", 5, {})
     for rank, (state, step, _, _) in enumerate(gone_on):
         assert step == 10
         assert differences(expected[min(rank, 1)][10], state, rng=rank < 2) == []
@@ -54,7 +54,7 @@ def test_its_markers_come_back_and_the_job_goes_on_in_version_2(old: Path) -> No
     told = json.loads(CliRunner().invoke(app, ["verify", settings.uris[0], "--all", "--json"]).stdout)
     shares = {each["marker"]: each["proved"] for each in told if each["verdict"] == "whole"}
     assert shares == {"1:1": 0, "1:2": 0, "1:3": 0, "2:3": 1}  # markers of version 1 prove nothing
-    for rank, (state, step, _, _) in enumerate(ranks.run(1, jobs.restore_with, PLAN_1, settings, None, 0, {})):
+    for rank, (state, step, _, _) in enumerate(warm.run(1, jobs.restore_with, PLAN_1, settings, None, 0, {})):
         assert step == 15
         assert differences(gone_on[rank][3][15], state) == []
 
@@ -63,12 +63,12 @@ def test_its_store_serves_markers_of_both_versions(old: Path) -> None:
     expected, log = truths(old), old / "log"
     shutil.copytree(old / "store", log, dirs_exist_ok=True)
     settings = StreamConfig(uri=f"file://{log}", marker_every=5)
-    gone_on = ranks.run(2, jobs.restore_with, PLAN_2, settings, None, 3, {})
+    gone_on = warm.run(2, jobs.restore_with, PLAN_2, settings, None, 3, {})
     assert all(differences(expected[rank][12], gone_on[rank][0]) == [] for rank in range(2))
     assert stores.fold(log, Policy(rebase=1e-9, compact="none")) == [
         MarkerId(2, 4)
     ]  # a base of segments of both versions
     for marker, step in (("1:1", 5), ("2:4", 15)):
-        ((state, found, source),) = ranks.run(1, jobs.restore_once, PLAN_1, settings, marker, {})
+        ((state, found, source),) = warm.run(1, jobs.restore_once, PLAN_1, settings, marker, {})
         assert (found, source) == (step, f"store {marker}")
         assert differences(expected[0][5] if step == 5 else gone_on[0][3][15], state) == []

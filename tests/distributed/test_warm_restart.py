@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests import jobs, ranks, stores
+from tests import jobs, ranks, stores, warm
 from tests.model import PLAN_1, PLAN_2, PLAN_2_OTHER, PLAN_3, PLAN_3_OTHER, Spec, differences
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.types import MarkerId
@@ -23,7 +23,7 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A finished job of two ranks: its log, and per rank the truth at each step."""
     directory = tmp_path_factory.mktemp(request.param)
     settings = StreamConfig(uri=f"file://{directory}", marker_every=3)
-    return directory, ranks.run(2, jobs.train_with, PLAN_2, settings, STEPS, build(directory))
+    return directory, warm.run(2, jobs.train_with, PLAN_2, settings, STEPS, build(directory))
 
 
 def build(directory: Path) -> dict[str, Any]:
@@ -43,7 +43,7 @@ def check(
     kind = build(origin)
     settings = StreamConfig(uri=f"file://{directory}", marker_every=3, head=str(head) if head else None)
     plan = WIDE[bool(kind)][world]
-    for rank, (state, step, used) in enumerate(ranks.run(world, jobs.restore_once, plan, settings, marker, kind)):
+    for rank, (state, step, used) in enumerate(warm.run(world, jobs.restore_once, plan, settings, marker, kind)):
         assert used == expected
         assert step == (3 * MarkerId.parse(marker).marker if marker else STEPS)
         truth = trained[min(rank, len(trained) - 1)][1][step]
@@ -92,8 +92,8 @@ def test_damage_of_head_that_nobody_looks_for_does_not_fit_the_proof(
     settings = StreamConfig(uri=f"file://{copy}", marker_every=3, head=str(head), verify_head=False)
     plan, kind = WIDE[bool(build(source[0]))][1], build(source[0])
     with pytest.raises(ranks.RankFailed, match=f"ProofMismatchError: 1 block of rows .* weights .*proved by {newest}"):
-        ranks.run(1, jobs.restore_once, plan, settings, None, kind)
-    ((state, _, used),) = ranks.run(1, jobs.restore_once, plan, settings, None, kind, True)
+        warm.run(1, jobs.restore_once, plan, settings, None, kind)
+    ((state, _, used),) = warm.run(1, jobs.restore_once, plan, settings, None, kind, True)
     assert used == f"head {newest}"
     assert len(differences(source[1][0][1][STEPS], state)) == 1
 
@@ -111,14 +111,14 @@ def flip_first_bit(head: Path) -> None:
 def test_merged_row_state_is_the_same_from_head_and_from_the_log(tmp_path: Path) -> None:
     directory, head = tmp_path / "log", tmp_path / "head"
     settings = StreamConfig(uri=f"file://{directory}", marker_every=None)
-    ranks.run(2, jobs.train_with, PLAN_2, settings, 3, {})
+    warm.run(2, jobs.train_with, PLAN_2, settings, 3, {})
     stores.fold(directory, head=head)
     states = []
     for place in (None, str(head)):
         merging = StreamConfig(
             uri=f"file://{directory}", marker_every=None, on_column_resplit="merge", head=place, store=settings.store
         )
-        ((state, _, used),) = ranks.run(1, jobs.restore_once, {**PLAN_1, "t_wide": ("tw", 0)}, merging, "1:1", {})
+        ((state, _, used),) = warm.run(1, jobs.restore_once, {**PLAN_1, "t_wide": ("tw", 0)}, merging, "1:1", {})
         assert used == ("store 1:1" if place is None else "head 1:1")
         states.append(state)
     assert differences(*states) == []

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from tests import ranks, stores, tiered, zoo
+from tests import ranks, stores, tiered, warm, zoo
 from tests.distributed.test_changed_model_faults import (
     ALONE,
     CHANGES,
@@ -48,7 +48,7 @@ ELSEWHERE = Plan(3, 1, (Place("tw", (2,)), Place("rw"), Place("rw")))
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Marks]]:
     directory = tmp_path_factory.mktemp("trained") / "log"
-    return directory, ranks.run(2, zoo.start, OLD, TWO, config(directory), EVENTS)
+    return directory, warm.run(2, zoo.start, OLD, TWO, config(directory), EVENTS)
 
 
 def begun(
@@ -81,7 +81,7 @@ def test_all_of_the_other_jobs_marker_comes_and_the_first_own_marker_is_whole(
         stores.fold(source)
         stores.lose_rows(source)
     there, settings = tree(source), config(tmp_path / "log")
-    said = ranks.run(world, begun, OLD, plan, settings, f"file://{source}@1:1", None, EVENTS)
+    said = warm.run(world, begun, OLD, plan, settings, f"file://{source}@1:1", None, EVENTS)
     same(trained[1], "1:1", said)
     found = said[0][3]
     assert (str(found.id), found.step, found.world, found.origin) == ("1:1", 1, 2, f"file://{source}")
@@ -91,12 +91,12 @@ def test_all_of_the_other_jobs_marker_comes_and_the_first_own_marker_is_whole(
     marks = said[0][2]
     assert {marker: int(state["step"]) for marker, state in marks.items()} == {"1:1": 2, "1:2": 3}
     for marker in marks:
-        (state, _), *_ = ranks.run(1, zoo.resume, OLD, ALONE, settings, marker, ())
+        (state, _), *_ = warm.run(1, zoo.resume, OLD, ALONE, settings, marker, ())
         assert differences(marks[marker], state) == []
     if place == "store":
         stores.fold(tmp_path / "log")
         stores.lose_rows(tmp_path / "log")
-        (state, _), *_ = ranks.run(2, zoo.resume, OLD, TWO, settings, None, ())
+        (state, _), *_ = warm.run(2, zoo.resume, OLD, TWO, settings, None, ())
         assert differences(marks["1:2"], state) == []
 
 
@@ -106,7 +106,7 @@ def test_a_changed_model_begins_in_another_job_and_goes_on_from_its_own_markers(
     """By the same call each time: the other job may be gone then, and no change is made twice."""
     source = shutil.copytree(trained[0], tmp_path / "other")
     settings = config(tmp_path / "log")
-    said = ranks.run(3, begun, NEW, THREE, settings, f"file://{source}", CHANGES, EVENTS)
+    said = warm.run(3, begun, NEW, THREE, settings, f"file://{source}", CHANGES, EVENTS)
     check(trained[1], said, "1:2")
     claim = Control(FileLog(tmp_path / "log")).refresh().claims[1]
     theirs = Control(FileLog(source)).refresh().job.hex()
@@ -114,7 +114,7 @@ def test_a_changed_model_begins_in_another_job_and_goes_on_from_its_own_markers(
     assert (claim.parent, claim.swept, claim.changes.digest) == (None, (0, 1, 2), CHANGES.digest)
     assert claim.changes.origin == f"{theirs} 1:2"
     shutil.rmtree(source)
-    again = ranks.run(1, begun, NEW, ALONE, settings, f"file://{source}", CHANGES, ("train", MARK))
+    again = warm.run(1, begun, NEW, ALONE, settings, f"file://{source}", CHANGES, ("train", MARK))
     assert differences(said[0][2]["1:2"], again[0][1]) == []
     assert (str(again[0][3].id), again[0][3].origin, again[0][3].evolved) == ("1:2", None, None)
     uri = f"file://{tmp_path}/log"
@@ -146,10 +146,10 @@ def test_what_is_killed_before_the_first_own_marker_begins_again(
     assert report.read_text().split() == [point]
     if point.startswith("restore"):
         assert not (tmp_path / "log").exists(), "nothing is written before all is loaded"
-    said = ranks.run(3, begun, NEW, THREE, settings, f"file://{trained[0]}", CHANGES, EVENTS)
+    said = warm.run(3, begun, NEW, THREE, settings, f"file://{trained[0]}", CHANGES, EVENTS)
     check(trained[1], said, "1:2")
     newest = max(said[0][2])
-    (state, _), *_ = ranks.run(1, zoo.resume, NEW, ALONE, settings, newest, ())
+    (state, _), *_ = warm.run(1, zoo.resume, NEW, ALONE, settings, newest, ())
     assert differences(said[0][2][newest], state) == []
 
 
@@ -170,21 +170,21 @@ def test_without_the_warm_start_that_was_broken_off_nothing_begins_from_nothing(
     trained: tuple[Path, list[Marks]], tmp_path: Path
 ) -> None:
     settings, source = config(tmp_path / "log"), f"file://{trained[0]}"
-    ranks.run(2, begun, NEW, TWO, settings, source, CHANGES)
+    warm.run(2, begun, NEW, TWO, settings, source, CHANGES)
     log = Control(FileLog(tmp_path / "log"))
     log.claim(fence_of(log.refresh(), settings.uris[0]))
     before, theirs = tree(tmp_path / "log"), Control(FileLog(trained[0])).refresh().job.hex()
     for call, changes in (("restore", None), ("restore", CHANGES), ("none", None)):
-        for said in ranks.run(2, plain, settings, TWO, changes, call):
+        for said in warm.run(2, plain, settings, TWO, changes, call):
             assert f"MarkerNotFoundError: a warm start from marker 1:2 of job {theirs} has begun in this log" in said
             assert f"uri=file://{tmp_path}/log, generation=1]" in said
             assert "Try: give the same warm_start(...) again" in said
             assert "fresh=True" in said
     assert tree(tmp_path / "log") == before
     shutil.copytree(tmp_path / "log", tmp_path / "fresh")
-    said = ranks.run(1, begun, NEW, ALONE, settings, source, CHANGES, ("train", MARK))
+    said = warm.run(1, begun, NEW, ALONE, settings, source, CHANGES, ("train", MARK))
     check(trained[1], said, "1:2")
-    assert ranks.run(1, plain, config(tmp_path / "fresh", fresh=True), ALONE, None, "restore") == [""]
+    assert warm.run(1, plain, config(tmp_path / "fresh", fresh=True), ALONE, None, "restore") == [""]
     assert str(Control(FileLog(tmp_path / "fresh")).refresh().commits.newest) == "3:1"
 
 
@@ -194,16 +194,16 @@ def test_a_wrong_size_is_corrected_before_the_first_own_marker(
     """As it is after a restore that was broken off: a log without a marker binds the next warm start to no table."""
     settings, (directory, marks) = config(tmp_path / "log"), trained
     wrong, right = (resized(OLD, "t1", rows) for rows in (50, 45))
-    ranks.run(1, begun, wrong, ALONE, settings, f"file://{directory}", Changes(rows={"part0.t1": RowChange(50)}), ())
+    warm.run(1, begun, wrong, ALONE, settings, f"file://{directory}", Changes(rows={"part0.t1": RowChange(50)}), ())
     declared = Changes(rows={"part0.t1": RowChange(45)})
-    said = ranks.run(1, begun, right, ALONE, settings, f"file://{directory}", declared, ("train", MARK))
+    said = warm.run(1, begun, right, ALONE, settings, f"file://{directory}", declared, ("train", MARK))
     before, after, mine, _ = said[0]
     origins = {each.name: Origin(each.name, each, None) for each in OLD.parts[0].tables}
     step = Step(right, (1, 1, 1), origins, declared, OLD)
     assert differences(expected(step, before, marks[0]["1:2"]), after, rng=False) == []
     stores.fold(tmp_path / "log")
     stores.lose_rows(tmp_path / "log")
-    (state, _), *_ = ranks.run(1, zoo.resume, right, ALONE, settings, "2:1", ())
+    (state, _), *_ = warm.run(1, zoo.resume, right, ALONE, settings, "2:1", ())
     assert differences(mine["2:1"], state) == []
 
 
@@ -245,19 +245,19 @@ def test_wrong_sources_are_refused_on_all_ranks_and_nothing_is_written(
         (Source(f"file://{trained[0]}", store=f"file://{tmp_path}/none"), "dense state is gone"),
         ("s3://bucket/log", "ConfigError: 's3://bucket/log' is not a known kind of log"),
     ):
-        said = ranks.run(2, refused, config(log), source)
+        said = warm.run(2, refused, config(log), source)
         assert all(message in each for each in said), (source, said)
         assert not log.exists()
     assert tree(tmp_path) == before
     key = tmp_path / "key"
     key.write_bytes(bytes(range(32)))
     key.chmod(0o600)
-    for said in ranks.run(2, refused, config(log, commit_key_file=key), f"file://{trained[0]}"):
+    for said in warm.run(2, refused, config(log, commit_key_file=key), f"file://{trained[0]}"):
         assert "none is signed with this commit key" in said
     for source in (own, f"file://{tmp_path}/./own", f"file://{tmp_path}/own@1:1"):
-        said = ranks.run(2, refused, StreamConfig(uri=own), source)
+        said = warm.run(2, refused, StreamConfig(uri=own), source)
         assert all("is this job's own log" in each for each in said), said
-    said = ranks.run(2, refused, config(tmp_path / "link"), f"file://{trained[0]}")
+    said = warm.run(2, refused, config(tmp_path / "link"), f"file://{trained[0]}")
     assert all("is this job's own log" in each for each in said), said
 
 
@@ -266,22 +266,22 @@ def test_a_job_with_markers_of_its_own_begins_in_no_other_one(
 ) -> None:
     mine = shutil.copytree(trained[0], tmp_path / "mine")
     before = tree(mine)
-    for said in ranks.run(2, refused, config(mine), f"file://{tmp_path}/another"):
+    for said in warm.run(2, refused, config(mine), f"file://{tmp_path}/another"):
         assert "has markers of its own, the newest is 1:2, and did not begin in another job" in said
     assert tree(mine) == before
     settings = config(tmp_path / "log")
-    ranks.run(2, begun, OLD, TWO, settings, f"file://{trained[0]}@1:1", None, EVENTS)
-    for said in ranks.run(2, refused, settings, f"file://{trained[0]}@1:2"):
+    warm.run(2, begun, OLD, TWO, settings, f"file://{trained[0]}@1:1", None, EVENTS)
+    for said in warm.run(2, refused, settings, f"file://{trained[0]}@1:2"):
         assert "began in marker 1:1 of job" in said
         assert "not in 1:2, and has markers of its own, the newest is 1:2" in said
 
 
 def test_a_job_of_two_tiers_begins_in_another_job(trained: tuple[Path, list[Marks]], tmp_path: Path) -> None:
     settings = tiered.config(tmp_path / "inner", tmp_path / "outer", marker_every=None)
-    said = ranks.run(2, begun, OLD, TWO, settings, f"file://{trained[0]}", None, EVENTS)
+    said = warm.run(2, begun, OLD, TWO, settings, f"file://{trained[0]}", None, EVENTS)
     same(trained[1], "1:2", said)
     shutil.rmtree(tmp_path / "inner")
-    again = ranks.run(1, begun, OLD, ALONE, settings, f"file://{trained[0]}", None)
+    again = warm.run(1, begun, OLD, ALONE, settings, f"file://{trained[0]}", None)
     assert (str(again[0][3].id), again[0][3].origin) == ("1:2", None)
     assert differences(said[0][2]["1:2"], again[0][1]) == []
 
@@ -314,24 +314,24 @@ def test_a_job_begins_in_the_nearest_tier_of_another_job_that_has_the_marker(tmp
     for number, (source, marker, place) in enumerate(
         ((both, "1:3", "inner: log"), (Source(outer), "1:2", "log"), (replace(both, marker="1:1"), "1:1", "inner: log"))
     ):
-        said = ranks.run(1, begun, OLD, ALONE, config(tmp_path / f"log{number}"), source, None)
+        said = warm.run(1, begun, OLD, ALONE, config(tmp_path / f"log{number}"), source, None)
         same(marks, marker, said)
         found = said[0][3]
         assert (str(found.id), found.source, found.origin) == (marker, place, source.name)
     assert tree(copies) == there, "the other job is only read"
     job = Control(FileLog(copies / "inner")).refresh().job
     (copies / "inner" / dense_name(job, MarkerId(1, 2)) / ".metadata").write_bytes(b"damaged")
-    said = ranks.run(2, begun, OLD, TWO, config(tmp_path / "log3"), replace(both, marker="1:2"), None)
+    said = warm.run(2, begun, OLD, TWO, config(tmp_path / "log3"), replace(both, marker="1:2"), None)
     same(marks, "1:2", said)
     assert said[0][3].source == "outer: log"
     shutil.rmtree(copies / "inner")
-    said = ranks.run(2, begun, OLD, TWO, config(tmp_path / "log4"), both, None, ("train", MARK))
+    said = warm.run(2, begun, OLD, TWO, config(tmp_path / "log4"), both, None, ("train", MARK))
     same(marks, "1:2", said)
     claim = Control(FileLog(tmp_path / "log4")).refresh().claims[1]
     assert claim.changes is not None
     assert claim.changes.origin == f"{job.hex()} 1:2"
     for uri in (outer, inner):
-        said = ranks.run(2, refused, StreamConfig(uri=uri), both)
+        said = warm.run(2, refused, StreamConfig(uri=uri), both)
         assert all("is this job's own log" in each for each in said), said
 
 
@@ -339,7 +339,7 @@ def test_an_object_of_the_user_may_begin_anew(trained: tuple[Path, list[Marks]],
     """As the position of a loader, which means nothing in the data of another job."""
     changes = Changes(stateful_added=("loader",), stateful_dropped=("loader",))
     for times in range(2):
-        said = ranks.run(2, begun, OLD, TWO, config(tmp_path / "log"), f"file://{trained[0]}", changes, ("train", MARK))
+        said = warm.run(2, begun, OLD, TWO, config(tmp_path / "log"), f"file://{trained[0]}", changes, ("train", MARK))
         assert int(said[0][1]["step"]) == (900, 901)[times], "the loader that the job came with, then its own"
-    first = ranks.run(2, begun, OLD, TWO, config(tmp_path / "log2"), f"file://{trained[0]}", changes)
+    first = warm.run(2, begun, OLD, TWO, config(tmp_path / "log2"), f"file://{trained[0]}", changes)
     assert differences({**trained[1][0]["1:2"], "step": first[0][1]["step"]}, first[0][1]) == []
