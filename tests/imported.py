@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 
+import numpy.ma
 import pytest  # the modules of tests, which the functions of ranks are in
 
 import tests.faults.live
