@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torchrec_stream_ckpt.recipes import proof
 from torchrec_stream_ckpt.recipes.demo import use_randomness
 
 MARKER_EVERY = 10
+REST_S = 0.02  # after each step: it trains on while nodes come and go, and others need the machine
 TRUTHS_KEPT = 100  # steps: many more than pass before a marker is committed
 
 
@@ -74,6 +76,7 @@ def main() -> None:
             prove(event, folder)
             keep_truth(event, folder)
         use_randomness()
+        time.sleep(REST_S)
 
     proof.train([*sys.argv[2:], "--marker_every", str(MARKER_EVERY)], on_step)
 

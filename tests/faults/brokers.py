@@ -19,6 +19,8 @@ from torchrec_stream_ckpt.broker.kraft import HOST, Broker
 
 STEPS_DURING = 8
 """Training must go on: this many steps while the fault lasts."""
+PAUSE_S = 0.05
+"""Between two steps of a job that lives through several faults."""
 
 
 class _Behind(Broker):
@@ -199,7 +201,8 @@ def _suffer(form: Form, broker: Victim, subject: Subject, faults: dict[str, Faul
     subject.settings.commit_timeout_s = 30.0
     order = [name for name in faults for _ in range(times.get(name, 1))]
     form.draw("order").shuffle(order)
-    with subject.living(form.board.row(order[-1]), life_s=900.0) as incarnation:
+    # It trains on for as long as brokers take to start: each marker that it sets meanwhile is read whole afterwards.
+    with subject.living(form.board.row(order[-1]), pause_s=PAUSE_S, life_s=900.0) as incarnation:
         incarnation.await_reports(1)
         for name in order:
             row = form.board.row(name)

@@ -129,7 +129,7 @@ def hosts_fail(form: Form, site: Site, *names: str) -> None:
     subject = site.job(form, "hosts")
     since: list[tuple[int, Row]] = []
     # Each marker is read whole and compared afterwards: a long job may not commit several a second.
-    pause_s = 0.5 if form.full else 0.1
+    pause_s = 0.5 if form.full else 0.3
     with subject.living(form.board.row(names[-1]), team=(2, PLAN_2), pause_s=pause_s, life_s=2 * LIFE_S) as job:
         job.await_reports(1)
         for name in names:
