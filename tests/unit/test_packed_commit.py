@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.format.packed_commit import (
     PackedCommit,
     glance_at,
-    head_at,
+    head_of,
     open_commit,
     pack_commit,
     read_record,
@@ -254,7 +254,7 @@ def test_one_byte_of_the_header_makes_no_difference_between_the_ways(data: st.Da
         frame[data.draw(st.integers(0, HEADER_LEN - 5))] = data.draw(st.sampled_from([0, 1, 2, 64, 128, 255]))
     if data.draw(st.booleans()):
         frame[124:128] = crc32c(bytes(frame[:124])).to_bytes(4, "little")
-    head = head_at(frame)
+    head = head_of(frame)
     try:
         header = parse_header(frame)
     except CorruptionError:

@@ -16,6 +16,7 @@ _TOPIC, _LITERAL, _ALLOW = 2, 3, 3
 OPERATIONS = {"READ": 3, "WRITE": 4, "CREATE": 5, "ALTER": 7, "DESCRIBE": 8, "DESCRIBE_CONFIGS": 10}
 """Numbers of operations in ACLs."""
 _MAX_ANSWER_BYTES = 2**20
+_ANSWER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +30,9 @@ class Right:
 class Connection:
     """One connection to a listener without TLS; every failure is an ``OSError``."""
 
-    def __init__(self, address: tuple[str, int], timeout_s: float = 5.0) -> None:
+    def __init__(self, address: tuple[str, int]) -> None:
         self._socket = socket.create_connection(address, timeout=1)
-        self._socket.settimeout(timeout_s)
+        self._socket.settimeout(_ANSWER_S)
 
     def __enter__(self) -> Connection:
         return self

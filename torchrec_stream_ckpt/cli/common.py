@@ -23,6 +23,8 @@ from torchrec_stream_ckpt.store.jobs import has_job
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
+    from torchrec_stream_ckpt.format.lineage import Lineage
+
 
 @contextlib.contextmanager
 def open_job(job: Job, *, warn: bool = True) -> Iterator[Job]:
@@ -102,6 +104,28 @@ def parse_job(text: str) -> bytes:
     if not re.fullmatch(r"[0-9a-fA-F]{32}", text):
         raise ConfigError(f"{text!r} is not a job's id", hint="give its 32 hex digits, as stream-ckpt show prints them")
     return bytes.fromhex(text)
+
+
+def check_same_job(named: str | None, lineage: Lineage) -> None:
+    """See that ``--job``, if it is given, names the job of the log.
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    if named is not None and parse_job(named) != lineage.job:
+        raise ConfigError(f"--job is {named}, the log is of job {lineage.job.hex()}", hint="leave out one of them")
+
+
+def check_log(uri: str | None, why: str, hint: str, *, no_log: bool) -> None:
+    """See that either the log is given, or ``--no-log``.
+
+    Raises:
+        ConfigError: both are, or neither is: then with ``why`` and ``hint``.
+    """
+    if uri is None and not no_log:
+        raise ConfigError(why, hint=hint)
+    if uri is not None and no_log:
+        raise ConfigError("both a log and --no-log are given", hint="leave out --no-log as long as there is a log")
 
 
 def console(pipe: int = 10_000) -> Console:

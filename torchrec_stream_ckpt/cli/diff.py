@@ -12,10 +12,11 @@ import typer
 from torchrec_stream_ckpt.cli.common import console, plain, print_json, progress_bar, table
 from torchrec_stream_ckpt.cli.names import short_names
 from torchrec_stream_ckpt.cli.options import Globs, JobOptions, Json
+from torchrec_stream_ckpt.evolve.outcome import table_bytes
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.interchange.diff import DenseDiff, TableDiff, diff_dense, diff_tables, pairs
 from torchrec_stream_ckpt.interchange.export import chosen_tables
-from torchrec_stream_ckpt.interchange.rows import open_rows, rows_sent, table_bytes
+from torchrec_stream_ckpt.interchange.rows import open_rows, rows_sent
 from torchrec_stream_ckpt.route.job import Job
 
 

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
+from torchrec_stream_ckpt.cli.options import Access
 from torchrec_stream_ckpt.engine.address import SiteAddress
 from torchrec_stream_ckpt.engine.api import Engine, Site
 from torchrec_stream_ckpt.engine.choose import EngineName
@@ -27,8 +28,7 @@ def opened_engine(
     here: Site,
     job: bytes,
     log: tuple[str, Log] | None,
-    kafka_options: Options,
-    store_options: Options,
+    access: Access,
 ) -> Iterator[Engine]:
     """The engine that was asked for. Workers are given names, and paths of files with secrets.
 
@@ -37,8 +37,7 @@ def opened_engine(
         here: What tasks in this process work with.
         job: Of the log, or in the store.
         log: URI of the log, and the log; None: it is gone.
-        kafka_options: A file, or none.
-        store_options: Likewise.
+        access: The options of log and store.
 
     Raises:
         ConfigError, EngineUnavailableError: as of :meth:`EngineName.open`.
@@ -54,9 +53,9 @@ def opened_engine(
             undo.callback(_forget, objects, probe)
         address = SiteAddress(
             uri=str(parse_uri(log[0])) if log is not None else None,
-            kafka_options=_path(kafka_options),
+            kafka_options=_path(access.kafka_options),
             store=objects.url,
-            store_options=_path(options_of(objects.url, store_options)),
+            store_options=_path(options_of(objects.url, access.store_options)),
             incarnation=incarnation,
             probe=probe,
             place=place_of(objects) if probe is None else None,

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import parse_job, print_json
+from torchrec_stream_ckpt.cli.common import check_log, check_same_job, parse_job, print_json
 from torchrec_stream_ckpt.cli.engines import opened_engine
 from torchrec_stream_ckpt.cli.options import Access, EngineOption, Json, StoreNamed, is_verbose
 from torchrec_stream_ckpt.engine.api import Site
@@ -108,7 +108,12 @@ def collect_garbage(
 
     gc needs URI: a generation may have begun and have no marker. Only the log knows the marker that it stands on.
     """
-    _check_log(uri, no_log=no_log)
+    check_log(
+        uri,
+        "gc needs the job's log: without it, gc could delete a marker on which a running trainer stands",
+        "give the log's URI; --no-log only if the log is gone and no trainer runs on this job",
+        no_log=no_log,
+    )
     named_engine = EngineName.parse(engine)
     rules = GcRules(
         retention=Retention(
@@ -157,16 +162,6 @@ def _check_merged(plans: Sequence[GcPlan]) -> None:
         raise typer.Exit(1)
 
 
-def _check_log(uri: str | None, *, no_log: bool) -> None:
-    if uri is None and not no_log:
-        raise ConfigError(
-            "gc needs the job's log: without it, gc could delete a marker on which a running trainer stands",
-            hint="give the log's URI; --no-log only if the log is gone and no trainer runs on this job",
-        )
-    if uri is not None and no_log:
-        raise ConfigError("both a log and --no-log are given", hint="leave out --no-log as long as there is a log")
-
-
 def _run(
     access: Access,
     engine: EngineName,
@@ -184,7 +179,7 @@ def _run(
     log = (opened.uri, opened.log) if opened is not None else None
     with ThreadPoolExecutor(_THREADS) as pool:
         here = Site(log[1] if log is not None else None, objects, pool)
-        with opened_engine(engine, here, job, log, access.kafka_options, access.store_options) as running:
+        with opened_engine(engine, here, job, log, access) as running:
             return collect(objects, lineage, job, rules, pool, why_not=why_not, engine=running)
 
 
@@ -244,8 +239,7 @@ def _given_up(stock: Stock, named: Sequence[MarkerId | str], ways: WaysBack, *, 
 def _jobs(objects: Objects, lineage: Lineage | None, job: str | None) -> list[bytes]:
     """Whose objects to look at."""
     if lineage is not None and lineage.claims:
-        if job is not None and parse_job(job) != lineage.job:
-            raise ConfigError(f"--job is {job}, the log is of job {lineage.job.hex()}", hint="leave out one of them")
+        check_same_job(job, lineage)
         return [lineage.job]
     if job is None:
         return some_jobs_in(objects)

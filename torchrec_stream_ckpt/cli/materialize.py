@@ -115,7 +115,7 @@ class _Setup:
     """Where rows go."""
     policy: Policy
     engine: EngineName
-    kafka_options: Path | str | None
+    access: Access
     pass_over_lost: bool
     head: Path | None
     pool: ThreadPoolExecutor
@@ -179,8 +179,7 @@ class _Setup:
     def _engine(self, here: Site, lineage: Lineage, undo: contextlib.ExitStack) -> Engine:
         """The engine that was asked for."""
         log = (self.job.uri, self.job.log)
-        opened = opened_engine(self.engine, here, lineage.job, log, self.kafka_options, self.job.store_options)
-        return undo.enter_context(opened)
+        return undo.enter_context(opened_engine(self.engine, here, lineage.job, log, self.access))
 
 
 def materialize_log(
@@ -228,7 +227,7 @@ def materialize_log(
             store=store,
             policy=policy,
             engine=EngineName.parse(engine),
-            kafka_options=access.kafka_options,
+            access=access,
             pass_over_lost=pass_over_lost,
             head=head_root(head),
             check_proofs=check_proofs,

@@ -11,7 +11,15 @@ from typing import Annotated, Any
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import check_named_store, parse_job, print_json, progress_bar, stopping
+from torchrec_stream_ckpt.cli.common import (
+    check_log,
+    check_named_store,
+    check_same_job,
+    parse_job,
+    print_json,
+    progress_bar,
+    stopping,
+)
 from torchrec_stream_ckpt.cli.engines import opened_engine
 from torchrec_stream_ckpt.cli.options import Access, EngineOption, Json, Store
 from torchrec_stream_ckpt.engine.api import Engine, InProcess, Site
@@ -96,13 +104,12 @@ def scrub_store(
 
 
 def _check(uri: str | None, store: str | None, *, no_log: bool, repair: bool) -> None:
-    if uri is None and not no_log:
-        raise ConfigError(
-            "scrub needs the job's log: it says what the store should hold",
-            hint="give the log's URI; if the log is gone: --no-log --store URL",
-        )
-    if uri is not None and no_log:
-        raise ConfigError("both a log and --no-log are given", hint="leave out --no-log as long as there is a log")
+    check_log(
+        uri,
+        "scrub needs the job's log: it says what the store should hold",
+        "give the log's URI; if the log is gone: --no-log --store URL",
+        no_log=no_log,
+    )
     if no_log and store is None:
         raise ConfigError("--no-log needs the store", hint="name it: --store URL")
     if no_log and repair:
@@ -214,8 +221,7 @@ class _Run:
         """The engine for one job."""
         with ThreadPoolExecutor(_THREADS) as pool:
             here = Site(log[1] if log is not None else None, objects, pool, lambda _: self.going_on())
-            access = self.access
-            with opened_engine(self.engine, here, job, log, access.kafka_options, access.store_options) as engine:
+            with opened_engine(self.engine, here, job, log, self.access) as engine:
                 yield engine
 
     def scrub(self, objects: Objects, lineage: Lineage, engine: Engine, mender: ScrubMender | None) -> _Result:
@@ -263,8 +269,7 @@ def _scrub_alone(run: _Run, objects: Objects, job: bytes) -> _Result:
 
 
 def _scrub_job(run: _Run, job: Job, access: Access, uri: str, named: str | None) -> _Result:
-    if named is not None and parse_job(named) != job.lineage.job:
-        raise ConfigError(f"--job is {named}, the log is of job {job.lineage.job.hex()}", hint="leave out one of them")
+    check_same_job(named, job.lineage)
     check_named_store(job)
     objects = job.objects
     if not check_store(objects) or not has_job(objects, job.lineage.job):

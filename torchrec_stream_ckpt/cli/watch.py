@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json as json_
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Annotated, Any
 
@@ -199,8 +199,8 @@ def watch_job(
                 if fail_on_alert and seen.ended is not None and seen.ended.outcome == "finished":
                     return
                 time.sleep(interval)
-    for alert in seen.alerts if not json else ():  # the live view is gone with its screen
-        typer.echo(f"Alert: {printable(f'{alert.kind}: {alert.text}')}", err=True)
+    for alert in alerts_of(seen) if not json else ():  # the live view is gone with its screen
+        typer.echo(f"Alert: {printable(alert)}", err=True)
     raise typer.Exit(1)
 
 
@@ -236,30 +236,44 @@ def _shower(uri: str, *, json: bool) -> Iterator[Callable[[Look], None]]:
     if json:
         yield lambda seen: print(json_.dumps(record(uri, seen)), flush=True)
     elif not screen.is_terminal:
-        yield _Lines().show
+        lines = Lines()
+        yield lambda seen: lines.show(seen, alerts_of(seen))
     else:
         with Live(console=screen, screen=True, auto_refresh=False) as live:
             yield lambda seen: live.update(view(uri, seen, screen.width, screen.height), refresh=True)
 
 
-class _Lines:
-    """Prints what is new."""
+def alerts_of(seen: Look) -> list[str]:
+    """Return the alerts of a look, each with its kind first."""
+    return [f"{alert.kind}: {alert.text}" for alert in seen.alerts]
 
-    def __init__(self) -> None:
+
+class Lines:
+    """Prints what is new of one job, after ``prefix``."""
+
+    def __init__(self, prefix: str = "") -> None:
+        self._prefix = prefix
         self._said: tuple[object, ...] = ()
-        self._alerts: tuple[Alert, ...] = ()
+        self._kinds: set[str] = set()
 
-    def show(self, seen: Look) -> None:
-        state = (seen.generation, seen.newest.marker if seen.newest is not None else None, seen.ended)
-        if state != self._said:
-            print(line(seen), flush=True)
-        kinds = {alert.kind for alert in self._alerts}
-        for alert in seen.alerts:
-            if alert.kind not in kinds:
-                print(f"ALERT {alert.kind}: {alert.text}", flush=True)
-        for gone in sorted(kinds - {alert.kind for alert in seen.alerts}):
-            print(f"over: {gone}", flush=True)
-        self._said, self._alerts = state, seen.alerts
+    def show(self, seen: Look | None, alerts: Sequence[str]) -> None:
+        """Print a new marker or end, alerts of a new kind, and kinds that are over."""
+        if seen is not None:
+            state = (seen.generation, seen.newest.marker if seen.newest is not None else None, seen.ended)
+            if state != self._said:
+                self._print(line(seen))
+            self._said = state
+        of_kinds = [(alert.partition(":")[0], alert) for alert in alerts]
+        for kind, alert in of_kinds:
+            if kind not in self._kinds:
+                self._print(printable(f"ALERT {alert}"))
+        kinds = {kind for kind, _ in of_kinds}
+        for gone in sorted(self._kinds - kinds):
+            self._print(f"over: {gone}")
+        self._kinds = kinds
+
+    def _print(self, text: str) -> None:
+        print(f"{self._prefix}{text}", flush=True)
 
 
 def record(uri: str, seen: Look) -> dict[str, Any]:

@@ -19,8 +19,7 @@ from rich.text import Text
 
 from torchrec_stream_ckpt.cli.common import console, plain
 from torchrec_stream_ckpt.cli.options import JobOptions
-from torchrec_stream_ckpt.cli.watch import Watcher, bytes_per_s, record
-from torchrec_stream_ckpt.cli.watching import line
+from torchrec_stream_ckpt.cli.watch import Lines, Watcher, alerts_of, bytes_per_s, record
 from torchrec_stream_ckpt.errors import StreamCkptError, printable
 from torchrec_stream_ckpt.reporting.now import Look
 from torchrec_stream_ckpt.units import clock, duration
@@ -68,7 +67,7 @@ class Watched:
     @property
     def alerts(self) -> list[str]:
         """What is wrong with it."""
-        found = [f"{alert.kind}: {alert.text}" for alert in self.seen.alerts] if self.seen is not None else []
+        found = alerts_of(self.seen) if self.seen is not None else []
         return [*found, *([f"unavailable: {self.trouble}"] if self.trouble else [])]
 
 
@@ -164,33 +163,13 @@ def _shower(watched: Sequence[Watched], *, json: bool) -> Iterator[Callable[[], 
     if json:
         yield lambda: print(json_.dumps(_records(watched)), flush=True)
     elif not screen.is_terminal:
-        yield _LinesOfJobs(watched).show
+        lines = [(each, Lines(printable(f"{each.name}: "))) for each in watched]
+
+        def show() -> None:
+            for each, mine in lines:
+                mine.show(each.seen, each.alerts)
+
+        yield show
     else:
         with Live(console=screen, screen=True, auto_refresh=False) as live:
             yield lambda: live.update(view(watched, time.time()), refresh=True)
-
-
-class _LinesOfJobs:
-    """Prints what is new of each job."""
-
-    def __init__(self, watched: Sequence[Watched]) -> None:
-        self._watched = watched
-        self._said: dict[str, object] = {}
-        self._alerts: dict[str, list[str]] = {}
-
-    def show(self) -> None:
-        for each in self._watched:
-            seen = each.seen
-            if seen is not None:
-                state = (seen.generation, seen.newest.marker if seen.newest is not None else None, seen.ended)
-                if state != self._said.get(each.name):
-                    print(f"{printable(each.name)}: {line(seen)}", flush=True)
-                self._said[each.name] = state
-            kinds = [alert.partition(":")[0] for alert in each.alerts]
-            before = self._alerts.get(each.name, [])
-            for kind, alert in zip(kinds, each.alerts, strict=True):
-                if kind not in before:
-                    print(printable(f"{each.name}: ALERT {alert}"), flush=True)
-            for gone in sorted(set(before) - set(kinds)):
-                print(f"{printable(each.name)}: over: {gone}", flush=True)
-            self._alerts[each.name] = kinds

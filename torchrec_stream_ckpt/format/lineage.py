@@ -243,6 +243,12 @@ def _of_generation(lineage: Lineage, generation: int) -> list[MarkerId]:
     return lineage._ordered[1].get(generation, [])
 
 
+def previous_commit(lineage: Lineage, marker: MarkerId) -> Commit | None:
+    """Return the committed marker before ``marker`` in its generation; None at the first one."""
+    previous = lineage.previous(marker)
+    return lineage.find(previous) if previous is not None else None
+
+
 def _claim(lineage: Lineage, claim: Claim) -> None:
     if claim.generation <= lineage.newest_generation:
         lineage.stale += 1

@@ -88,13 +88,11 @@ class CommitHead(NamedTuple):
     payload_crc: int
 
 
-def head_at(data: Buffer, at: int = 0) -> CommitHead | None:
-    """The header that begins at ``at``; None unless it is that of a COMMIT of the current version, and whole."""
-    if len(data) < at + HEADER_LEN:
+def head_of(data: Buffer) -> CommitHead | None:
+    """Read the header that bytes begin with; None unless it is that of a COMMIT of the current version, and whole."""
+    if len(data) < HEADER_LEN:
         return None
-    front, job, generation, table, step, marker, rows, length, raw, payload_crc, chain, crc = _HEAD.unpack_from(
-        data, at
-    )
+    front, job, generation, table, step, marker, rows, length, raw, payload_crc, chain, crc = _HEAD.unpack_from(data)
     if (
         front != _FRONT
         or length != raw
@@ -103,7 +101,7 @@ def head_at(data: Buffer, at: int = 0) -> CommitHead | None:
         or table != _NO_TABLE_NOR_SEQ
         or rows != _NO_ROWS
         or chain != _NO_CHAIN
-        or crc32c(data[at : at + HEADER_LEN - 4]) != crc
+        or crc32c(data[: HEADER_LEN - 4]) != crc
     ):
         return None
     return CommitHead(job, generation, step, marker, length, payload_crc)
@@ -160,7 +158,7 @@ def pack_commit(frame: Buffer) -> PackedCommit | None:
 
 def _check(frame: Buffer) -> tuple[CommitHead, re.Match[bytes]] | None:
     """Header and fields of a COMMIT; None as of :func:`pack_commit`."""
-    head = head_at(frame)
+    head = head_of(frame)
     if head is None or len(frame) != HEADER_LEN + head.payload_len:
         return None
     match = _PAYLOAD.fullmatch(bytes(frame), HEADER_LEN)
@@ -180,7 +178,7 @@ def _check(frame: Buffer) -> tuple[CommitHead, re.Match[bytes]] | None:
 
 def glance_at(frame: Buffer) -> PackedCommit | None:
     """A COMMIT whose checksums are right and whose other fields nobody has checked; None for whatever else this is."""
-    head = head_at(frame)
+    head = head_of(frame)
     if head is None or len(frame) != HEADER_LEN + head.payload_len:
         return None
     frame = bytes(frame)

@@ -66,6 +66,11 @@ class Schema:
         names = [table.name for table in self.tables]
         return all(names) and names == sorted(names)
 
+    @property
+    def cells(self) -> int:
+        """Values of all tables, a state of one value a row counted as wide as its table."""
+        return sum(table.rows * table.dim * (1 + len(table.states)) for table in self.tables)
+
     def holds(self, shard: TableShard) -> bool:
         """Tell whether ``shard`` lies inside a table of this schema."""
         if shard.table >= len(self.tables):

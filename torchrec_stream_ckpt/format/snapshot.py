@@ -9,7 +9,7 @@ import base64
 import hashlib
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -161,11 +161,9 @@ def unpack(parts: Sequence[Snapshot]) -> bytes:
 class Parts:
     """Collects the parts of the snapshot that reaches furthest, in whatever order they come."""
 
-    def __init__(self, parts: Iterable[Snapshot] = ()) -> None:
+    def __init__(self) -> None:
         self._key: tuple[int, int, int, str] | None = None
         self._found: dict[int, Snapshot] = {}
-        for part in parts:
-            self.add(part)
 
     def add(self, part: Snapshot) -> list[Snapshot] | None:
         """All parts in order, once this was the last one that was missing."""
@@ -174,7 +172,4 @@ class Parts:
         if part.key != self._key or part.part in self._found:
             return None
         self._found[part.part] = part
-        return list(self._in_order()) if len(self._found) == part.parts else None
-
-    def _in_order(self) -> Iterator[Snapshot]:
-        return (self._found[number] for number in sorted(self._found))
+        return [self._found[number] for number in sorted(self._found)] if len(self._found) == part.parts else None

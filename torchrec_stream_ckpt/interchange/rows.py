@@ -437,10 +437,3 @@ def rows_sent(rows: MarkerRows, table: int) -> int:
     for _, view in rows.sent([table]):
         sent[view.ids] = True
     return int(sent.sum())
-
-
-def table_bytes(table: TableSpec) -> int:
-    """Bytes of a whole table with its states, under one column shard."""
-    row = DTYPE_BYTES[table.dtype] * table.dim
-    row += sum(DTYPE_BYTES[state.dtype] * (1 if state.per_row else table.dim) for state in table.states)
-    return row * table.rows

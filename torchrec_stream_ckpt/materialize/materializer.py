@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.errors import (
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.interval import intervals_of
-from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.lineage import Lineage, previous_commit
 from torchrec_stream_ckpt.format.manifest import Dropped, Manifest
 from torchrec_stream_ckpt.layout import manifest_name
 from torchrec_stream_ckpt.log.api import Log
@@ -206,7 +206,7 @@ class Materializer:
         self._check_proofs(lineage, catalog)
         for commit in list(self.missing):
             self._progress.going_on()
-            segments = self._fold_or_pass(lineage, catalog, commit, _before(lineage, commit.id))
+            segments = self._fold_or_pass(lineage, catalog, commit, previous_commit(lineage, commit.id))
             if segments is None:
                 continue
             self._put_marker(lineage, catalog, commit, segments)
@@ -353,16 +353,10 @@ def _is_lost(catalog: Catalog, marker: MarkerId | None) -> bool:
     )
 
 
-def _before(lineage: Lineage, marker: MarkerId) -> Commit | None:
-    """The marker before one in its generation; None for the first."""
-    previous = lineage.previous(marker)
-    return lineage.find(previous) if previous is not None else None
-
-
 def backlog_bytes(lineage: Lineage, missing: Sequence[Commit]) -> int:
     """Bytes of frames that lead to these markers, each from the one before in its generation."""
     return sum(
         interval.num_bytes
         for commit in missing
-        for interval in intervals_of(lineage.claims[commit.generation], commit, _before(lineage, commit.id))
+        for interval in intervals_of(lineage.claims[commit.generation], commit, previous_commit(lineage, commit.id))
     )

@@ -7,7 +7,7 @@ read counts for a week, by a clock that is never set; so a base is not read each
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from functools import partial
 
@@ -50,22 +50,13 @@ class ReadBack:
         job: The job.
         pool: Threads to read with.
         clocks: What they show now, see ``rounds``. Without any, nothing that others have read counts.
-        progress: Called with the bytes of each chunk that is read.
     """
 
-    def __init__(
-        self,
-        objects: Objects,
-        job: bytes,
-        pool: Executor,
-        clocks: Mapping[str, float],
-        progress: Callable[[int], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, objects: Objects, job: bytes, pool: Executor, clocks: Mapping[str, float]) -> None:
         self._objects = objects
         self._job = job
         self._pool = pool
         self._clocks = dict(clocks)
-        self._progress = progress
         self._place = place_of(objects)
         names = list_readings(objects, job)
         self._readings = dict(zip(names, pool.map(partial(load_reading, objects), names), strict=True))
@@ -124,7 +115,6 @@ class ReadBack:
             return
         for num_bytes in check_whole(catalog.objects, refs, self._job, self._pool):
             self.num_bytes += num_bytes
-            self._progress(num_bytes)
         self._remember(unit)
         self.segments |= {ref.name for ref in refs}
 
@@ -143,7 +133,6 @@ class ReadBack:
         for file, name in zip(files, names, strict=True):
             for piece in read_dense_file(self._objects, name, file):
                 self.num_bytes += piece
-                self._progress(piece)
         self._remember(unit)
 
     def _remember(self, unit: ReadUnit) -> None:

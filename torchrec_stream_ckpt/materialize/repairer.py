@@ -9,9 +9,8 @@ from pathlib import PurePosixPath
 from typing import TypeVar
 
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, OtherLogError
-from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.interval import Interval
-from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.lineage import Lineage, previous_commit
 from torchrec_stream_ckpt.format.manifest import Manifest, SegmentRef
 from torchrec_stream_ckpt.layout import (
     FoldName,
@@ -159,7 +158,7 @@ class Repairer:
 
     def _interval(self, lineage: Lineage, catalog: Catalog, segment: StoreSegment, into: Replacing) -> str:
         """Fold the rank's interval of the log again, to the same bytes."""
-        commit, before = self._with_previous(lineage, segment.marker)
+        commit, before = lineage.find(segment.marker), previous_commit(lineage, segment.marker)
         after = before.ranks[segment.rank] if before is not None else None
         interval = Interval(lineage.claims[commit.generation], commit, commit.ranks[segment.rank], after)
         self._intervals.check_there(lineage, catalog, interval, [commit])
@@ -176,18 +175,12 @@ class Repairer:
 
     def _manifest(self, lineage: Lineage, catalog: Catalog, marker: MarkerId, into: Replacing) -> str:
         """Name the marker's segments again."""
-        commit, before = self._with_previous(lineage, marker)
+        commit, before = lineage.find(marker), previous_commit(lineage, marker)
         segments = self.mending(lineage, catalog, lambda: self._intervals.again(lineage, catalog, commit, before, into))
         name, manifest = manifest_name(commit.job, marker), Manifest(commit, lineage.previous(marker), segments)
         into.put(name, [manifest.to_bytes()])
         catalog.forget()
         return "the log and the marker's segments"
-
-    @staticmethod
-    def _with_previous(lineage: Lineage, marker: MarkerId) -> tuple[Commit, Commit | None]:
-        """A marker, and the one before it in its generation."""
-        previous = lineage.previous(marker)
-        return lineage.find(marker), lineage.find(previous) if previous is not None else None
 
     def _read(self, refs: Sequence[SegmentRef], job: bytes) -> None:
         """Compare all checksums of segments."""

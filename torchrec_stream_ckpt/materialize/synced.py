@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 
@@ -38,7 +38,6 @@ def check_synced(
     pool: Executor,
     *,
     whole: bool = False,
-    progress: Callable[[int], None] = lambda _: None,
     read_back: ReadBack | None = None,
 ) -> Synced:
     """Look whether every marker can be restored from the store and what the log has behind ``upto``.
@@ -51,7 +50,6 @@ def check_synced(
         upto: A marker in the store; None for the newest one.
         pool: Threads to read with.
         whole: Read every byte of the segments and compare all checksums.
-        progress: Called with the bytes of each chunk that is read.
         read_back: Reads, of what holds rows that the log is to lose now, whatever was not read lately.
 
     Raises:
@@ -69,7 +67,7 @@ def check_synced(
     if read_back is not None:
         _check_bytes(holdings, checked.values(), _new(holdings, trimmed), read_back)
     unread = refs.keys() - read_back.segments if read_back is not None else refs.keys()
-    _read(holdings, {name: refs[name] for name in refs if name in unread}, pool, whole=whole, progress=progress)
+    _read(holdings, {name: refs[name] for name in refs if name in unread}, pool, whole=whole)
     num_bytes = sum(ref.num_bytes for ref, _ in refs.values())
     others = tuple(each for each in trimmed.values() if each.id != commit.id)
     return Synced(commit, others, len(checked), len(refs), num_bytes)
@@ -190,17 +188,9 @@ def _check_bytes(holdings: Holdings, checked: Iterable[Holding], new: Sequence[S
             )
 
 
-def _read(
-    holdings: Holdings,
-    refs: Mapping[str, tuple[SegmentRef, int]],
-    pool: Executor,
-    *,
-    whole: bool,
-    progress: Callable[[int], None],
-) -> None:
+def _read(holdings: Holdings, refs: Mapping[str, tuple[SegmentRef, int]], pool: Executor, *, whole: bool) -> None:
     """Read all directories, and with ``whole`` all chunks."""
     objects, lineage = holdings.catalog.objects, holdings.lineage
     opened = open_segments(objects, [ref for ref, _ in refs.values()], lineage.job, pool)
     for each, entry, data in read_chunks(objects, opened if whole else [], pool):
         decode_chunk(entry, data, lineage.claims[refs[each.ref.name][1]].schema, each.ref.name)
-        progress(len(data))

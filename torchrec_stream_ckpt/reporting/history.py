@@ -102,7 +102,6 @@ def read_history(
     lineage: Lineage,
     last: int | None = None,
     advance: Callable[[int], None] = lambda _: None,
-    counted_rows: int = COUNTED_ROWS,
 ) -> History:
     """Read the frames of the committed markers, headers checked and payloads not.
 
@@ -113,13 +112,12 @@ def read_history(
         lineage: Its control partition.
         last: How many of the newest markers to read; None: all.
         advance: Hears how many bytes were read.
-        counted_rows: How many rows, of all tables together, are counted one by one.
 
     Raises:
         LogUnavailableError: the log does not answer.
     """
     chosen = list(lineage.commits.values())[-last if last is not None else 0 :]
-    history = History(_intervals(lineage, chosen), _heat(lineage, chosen, counted_rows))
+    history = History(_intervals(lineage, chosen), _heat(lineage, chosen))
     for generation in dict.fromkeys(commit.generation for commit in chosen):
         intervals = [each for each in history.intervals.values() if each.commit.generation == generation]
         for rank in range(len(intervals[-1].commit.ranks)):
@@ -149,13 +147,13 @@ def _intervals(lineage: Lineage, chosen: Sequence[Commit]) -> dict[MarkerId, Tra
     }
 
 
-def _heat(lineage: Lineage, chosen: Sequence[Commit], counted_rows: int) -> dict[str, Heat]:
+def _heat(lineage: Lineage, chosen: Sequence[Commit]) -> dict[str, Heat]:
     generations = {commit.generation for commit in chosen}
     tables: dict[str, TableSpec] = {}
     for table in (table for each in sorted(generations) for _, table in lineage.claims[each].schema.live):
         if table.name not in tables or tables[table.name].rows < table.rows:  # a table may grow or shrink
             tables[table.name] = table
-    stride = max(1, -(-sum(table.rows for table in tables.values()) // counted_rows))
+    stride = max(1, -(-sum(table.rows for table in tables.values()) // COUNTED_ROWS))
     return {name: Heat(table, stride, np.zeros(-(-table.rows // stride), np.uint32)) for name, table in tables.items()}
 
 

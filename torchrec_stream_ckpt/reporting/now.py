@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.lineage import Lineage, previous_commit
 from torchrec_stream_ckpt.format.proof import Proved
 from torchrec_stream_ckpt.format.remarks import Outcome
 from torchrec_stream_ckpt.proofs.standing import ProofStanding, blocks_differ
@@ -229,15 +229,9 @@ def _markers_of(lineage: Lineage, newest: Commit) -> int:
     return sum(marker.generation == newest.generation for marker in lineage.commits)
 
 
-def before(lineage: Lineage, commit: Commit) -> Commit | None:
-    """The marker before ``commit`` in its generation."""
-    previous = lineage.previous(commit.id)
-    return lineage.commits[previous] if previous is not None else None
-
-
 def row(lineage: Lineage, commit: Commit) -> MarkerRow:
     """One marker."""
-    previous = before(lineage, commit)
+    previous = previous_commit(lineage, commit.id)
     parent = lineage.claims[commit.generation].parent
     base = previous if previous is not None else lineage.commits.get(parent) if parent is not None else None
     return MarkerRow(
@@ -284,7 +278,7 @@ def backlog_of(lineage: Lineage, holdings: Holdings, time_s: float) -> Backlog:
 
 
 def _ranks(lineage: Lineage, commit: Commit) -> tuple[RankRow, ...]:
-    previous = before(lineage, commit)
+    previous = previous_commit(lineage, commit.id)
     ends = {end.rank: end for end in previous.ranks} if previous is not None else {}
     return tuple(
         RankRow(

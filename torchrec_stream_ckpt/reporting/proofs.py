@@ -7,7 +7,7 @@ from typing import Any
 
 from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.lineage import Lineage, previous_commit
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import read_mark, read_stream
 from torchrec_stream_ckpt.proofs.standing import ProofStanding
@@ -22,10 +22,10 @@ def window_width(log: LogReader, lineage: Lineage, commit: Commit) -> int | None
     Raises:
         LogUnavailableError: the log does not answer.
     """
-    previous = lineage.previous(commit.id)
+    previous = previous_commit(lineage, commit.id)
     if previous is None:
         return None
-    end, after = commit.ranks[0], lineage.commits[previous].ranks[0]
+    end, after = commit.ranks[0], previous.ranks[0]
     try:
         *_, (header, frame) = read_stream(log, commit, end, after)
         proof = read_mark(header, frame, commit, end).proof

@@ -44,14 +44,13 @@ class Axis:
         return self.begin + min(max(part, 0.0), 1.0) * (self.end - self.begin)
 
 
-def ticks(low: float, high: float, count: int = 4, *, whole: bool = False) -> list[float]:
+def ticks(low: float, high: float) -> list[float]:
     """Round numbers between ``low`` and ``high``."""
     if high <= low:
         return [low]
-    raw = (high - low) / count
+    raw = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * each for each in (1, 2, 2.5, 5, 10) if power * each >= raw)
-    step = max(1.0, math.ceil(step)) if whole else step
     first = math.ceil(low / step) * step
     return [first + number * step for number in range(int((high - first) / step + 1e-9) + 1)]
 
@@ -76,10 +75,9 @@ def grid(
     x_ticks: Sequence[tuple[float, str]],
     y_ticks: Sequence[tuple[float, str]],
     x_name: str = "",
-    height: int = HEIGHT,
 ) -> str:
     """Lines and labels."""
-    bottom = height - BOTTOM
+    bottom = HEIGHT - BOTTOM
     parts = [
         f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>'
         f'<text class="tick" x="{LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{text_of(label)}</text>'
@@ -93,7 +91,7 @@ def grid(
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>')
     if x_name:
         parts.append(
-            f'<text class="tick" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{height - 6}" text-anchor="middle">'
+            f'<text class="tick" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">'
             f"{text_of(x_name)}</text>"
         )
     return "".join(parts)

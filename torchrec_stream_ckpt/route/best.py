@@ -144,8 +144,6 @@ class Condition:
     key: str
     sign: str
     value: Value
-    quoted: bool
-    """Whether the constant was given in quotes: it is text then."""
 
     @classmethod
     def parse(cls, text: str) -> Condition:
@@ -161,12 +159,12 @@ class Condition:
             )
         key, sign, constant = match.groups()
         if len(constant) > 1 and constant[0] == constant[-1] and constant[0] in "'\"":
-            return cls(key, sign, constant[1:-1], True)
+            return cls(key, sign, constant[1:-1])
         try:
             number: Value = int(constant) if re.fullmatch(r"[+-]?\d+", constant) else float(constant)
         except ValueError:
-            return cls(key, sign, constant, False)
-        return cls(key, sign, number, False) if number == number else cls(key, sign, constant, False)
+            return cls(key, sign, constant)
+        return cls(key, sign, number if number == number else constant)
 
     def holds(self, marker: MarkerId, values: Said) -> bool:
         """Tell whether a marker meets it; one that has no such value does not.

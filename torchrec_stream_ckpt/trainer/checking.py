@@ -59,7 +59,7 @@ def check_live(
     windows = agree((each for each, _, _ in said), max(floor for _, floor, _ in said))
     circle = Circle(windows)
     if not windows:
-        return Checked(Compared(0, _cells(schema)), 0)
+        return Checked(Compared(0, schema.cells), 0)
     check = Check(schema, met.path, marks, circle, met.sent)
     team.together(lambda: _compare(check, kernels, schema))
     shared = shared_blocks(schema, [held for _, _, held in said])
@@ -70,11 +70,7 @@ def check_live(
             tally += check.close(table, part, *_added(team, check, table, part))
     tally = sum(team.gather(tally), Tally())
     end = windows[max(windows)].following.position if windows else 0
-    return Checked(Compared(tally.checked, _cells(schema), name_blocks(tally, schema, met.path, circle)), end)
-
-
-def _cells(schema: Schema) -> int:
-    return sum(table.rows * table.dim * (1 + len(table.states)) for table in schema.tables)
+    return Checked(Compared(tally.checked, schema.cells, name_blocks(tally, schema, met.path, circle)), end)
 
 
 def say_unproved(objects: Objects, commit: Commit, unproved: Unproved, schema: Schema) -> None:

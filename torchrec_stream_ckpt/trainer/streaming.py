@@ -19,6 +19,7 @@ from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import MarkerFailedError, StreamCkptError, UnsupportedError
 from torchrec_stream_ckpt.format.changed import ClaimChanges
 from torchrec_stream_ckpt.format.control import Claim
+from torchrec_stream_ckpt.format.lineage import previous_commit
 from torchrec_stream_ckpt.format.proof import Window
 from torchrec_stream_ckpt.format.record import Meta
 from torchrec_stream_ckpt.format.schema import Schema
@@ -241,8 +242,7 @@ class Streaming:
         tier = self._parts.tier
         note(tier, self._opened.claim.job, marker, meta, timeout_s)
         lineage = tier.control.lineage
-        previous = lineage.previous(marker)
-        before = lineage.commits[previous] if previous is not None else None
+        before = previous_commit(lineage, marker)
         self._parts.announcer.noted(lineage.commits[marker], before, lineage.meta(marker))
 
     def _cut(
