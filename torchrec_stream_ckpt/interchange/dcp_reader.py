@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from torchrec_stream_ckpt.interchange.dcp import Keys
 from torchrec_stream_ckpt.interchange.dcp_dense import DenseFiles
 from torchrec_stream_ckpt.interchange.dcp_entries import MarkerEntries, entries_of, no_exact_state
 from torchrec_stream_ckpt.interchange.dcp_fill import Region, fill
-from torchrec_stream_ckpt.interchange.opened import Where, check_marker, find_marker, go_elsewhere
+from torchrec_stream_ckpt.interchange.opened import Where, check_marker, find_marker
 from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.route.damaged import Damaged
 from torchrec_stream_ckpt.route.find import verify_dense_state
@@ -31,8 +30,6 @@ from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.route.tiers import Tiers
 from torchrec_stream_ckpt.types import MarkerId, TableShard
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -253,8 +250,7 @@ class StreamReader(StorageReader):
                 fill(look.route, job, regions.values())
                 break
             except CorruptionError as error:
-                go_elsewhere(look.route, error, damaged)
-                log.warning("marker %s is read around damage: %s", look.route.marker, error.headline)
+                damaged.elsewhere(look.route, error)
                 look.route = find_marker(job, look.route.marker, damaged, check_dense_sizes)
         for item, tensor in taken:
             planner.commit_tensor(item, tensor)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchrec_stream_ckpt.config import StreamConfig
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
+from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError
 from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.route.damaged import Damaged
 from torchrec_stream_ckpt.route.find import CheckDense, find, no_head
@@ -94,18 +94,3 @@ def find_marker(
         uri = job.uri if isinstance(job, Job) else job.outer.uri
         raise MarkerNotFoundError("no marker was ever committed", hint="check the URI, or let the job run on", uri=uri)
     return route
-
-
-def go_elsewhere(route: Route, error: CorruptionError, damaged: Damaged) -> None:
-    """Rows of a marker are damaged: note it, so that the next look reads around it, or reads it from another tier.
-
-    Raises:
-        CorruptionError: ``error`` itself, where there is no other way to them.
-    """
-    name = route.segment_of(error)
-    if name is not None and name not in damaged.segments:
-        damaged.segments[name] = error
-    elif not route.place.outer_alone and (route.marker, route.place) not in damaged.places:
-        damaged.places[route.marker, route.place] = error
-    else:
-        raise error

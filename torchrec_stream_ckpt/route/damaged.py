@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping
+from collections.abc import Container
 
 from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.route.tiers import Place
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -19,14 +20,14 @@ class Damaged:
 
     Args:
         most: How many markers may be passed over.
-        segments: Segments of stores, by name: they are read around.
     """
 
-    def __init__(self, most: int = MAX_FALLBACK, segments: Mapping[str, CorruptionError] | None = None) -> None:
+    def __init__(self, most: int = MAX_FALLBACK) -> None:
         self._most = most
         self._errors: dict[MarkerId, CorruptionError] = {}
         """Markers that a restore without a name has passed over: damaged wherever they could be read."""
-        self.segments = dict(segments or {})
+        self.segments: dict[str, CorruptionError] = {}
+        """Segments of stores, by name: they are read around."""
         self.places: dict[tuple[MarkerId, Place], CorruptionError] = {}
         """Where a marker turned out to be damaged while it was read."""
 
@@ -47,6 +48,26 @@ class Damaged:
     def said(self) -> tuple[str, ...]:
         """Each marker with its reason."""
         return tuple(f"{marker}: {error.headline}" for marker, error in self._errors.items())
+
+    def elsewhere(self, route: Route, error: CorruptionError, *, may_pass: bool = False) -> None:
+        """Note that a marker is damaged where it was read: the next look reads around that, or elsewhere.
+
+        Args:
+            route: To the marker.
+            error: What is damaged.
+            may_pass: Whether an older marker will do.
+
+        Raises:
+            CorruptionError: ``error`` itself, where no other place has the rows.
+        """
+        name, place = route.segment_of(error), (route.marker, route.place)
+        if name is not None and name not in self.segments:
+            log.warning("marker %s is read around a damaged segment of the store: %s", route.marker, error.headline)
+            self.segments[name] = error
+        elif may_pass or (not route.place.outer_alone and place not in self.places):
+            self.places[place] = error
+        else:
+            raise error
 
     def over(self, marker: MarkerId, error: CorruptionError) -> None:
         """Note that ``marker`` cannot be restored.

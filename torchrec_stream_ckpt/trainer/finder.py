@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.config import StreamConfig
-from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.imported import check_no_import
 from torchrec_stream_ckpt.format.warm import begun_in, check_may_begin
@@ -54,13 +53,14 @@ class Finder:
         """What rows are copied from; its writer waits until it is closed."""
         self.use_head = True
         """Whether a HEAD is looked for."""
-        self._damaged = Damaged(config.max_fallback)
+        self.damaged = Damaged(config.max_fallback)
+        """Which places were found damaged; the same on all ranks, but for what is passed over."""
         self._place = OUTER
         """Where the marker is read from that was found last."""
 
     def begin(self) -> None:
         """Forget which places were damaged: they may have been repaired."""
-        self.use_head, self._damaged = True, self._damaged.anew()
+        self.use_head, self.damaged = True, self.damaged.anew()
 
     @property
     def frames(self) -> LogReader:
@@ -127,28 +127,6 @@ class Finder:
         made = any(change.digest == digest for each in told for change in each)
         return newest.id if made else None
 
-    def go_elsewhere(self, route: Route, error: CorruptionError, *, may_pass: bool) -> None:
-        """(all ranks) A marker is damaged where it was read: note it, so that the next look finds another place.
-
-        Args:
-            route: To the marker.
-            error: What is damaged.
-            may_pass: Whether an older marker will do.
-
-        Raises:
-            CorruptionError: no other place has it.
-        """
-        name = route.segment_of(error)
-        if name is not None and name not in self._damaged.segments:
-            log.warning(
-                "marker %s is restored without a damaged segment of the store: %s", route.marker, error.headline
-            )
-            self._damaged.segments[name] = error
-        elif may_pass or not route.place.outer_alone:
-            self._damaged.places[route.marker, route.place] = error
-        else:
-            raise error
-
     def close(self) -> None:
         """Let the writer of the HEAD go on."""
         if self.head is not None:
@@ -156,7 +134,7 @@ class Finder:
             self.head = None
 
     def _look(self, marker: MarkerId | None, head: OpenHead) -> Route | None:
-        route = self._team.on_rank0(lambda: find(self._job, marker, head, self._damaged))
+        route = self._team.on_rank0(lambda: find(self._job, marker, head, self.damaged))
         self._place = route.place if route is not None else OUTER
         if self._tiers is not None:
             self._tiers.seen = route.newest_generation if route is not None else None

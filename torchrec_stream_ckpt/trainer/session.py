@@ -193,7 +193,7 @@ class Session:
                     log.warning("HEAD is damaged, all is restored without it: %s", error.headline)
                     self._finder.use_head = False
                 except CorruptionError as error:
-                    self._finder.go_elsewhere(route, error, may_pass=marker is None and fall_back)
+                    self._finder.damaged.elsewhere(route, error, may_pass=marker is None and fall_back)
                     written = (plan, error) if plan is not None else written
             if fall_back:
                 self._team.on_rank0(self._finder.check_may_begin)
