@@ -64,6 +64,7 @@ from torchrec_stream_ckpt.materialize.summarizer import needless
 from torchrec_stream_ckpt.route.best import Said, Value, said_of
 from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.store.api import Entry, Objects
+from torchrec_stream_ckpt.store.catalog import Stride
 from torchrec_stream_ckpt.types import MarkerId
 from torchrec_stream_ckpt.uris import check_store_url
 
@@ -200,13 +201,13 @@ class _Needed:
 
     markers: frozenset[MarkerId]
     """Manifests and segments of their own intervals."""
-    folds: frozenset[tuple[MarkerId | None, MarkerId]]
+    folds: frozenset[Stride]
 
 
 def _mark(holdings: Holdings, anchors: Iterable[MarkerId]) -> _Needed:
     """All that leads to the anchors; of one that is not whole, all that lies on its way."""
     markers: set[MarkerId] = set()
-    folds: set[tuple[MarkerId | None, MarkerId]] = set()
+    folds: set[Stride] = set()
     known = holdings.catalog.folds
     for marker in anchors:
         holding = holdings.look(marker)

@@ -28,8 +28,9 @@ from torchrec_stream_ckpt.layout import (
     manifest_name,
     parse_scrub_place,
 )
-from torchrec_stream_ckpt.route.holdings import Holdings, Step
+from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.catalog import Stride
 from torchrec_stream_ckpt.store.dense_objects import files_in, read_dense_file
 from torchrec_stream_ckpt.store.identity import place_of
 from torchrec_stream_ckpt.store.reader import check_whole, load_notes
@@ -69,14 +70,14 @@ class ReadBack:
         self._suspects = self._load_suspects()
         self._whole: set[ReadUnit] = set()
         self._fresh: list[ReadUnit] = []
-        self.damaged: dict[Step, CorruptionError] = {}
+        self.damaged: dict[Stride, CorruptionError] = {}
         """Folds and intervals with other bytes than were written."""
         self.segments: set[str] = set()
         """Names of the segments that this process has read whole."""
         self.num_bytes = 0
         """What was read."""
 
-    def is_whole(self, holdings: Holdings, step: Step) -> bool:
+    def is_whole(self, holdings: Holdings, step: Stride) -> bool:
         """Tell whether a piece of the store holds the bytes that were written; reads it unless that was done lately.
 
         Of a marker with itself: whether its dense state and what its ranks said are whole.
@@ -99,7 +100,7 @@ class ReadBack:
             self.damaged[step] = error
         return step not in self.damaged
 
-    def _look(self, holdings: Holdings, step: Step) -> None:
+    def _look(self, holdings: Holdings, step: Stride) -> None:
         """Of what stands there now: a fold may be written anew with other bytes between two looks of one run."""
         catalog, (start, end) = holdings.catalog, step
         refs: list[SegmentRef]
@@ -146,7 +147,7 @@ class ReadBack:
         return all(holdings.sizes.get(ref.name) == ref.num_bytes for ref in refs)
 
     @property
-    def reasons(self) -> dict[Step, str]:
+    def reasons(self) -> dict[Stride, str]:
         """:attr:`damaged` in words."""
         return {step: error.headline for step, error in self.damaged.items()}
 

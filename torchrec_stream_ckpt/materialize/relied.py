@@ -12,12 +12,13 @@ from torchrec_stream_ckpt.layout import (
     parse_store_segment,
 )
 from torchrec_stream_ckpt.materialize.read_back import ReadBack
-from torchrec_stream_ckpt.route.holdings import Holdings, Step
+from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.route.strides import Stretch
+from torchrec_stream_ckpt.store.catalog import Stride
 from torchrec_stream_ckpt.types import MarkerId
 
 
-def check_relied(holdings: Holdings, going: Iterable[str], staying: Iterable[Step], read_back: ReadBack) -> None:
+def check_relied(holdings: Holdings, going: Iterable[str], staying: Iterable[Stride], read_back: ReadBack) -> None:
     """Read the folds that stay, as far as they stand in for what goes; ``read_back`` says then which are damaged.
 
     Of several folds that hold the rows of what goes, the oldest that is whole is enough: a newer one that is damaged is
@@ -40,7 +41,7 @@ def check_relied(holdings: Holdings, going: Iterable[str], staying: Iterable[Ste
                 break
 
 
-def remarks(job: bytes, damaged: Mapping[Step, str]) -> tuple[str, ...]:
+def remarks(job: bytes, damaged: Mapping[Stride, str]) -> tuple[str, ...]:
     """In words: each damaged fold."""
     return tuple(f"{FoldName(job, end, start).name} is damaged: {why}" for (start, end), why in damaged.items())
 

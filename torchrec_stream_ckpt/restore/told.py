@@ -18,7 +18,7 @@ _KEPT = 1024
 """Markers."""
 
 
-class Told:
+class KeptNotes:
     """Notes of markers by their ids.
 
     Args:

@@ -28,7 +28,7 @@ from torchrec_stream_ckpt.restore.coverage import Coverage, rows_of_frame
 from torchrec_stream_ckpt.restore.ledger import Ledger
 from torchrec_stream_ckpt.restore.located import Placing, in_segments
 from torchrec_stream_ckpt.restore.steps import Step, Steps
-from torchrec_stream_ckpt.restore.told import Told
+from torchrec_stream_ckpt.restore.told import KeptNotes
 from torchrec_stream_ckpt.restore.verify import READERS, CompareDense, Verified, replicated_of
 from torchrec_stream_ckpt.route.locate import load_catalog, locate
 from torchrec_stream_ckpt.route.route import Route
@@ -129,7 +129,7 @@ class Verifier:
         self._refused: dict[MarkerId, CorruptionError | TrimmedError] = {}
         self._shards: dict[tuple[int, int], tuple[TableShard, ...]] = {}
         """By generation and rank."""
-        self._told = Told(self._catalog) if self._catalog is not None else None
+        self._told = KeptNotes(self._catalog) if self._catalog is not None else None
 
     def read(self, commits: Iterable[Commit]) -> None:
         """Read what these markers need, as far as it is there.
@@ -341,7 +341,7 @@ class Verifier:
         if not reading.damage:
             self._judge_within(step, told)
 
-    def _judge_within(self, step: Step, told: Told) -> None:
+    def _judge_within(self, step: Step, told: KeptNotes) -> None:
         """Judge blocks that a fold does not send by what was said at markers within it."""
         for marker, notes in reversed(list(told.some_of(self._steps.within(step)))):
             said = [Said(each.shards, each.mark.proof) for each in notes]

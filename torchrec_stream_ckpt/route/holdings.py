@@ -21,11 +21,8 @@ from torchrec_stream_ckpt.layout import (
 )
 from torchrec_stream_ckpt.route.strides import Strides
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.catalog import Catalog, Piece
+from torchrec_stream_ckpt.store.catalog import Catalog, Piece, Stride
 from torchrec_stream_ckpt.types import MarkerId
-
-Step = tuple[MarkerId | None, MarkerId]
-"""(start, end) of a piece: a fold, or otherwise an interval. Of a marker with itself: what it needs besides rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,8 @@ class Holdings:
     """Length of each object, by name, as of one listing."""
     strides: Strides = field(init=False)
     _folders: dict[str, dict[str, int]] = field(default_factory=dict)
-    _damages: dict[Step, str] = field(default_factory=dict)
+    _damages: dict[Stride, str] = field(default_factory=dict)
+    """What is wrong with each; of a marker with itself: with what it needs besides rows."""
 
     def __post_init__(self) -> None:
         self.strides = Strides(self.lineage, self.catalog)
@@ -98,17 +96,17 @@ class Holdings:
             damage = error.headline
         return Holding(marker, pieces, damage, self._dense(commit))
 
-    def assuming(self, spans: Iterable[tuple[MarkerId | None, MarkerId]]) -> Holdings:
+    def assuming(self, spans: Iterable[Stride]) -> Holdings:
         """Return the holdings as they will be once these folds are written."""
         made = Holdings(self.catalog.assuming(spans), self.lineage, self.sizes)
         made._damages.update(self._damages)
         return made
 
-    def needed_by(self, marker: MarkerId) -> list[Step]:
-        """List the steps that a restore of a marker reads; raises as :meth:`look`."""
+    def needed_by(self, marker: MarkerId) -> list[Stride]:
+        """List the strides that a restore of a marker reads; raises as :meth:`look`."""
         return [*((piece.start, piece.end) for piece in self.look(marker).pieces), (marker, marker)]
 
-    def apart_from(self, damaged: Mapping[Step, str]) -> Holdings:
+    def apart_from(self, damaged: Mapping[Stride, str]) -> Holdings:
         """The same without folds that were found damaged; the way of a marker that needs a damaged interval has damage.
 
         Args:

@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.catalog import Catalog, follow
+from torchrec_stream_ckpt.store.catalog import Catalog, Stride, follow
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.reader import load_front, load_told, open_pieces
 from torchrec_stream_ckpt.store.summaries import by_summaries
@@ -218,7 +218,7 @@ def _tail(route: Route) -> list[Commit]:
     return chain[[commit.id for commit in chain].index(reach) + 1 :] if reach is not None else chain
 
 
-def _refs_of(catalog: Catalog, step: tuple[MarkerId | None, MarkerId]) -> Sequence[SegmentRef]:
+def _refs_of(catalog: Catalog, step: Stride) -> Sequence[SegmentRef]:
     """Of a fold, or otherwise of an interval."""
     return catalog.fold(*step).segments if step in catalog.folds else catalog.manifest(step[1]).refs
 

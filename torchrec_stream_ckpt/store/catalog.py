@@ -45,6 +45,9 @@ _AHEAD = 64
 T = TypeVar("T")
 H = TypeVar("H", bound=Hashable)
 
+Stride = tuple[MarkerId | None, MarkerId]
+"""(start, end) of a piece, which is a fold or otherwise an interval. None: it begins with every row."""
+
 
 @dataclass(frozen=True, slots=True)
 class Picked:
@@ -114,14 +117,14 @@ class Catalog:
     """Markers whose manifests are there; some may have been dropped."""
     dropped: Set[MarkerId] = frozenset()
     """Markers that were given up, and that were not pinned before that was said."""
-    folds: Set[tuple[MarkerId | None, MarkerId]] = frozenset()
+    folds: Set[Stride] = frozenset()
     listed: int = 0
     """How often it was listed, or forgot what it had read: until it grows, only the caller's own folds are new."""
     small: Readable | None = None
     """What manifests and directories are read from; None: the objects themselves."""
     _kept: Kept = field(default_factory=Kept, compare=False, repr=False)
     """What was read of manifests, folds and markers that were given up, up to a bound."""
-    _assumed: Mapping[tuple[MarkerId | None, MarkerId], Fold] = field(default_factory=dict)
+    _assumed: Mapping[Stride, Fold] = field(default_factory=dict)
     """Folds that are still to be written."""
 
     @classmethod
@@ -267,7 +270,7 @@ class Catalog:
             self._kept.put(name, fold, len(fold.segments))
         return fold
 
-    def assuming(self, spans: Iterable[tuple[MarkerId | None, MarkerId]]) -> Catalog:
+    def assuming(self, spans: Iterable[Stride]) -> Catalog:
         """This catalog with folds that are still to be written, and have no segments."""
         folds = {(start, end): Fold(self.job, start, end, 0, ()) for start, end in spans}
         return replace(self, folds=self.folds | folds.keys(), _assumed={**self._assumed, **folds})
@@ -318,22 +321,22 @@ class Catalog:
         commits = {commit.id: commit for commit in chain}
         steps = follow(strides, reach, since)
 
-        def piece(step: tuple[MarkerId | None, MarkerId]) -> Piece:
+        def piece(step: Stride) -> Piece:
             return self.piece(step[0], commits[step[1]])
 
         if pool is None:
             return tuple(map(piece, steps))
         return tuple(side_by_side(self.fronts, pool, piece, steps, self._named))
 
-    def _named(self, step: tuple[MarkerId | None, MarkerId]) -> str:
+    def _named(self, step: Stride) -> str:
         """The object that names the segments of a piece."""
         start, end = step
         return FoldName(self.job, end, start).name if step in self.folds else manifest_name(self.job, end)
 
-    def read_ahead(self, steps: Iterable[tuple[MarkerId | None, MarkerId]]) -> None:
+    def read_ahead(self, steps: Iterable[Stride]) -> None:
         """Read what names the segments of pieces, side by side where there are many; what is damaged is met later."""
 
-        def read(step: tuple[MarkerId | None, MarkerId]) -> None:
+        def read(step: Stride) -> None:
             with suppress(CorruptionError):
                 _ = self.fold(*step) if step in self.folds else self.manifest(step[1])
 
@@ -387,7 +390,7 @@ class Catalog:
 
 def follow(
     strides: Mapping[MarkerId, MarkerId | None], reach: MarkerId | None, since: MarkerId | None = None
-) -> list[tuple[MarkerId | None, MarkerId]]:
+) -> list[Stride]:
     """(start, end) of the pieces that lead from ``since`` to ``reach``, oldest first; see :meth:`Catalog.strides`."""
     steps = []
     at = reach
