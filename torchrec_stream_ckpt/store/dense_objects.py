@@ -45,7 +45,12 @@ def files_in(objects: Objects, commit: Commit) -> tuple[DenseFile, ...]:
 
 
 def read_dense_file(objects: Objects, name: str, file: DenseFile, piece_bytes: int = _RANGE_BYTES) -> Iterator[int]:
-    """Read a dense file and compare its digest; yields how many bytes each piece had.
+    """Read a dense file and compare its digest; yields how many bytes each piece had. Raises as :func:`_pieces`."""
+    return map(len, _pieces(objects, name, file, piece_bytes))
+
+
+def _pieces(objects: Objects, name: str, file: DenseFile, piece_bytes: int = _RANGE_BYTES) -> Iterator[memoryview]:
+    """Read a dense file in pieces, and compare its digest after the last one.
 
     Raises:
         CorruptionError: it is gone or altered.
@@ -53,16 +58,16 @@ def read_dense_file(objects: Objects, name: str, file: DenseFile, piece_bytes: i
     """
     size = objects.size(name)
     if size is None:
-        raise MissingObjectError("dense state is gone", name=name)
-    if size != file.num_bytes:
-        raise CorruptionError(altered("the file", size, file), name=name)
+        raise MissingObjectError("dense state is gone", store=objects.url, name=name)
+    if size != file.num_bytes:  # nothing has to be read to know: it may be anything
+        raise CorruptionError(altered("the file", size, file), store=objects.url, name=name)
     digest = hashlib.sha256()
     for begin in range(0, size, piece_bytes):
         data = objects.read(name, begin, min(size, begin + piece_bytes))
         digest.update(data)
-        yield len(data)
+        yield data
     if digest.hexdigest() != file.sha256:
-        raise CorruptionError("dense state was altered since it was committed", name=name)
+        raise CorruptionError("dense state was altered since it was committed", store=objects.url, name=name)
 
 
 class DenseObjects:
@@ -191,16 +196,6 @@ class DenseObjects:
 
     def _fetch_file(self, commit: Commit, file: DenseFile, path: Path) -> None:
         name = dense_file_name(commit.job, commit.id, file.name)
-        size = self._objects.size(name)
-        if size is None:
-            raise MissingObjectError("dense state is gone", store=self.url, name=name)
-        digest = hashlib.sha256()
-        # Where the size has changed, nothing has to be read to know: it may be anything.
-        if size == file.num_bytes:
-            with path.open("xb") as copy:
-                for begin in range(0, size, _RANGE_BYTES):
-                    data = self._objects.read(name, begin, min(size, begin + _RANGE_BYTES))
-                    digest.update(data)
-                    copy.write(data)
-        if size != file.num_bytes or digest.hexdigest() != file.sha256:
-            raise CorruptionError("dense state was altered since it was committed", store=self.url, name=name)
+        with path.open("xb") as copy:
+            for data in _pieces(self._objects, name, file):
+                copy.write(data)
