@@ -29,7 +29,7 @@ class EngineName:
 
     @classmethod
     def parse(cls, text: str) -> EngineName:
-        """What ``local``, ``local:4`` or ``ray://HOST:PORT`` says.
+        """Read ``local``, ``local:4`` or ``ray://HOST:PORT``.
 
         Raises:
             ConfigError: it is none of these.

@@ -191,7 +191,7 @@ def _away(engine: str, error: Exception) -> EngineUnavailableError:
 
 
 def _misfit(error: RuntimeError, engine: str) -> StreamCkptError:
-    """What Ray says of versions; it is the only thing that it refuses a driver for."""
+    """Return the error for what Ray says of versions; it refuses a driver for nothing else."""
     said = " ".join(str(error).split())
     if "ersion" not in said:
         return _away(engine, error)

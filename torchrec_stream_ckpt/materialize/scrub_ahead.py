@@ -111,7 +111,7 @@ class ReadAhead:
         return batch, batch.future.result() if batch.future is not None else ()
 
     def is_ready(self) -> bool:
-        """Whether :meth:`oldest` would not wait."""
+        """Tell whether :meth:`oldest` would not wait."""
         return bool(self._begun) and (self._begun[0].future is None or self._begun[0].future.done())
 
     def read_again(self) -> int:

@@ -120,14 +120,14 @@ class ScrubReader:
         return [unit]
 
     def _list_of(self, unit: str) -> str:
-        """What says which objects a unit has."""
+        """Return the object that says which objects a unit has."""
         if not unit.startswith(f"{DENSE_DIR}/"):
             return unit
         commit = self._commit_of(unit)
         return dense_file_name(commit.job, commit.id, commit.dense_list.file.name) if commit.dense_list else unit
 
     def is_needless(self, name: str) -> bool:
-        """Whether nobody misses an object that was found damaged: gc deletes it, or has done so meanwhile."""
+        """Tell whether nobody misses an object that was found damaged: gc deletes it, or has done so meanwhile."""
         if name in self.listed():
             return True
         if self._objects.size(name) is not None:
@@ -169,7 +169,7 @@ class ScrubReader:
         return self._given_up(name)
 
     def part(self, unit: str, name: str) -> Part | None:
-        """What a worker would read of an object of a unit; None: only this reader can tell what it should be.
+        """Return what a worker would read of a unit's object; None: only this reader can tell what it should be.
 
         What says which objects the unit has is not for workers, and nothing is for them where it cannot be read.
         """
@@ -233,7 +233,7 @@ class ScrubReader:
 
     @staticmethod
     def _is_sound(name: str, data: bytes) -> bool:
-        """Whether these are bytes of a manifest, or of the beginning of a segment, whichever."""
+        """Tell whether these are bytes of a manifest, or of the beginning of a segment, whichever."""
         try:
             if parse_manifest_name(name) is not None:
                 Manifest.from_bytes(data, name)

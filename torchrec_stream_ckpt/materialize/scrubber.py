@@ -335,5 +335,5 @@ def _has_read() -> None:
 
 
 def _is_worth_it(engine: Engine, bytes_per_s: float | None) -> bool:
-    """Whether workers help: a task for them is not small, and reads about what the rate allows in a second, or less."""
+    """Tell whether workers help: a task for them is not small, and reads at most what the rate allows in a second."""
     return not isinstance(engine, InProcess) and (bytes_per_s is None or bytes_per_s >= api.SMALL_BYTES)

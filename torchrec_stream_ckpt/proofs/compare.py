@@ -142,7 +142,7 @@ class Check:
         check.difference[blocks - check.begin] -= digests
 
     def _wanted(self) -> Iterator[tuple[int, Said]]:
-        """What was said at each marker that proves a block here."""
+        """Yield what was said at each marker that proves a block here."""
         wanted: set[int] = set()
         for check in self.tables.values():
             wanted |= set(np.unique(check.place[check.open[:, 0]]).tolist())
@@ -164,7 +164,7 @@ class Check:
     def _take(
         self, check: TableCheck, place: int, source: TableShard, shard: TableShard, blocks: Ints, digests: Digests
     ) -> None:
-        """What a rank of the marker said of its shard, as far as the reader's shard is concerned."""
+        """Take what a rank of the marker said of its shard, as far as the reader's shard is concerned."""
         overlaps = source.col0 < shard.col0 + shard.cols and shard.col0 < source.col0 + source.cols
         here = (blocks * BLOCK_ROWS < shard.row0 + shard.rows) & ((blocks + 1) * BLOCK_ROWS > shard.row0)
         chosen = np.flatnonzero(here)
@@ -183,7 +183,7 @@ class Check:
             check.difference[numbers[first_cell]] += digests[chosen[first_cell]]
 
     def tally(self, shared: Mapping[int, Ints]) -> Tally:
-        """What came of the blocks that this reader holds whole: all but those in ``shared``, by table."""
+        """Compare the blocks that this reader holds whole: all but those in ``shared``, by table."""
         total = Tally()
         for table, check in self.tables.items():
             whole = np.ones(len(check.place), np.bool_)
@@ -193,7 +193,7 @@ class Check:
         return total
 
     def part(self, table: int, blocks: Ints) -> tuple[Digests, Digests]:
-        """What this reader has of shared blocks of a table: (difference, 1 where it cannot check), both to be added up.
+        """Return what it has of a table's shared blocks: (difference, 1 where it cannot check), both to be added up.
 
         Where it holds no row of a block: zeros.
         """
@@ -207,7 +207,7 @@ class Check:
         return difference, closed
 
     def close(self, table: int, blocks: Ints, difference: Digests, closed: Digests) -> Tally:
-        """What came of shared blocks, by the sums over all readers: each counts its own cells."""
+        """Judge shared blocks by the sums over all readers: each counts its own cells."""
         check = self.tables.get(table)
         if check is None:
             return Tally()
@@ -218,7 +218,7 @@ class Check:
 
 
 def tally_of(check: TableCheck, numbers: Ints) -> Tally:
-    """What came of some blocks of a table, by their numbers from its first one."""
+    """Count what came of some blocks of a table, by their numbers from its first one."""
     open_ = check.open[numbers]
     cells = check.cells[numbers]
     bad = np.argwhere(open_ & (check.difference[numbers] != 0))

@@ -45,7 +45,7 @@ class Marks:
         """Of markers at lower places something was let go."""
 
     def add(self, place: int, rank: int, shards: tuple[TableShard, ...], proof: Proof | None) -> None:
-        """What ``rank`` said at a marker; nothing happens if it is known.
+        """Add what ``rank`` said at a marker; nothing happens if it is known.
 
         Raises:
             CorruptionError: the proof has more or fewer digests than its shards have.
@@ -74,7 +74,7 @@ class Marks:
         return found
 
     def at(self, place: int) -> Mapping[int, Said]:
-        """What was said at a marker, by rank."""
+        """Return what was said at a marker, by rank."""
         return self._said.get(place, {})
 
 
@@ -122,7 +122,7 @@ class Met:
             self.marks.add(place, header.rank, shards, mark.proof)
 
     def told(self, told: Told) -> None:
-        """What a store or a HEAD says of markers on the path."""
+        """Add what a store or a HEAD says of markers on the path."""
         for marker, notes in told.items():
             place = self.path.place(marker)
             if place < len(self.path.chain) and self.path.chain[place] == marker:

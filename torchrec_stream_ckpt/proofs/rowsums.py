@@ -94,7 +94,7 @@ class RowSums:
             self._tables[table].take(col0, cols, rows, place)
 
     def compare(self) -> Compared:
-        """What came of all rows, once they and all MARKs have come."""
+        """Compare all rows, once they and all MARKs have come."""
         return compare_sums(self._schema, self._met, lambda table, *each: self._tables[table].digests(*each))
 
 

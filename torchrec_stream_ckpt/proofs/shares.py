@@ -199,7 +199,7 @@ def _within(opened: Sequence[Picked], tables: Sequence[ShareRows]) -> Iterator[P
 
 
 def compare_shares(schema: Schema, met: Met, found: Sequence[ShareFound]) -> Compared:
-    """What came of a window, by all of its shares.
+    """Compare a window by all of its shares.
 
     Args:
         schema: Of the marker's generation.

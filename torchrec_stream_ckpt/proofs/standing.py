@@ -45,7 +45,7 @@ def of_history(lineage: Lineage, said: Iterable[Comparison], who: str = STORE) -
 
 
 def standing_of(lineage: Lineage, marker: MarkerId, said: Iterable[Comparison]) -> ProofStanding | None:
-    """What comparisons say of the rows of a marker; None: nothing was compared.
+    """Sum up what comparisons say of the rows of a marker; None: nothing was compared.
 
     Args:
         lineage: The control partition.

@@ -63,7 +63,7 @@ class Unproved:
         ]
 
     def error(self, marker: MarkerId) -> ProofMismatchError:
-        """What a reader of ``marker`` raises."""
+        """Return the error that a reader of ``marker`` raises."""
         first = self.blocks[0]
         named = "; ".join(str(block) for block in self.blocks[:_SAID])
         more = f"; and {self.count - _SAID} more" if self.count > _SAID else ""
@@ -103,7 +103,7 @@ class Compared:
 
 
 def name_blocks(tally: Tally, schema: Schema, path: Path, circle: Circle) -> Unproved | None:
-    """What differs, by name; None: nothing does."""
+    """Name the blocks that differ; None: none does."""
     found = []
     for each in tally.named:
         table, id_ = schema.tables[each.table], path.id(each.table)

@@ -37,7 +37,7 @@ class WeightProof:
 
     @classmethod
     def of(cls, marker: MarkerId, schema: Schema, notes: Sequence[Notes]) -> WeightProof | None:
-        """What a marker proves; None: nothing.
+        """Return the proof of a marker; None: it proves nothing.
 
         Args:
             marker: The marker.

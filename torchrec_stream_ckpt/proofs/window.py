@@ -204,7 +204,7 @@ class _MarkerWindow:
 
 
 def met_at(path: Path, notes: Sequence[Notes]) -> Met:
-    """What the ranks of one marker said: ``path`` is the marker alone."""
+    """Collect what the ranks of one marker said: ``path`` is the marker alone."""
     met = Met(path)
     met.told({path.chain[-1]: tuple(notes)})
     return met
@@ -231,7 +231,7 @@ def _with_rows(shards: Iterable[TableShard]) -> list[TableShard]:
 
 
 def window_of(notes: Sequence[Notes]) -> Window | None:
-    """What a marker proves, by what its ranks said; None: nothing."""
+    """Return the window that a marker proves, by what its ranks said; None: there is none."""
     windows = {each.mark.proof.window if each.mark.proof is not None else None for each in notes}
     return windows.pop() if len(windows) == 1 else None
 

@@ -55,7 +55,7 @@ class FoldLoad:
 
 
 def fold_load(work: Workload, where: Deployment) -> FoldLoad:
-    """What a policy leads to.
+    """Compute what a policy leads to.
 
     A base is due once the pieces after the last one are more than ``rebase`` times its bytes. Spans put it off: they
     hold each row once.
