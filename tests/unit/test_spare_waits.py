@@ -96,6 +96,46 @@ def test_a_store_that_is_away_after_the_fence_is_waited_for(monkeypatch: pytest.
     assert (len(control.claims), away) == (1, [])
 
 
+def test_rows_of_an_advance_that_broke_off_do_not_stay_when_the_trainer_goes_on_from_an_older_marker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    control, did, silent = _Control(), list[str](), False
+
+    def load() -> Any:
+        did.append(f"load {control.lineage.newest.id}")  # type: ignore[union-attr]
+        plan = SimpleNamespace(merged={}, marker=control.lineage.newest.id, source="log")  # type: ignore[union-attr]
+        return plan, SimpleNamespace(all_shards=dict), 1
+
+    def advance(route: Any) -> int:
+        did.append(f"advance to {route.commit.id}")
+        if silent:
+            raise SILENT
+        return 1
+
+    def locating(lineage: Lineage, marker: MarkerId, since: MarkerId) -> Any:
+        route = SimpleNamespace(commit=lineage.find(marker), shards={}, check=lambda log: None)
+        route.complete = lambda log, known: route
+        return route
+
+    monkeypatch.setattr("torchrec_stream_ckpt.trainer.standby.locate", locating)
+    waiting = spare(control, load)
+    waiting._advance = advance
+    waiting._follow()
+    for marker in (2, 4):
+        silent = True
+        control.lineage.apply(builders.commit(1, marker))
+        with pytest.raises(LogUnavailableError):
+            waiting._follow()
+        silent = False
+        if marker == 2:  # the next one leads through it: its rows are written again
+            control.lineage.apply(builders.commit(1, 3))
+            waiting._follow()
+    control.lineage.apply(builders.claim(2, parent=MarkerId(1, 3)))
+    control.lineage.apply(builders.commit(2, 4))
+    waiting._follow()
+    assert did == ["load 1:1", "advance to 1:2", "advance to 1:3", "advance to 1:4", "load 2:4"]
+
+
 @pytest.mark.parametrize("error", [SILENT, UNKNOWN])
 def test_a_fence_that_came_although_nobody_answered_is_not_taken_for_another_spares(error: StreamCkptError) -> None:
     late: list[Claim] = []

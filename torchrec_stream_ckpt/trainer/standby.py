@@ -105,6 +105,8 @@ class Standby:
         self._pulse = _Pulse(takeover.after_s)
         self._known: Shards = {}
         self._at: MarkerId | None = None
+        self._towards: MarkerId | None = None
+        """The marker of which an advance has perhaps written some rows, and has not ended; None: there is none."""
         self._claim: Claim | None = None
         """(rank 0) The fence."""
         self.touched = False
@@ -242,9 +244,9 @@ class Standby:
             if route is None:
                 self._load_all()
             elif route.commit.id != self._at:
-                self.touched = True
+                self.touched, self._towards = True, route.commit.id
                 self.rows += self._team.together(lambda: self._advance(route))
-                self._at = route.commit.id
+                self._at, self._towards = route.commit.id, None
         except (CorruptionError, TrimmedError) as error:
             if self._team.rank == 0:
                 log.warning("the spare loads all rows again: %s", error.headline)
@@ -254,7 +256,8 @@ class Standby:
         """(rank 0) What leads from where the tables stand to the newest marker; None: nothing does."""
         lineage = self._refresh()
         newest = lineage.newest
-        if self._at is None or newest is None or self._at not in lineage.leading_to(newest.id):
+        held = {self._at, self._towards or self._at}
+        if self._at is None or newest is None or not held.issubset(lineage.leading_to(newest.id)):
             return None
         refuse_changed(lineage, newest.id.generation, self._at)
         route = locate(lineage, newest.id, since=self._at)
@@ -270,6 +273,7 @@ class Standby:
         if loaded is None:
             self.touched = before
             return
+        self._towards = None
         plan, choice, rows = loaded
         self._team.together(lambda: _refuse_merges(plan))
         self._known, self._at = choice.all_shards(), plan.marker
