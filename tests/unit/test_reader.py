@@ -246,11 +246,11 @@ def test_open_pieces_have_all_segments_and_what_was_said_at_their_end(tmp_path: 
     history.generation(1, [1, 2, 3])
     fold(tmp_path)
     catalog = Catalog.load(history.objects, JOB)
-    cover = catalog.cover(history.lineage.chain(MarkerId(1, 2)))
-    pieces = open_pieces(history.objects, cover, JOB, pool)
+    chain = history.lineage.chain(MarkerId(1, 2))
+    pieces = open_pieces(history.objects, catalog.cover(chain), JOB, pool)
     assert [piece.end for piece in pieces] == [MarkerId(1, 1), MarkerId(1, 2)]
     assert [picked.front.rows for piece in pieces for picked in piece.opened] == [14, 3]
     assert all(piece.generation == 1 for piece in pieces)
-    told = load_told(catalog, pieces, pool)
+    told = load_told(catalog, pieces, chain, pool)
     assert told.keys() == {MarkerId(1, 1), MarkerId(1, 2)}
     assert [len(each.shards) for each in told[MarkerId(1, 2)]] == [2]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 from crc32c import crc32c
 
+from tests.builders import Stream
 from tests.golden import make_store
 from tests.stores import History
 from tests.unit import summarized_job
@@ -31,6 +34,8 @@ from tests.unit.summarized_job import (
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.failpoints import arm
 from torchrec_stream_ckpt.format import summary as summary_format
+from torchrec_stream_ckpt.format.control import Mark, TableScalars
+from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.manifest import Manifest
 from torchrec_stream_ckpt.format.summary import Part, Summary
 from torchrec_stream_ckpt.interchange.rows import open_rows
@@ -264,6 +269,69 @@ def test_one_of_another_history_is_not_believed(history: History, store: Store, 
     store._held |= {name: theirs._held[name] for name in names(theirs)}
     routes = exact(history, store)
     assert not routes[-1].summarized
+
+
+def lying_history(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """All objects of the store of another history, whose ranks said something else at each marker."""
+
+    def mark(stream: Stream, marker: int = 1) -> bytes:
+        said = Mark(0, sum(map(len, stream.frames)), (TableScalars(0, 0, 6, 0, 4, 7, 1.0, 0.5, 0.5),))
+        return stream.json(Kind.MARK, said.to_json(), marker=marker, step=10 * marker)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stream, "mark", mark)
+        other, theirs = Later(folder), Store()
+        other.generation(1, range(1, 21))
+        other.generation(2, range(15, 31), "1:14")
+        list(materializer(other, theirs).catch_up(other.lineage))
+    return theirs._held
+
+
+def test_no_parts_of_a_summary_change_what_a_plan_says(
+    history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of other objects, of another history, cut ones and none, at random; also where folds have the rows."""
+    theirs, rng = lying_history(tmp_path, monkeypatch), random.Random(3)
+    lies = {name: part for each in names(Store(theirs)) for name, part in parts_of(Store(theirs), each).items()}
+    used: Counter[bool] = Counter()
+    for policy in (NEVER, Policy(rebase=0, compact="span4"), Policy(rebase=1e-9, compact="none")):
+        whole = Store()
+        list(materializer(history, whole, policy).catch_up(history.lineage))
+        plain = {
+            marker: locate(history.lineage, marker, load_catalog(whole, history.lineage), summaries=False)  # type: ignore[arg-type]
+            for marker in map(MarkerId.parse, ("1:20", "1:9", "2:22", "2:30"))
+        }
+        for truth in (0.0, *[0.97] * 7):
+            store = whole.copy()
+            for name in names(store):
+                parts = parts_of(store, name)
+                others = list(parts.items())
+                for key, part in list(parts.items()):
+                    if rng.random() >= truth:
+                        like = [each for other, each in others if other.split("/")[0] == key.split("/")[0]]
+                        cut = part._replace(data=part.data[: len(part.data) // 2])
+                        other = rng.choice([lies[key], rng.choice(like), cut, None]) if truth else lies[key]
+                        parts = {**parts, key: other} if other is not None else {k: parts[k] for k in parts if k != key}
+                put_again(store, name, parts)
+            for marker, expected in plain.items():
+                route = locate(history.lineage, marker, load_catalog(store, history.lineage))  # type: ignore[arg-type]
+                assert [each.ref for each in route.segments] == [each.ref for each in expected.segments]
+                assert route.told == expected.told
+                used[route.summarized] += 1
+    assert min(used[True], used[False]) > 5
+
+
+def test_a_manifest_of_another_history_is_not_believed_where_a_fold_has_the_rows(
+    history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, name = Store(), manifest_name(history.lineage.job, NEWEST)
+    list(materializer(history, store, Policy(rebase=1e-9, compact="none")).catch_up(history.lineage))
+    whole = locate(history.lineage, NEWEST, load_catalog(store, history.lineage))  # type: ignore[arg-type]
+    assert len(whole.pieces) == 1
+    store._held[name] = lying_history(tmp_path, monkeypatch)[name]
+    route = locate(history.lineage, NEWEST, load_catalog(store, history.lineage))  # type: ignore[arg-type]
+    assert route.stored == MarkerId(2, 29), "the log has the last interval"
+    assert [each.mark.scalars for notes in route.told.values() for each in notes] == [()]
 
 
 def test_directories_that_lie_about_chunks_lead_back_to_the_objects(history: History, store: Store) -> None:

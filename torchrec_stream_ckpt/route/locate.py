@@ -163,12 +163,14 @@ def _with_store(
 ) -> tuple[Route, CorruptionError | None]:
     """(``route`` with the store's pieces after those of the reader or HEAD, why they cannot be read)."""
     try:
+        tail = _tail(route)
         with ThreadPoolExecutor(readers) as pool:
-            cover = catalog.cover(_tail(route), route.reach, pool)
+            cover = catalog.cover(tail, route.reach, pool)
             if not cover:
                 return route, None
             pieces = open_pieces(catalog.fronts, cover, catalog.job, pool)
-            found = replace(route, pieces=pieces, told={**load_told(catalog, pieces, pool), **route.told})
+            told = load_told(catalog, pieces, tail, pool)
+            found = replace(route, pieces=pieces, told={**told, **route.told})
     except CorruptionError as error:
         return route, error
     bad = next((each.ref.name for each in found.segments if each.ref.name in damaged), None)
@@ -194,6 +196,7 @@ def _intact(catalog: Catalog, route: Route, damaged: Mapping[str, CorruptionErro
     Only pieces that are read are looked at: where one is damaged, those that lead around it come next.
     """
     tail, since, whole = _tail(route), route.reach, set[str]()
+    commits = {commit.id: commit for commit in tail}
     with ThreadPoolExecutor(_READERS) as pool:  # a store may take its time for each of them
         while True:
             strides = catalog.strides(tail, since)
@@ -203,7 +206,7 @@ def _intact(catalog: Catalog, route: Route, damaged: Mapping[str, CorruptionErro
             if reach is None:
                 return catalog
             steps = follow(strides, reach, since)
-            refs = [*(partial(_refs_of, catalog, step) for step in steps), partial(_last_of, catalog, reach)]
+            refs = [*(partial(_refs_of, catalog, step) for step in steps), partial(_last_of, catalog, commits[reach])]
             bad = list(pool.map(partial(_is_damaged, catalog, damaged, whole), refs))
             if not any(bad):
                 return catalog
@@ -223,9 +226,9 @@ def _refs_of(catalog: Catalog, step: Stride) -> Sequence[SegmentRef]:
     return catalog.fold(*step).segments if step in catalog.folds else catalog.manifest(step[1]).refs
 
 
-def _last_of(catalog: Catalog, reach: MarkerId) -> Sequence[SegmentRef]:
-    """Where the ranks say what they held at the marker that the store leads to."""
-    return catalog.manifest(reach).last
+def _last_of(catalog: Catalog, reach: Commit) -> Sequence[SegmentRef]:
+    """Find the segments in which the ranks say what they held at the marker that the store leads to."""
+    return catalog.check(reach).last
 
 
 def _is_damaged(

@@ -12,13 +12,14 @@ from typing import TypeVar
 import numpy as np
 
 from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.segment import ChunkEntry, Front, check_chunk, entries_of, parse_front, parse_fronts
 from torchrec_stream_ckpt.layout import manifest_name
 from torchrec_stream_ckpt.store.api import Readable
-from torchrec_stream_ckpt.store.at_hand import side_by_side
+from torchrec_stream_ckpt.store.at_hand import Summarized, side_by_side
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -39,16 +40,23 @@ Told = Mapping[MarkerId, tuple[Notes, ...]]
 """What each rank said at markers."""
 
 
-def load_told(catalog: Catalog, pieces: Sequence[Piece], pool: Executor) -> Told:
+def load_told(catalog: Catalog, pieces: Sequence[Piece], chain: Sequence[Commit], pool: Executor) -> Told:
     """Read what the ranks said at the marker that open pieces lead to, and at those on the way, as far as it is read.
 
+    Args:
+        catalog: What the store holds.
+        pieces: Open.
+        chain: As of ``Catalog.cover``.
+        pool: Threads to read with.
+
     Raises:
-        CorruptionError: a segment is gone or altered; names it.
+        CorruptionError: a segment is gone or altered, or a manifest is of another history; names it.
         StoreUnavailableError: the store does not answer.
     """
-    reach, told = pieces[-1].end, _told(pieces)
+    reach, told, commits = pieces[-1].end, _told(pieces), {commit.id: commit for commit in chain}
+    catalog.check(commits[reach])
     notes = told.get(reach) or load_notes(catalog, reach, pool)  # of its interval, or a fold has its rows
-    return {**told, **_told_in_folds(catalog, pieces, pool), reach: notes}
+    return {**told, **_told_in_folds(catalog, pieces, commits, pool), reach: notes}
 
 
 def _told(pieces: Sequence[Piece]) -> Told:
@@ -61,13 +69,15 @@ def _told(pieces: Sequence[Piece]) -> Told:
     return {marker: tuple(notes) for marker, notes in found.items()}
 
 
-def _told_in_folds(catalog: Catalog, cover: Sequence[Piece], pool: Executor) -> Told:
+def _told_in_folds(
+    catalog: Catalog, cover: Sequence[Piece], commits: Mapping[MarkerId, Commit], pool: Executor
+) -> Told:
     """Read what the ranks said at markers within folds, the newest first, and as many as are read in a moment.
 
     The rows can be read without it. So what is damaged is left out: less of them can be proved.
     """
     folds = [piece for piece in cover if (piece.start, piece.end) in catalog.folds]
-    offered = catalog.markers - catalog.dropped if folds else ()
+    offered = catalog.markers & commits.keys() - catalog.dropped if folds else ()
     within = [
         marker
         for piece in folds
@@ -77,23 +87,30 @@ def _told_in_folds(catalog: Catalog, cover: Sequence[Piece], pool: Executor) -> 
     wanted = sorted(set(within) - {cover[-1].end}, reverse=True)
     ranks = len(catalog.manifest(cover[-1].end).last)
     wanted = wanted[: -(-NOTES_READS // (1 + ranks))]
-    read = partial(_if_intact, catalog.manifest)
-    found_manifests = side_by_side(catalog.fronts, pool, read, wanted, partial(manifest_name, catalog.job))
+    name_of = partial(manifest_name, catalog.job)
+    read = partial(_if_intact, catalog, lambda marker: catalog.check(commits[marker]), name_of)
+    found_manifests = side_by_side(catalog.fronts, pool, read, wanted, name_of)
     manifests = zip(wanted, found_manifests, strict=True)
     last = {marker: each.last for marker, each in manifests if each is not None}
-    load = partial(_if_intact, partial(_load_note, catalog))
+    load = partial(_if_intact, catalog, partial(_load_note, catalog), _name_of)
     refs_of_all = [ref for refs in last.values() for ref in refs]
-    notes = iter(side_by_side(catalog.fronts, pool, load, refs_of_all, lambda ref: ref.name))
+    notes = iter(side_by_side(catalog.fronts, pool, load, refs_of_all, _name_of))
     found = {marker: [next(notes) for _ in refs] for marker, refs in last.items()}
     return {marker: tuple(note for note in each if note) for marker, each in found.items() if None not in each}
 
 
-def _if_intact(read: Callable[[A], B], of: A) -> B | None:
-    """Read this; None where it is damaged or gone."""
+def _if_intact(catalog: Catalog, read: Callable[[A], B], name_of: Callable[[A], str], of: A) -> B | None:
+    """Read this; None where it is damaged or gone. Raises if it came from a summary: then the objects are asked."""
     try:
         return read(of)
     except CorruptionError:
+        if isinstance(catalog.fronts, Summarized) and catalog.fronts.holds(name_of(of)):
+            raise
         return None
+
+
+def _name_of(ref: SegmentRef) -> str:
+    return ref.name
 
 
 def _load_note(catalog: Catalog, ref: SegmentRef) -> Notes:
@@ -103,7 +120,7 @@ def _load_note(catalog: Catalog, ref: SegmentRef) -> Notes:
 def load_notes(catalog: Catalog, marker: MarkerId, pool: Executor) -> tuple[Notes, ...]:
     """Read what each rank said at a marker that is in the store; raises as :func:`load_told`."""
     last = catalog.manifest(marker).last
-    return tuple(side_by_side(catalog.fronts, pool, partial(_load_note, catalog), last, lambda ref: ref.name))
+    return tuple(side_by_side(catalog.fronts, pool, partial(_load_note, catalog), last, _name_of))
 
 
 def load_front(objects: Readable, ref: SegmentRef, job: bytes) -> Front:
@@ -133,7 +150,7 @@ def load_fronts(objects: Readable, refs: Sequence[SegmentRef], job: bytes, pool:
     def read(ref: SegmentRef) -> tuple[Buffer, str]:
         return objects.read(ref.name, 0, ref.front_bytes), ref.name
 
-    fronts = parse_fronts(side_by_side(objects, pool, read, refs, lambda ref: ref.name))
+    fronts = parse_fronts(side_by_side(objects, pool, read, refs, _name_of))
     return [_same(front, ref, job) for front, ref in zip(fronts, refs, strict=True)]
 
 
