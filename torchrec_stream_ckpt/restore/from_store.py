@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
+from threading import Lock
 
 import torch
 
@@ -31,6 +31,10 @@ from torchrec_stream_ckpt.types import TableShard
 WINDOW_BYTES = 256 * 2**20
 """A table with more weights than this is cut into windows, one a thread: a chunk may concern two of them."""
 
+_lock = Lock()
+_running: list[int] = []
+"""For each restore of this process that places rows now, how many threads torch had for one operation before."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Window:
@@ -48,26 +52,29 @@ class _Window:
 def apply_store(plan: RestorePlan, objects: Objects, targets: Mapping[TableShard, Target]) -> int:
     """Write what ``plan.stored`` names into the targets.
 
-    Memory: a chunk of each thread and, where the store is no folder, the reads in flight, of at most 16 MB each.
+    Memory: a chunk of each thread and, where the store is no folder, the reads in flight, of at most 16 MB each:
+    ``reads_ahead`` of them, or two for each thread if these are more.
 
     Returns:
         How many row records were written.
 
     Raises:
-        CorruptionError: the store is damaged.
+        CorruptionError: the store is damaged. No thread writes any more, and the targets are half written.
     """
     straight = 0
     if isinstance(objects, ReadsInto):
         straight, rest = read_runs(plan, objects, targets)
         plan = replace(plan, stored=rest)
-    lanes = _lanes(plan, torch.get_num_threads())
-    ahead = max(2, objects.reads_ahead // max(1, len(lanes)))
-    with (
-        _one_thread_an_operation(),
-        ThreadPoolExecutor(max(1, len(lanes)), "stream-ckpt-restore") as pool,
-        ThreadPoolExecutor(ahead * max(1, len(lanes)), "stream-ckpt-read") as readers,
-    ):
-        return straight + sum(pool.map(partial(_write, plan, objects, targets, readers, ahead), lanes))
+    with _one_thread_an_operation() as threads:
+        lanes = _lanes(plan, threads)
+        ahead = max(2, objects.reads_ahead // max(1, len(lanes)))
+        with (
+            ThreadPoolExecutor(max(1, len(lanes)), "stream-ckpt-restore") as pool,
+            ThreadPoolExecutor(ahead * max(1, len(lanes)), "stream-ckpt-read") as readers,
+        ):
+            placing = [pool.submit(_write, plan, objects, targets, readers, ahead, lane) for lane in lanes]
+            # If one fails, this ends the readers, and the other lanes with their next read.
+            return straight + sum(each.result() for each in as_completed(placing))
 
 
 def _lanes(plan: RestorePlan, threads: int) -> list[list[_Window]]:
@@ -83,7 +90,7 @@ def _lanes(plan: RestorePlan, threads: int) -> list[list[_Window]]:
     work = [(1 + num_bytes[each.target.table]) * each.cells / cells[each.target.table] for each in windows]
     lanes, total = [list[_Window]() for _ in range(threads)], sum(work)
     for window, mine, until in zip(windows, work, accumulate(work), strict=True):
-        lanes[int(threads * (until - mine / 2) / total)].append(window)
+        lanes[min(threads - 1, int(threads * (until - mine / 2) / total))].append(window)
     return [lane for lane in lanes if lane]
 
 
@@ -135,11 +142,19 @@ def _within(mine: Mapping[TableShard, Sequence[_Window]], moves: Sequence[Move])
 
 
 @contextmanager
-def _one_thread_an_operation() -> Iterator[None]:
-    """The threads are ours: each runs its operations by itself."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _one_thread_an_operation() -> Iterator[int]:
+    """The threads are ours: each runs its operations by itself. Gives how many torch has for one otherwise.
+
+    Torch gives a new thread what was set last in any other one. So what it had is put back by all restores that run at
+    once, whichever ends last.
+    """
+    with _lock:
+        threads = max(torch.get_num_threads(), *_running, 1)
+        _running.append(threads)
+        torch.set_num_threads(1)
     try:
-        yield
+        yield threads
     finally:
-        torch.set_num_threads(threads)
+        with _lock:
+            _running.remove(threads)
+            torch.set_num_threads(threads)

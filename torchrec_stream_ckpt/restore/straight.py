@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.frame import aligned
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.format.segment import ChunkEntry, chunk_layout, entries_of
+from torchrec_stream_ckpt.format.segment import ChunkEntry, chunk_layout, entries_of, slices_of
 from torchrec_stream_ckpt.restore.plan import RestorePlan
 from torchrec_stream_ckpt.restore.reshard import Columns, Move, by_slice
 from torchrec_stream_ckpt.restore.target import Target
@@ -41,9 +42,10 @@ def read_runs(
     """
     runs: list[tuple[str, ChunkEntry, Move]] = []
     moves = by_slice(plan.cold)
+    alone = _alone([picked for piece in plan.stored if piece.start is None for picked in piece.opened])
 
     def take(picked: Picked) -> Picked:
-        taken = list(_runs(picked, moves, targets))
+        taken = list(_runs(picked.only(alone[picked.ref.name]), moves, targets))
         runs.extend((picked.ref.name, entry, move) for _, entry, move in taken)
         return picked.only(~np.isin(picked.chunks, [number for number, _, _ in taken]))
 
@@ -56,6 +58,26 @@ def read_runs(
 
     with ThreadPoolExecutor(max(THREADS_AT_LEAST, torch.get_num_threads()), "stream-ckpt-restore") as pool:
         return sum(pool.map(copy, runs)), tuple(piece for piece in left if piece.opened)
+
+
+def _alone(base: Sequence[Picked]) -> dict[str, npt.NDArray[np.bool_]]:
+    """Find the chunks that have no id in common with another chunk of the base, as far as ranges tell; by segment.
+
+    Parts of an interval may each hold a version of a row, and the last one counts: these are put in their order.
+    """
+    if not base:
+        return {}
+    entries = np.concatenate([each.entries for each in base])
+    order = np.lexsort(tuple(entries[name] for name in ("first", "cols", "col0", "table")))
+    entries, shared = entries[order], np.zeros(len(order), np.bool_)
+    for place in slices_of(entries).values():
+        first, last, here = entries["first"][place], entries["last"][place], shared[place]
+        here[1:] |= first[1:] <= np.maximum.accumulate(last)[:-1]
+        here[:-1] |= first[1:] <= last[:-1]
+    alone = np.empty_like(shared)
+    alone[order] = ~shared
+    ends = np.cumsum([len(each.chunks) for each in base])
+    return dict(zip((each.ref.name for each in base), np.split(alone, ends[:-1]), strict=True))
 
 
 def _runs(
