@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import start
 import numpy as np
 import torch
 from allocator import SETTING
@@ -56,10 +57,24 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "numpy": np.__version__,
         "threads": torch.get_num_threads(),
-        "load_average": os.getloadavg()[0],
+        "load_average": start.LOAD,
         "allocator": SETTING,
         **({"gpu": torch.cuda.get_device_name(0)} if torch.cuda.is_available() else {}),
     }
+
+
+def busy_cores(seconds: float) -> float:
+    """How many cores other processes keep busy, or the host takes away, while this one sleeps for ``seconds``."""
+    begin, ticks = time.monotonic(), _busy_ticks(Path("/proc/stat").read_text())
+    time.sleep(seconds)
+    ticks = _busy_ticks(Path("/proc/stat").read_text()) - ticks
+    return ticks / os.sysconf("SC_CLK_TCK") / (time.monotonic() - begin)
+
+
+def _busy_ticks(stat: str) -> int:
+    """Of all cores since the machine was started: user, nice, system, interrupts, taken by the host."""
+    user, nice, system, _idle, _waiting, hard, soft, steal, *_guests = map(int, stat.split("\n", 1)[0].split()[1:])
+    return user + nice + system + hard + soft + steal
 
 
 def commit() -> str:
@@ -101,6 +116,42 @@ def refuse_small_machine(
         raise SystemExit(0) from None
 
 
+@dataclass(frozen=True)
+class Room:
+    """What one row of a result needs free before it starts, in bytes."""
+
+    what: str
+    memory: int = 0
+    """All of it, what lies in ``/dev/shm`` included."""
+    disk: int = 0
+    """Of ``BENCH_DIR``."""
+    shared: int = 0
+    """Of ``/dev/shm``."""
+
+    def check(self) -> None:
+        """Compare it with what is free.
+
+        Raises:
+            UnavailableError: there is less; says what is needed and what is free.
+        """
+        check_memory(self.memory, self.what)
+        check_disk(self.disk, self.what)
+        if self.shared:
+            check_disk(self.shared, f"{self.what}, in /dev/shm", Path("/dev/shm"))
+
+
+def with_room(report: Report, rows: Mapping[str, Room]) -> list[str]:
+    """Before anything starts: the rows that the machine has room for. The result says of the others why not."""
+    found = []
+    for row, room in rows.items():
+        try:
+            room.check()
+            found.append(row)
+        except UnavailableError as error:
+            report.leave_out(row, str(error))
+    return found
+
+
 def unmeasured(case: str, args: argparse.Namespace, why: str) -> None:
     """File and print a result that has no figure, and the reason."""
     found = {"case": case, "date": time.strftime("%Y-%m-%d"), "command": command_of(case), "machine": machine()}
@@ -126,6 +177,15 @@ class Measured:
 
     times: Times = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)
+
+    def split(self, ending: str) -> tuple[Measured, Measured]:
+        """The variants whose name does not end so, and those whose name does, under the rest of the name."""
+        plain, ended = Measured(), Measured()
+        for kind in ("times", "unavailable"):
+            for name, value in getattr(self, kind).items():
+                part = ended if name.endswith(ending) else plain
+                getattr(part, kind)[name.removesuffix(ending)] = value
+        return plain, ended
 
 
 def take_turns(variants: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 1) -> Measured:
@@ -216,6 +276,11 @@ class Report:
                 rows[name]["ratio"] = _rounded(statistics.median(found))
                 rows[name]["ratio_range"] = [_rounded(min(found)), _rounded(max(found))]
         self.points[point] = {"unit": unit, "baseline": base, "variants": rows}
+
+    def leave_out(self, row: str, why: str) -> None:
+        """File a row that is not measured."""
+        self.facts[f"{row} is not measured"] = why
+        tell(f"{row} is not measured: {why}")
 
     def median(self, point: str, variant: str) -> float | None:
         found: float | None = self.points.get(point, {}).get("variants", {}).get(variant, {}).get("median")
@@ -333,6 +398,8 @@ def synced(path: Path) -> None:
 
 
 WITH_FSYNC, WITHOUT_FSYNC = "with", "without"
+UNSYNCED, DURABLE = ", without fsync", ", durable"
+"""How a point, or a variant of one, ends that has nobody's fsync in its clock, and one that has everybody's."""
 
 
 def add_fsync(parser: argparse.ArgumentParser) -> None:

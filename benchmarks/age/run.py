@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
+import start  # noqa: E402, F401
 from common import Goal, Measured, Report, arguments, at_least, parse, refuse_small_machine, scratch, tell  # noqa: E402
 
 from torchrec_stream_ckpt.commit.generation import check_claimed  # noqa: E402

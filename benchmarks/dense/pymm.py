@@ -1,6 +1,7 @@
 """PyMM's table II: a state saved again and again by pickle, numpy and a memory map, in one file and in two, and ours.
 
-    python benchmarks/dense/pymm.py [--megabytes 64] [--kills 20] [--crashes-only] [--quick] [--out FILE.json]
+    python benchmarks/dense/pymm.py [--megabytes 64] [--kills 20] [--crashes-only] [--rounds 7] [--fsync with without]
+        [--quick] [--out FILE.json]
 
 A state is one vector of float32, as KMeans' centers are. *One file* is written over; of *two files* the older one is,
 and a restart takes the newer one that it can read. Nothing here is persistent memory: a memory map is one of a file on
@@ -13,7 +14,8 @@ way. Then the state is read. In each state all numbers are the same, so a mixtur
 ``refused``  nothing that can be read: the job has lost its state
 ``wrong``    parts of two states, without an error
 
-*Times* are those of one save until it is durable (``fsync``, ``msync``, a commit), and for ours how long it blocks
+*Times* are those of one save. Point ``a save, durable``: until the disk has it (``fsync``, ``msync``, a commit). Point
+``a save``: until the call returns, and a marker until its commit, where nobody syncs; for ours also how long it blocks
 training.
 """
 
@@ -28,45 +30,65 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve()
-sys.path[1:1] = [str(HERE.parents[level]) for level in (0, 1, 2)]
+sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
+import start  # noqa: E402, F401
 import numpy as np  # noqa: E402
 import numpy.typing as npt  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from common import Report, arguments, at_least, scratch, synced, take_turns, tell, timed  # noqa: E402
-from device import START  # noqa: E402
+from common import (  # noqa: E402
+    DURABLE,
+    WITH_FSYNC,
+    Report,
+    Room,
+    add_fsync,
+    arguments,
+    at_least,
+    fresh_processes,
+    parse,
+    scratch,
+    synced,
+    take_turns,
+    tell,
+    timed,
+    with_room,
+    without_fsync,
+)
 from job import Shape, build, join_group  # noqa: E402
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
 
 Vector = npt.NDArray[np.float32]
 OURS = "ours, a marker"
+CRASHES, TIMES = "crashes", "a save"
 WAIT_S = 300.0
 
 
-def by_pickle(path: Path, state: Vector) -> None:
+def by_pickle(path: Path, state: Vector, fsync: bool) -> None:
     with open(path, "wb") as file:
         pickle.dump(state, file, protocol=5)
-    synced(path)
+    if fsync:
+        synced(path)
 
 
-def by_numpy(path: Path, state: Vector) -> None:
+def by_numpy(path: Path, state: Vector, fsync: bool) -> None:
     np.save(path, state)
-    synced(path)
+    if fsync:
+        synced(path)
 
 
-def by_map(path: Path, state: Vector) -> None:
+def by_map(path: Path, state: Vector, fsync: bool) -> None:
     mode: Any = "r+" if path.exists() else "w+"
     mapped = np.memmap(path, np.float32, mode, shape=state.shape)
     mapped[:] = state
-    mapped.flush()
+    if fsync:
+        mapped.flush()
 
 
 def unpickled(path: Path, _: int) -> Vector:
@@ -75,7 +97,7 @@ def unpickled(path: Path, _: int) -> Vector:
     return found
 
 
-WAYS: dict[str, tuple[str, Callable[[Path, Vector], None], Callable[[Path, int], Vector]]] = {
+WAYS: dict[str, tuple[str, Callable[[Path, Vector, bool], None], Callable[[Path, int], Vector]]] = {
     "pickle": ("state.pkl", by_pickle, unpickled),
     "np.save": ("state.npy", by_numpy, lambda path, _: np.load(path)),
     "np.memmap": ("state.map", by_map, lambda path, size: np.array(np.memmap(path, np.float32, "r", shape=(size,)))),
@@ -86,13 +108,14 @@ FILES = {"one file": 1, "two files": 2}
 class Saver:
     """One way to save, in one or in two files."""
 
-    def __init__(self, way: str, files: int, folder: Path, size: int) -> None:
+    def __init__(self, way: str, files: int, folder: Path, size: int, *, fsync: bool = True) -> None:
         name, self._write, self._read = WAYS[way]
+        self._fsync = fsync
         self._paths = [folder / f"{number}-{name}" for number in range(files)]
         self._size, self._saves = size, 0
 
     def save(self, state: Vector) -> None:
-        self._write(self._paths[self._saves % len(self._paths)], state)
+        self._write(self._paths[self._saves % len(self._paths)], state, self._fsync)
         self._saves += 1
 
     def load(self) -> Vector:
@@ -178,7 +201,7 @@ def mark_until_killed(folder: Path, size: int, told: Any) -> None:
 def marked_and_killed(size: int, kills: int, chance: random.Random) -> dict[str, int]:
     """The same of ours: a killed job, then a restore by another one."""
     found = {"right": 0, "refused": 0, "wrong": 0}
-    context = multiprocessing.get_context(START)
+    context = fresh_processes()
     for _ in range(kills):
         with scratch("dense") as folder, ExitStack() as stack:
             (folder / "killed").mkdir()
@@ -205,23 +228,54 @@ def times(args: argparse.Namespace, report: Report, size: int) -> None:
             saves[0] += 1
             return timed(lambda: saver.save(states[saves[0] % 2]))
 
-        def marked(*, durable: bool) -> float:
+        def marked(*, fsync: bool, blocked: bool = False) -> float:
             saves[0] += 1
             ours.change(saves[0])
             futures: list[Any] = []
-            taken = timed(lambda: futures.append(ours.checkpointer.mark()))
-            rest = timed(lambda: futures[0].result(WAIT_S))
-            return taken + rest if durable else taken
+            with nullcontext() if fsync else without_fsync():
+                taken = timed(lambda: futures.append(ours.checkpointer.mark()))
+                rest = timed(lambda: futures[0].result(WAIT_S))
+            return taken if blocked else taken + rest
 
         variants: dict[str, Callable[[], float]] = {}
-        for way in WAYS:
-            for what, files in FILES.items():
-                own = folder / f"{way}-{files}"
-                own.mkdir()
-                variants[f"{way}, {what}"] = partial(saved, Saver(way, files, own, size))
-        variants[OURS] = partial(marked, durable=True)
-        variants[f"{OURS}: blocked"] = partial(marked, durable=False)
-        report.add("a save", take_turns(variants, args.rounds, warm_up=2), "pickle, one file")
+        for fsync in (mode == WITH_FSYNC for mode in args.fsync):
+            ending = DURABLE if fsync else ""
+            for way in WAYS:
+                for what, files in FILES.items():
+                    own = folder / f"{way}-{files}{ending}"
+                    own.mkdir()
+                    variants[f"{way}, {what}{ending}"] = partial(saved, Saver(way, files, own, size, fsync=fsync))
+            variants[OURS + ending] = partial(marked, fsync=fsync)
+            if not fsync:
+                variants[f"{OURS}: blocked"] = partial(marked, fsync=fsync, blocked=True)
+        found = take_turns(variants, args.rounds, 0 if args.quick else 2)
+        for point, measured in zip((TIMES, TIMES + DURABLE), found.split(DURABLE), strict=True):
+            if measured.times:
+                report.add(point, measured, "pickle, one file")
+
+
+def rooms(args: argparse.Namespace, size: int) -> dict[str, Room]:
+    """Of what is asked for. A job that is killed has marked for a fifth of a second or a little longer."""
+    saves = len(args.fsync) * (9 + 2 * (args.rounds + 2))
+    found = {
+        CRASHES: Room("a state in a job and in one that is killed, and its markers", (3 << 29) + 40 * size, 80 * size),
+        TIMES: Room("a state, its copies and files, a marker a round", (1 << 30) + 32 * size, (4 + 4 * saves) * size),
+    }
+    if args.crashes_only:
+        del found[TIMES]
+    return found
+
+
+def crash(args: argparse.Namespace, folder: Path, size: int) -> dict[str, dict[str, int]]:
+    """Outcomes by way; ``folder`` has the group's file."""
+    chance, found = random.Random(0), dict[str, dict[str, int]]()
+    for way in WAYS:
+        for what, files in FILES.items():
+            found[f"{way}, {what}"] = killed(way, files, size, args.kills, chance)
+            tell(f"{way}, {what}: {found[f'{way}, {what}']}")
+    join_group(folder, 0, 1)
+    found[OURS] = marked_and_killed(size, args.kills, chance)
+    return found
 
 
 def main() -> None:
@@ -229,25 +283,21 @@ def main() -> None:
     parser.add_argument("--megabytes", type=at_least(1), default=64)
     parser.add_argument("--kills", type=at_least(1), default=20, help="of each way")
     parser.add_argument("--crashes-only", action="store_true", help="nothing is timed")
-    parser.add_argument("--quick", action="store_true", help="small sizes; no figure means anything then")
-    args = parser.parse_args()
-    if args.quick:
-        parser.set_defaults(megabytes=4, kills=1, rounds=1)
-        args = parser.parse_args()
+    add_fsync(parser)
+    args = parse(parser, megabytes=4, kills=1, rounds=1)
     torch.set_num_threads(1)
     report = Report("dense", args, script="pymm.py")
-    size, chance = args.megabytes * 1_000_000 // 4, random.Random(0)
-    crashes = report.facts["crashes"] = {}
-    for way in WAYS:
-        for what, files in FILES.items():
-            crashes[f"{way}, {what}"] = killed(way, files, size, args.kills, chance)
-            tell(f"{way}, {what}: {crashes[f'{way}, {what}']}")
+    size = args.megabytes * 1_000_000 // 4
+    rows = with_room(report, rooms(args, size))
     with scratch("dense") as folder:
-        join_group(folder, 0, 1)
-        crashes[OURS] = marked_and_killed(size, args.kills, chance)
-        if not args.crashes_only:
+        if CRASHES in rows:
+            report.facts[CRASHES] = crash(args, folder, size)
+        if TIMES in rows:
+            if not dist.is_initialized():
+                join_group(folder, 0, 1)
             times(args, report, size)
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     report.finish()
 
 

@@ -1,13 +1,16 @@
 """DeepFreeze's weak scaling: what checkpoints add to a job whose ranks have the same work each, on more and more ranks.
 
-    python benchmarks/dense/weak.py [--ranks 1 2 3 4] [--megabytes 100] [--rounds 5] [--quick] [--out FILE.json]
+    python benchmarks/dense/weak.py [--ranks 1 2 3 4] [--megabytes 100] [--rounds 5] [--fsync with without] [--quick]
+        [--out FILE.json]
 
 Dense layers under DDP, as in ``run.py``, with one batch a rank: ``--steps`` steps, a checkpoint after every ``--every``
-of them. All variants of ``run.py``, and ``none``, twice, whose difference is the noise. Two points for each number of
-ranks, both of the slowest rank:
+of them. All variants of ``run.py``, and ``none``, twice, whose difference is the noise. Four points for each number of
+ranks, all of the slowest rank; what one checkpoint takes is the mean of a run:
 
-``blocked``   how long one checkpoint keeps training from going on, the mean of a run
-``run``       the whole run until its last checkpoint is durable; less that of ``none`` it is the runtime overhead
+``run``                  the whole run until the disk has its last checkpoint; less ``none`` it is the runtime overhead
+``durable``              in these runs, how long after it begins the disk has a checkpoint, while training goes on
+``run, without fsync``   the whole run where nobody syncs
+``blocked``              in these runs, how long a checkpoint keeps training from going on
 """
 
 from __future__ import annotations
@@ -16,27 +19,34 @@ import argparse
 import contextlib
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve()
-sys.path[1:1] = [str(HERE.parents[level]) for level in (0, 1, 2)]
+sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
+import start  # noqa: E402, F401
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from common import (  # noqa: E402
+    UNSYNCED,
+    WITH_FSYNC,
     Measured,
     Report,
-    UnavailableError,
+    Room,
+    add_fsync,
     arguments,
     at_least,
-    check_memory,
+    parse,
     scratch,
     synced,
     take_turns,
-    timed,
+    with_room,
+    without_fsync,
 )
 from job import Job, Shape, build, spread  # noqa: E402
 from run import OURS, ROWS, SAVE, SHARDED, SINGLE, slowest  # noqa: E402
@@ -45,7 +55,45 @@ from veloc import Veloc, dealt  # noqa: E402
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
 
 NONE, AGAIN = "none", "none again"
+WAYS = (SAVE, SINGLE, SHARDED, OURS)
 WAIT_S = 600.0
+
+
+class Checkpoints:
+    """Those of one run on one rank: how long each has blocked training, and how long until it was durable."""
+
+    def __init__(self) -> None:
+        self.blocked: list[float] = []
+        self.durable: list[float] = []
+        self._pending: list[tuple[Future[Any], threading.Event]] = []
+
+    def take(self, checkpoint: Callable[[], Future[Any] | None]) -> None:
+        """Begin one. Without a future it is durable when the call returns."""
+        begin, seen = time.perf_counter(), threading.Event()
+
+        def settled(_: object) -> None:
+            self.durable.append(time.perf_counter() - begin)
+            seen.set()
+
+        future = checkpoint()
+        self.blocked.append(time.perf_counter() - begin)
+        if future is None:
+            self.durable.append(self.blocked[-1])
+        else:
+            self._pending.append((future, seen))
+            future.add_done_callback(settled)
+
+    def settle_last(self) -> None:
+        """Wait for the newest one."""
+        for future, seen in self._pending[-1:]:
+            future.result(WAIT_S)
+            seen.wait(WAIT_S)
+
+    def settle(self) -> None:
+        """Wait until all are durable."""
+        for future, seen in self._pending:
+            future.result(WAIT_S)
+            seen.wait(WAIT_S)
 
 
 class Runs:
@@ -63,14 +111,15 @@ class Runs:
         self._checkpointer: StreamCheckpointer | None = None
         self._logs = 0
         self.blocked: dict[str, list[float]] = {}
-        """By variant: seconds that one checkpoint took of the slowest rank, in each run the mean."""
+        """By variant: how long one checkpoint blocks the slowest rank, of each run the mean; of runs without fsync."""
+        self.durable: dict[str, list[float]] = {}
+        """The same until the disk has it; of runs with fsync."""
 
-    def run(self, variant: str) -> float:
+    def run(self, variant: str, *, fsync: bool = True) -> float:
         """Seconds of the whole run."""
-        pending: list[Any] = []
-        blocked: list[float] = []
-        with contextlib.ExitStack() as stack:
-            checkpoint = self._checkpoint(variant, pending, stack)
+        taken = Checkpoints()
+        with contextlib.nullcontext() if fsync else without_fsync(), contextlib.ExitStack() as stack:
+            checkpoint = self._checkpoint(variant, taken, stack)
 
             def train() -> None:
                 for step in range(1, self._args.steps + 1):
@@ -78,19 +127,21 @@ class Runs:
                     if self._checkpointer is not None:
                         self._checkpointer.step()
                     if checkpoint is not None and step % self._args.every == 0:
-                        blocked.append(timed(checkpoint))
-                for each in pending:
-                    each.result(WAIT_S)
+                        taken.take(checkpoint)
+                taken.settle()
 
-            taken = slowest(train)
+            whole = slowest(train)
         self._checkpointer = None
-        mean = torch.tensor(sum(blocked) / max(1, len(blocked)))
-        dist.all_reduce(mean, dist.ReduceOp.MAX)
-        if blocked:
-            self.blocked.setdefault(variant, []).append(float(mean))
-        return taken
+        if checkpoint is not None:
+            times, into = (taken.durable, self.durable) if fsync else (taken.blocked, self.blocked)
+            mean = torch.tensor(sum(times) / len(times))
+            dist.all_reduce(mean, dist.ReduceOp.MAX)
+            into.setdefault(variant, []).append(float(mean))
+        return whole
 
-    def _checkpoint(self, variant: str, pending: list[Any], stack: contextlib.ExitStack) -> Callable[[], object] | None:
+    def _checkpoint(
+        self, variant: str, taken: Checkpoints, stack: contextlib.ExitStack
+    ) -> Callable[[], Future[Any] | None] | None:
         if variant in (NONE, AGAIN):
             return None
         if variant == SAVE:
@@ -102,8 +153,8 @@ class Runs:
                 StreamCheckpointer(self._job.model, self._job.optimizer, config=config)
             )
             self._checkpointer.mark().result(WAIT_S)
-            return lambda: pending.append(self._checkpointer.mark())  # type: ignore[union-attr]
-        return partial(self._veloc, variant, pending)
+            return self._checkpointer.mark
+        return partial(self._veloc, variant, taken)
 
     def _save(self) -> None:
         if self._rank == 0:
@@ -112,24 +163,45 @@ class Runs:
             synced(path)
         dist.barrier()
 
-    def _veloc(self, variant: str, pending: list[Any]) -> None:
-        if pending:
-            pending[-1].result(WAIT_S)  # its scratch file is flushed: it may be written again
-        pending.append(self._velocs[variant].checkpoint())
+    def _veloc(self, variant: str, taken: Checkpoints) -> Future[Any]:
+        taken.settle_last()  # its scratch file is flushed: it may be written again
+        future = self._velocs[variant].checkpoint()
         dist.barrier()
+        return future
 
     def close(self) -> None:
         for veloc in self._velocs.values():
             veloc.close()
 
 
-def measure(args: argparse.Namespace, folder: Path, memory: str) -> tuple[Measured, Measured]:
-    """(all ranks) Of the runs, and of what one checkpoint blocked in them."""
+def measure(args: argparse.Namespace, folder: Path, memory: str) -> dict[str, Measured]:
+    """(all ranks) By point."""
     torch.set_num_threads(1)
     with contextlib.closing(Runs(args, folder, Path(memory))) as runs:
-        variants = {name: partial(runs.run, name) for name in (NONE, AGAIN, SAVE, SINGLE, SHARDED, OURS)}
-        found = take_turns(variants, args.rounds, warm_up=1)
-        return found, Measured({name: times[1:] for name, times in runs.blocked.items()})
+        variants = {name: partial(runs.run, name) for name in (NONE, AGAIN)}
+        for fsync in (mode == WITH_FSYNC for mode in args.fsync):
+            ending = "" if fsync else UNSYNCED
+            variants |= {each + ending: partial(runs.run, each, fsync=fsync) for each in WAYS}
+        warm_up = int(not args.quick)
+        found = take_turns(variants, args.rounds, warm_up)
+        whole = dict(zip(("run", "run" + UNSYNCED), found.split(UNSYNCED), strict=True))
+        nothing = {name: found.times[name] for name in (NONE, AGAIN)}
+        points = {point: Measured(nothing | each.times) for point, each in whole.items() if OURS in each.times}
+        for point, times in (("durable", runs.durable), ("blocked", runs.blocked)):
+            if times:
+                points[point] = Measured({name: each[warm_up:] for name, each in times.items()})
+        return points
+
+
+def room(args: argparse.Namespace, ranks: int) -> Room:
+    """Of one number of ranks. Each run of ours has a log of its own, with all its checkpoints."""
+    size, runs = 1_000_000 * args.megabytes, (args.rounds + 1) * len(args.fsync)
+    return Room(
+        "ranks with parameters, gradients, buckets and a copy each, VELOC's scratch and targets, the logs of all runs",
+        memory=ranks * ((3 << 28) + 4 * size) + 3 * size,
+        disk=(1 << 28) + size * (3 + runs * (1 + args.steps // args.every)),
+        shared=2 * size,
+    )
 
 
 def main() -> None:
@@ -137,23 +209,20 @@ def main() -> None:
     parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2, 3, 4])
     for name, default in (("megabytes", 100), ("steps", 20), ("every", 5), ("batch", 64)):
         parser.add_argument(f"--{name}", type=at_least(1), default=default)
-    parser.add_argument("--quick", action="store_true", help="small sizes; no figure means anything then")
-    args = parser.parse_args()
-    if args.quick:
-        parser.set_defaults(megabytes=2, steps=4, every=2, rounds=1, ranks=[1, 2])
-        args = parser.parse_args()
+    add_fsync(parser)
+    args = parse(parser, megabytes=2, steps=4, every=2, rounds=1, ranks=[1, 2])
+    if args.every > args.steps:
+        parser.error(f"--every {args.every}: a run of --steps {args.steps} has no checkpoint: make it at most that")
     report = Report("dense", args, script="weak.py")
-    for ranks in args.ranks:
-        name = f"weak scaling, {args.megabytes} MB, {ranks} rank{'s' * (ranks > 1)}"
-        try:
-            check_memory(int(1e6 * args.megabytes * (ranks * 4 + 3)), f"{name}: as in run.py")
-        except UnavailableError as error:
-            report.facts[f"{name} is not measured"] = str(error)
-            continue
+    names = {f"weak scaling, {args.megabytes} MB, {ranks} rank{'s' * (ranks > 1)}": ranks for ranks in args.ranks}
+    for name in with_room(report, {name: room(args, ranks) for name, ranks in names.items()}):
         with scratch("dense") as folder, tempfile.TemporaryDirectory(prefix="dense-", dir="/dev/shm") as memory:
-            runs, blocked = spread(measure, ranks, folder, args, folder, memory)
-        report.add(f"{name}, run", runs, NONE, unit="s", scale=1)
-        report.add(f"{name}, blocked", blocked, SAVE)
+            found = spread(measure, names[name], folder, args, folder, memory)
+        for point, measured in found.items():
+            if point.startswith("run"):
+                report.add(f"{name}, {point}", measured, NONE, unit="s", scale=1)
+            else:
+                report.add(f"{name}, {point}", measured, SAVE)
     report.finish()
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
+import start  # noqa: E402, F401
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from common import Goal, Measured, Report, UnavailableError, arguments, parse, refuse_small_machine, take_turns, timed  # noqa: E402

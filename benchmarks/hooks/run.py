@@ -21,6 +21,7 @@ from pathlib import Path
 
 sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
+import start  # noqa: E402, F401
 import torch  # noqa: E402
 from common import Goal, Report, arguments, at_least, parse, refuse_small_machine, scratch, take_turns  # noqa: E402
 from job import Job, Shape, build, join_group  # noqa: E402

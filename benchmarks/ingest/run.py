@@ -22,11 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
+import start  # noqa: E402, F401
+import numpy as np  # noqa: E402
 from cache import COLD, STATES, WARM, files_under, prepare  # noqa: E402
 from common import at_least, fresh_processes, machine, parse, refuse_small_machine  # noqa: E402
 

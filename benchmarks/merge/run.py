@@ -20,11 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+sys.path[1:1] = [str(Path(__file__).resolve().parents[2] / part) for part in ("benchmarks", "benchmarks/recovery", "")]
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "benchmarks" / "recovery"), str(Path(__file__).parent)]
-
+import start  # noqa: E402, F401
+import numpy as np  # noqa: E402
 from common import command_of, machine, parse, refuse_small_machine, tell  # noqa: E402
 from radix import Layout  # noqa: E402
 from workload import Workload  # noqa: E402

@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
+import start  # noqa: E402, F401
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from common import Goal, Report, arguments, at_least, fresh_processes, parse, refuse_small_machine, scratch, tell  # noqa: E402

@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve()
-sys.path[1:1] = [str(HERE.parents[1]), str(HERE.parents[1] / "merge"), str(HERE.parents[2])]
+sys.path[1:1] = [str(Path(__file__).resolve().parents[2] / part) for part in ("benchmarks", "benchmarks/merge", "")]
 
+import start  # noqa: E402, F401
 import numpy as np  # noqa: E402
 from common import at_least, machine  # noqa: E402
 from lists import RATIO, Asked, Chunk, Filters, Lists  # noqa: E402

@@ -26,9 +26,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve()
-sys.path[1:1] = [str(HERE.parents[1]), str(HERE.parents[1] / "merge"), str(HERE.parents[2])]
+sys.path[1:1] = [str(Path(__file__).resolve().parents[2] / part) for part in ("benchmarks", "benchmarks/merge", "")]
 
+import start  # noqa: E402, F401
 from common import at_least, machine  # noqa: E402
 from counts import ALL, Counted, differential, incrcp, naive, spans  # noqa: E402
 from lists import RATIO, Filters  # noqa: E402

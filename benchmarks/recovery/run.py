@@ -23,8 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path[1:1] = [str(Path(__file__).resolve().parents[1])]
+sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
+import start  # noqa: E402
 import torch  # noqa: E402
 from baselines import Differential, DifferentialWithResets, Naive, NaiveByIndexCopy  # noqa: E402
 from cache import STATES, can_drop_caches  # noqa: E402
@@ -99,7 +100,7 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"),
         "command": f"python benchmarks/recovery/run.py {' '.join(sys.argv[1:])}".rstrip(),
         "machine": machine(),
-        "load_average_before": os.getloadavg()[0],
+        "load_average_before": start.LOAD,
         "rounds": {"warm": args.rounds, "cold": args.cold_rounds, "cold_by": args.cold_by},
         "workloads": {},
     }

@@ -38,6 +38,7 @@ from typing import Any
 
 sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
+import start  # noqa: E402, F401
 import torch  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from cache import COLD, STATES, WARM  # noqa: E402

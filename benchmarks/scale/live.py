@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from common import at_least, fresh_processes  # noqa: E402
 from device import add_device, finish_queued, join, start_ranks  # noqa: E402
 

@@ -19,8 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path[1:1] = [str(Path(__file__).resolve().parents[1])]
+sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
+import start  # noqa: E402, F401
 from common import machine, parse, refuse_small_machine  # noqa: E402
 from live import Shape, options, spawn  # noqa: E402
 from real import measure, predict  # noqa: E402

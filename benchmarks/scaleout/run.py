@@ -22,11 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(Path(__file__).parent)]
-
+import start  # noqa: E402, F401
+import numpy as np  # noqa: E402
 import tasks  # noqa: E402
 from simulate import Day, simulate  # noqa: E402
 

@@ -18,8 +18,9 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path[1:1] = [str(Path(__file__).resolve().parents[1])]
+sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
+import start  # noqa: E402, F401
 import numpy as np  # noqa: E402
 from common import at_least  # noqa: E402
 

@@ -18,15 +18,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch._C._profiler import _ExperimentalConfig
-from torch.profiler import ProfilerActivity, profile, record_function
+sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[1:1] = [str(ROOT / "benchmarks"), str(ROOT)]
-
+import start  # noqa: E402, F401
 import run  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch._C._profiler import _ExperimentalConfig  # noqa: E402
+from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
 
 from tests.inside import inside  # noqa: E402
 

@@ -28,6 +28,7 @@ from typing import Any
 
 sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
+import start  # noqa: E402, F401
 import numpy as np  # noqa: E402
 from common import (  # noqa: E402
     WITH_FSYNC,

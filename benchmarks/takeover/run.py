@@ -20,9 +20,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-HERE = Path(__file__).resolve()
-sys.path[1:1] = [str(HERE.parents[1])]
+sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
+import start  # noqa: E402, F401
 from common import at_least, fresh_processes, machine, parse, refuse_small_machine, scratch  # noqa: E402
 
 WORLD = 2

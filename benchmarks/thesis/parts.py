@@ -1,14 +1,16 @@
 """The thesis' tables 4.1, 4.2 and 4.4: what its parts cost, beside ours.
 
-    python benchmarks/thesis/parts.py [--workload synthetic] [--rounds 7] [--quick] [--out FILE.json]
+    python benchmarks/thesis/parts.py [--workload synthetic] [--rounds 7] [--fsync with without] [--quick]
+        [--out FILE.json]
 
 ``4.1``  what streaming adds to the optimizer: backward and ``optimizer.step()`` of a step, as rows are updated in the
          backward here; ``thesis`` queues the step's ids (``design.py``), ``ours`` marks them and sends the rows,
          ``ours, marks alone`` sends none
 ``4.2``  handing one item to whoever sends it, in microseconds: a step's ids of one table by ``multiprocessing.Queue``
          and by the thesis' Quick Queue; ours is ``submit`` of a frame of rows
-``4.4``  the state without embeddings, against all of it: by ``torch.save`` with fsync, and ours, how long a marker
-         after one step blocks training
+``4.4``  the state without embeddings, against all of it: by ``torch.save``, and ours, how long a marker after one step
+         blocks training, without an fsync of anybody's; the point ``table 4.4, durable`` has the same until the disk
+         has everything
 
 One rank, the shapes of ``run.py``.
 """
@@ -23,19 +25,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve()
-sys.path[1:1] = [str(HERE.parents[level]) for level in (0, 1, 2)]
+sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
+import start  # noqa: E402, F401
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-import torch.multiprocessing as mp  # noqa: E402
-from common import Report, arguments, at_least, scratch, synced, take_turns, timed  # noqa: E402
+from common import (  # noqa: E402
+    DURABLE,
+    WITH_FSYNC,
+    Report,
+    Room,
+    add_fsync,
+    arguments,
+    at_least,
+    fresh_processes,
+    parse,
+    scratch,
+    synced,
+    take_turns,
+    timed,
+    with_room,
+)
 from data import uniform_ids, zipf_ids  # noqa: E402
 from design import END, IDS, Pipeline, QuickQueue, raw, received  # noqa: E402
-from device import START  # noqa: E402
 from job import Job, build, features, join_group  # noqa: E402
-from run import BATCH, QUICK_BATCH, SHAPES, shape_of  # noqa: E402
+from run import BATCH, QUICK_BATCH  # noqa: E402
+from setting import SHAPES, shape_of  # noqa: E402
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
 from torchrec_stream_ckpt.format.frame import Header, Kind  # noqa: E402
@@ -96,7 +112,7 @@ def table_41(args: argparse.Namespace, folder: Path) -> dict[str, Callable[[], f
 
 def table_42(args: argparse.Namespace, folder: Path) -> dict[str, Callable[[], float]]:
     """Seconds a put, the mean of ``ITEMS`` of them."""
-    context = mp.get_context(START)
+    context = fresh_processes()
     item = torch.randint(0, 80_000, (QUICK_BATCH if args.quick else BATCH,))
     theirs, quick = context.Queue(), QuickQueue(context)
     readers = [
@@ -165,26 +181,31 @@ def table_44(args: argparse.Namespace, folder: Path) -> dict[str, Callable[[], f
     checkpointer = attach(job, folder / "blocked", 1 << 30)
     args.closing.callback(checkpointer.close)
 
-    def save(name: str, state: dict[str, torch.Tensor]) -> float:
+    def save(name: str, state: dict[str, torch.Tensor], *, fsync: bool) -> float:
         def write() -> None:
             torch.save(state, folder / name)
-            synced(folder / name)
+            if fsync:
+                synced(folder / name)
 
         return timed(write)
 
-    def mark() -> float:
+    def mark(*, fsync: bool) -> float:
         job.train(ids, len(ids[0]))
         checkpointer.step()
         futures: list[Any] = []
         taken = timed(lambda: futures.append(checkpointer.mark()))
-        futures[0].result(WAIT_S)
-        return taken
+        rest = timed(lambda: futures[0].result(WAIT_S))
+        return taken + rest if fsync else taken
 
-    return {
-        "torch.save, all": partial(save, "all.pt", job.tensors | dense),
-        "torch.save, without embeddings": partial(save, "dense.pt", dense),
-        "ours, a marker": mark,
-    }
+    variants: dict[str, Callable[[], float]] = {}
+    for fsync in (mode == WITH_FSYNC for mode in args.fsync):
+        ending = DURABLE if fsync else ""
+        variants |= {
+            f"torch.save, all{ending}": partial(save, "all.pt", job.tensors | dense, fsync=fsync),
+            f"torch.save, without embeddings{ending}": partial(save, "dense.pt", dense, fsync=fsync),
+            f"ours, a marker{ending}": partial(mark, fsync=fsync),
+        }
+    return variants
 
 
 TABLES = {
@@ -194,26 +215,50 @@ TABLES = {
 }
 
 
+def rooms(args: argparse.Namespace) -> dict[str, Room]:
+    """Of each table, by the name of its point."""
+    shape, turns = shape_of(args.workload, args.quick), args.rounds + 1
+    size, bags = shape.table_bytes, QUICK_BATCH if args.quick else BATCH
+    lookups = 8 * len(shape.rows) * bags * (1 if args.workload == "criteo" else args.ids)
+    frames, process = ITEMS << 20, 3 << 29
+    found = {
+        "4.1": Room(
+            "three jobs, a copy of the tables, what a backward sorts; a log of all rows, twice, and of each step's",
+            process + 4 * size + 12 * lookups,
+            (1 << 28) + (2 + turns) * size,
+            shared=size,
+        ),
+        "4.2": Room("a ring, two readers; its frames once a round", 3 * process + frames, turns * frames),
+        "4.4": Room(
+            "a job and a marker; its state in a file, and its log",
+            process + 2 * size,
+            (1 << 28) + 2 * size + turns * len(args.fsync) * min(size, 272 * len(shape.rows) * bags),
+        ),
+    }
+    return {f"table {name}": found[name] for name in args.tables}
+
+
 def main() -> None:
     parser = arguments(__doc__, rounds=7)
     parser.add_argument("--workload", choices=SHAPES, default="synthetic")
     parser.add_argument("--ids", type=at_least(1), default=100, help="of each lookup, but for criteo")
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES))
-    parser.add_argument("--quick", action="store_true", help="small sizes; no figure means anything then")
-    args = parser.parse_args()
-    if args.quick:
-        parser.set_defaults(rounds=1, ids=4)
-        args = parser.parse_args()
+    add_fsync(parser)
+    args = parse(parser, rounds=1, ids=4)
     torch.set_num_threads(1)
     report = Report("thesis", args, script="parts.py")
+    rows = with_room(report, rooms(args))
     with scratch("thesis") as folder:
         join_group(folder, 0, 1)
-        for name in args.tables:
+        for point in rows:
+            name = point.removeprefix("table ")
             make, base, unit, scale = TABLES[name]
             (own := folder / name).mkdir()
             with contextlib.ExitStack() as args.closing:
-                measured = take_turns(make(args, own), args.rounds, warm_up=1)
-            report.add(f"table {name}", measured, base, unit=unit, scale=scale)
+                found = take_turns(make(args, own), args.rounds, int(not args.quick))
+            for each, measured in zip((point, point + DURABLE), found.split(DURABLE), strict=True):
+                if measured.times:
+                    report.add(each, measured, base, unit=unit, scale=scale)
         dist.destroy_process_group()
     report.finish()
 

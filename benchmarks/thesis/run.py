@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import re
 import shutil
 import statistics
@@ -39,14 +38,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve()
-sys.path[1:1] = [str(HERE.parents[level]) for level in (0, 1, 2)]
+sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
+import start  # noqa: E402, F401
 import recoveries  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from brokers import set_fsync, start_broker  # noqa: E402
 from cache import COLD, STATES  # noqa: E402
 from common import (  # noqa: E402
+    UNSYNCED,
     WITH_FSYNC,
     WITHOUT_FSYNC,
     Goal,
@@ -70,8 +71,6 @@ from design import Pipeline  # noqa: E402
 from job import build, slowest, spread  # noqa: E402
 from recoveries import FROM, LOAD  # noqa: E402
 from setting import SHAPES, Setting, State, attach, shape_of  # noqa: E402
-
-from torchrec_stream_ckpt import StreamCkptError  # noqa: E402
 
 STEPS, BATCH, QUICK_BATCH = 3, 2048, 64
 EVERY = (1, 2, 3)
@@ -101,6 +100,7 @@ class Runs:
         topic = (setting.bootstrap, f"thesis-{rank}") if setting.bootstrap else None
         self._pipeline = Pipeline(list(self._state.tables.values()), self._state.rest, self._own, topic)
         self._runs = 0
+        self._broker_syncs: bool | None = None
 
     def _train(self, behind_step: Callable[[int], object], behind_epoch: Callable[[int], object]) -> None:
         for epoch in range(1, self.setting.epochs + 1):
@@ -125,6 +125,7 @@ class Runs:
 
     def thesis(self, every: int, fsync: bool = True) -> float:
         pipeline = self._pipeline
+        self._have_broker_sync(fsync)
         pipeline.begin(fsync=fsync)
         # Ids of all ranks' samples reach the owner of a table; the ids that are at hand are as many.
         mine = [[batch[number] for number in self._mine] for batch in self._batches]
@@ -151,7 +152,7 @@ class Runs:
         if dist.get_rank() == 0:
             self._forget()
         self._runs += 1
-        dist.barrier()
+        self._have_broker_sync(fsync)
         futures: list[Any] = []
         waits = contextlib.nullcontext() if fsync else without_fsync()
         with waits, attach(self.job, self.uri, self.shared / "store", drain_every=1 << 30) as checkpointer:
@@ -164,6 +165,13 @@ class Runs:
                     future.result(300)
 
             return slowest(run)
+
+    def _have_broker_sync(self, fsync: bool) -> None:
+        """(all ranks) Or leave it to the kernel, as brokers do."""
+        if self.setting.bootstrap and fsync != self._broker_syncs and dist.get_rank() == 0:
+            set_fsync(self.setting.bootstrap, fsync)
+        self._broker_syncs = fsync
+        dist.barrier()
 
     def _forget(self) -> None:
         """The log of the run before."""
@@ -185,11 +193,8 @@ class Runs:
         return f"kafka://{bootstrap}/run-{self._runs}" if bootstrap else f"file://{self.shared}/log"
 
 
-WITHOUT = ", without fsync"
-
-
 def name(variant: str, every: int, fsync: bool = True) -> str:
-    return f"{variant}, every {every}" + ("" if fsync else WITHOUT)
+    return f"{variant}, every {every}" + ("" if fsync else UNSYNCED)
 
 
 def run_all(setting: Setting, folder: Path, head: str) -> tuple[dict[str, Measured], str]:
@@ -232,7 +237,7 @@ def judge(report: Report, what: str, setting: Setting, found: dict[str, Measured
     report.facts[f"{what}: seconds of the base"] = round(found["base"].times[OURS][0], 3)
     for every, fsync in cadences(setting):
         here = {NONE: NONE, AGAIN: AGAIN} | {name(variant, every, fsync): variant for variant in (SAVE, THESIS, OURS)}
-        point = f"{what}, every {every}" + ("" if fsync else WITHOUT)
+        point = f"{what}, every {every}" + ("" if fsync else UNSYNCED)
         report.add(point, Measured({short: runs.times[long] for long, short in here.items()}), SAVE, unit="s", scale=1)
         extra = {short: round(added(runs, long), 3) for long, short in here.items() if long not in (NONE, AGAIN)}
         report.facts[f"{point}: seconds added"] = extra
@@ -262,24 +267,11 @@ def main() -> None:
     report = Report("thesis", args)
     with contextlib.ExitStack() as stack:
         try:
-            bootstrap = start_broker(stack) if args.log == "kafka" else ""
+            bootstrap = start_broker("thesis", stack) if args.log == "kafka" else ""
             measure_all(args, report, bootstrap)
         except UnavailableError as error:
             report.facts["not measured"] = str(error)
     report.finish()
-
-
-def start_broker(stack: contextlib.ExitStack) -> str:
-    """Bootstrap servers of one on loopback, which goes with the stack."""
-    from torchrec_stream_ckpt.broker.kraft import Broker
-
-    broker = Broker(stack.enter_context(scratch("thesis")) / "broker")
-    try:
-        bootstrap = broker.start(die_with=os.getpid()).bootstrap
-    except (StreamCkptError, OSError) as error:
-        raise UnavailableError(f"no broker: {error}") from None
-    stack.callback(broker.stop)
-    return str(bootstrap)
 
 
 def measure_all(args: argparse.Namespace, report: Report, bootstrap: str) -> None:

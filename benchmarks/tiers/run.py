@@ -24,6 +24,7 @@ from typing import Any
 
 sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
+import start  # noqa: E402, F401
 import torch  # noqa: E402
 from cache import STATES, files_under  # noqa: E402
 from common import Report, arguments, at_least, parse, refuse_small_machine, scratch, take_turns, timed  # noqa: E402

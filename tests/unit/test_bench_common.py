@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib.machinery
 import importlib.util
 import json
 import os
@@ -184,6 +186,88 @@ def test_quick_sizes_count_where_no_other_is_given(common: ModuleType, monkeypat
     monkeypatch.setattr(sys, "argv", ["run.py", "--quick", "--rows", "7"])
     args = common.parse(parser, rows=3, rounds=1)
     assert (args.rows, args.rounds) == (7, 1)
+
+
+def test_rows_without_room_are_filed_by_name_and_the_others_run(common: ModuleType) -> None:
+    found = common.Report("case", argparse.Namespace(out=None), machine={})
+    rooms = {
+        "small": common.Room("one byte", memory=1, disk=1, shared=1),
+        "memory": common.Room("a large job", memory=1 << 60),
+        "disk": common.Room("a large log", disk=1 << 60),
+        "shared": common.Room("a large HEAD", shared=1 << 60),
+    }
+    assert common.with_room(found, rooms) == ["small"]
+    assert set(found.facts) == {f"{row} is not measured" for row in ("memory", "disk", "shared")}
+    assert found.facts["memory is not measured"].startswith("a large job needs 1152921504.6 GB of memory, ")
+    assert found.facts["disk is not measured"].startswith("a large log needs 1152921504.6 GB of disk, ")
+    assert found.facts["shared is not measured"].startswith("a large HEAD, in /dev/shm needs 1152921504.6 GB of disk, ")
+
+
+def test_variants_of_two_points_are_told_apart_by_how_their_names_end(common: ModuleType) -> None:
+    measured = common.Measured({"a": [1.0], "a, durable": [2.0]}, {"b, durable": "there is no broker"})
+    plain, durable = measured.split(common.DURABLE)
+    assert (plain.times, plain.unavailable) == ({"a": [1.0]}, {})
+    assert (durable.times, durable.unavailable) == ({"a": [2.0]}, {"b": "there is no broker"})
+
+
+def test_the_load_is_that_of_the_minute_before_the_process_began(common: ModuleType) -> None:
+    assert common.machine()["load_average"] == sys.modules["start"].LOAD
+
+
+def test_time_that_cores_idle_or_wait_for_a_disk_is_not_busy(common: ModuleType) -> None:
+    assert common._busy_ticks("cpu  1 20 300 999 999 4000 50000 600000 7 7\ncpu0 9 9 9 9 9 9 9 9 9 9\n") == 654321
+
+
+def test_what_another_process_computes_keeps_cores_busy(common: ModuleType) -> None:
+    spinning = "print('spins', flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-S", "-c", spinning], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = common.busy_cores(0.3)
+        process.kill()
+    assert found > 0.1
+
+
+SCRIPTS = sorted(path for path in BENCHMARKS.glob("*/*.py") if '__name__ == "__main__"' in path.read_text())
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_a_script_finds_its_checkout_without_an_install_and_notes_the_load_before_all_else(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first lines run here, where nothing is on the path but the standard library and the script's folder."""
+    standard = [str(Path(os.__file__).parent), str(Path(os.__file__).parent / "lib-dynload")]
+    monkeypatch.setattr(sys, "path", [str(script.parent), *standard])
+    tree = ast.parse(script.read_text())
+    ours = next(number for number, node in enumerate(tree.body) if _imports(node) == {"start"})
+    imported = set().union(*map(_imports, tree.body[:ours]))
+    assert imported <= {*sys.stdlib_module_names}, "what takes seconds to import comes after the load is noted"
+    exec(compile(ast.Module(tree.body[:ours], []), str(script), "exec"), {"__file__": str(script)})
+    for name in ("start", "common", "tests", "torchrec_stream_ckpt"):
+        found = importlib.machinery.PathFinder.find_spec(name, sys.path)
+        assert found is not None, name
+        assert str(found.origin).startswith(str(BENCHMARKS.parent)), name
+
+
+def _imports(node: ast.AST) -> set[str]:
+    """Top-level names of the packages that a statement imports."""
+    if isinstance(node, ast.ImportFrom):
+        return {str(node.module).partition(".")[0]}
+    return {each.name.partition(".")[0] for each in node.names} if isinstance(node, ast.Import) else set()
+
+
+@pytest.mark.kafka
+def test_a_broker_of_a_case_syncs_or_leaves_it_to_the_kernel(bootstrap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from confluent_kafka.admin import AdminClient, ConfigResource, NewTopic
+
+    monkeypatch.setitem(sys.modules, "common", load("common", monkeypatch))
+    brokers, admin = load("brokers", monkeypatch), AdminClient({"bootstrap.servers": bootstrap})
+    topic = f"synced-{os.getpid()}"
+    admin.create_topics([NewTopic(topic, 1, 1)])[topic].result(30)
+    asked = ConfigResource(ConfigResource.Type.TOPIC, topic)
+    for fsync, messages in ((True, 1), (False, (1 << 63) - 1)):
+        brokers.set_fsync(bootstrap, fsync)
+        assert int(admin.describe_configs([asked])[asked].result(30)["flush.messages"].value) == messages
 
 
 def test_nobody_syncs_where_no_fsync_is_asked_for_and_everybody_again_after_it(common: ModuleType) -> None:
