@@ -63,6 +63,12 @@ def test_tables_are_what_the_filed_results_say() -> None:
     assert asked == set(TABLES), "a table that no page has"
 
 
+def test_results_are_named_by_date_and_machine_and_have_no_path_of_it() -> None:
+    filed = sorted(ROOT.glob("benchmarks/*/results/*.json"))
+    assert [path.name for path in filed if not re.fullmatch(r"\d{4}-\d\d-\d\d_[\w.-]+\.json", path.name)] == []
+    assert [path.name for path in filed if re.search(r"/(tmp|work|home|root)\b", path.read_text())] == []
+
+
 def test_a_page_is_written_anew_and_a_wrong_name_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TABLES, "twice", lambda _, number: [["a", "b"], [number, ""]])
     mine = tmp_path / "page.md"
