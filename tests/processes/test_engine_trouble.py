@@ -15,6 +15,7 @@ import pytest
 from tests.processes.odd_tasks import Odd
 from torchrec_stream_ckpt import __version__
 from torchrec_stream_ckpt.cli.engines import opened_engine
+from torchrec_stream_ckpt.cli.options import Access
 from torchrec_stream_ckpt.engine import parcel, processes
 from torchrec_stream_ckpt.engine.address import SiteAddress
 from torchrec_stream_ckpt.engine.api import Engine, Site
@@ -116,7 +117,7 @@ def test_a_worker_that_opens_another_store_is_refused(tmp_path: Path) -> None:
     link.symlink_to("one")
     with (
         ThreadPoolExecutor(1) as pool,
-        opened_engine(EngineName.parse("local:2"), Site(None, objects, pool), b"a job", None, None, None) as engine,
+        opened_engine(EngineName.parse("local:2"), Site(None, objects, pool), b"a job", None, Access()) as engine,
     ):
         link.unlink()
         link.symlink_to("another")
