@@ -130,21 +130,24 @@ def test_a_name_that_is_taken_by_nothing_is_said(
 
 
 @pytest.mark.parametrize("answers", [True, False], ids=["501", "ignored"])
-def test_a_store_without_conditional_puts_is_written_as_before_and_said(
+def test_a_store_without_conditional_puts_is_looked_at_first_and_said(
     s3_server: S3Server, proxy: FaultyProxy, answers: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = opened(s3_server, proxy, attempts=3)
     prepare_store(store)
     proxy.know_no_conditions(None if answers else s3_server.objects)
-    put_once(store, "a/y", [b"new"])
-    put_once(store, "a/y", [b"newer"])
-    assert store.read("a/y") == b"newer"
     assert refuses_taken_names(store) is False
     prove_writable(store)
-    assert f"the store at {store.url}: it does not know conditional puts" in caplog.text
     proxy.taken()
-    put_once(store, "a/y", [b"newest"])
-    assert proxy.taken() == {"put": 1}
+    put_once(store, "a/y", [b"new"])
+    assert proxy.taken() == {"head": 1, "put": 1}
+    put_once(store, "a/y", [b"new"])
+    with pytest.raises(CorruptionError, match="the store holds other bytes under this name"):
+        put_once(store, "a/y", [b"newer"])
+    assert store.read("a/y") == b"new"
+    assert "put" not in proxy.taken()
+    said = f"the store at {store.url}: it does not know conditional puts"
+    assert sum(said in each for each in caplog.messages) == 1
     assert store.read("STORE") == b'{"format": 1}'
     proxy.heal()
     store.close()
@@ -204,6 +207,8 @@ def test_requests_of_each_use_are_those_that_the_plan_counts(
         assert proxy.taken() == {"get": 1}
     store.delete("a/y")
     assert proxy.taken() == {"delete": 1}
+    assert store.size("a/y") is None
+    assert proxy.taken() == {"head": 1}, "no listing beside it"
     store.close()
 
 

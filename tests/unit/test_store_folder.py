@@ -8,7 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from torchrec_stream_ckpt import failpoints
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MissingObjectError, StoreUnavailableError
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.folder import FolderObjects
+from torchrec_stream_ckpt.store.once import put_once
 
 DATA = b"0123456789" * 100
 
@@ -29,6 +32,11 @@ def store(tmp_path: Path) -> FolderObjects:
 def files(store: FolderObjects) -> list[Path]:
     root = Path(store.url.removeprefix("file://"))
     return [path for path in root.rglob("*") if path.is_file()]
+
+
+def refuse_links(*names: Path) -> None:
+    """As a file system without hard links."""
+    raise OSError(errno.EPERM, "Operation not permitted")
 
 
 def put_in_a_process(store: FolderObjects, points: str, use: str = "put") -> int:
@@ -79,18 +87,27 @@ def test_of_two_files_for_one_name_the_first_stays(
     store: FolderObjects, monkeypatch: pytest.MonkeyPatch, links: bool
 ) -> None:
     if not links:
-
-        def refuse(*names: Path) -> None:
-            raise OSError(errno.EPERM, "Operation not permitted")
-
-        monkeypatch.setattr(os, "link", refuse)
+        monkeypatch.setattr(os, "link", refuse_links)
     assert store.create("a/x", [DATA])
     assert not store.create("a/x", [b"other"])
     assert store.read("a/x") == DATA
     assert [path.name for path in files(store)] == ["x"]
 
 
-def test_many_writers_of_one_name_have_one_winner(store: FolderObjects) -> None:
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+def test_many_writers_of_one_name_have_one_winner(
+    store: FolderObjects, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    if not links:
+        lexists = os.path.lexists
+
+        def slowly(path: Path) -> bool:
+            found = lexists(path)
+            time.sleep(0.01)
+            return found
+
+        monkeypatch.setattr(os, "link", refuse_links)
+        monkeypatch.setattr(os.path, "lexists", slowly)
     contents = [bytes([number]) * 5000 for number in range(8)]
     with ThreadPoolExecutor(8) as pool:
         for name in ("a/1", "a/2", "a/3", "a/4"):
@@ -235,6 +252,20 @@ def test_nothing_is_below_an_object(store: FolderObjects) -> None:
         store.read("a/x/y")
     with pytest.raises(StoreUnavailableError, match="File exists"):
         store.put("a/x/y", [b"y"])
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
+def test_a_folder_in_the_place_of_an_object_is_said(
+    store: FolderObjects, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    store.put("a/x/y", [DATA])
+    if not links:
+        monkeypatch.setattr(os, "link", refuse_links)
+    for use in (store.create, store.put, partial(put_once, store)):
+        with pytest.raises(StoreUnavailableError, match="Is a directory") as failed:
+            use("a/x", [DATA])
+        assert "move it away" in failed.value.hint
+    assert [path.name for path in files(store)] == ["y"]
 
 
 def test_a_file_in_the_place_of_the_store_is_said(tmp_path: Path) -> None:

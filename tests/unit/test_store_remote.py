@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.unit.folded_job import command, folded_job
 from torchrec_stream_ckpt import failpoints
-from torchrec_stream_ckpt.errors import ConfigError, StoreUnavailableError
-from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.cli import materialize as cli
+from torchrec_stream_ckpt.engine.address import SiteAddress
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StoreUnavailableError
+from torchrec_stream_ckpt.store.api import LooksFirst, open_store
+from torchrec_stream_ckpt.store.identity import prepare_store, refuses_taken_names
 from torchrec_stream_ckpt.store.remote import FsspecObjects, typed
 
 WAITS: dict[str, Any] = {"default": None, "own": {"config_kwargs": '{"read_timeout": 7}'}}
@@ -105,3 +111,71 @@ def test_a_put_that_fails_leaves_no_object() -> None:
     finally:
         failpoints.arm("")
     assert store.size("a/x") is None
+
+
+def test_what_a_caller_was_handling_is_no_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repair asks a store that has gone away: that is no damage, whatever was damaged before."""
+    store = open_store("memory://away")
+    assert isinstance(store, FsspecObjects)
+    store.put("a/x", [b"x"])
+    uses: dict[str, Callable[[], object]] = {
+        "cat_file": lambda: store.read("a/x"),
+        "pipe_file": lambda: store.create("a/x", [b"x"]),
+    }
+    for call, use in uses.items():
+
+        def fail(*args: Any, **kwargs: Any) -> None:
+            raise ConnectionError("nobody answers")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store._fs, call, fail)
+            try:
+                try:
+                    raise FileExistsError("416")
+                except FileExistsError as error:
+                    error.code = 416  # type: ignore[attr-defined]
+                    raise CorruptionError("an object is shorter than what was asked for") from error
+            except CorruptionError:
+                with pytest.raises(StoreUnavailableError, match="nobody answers"):
+                    use()
+
+
+def ignoring(url: str, monkeypatch: pytest.MonkeyPatch) -> FsspecObjects:
+    """A store that puts an object over one of the same name, whatever it is asked."""
+    store = open_store(url)
+    assert isinstance(store, FsspecObjects)
+    pipe_file = store._fs.pipe_file
+    monkeypatch.setattr(store._fs, "pipe_file", lambda path, data, mode="overwrite": pipe_file(path, data))
+    return store
+
+
+def test_a_store_that_ignores_conditions_is_looked_at_first(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = ignoring("memory://ignores", monkeypatch)
+    prepare_store(store)
+    assert store.create("a/x", [b"x"])
+    assert store.create("a/x", [b"y"]), "nobody has asked it so far"
+    assert refuses_taken_names(store) is False
+    assert not store.create("a/x", [b"z"])
+    assert store.create("a/y", [b"y"])
+    assert bytes(store.read("a/x")) == b"y"
+    assert refuses_taken_names(store) is False
+    assert bytes(store.read("STORE")) == b'{"format": 1}'
+    assert len(caplog.messages) == 1
+    assert "the store at memory://ignores: it does not know conditional puts" in caplog.messages[0]
+
+
+def test_a_materializer_finds_out_at_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, store = folded_job(tmp_path / "job" / "log"), ignoring("memory://materialized", monkeypatch)
+    monkeypatch.setattr(cli, "open_store", lambda *_: store)
+    assert command(f"file://{job.root}", "--store", store.url, "--once", "--json", "--engine", "local:1")[0] == 0
+    assert store.looks_first
+
+
+def test_workers_know_which_store_ignores_conditions() -> None:
+    address = SiteAddress(uri=None, kafka_options=None, store="memory://worker", store_options=None)
+    for ignores in (False, True):
+        objects = replace(address, looks_first=ignores).open().objects
+        assert isinstance(objects, LooksFirst)
+        assert objects.looks_first == ignores

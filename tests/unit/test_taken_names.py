@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,19 +12,23 @@ import pytest
 from tests import synthetic
 from tests.stores import contents
 from tests.synthetic import Job
-from tests.unit.folded_job import check_folded, folded_job, materialize, store_of
+from tests.unit.folded_job import check_folded, folded_job, lineage_of, materialize, store_of
 from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError
+from torchrec_stream_ckpt.errors import OtherLogError, StoreUnavailableError, StreamCkptError
 from torchrec_stream_ckpt.format.frame import Buffer
+from torchrec_stream_ckpt.format.manifest import Fold
 from torchrec_stream_ckpt.layout import DAMAGED_DIR, STORE_FILE, claim_name, manifest_name
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.store import once
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.folder import FolderObjects
+from torchrec_stream_ckpt.store.identity import check_store, prepare_store
 from torchrec_stream_ckpt.types import MarkerId
 
 MANIFEST = manifest_name(synthetic.JOB, MarkerId(1, 4))
+CLAIM = claim_name(synthetic.JOB, 1)
 
 
 @pytest.fixture
@@ -97,25 +102,46 @@ def test_what_another_history_has_put_stays(job: Job, theirs: dict[str, bytes], 
     with pytest.raises(OtherLogError, match="the store holds another marker of this name than the log") as refused:
         catch_up(job, objects)
     assert objects.came == raced
-    assert refused.value.where["marker"] == MarkerId(1, 4)
-    if name != MANIFEST:
-        assert refused.value.where["name"] == name
-        assert refused.value.where["there"] != refused.value.where["written"]
+    where = refused.value.where
+    assert where["marker"] == MarkerId(1, 4)
+    assert where["there"] != where["log" if name == MANIFEST else "written"]
+    assert name == MANIFEST or where["name"] == name
     assert bytes(objects.read(name)) == theirs[name]
     assert asides(job) == {}
 
 
-def test_the_claim_of_another_history_stays(tmp_path: Path, theirs: dict[str, bytes]) -> None:
+@pytest.fixture
+def fresh(tmp_path: Path) -> Job:
+    """A job of one marker, with nothing in its store."""
     job = Job(tmp_path / "new" / "log")
     job.begin()
     job.touch(2)
     job.commit()
-    name = claim_name(synthetic.JOB, 1)
-    objects = Raced(store_of(job), name, theirs[name])
-    with pytest.raises(CorruptionError, match="the store holds another generation of this number than the log"):
-        catch_up(job, objects)
+    return job
+
+
+def test_the_claim_of_another_history_stays(fresh: Job, theirs: dict[str, bytes]) -> None:
+    objects = Raced(store_of(fresh), CLAIM, theirs[CLAIM])
+    with pytest.raises(OtherLogError, match="the store holds another generation of this number than the log") as found:
+        catch_up(fresh, objects)
     assert objects.came == 1
-    assert bytes(objects.read(name)) == theirs[name]
+    assert bytes(objects.read(CLAIM)) == theirs[CLAIM]
+    assert found.value.where["name"] == CLAIM
+    assert found.value.where["there"] != found.value.where["written"]
+    assert asides(fresh) == {}
+
+
+@pytest.mark.parametrize("raced", [True, False])
+@pytest.mark.parametrize("damage", [None, b"", b"damaged"], ids=["same", "empty", "damaged"])
+def test_a_claim_that_is_there_is_compared(fresh: Job, damage: bytes | None, raced: bool) -> None:
+    frame = lineage_of(fresh).claims[1].to_frame()
+    objects = Raced(store_of(fresh), CLAIM if raced else "", damage)
+    if not raced:
+        objects.put(CLAIM, [frame if damage is None else damage])
+    assert catch_up(fresh, objects) == [MarkerId(1, 1)]
+    assert objects.came == raced
+    assert bytes(objects.read(CLAIM)) == frame
+    assert asides(fresh) == ({} if damage is None else {CLAIM: damage})
 
 
 def test_another_format_is_not_written_over(job: Job) -> None:
@@ -145,3 +171,62 @@ def test_a_fold_that_another_process_puts_first_is_compared(job: Job, part: str,
     assert asides(job) == ({} if damage is None else {name: damage})
     assert contents(open_store(str(store_of(job)))).items() >= folded.items()
     check_folded(job, [1, 2, 3, 4, 5])
+
+
+def test_the_fold_of_another_history_stays(job: Job) -> None:
+    policy, plain = Policy(rebase=0, compact="span4"), FolderObjects(store_of(job))
+    catch_up(job, plain)
+    job.touch(2)
+    job.commit()
+    before = contents(plain)
+    assert catch_up(job, plain, policy) == [MarkerId(1, 5)]
+    (name,) = (entry.name for entry in plain.list("folds/"))
+    mine = Fold.from_bytes(plain.read(name), name)
+    for each in contents(plain).keys() - before.keys():
+        plain.delete(each)
+    other = replace(mine, chain=mine.chain ^ 1).to_bytes()
+    objects = Raced(store_of(job), name, other)
+    with pytest.raises(OtherLogError, match="the store holds another marker of this name than the log") as found:
+        catch_up(job, objects, policy)
+    assert objects.came == 1
+    assert found.value.where["there"] == f"chain {mine.chain ^ 1:08x}"
+    assert bytes(objects.read(name)) == other
+    assert asides(job) == {}
+
+
+class Busy(FolderObjects):
+    """A store that refuses some puts, as for another upload that goes on and then ends without an object."""
+
+    refused = 2
+
+    def create(self, name: str, parts: Sequence[Buffer]) -> bool:
+        if self.refused:
+            self.refused -= 1
+            return False
+        return super().create(name, parts)
+
+
+def test_the_format_is_said_also_if_another_process_was_about_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it the store would count as empty, whatever is put there afterwards."""
+    monkeypatch.setattr(once, "_PAUSE_S", 0.0)
+    objects = Busy(tmp_path / "store")
+    prepare_store(objects)
+    assert check_store(objects)
+    objects = Busy(tmp_path / "other")
+    objects.refused = 100
+    with pytest.raises(StoreUnavailableError, match="the name is taken, and has no such object"):
+        prepare_store(objects)
+
+
+@pytest.mark.parametrize("as_link", [True, False])
+def test_a_format_that_is_no_file_is_an_error(tmp_path: Path, as_link: bool) -> None:
+    objects = FolderObjects(tmp_path)
+    if as_link:
+        (tmp_path / STORE_FILE).symlink_to(tmp_path / "elsewhere")
+    else:
+        (tmp_path / STORE_FILE).mkdir()
+    with pytest.raises(StreamCkptError, match="is a link to another place" if as_link else "Is a directory"):
+        prepare_store(objects)
+    assert [path.name for path in tmp_path.iterdir()] == [STORE_FILE]

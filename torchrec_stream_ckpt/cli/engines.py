@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.layout import probe_name
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.route.job import options_of
-from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.api import LooksFirst, Objects
 from torchrec_stream_ckpt.store.identity import place_of
 from torchrec_stream_ckpt.uris import parse_uri
 
@@ -59,6 +59,7 @@ def opened_engine(
             incarnation=incarnation,
             probe=probe,
             place=place_of(objects) if probe is None else None,
+            looks_first=isinstance(objects, LooksFirst) and objects.looks_first,
         )
         engine = name.open(here, lambda: address)
         undo.callback(engine.close)

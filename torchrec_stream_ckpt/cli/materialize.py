@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.cli.events import reporter
 from torchrec_stream_ckpt.cli.options import DAY_S, Access, EngineOption, Json, Uri
 from torchrec_stream_ckpt.engine.api import Engine, Site
 from torchrec_stream_ckpt.engine.choose import EngineName
-from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.errors import ConfigError, StoreUnavailableError
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.remarks import Outcome
 from torchrec_stream_ckpt.materialize.background_scrub import BackgroundScrub
@@ -33,9 +33,9 @@ from torchrec_stream_ckpt.metrics import labels_of, serve_metrics
 from torchrec_stream_ckpt.proofs.standing import ProofStanding
 from torchrec_stream_ckpt.route.job import Job, kept_store, options_of
 from torchrec_stream_ckpt.service import Event
-from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.store.api import LooksFirst, Objects, open_store
 from torchrec_stream_ckpt.store.head import head_root
-from torchrec_stream_ckpt.store.identity import prepare_store
+from torchrec_stream_ckpt.store.identity import prepare_store, refuses_taken_names
 from torchrec_stream_ckpt.units import parse_rate
 
 _READERS = 4
@@ -139,6 +139,9 @@ class _Setup:
         self.where = objects.url
         try:
             prepare_store(objects)  # nothing goes into a store of a newer format
+            if isinstance(objects, LooksFirst):
+                with contextlib.suppress(StoreUnavailableError):  # this user may have nothing to write
+                    refuses_taken_names(objects)
             objects.clear_leftovers()
         except BaseException:  # it is opened again when it answers
             objects.close()

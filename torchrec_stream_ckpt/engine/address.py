@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torchrec_stream_ckpt.engine.api import Site
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.log.api import open_log
-from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.api import LooksFirst, open_store
 from torchrec_stream_ckpt.store.identity import place_of
 
 _READERS = 4
@@ -33,6 +33,8 @@ class SiteAddress:
     """An object that is in the store, for the same."""
     place: str | None = None
     """Which store it is (``place_of``), for workers on this host: a file of options may have changed since."""
+    looks_first: bool = False
+    """Whether the store was seen to ignore conditions: a worker does not ask it again."""
 
     def open(self) -> Site:
         """Open both; they stay open as long as the process lives.
@@ -65,4 +67,6 @@ class SiteAddress:
                 hint="start that process again, if its store options have changed since it began",
                 store=self.store,
             )
+        if self.looks_first and isinstance(objects, LooksFirst):
+            objects.looks_first = True
         return Site(log, objects, ThreadPoolExecutor(_READERS, "reader"))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.control import Commit
+from crc32c import crc32c
+
+from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError
+from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped
 from torchrec_stream_ckpt.layout import claim_name, dropped_name
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.once import put_unless_taken
 
 
 class Losses:
@@ -49,14 +52,31 @@ class Losses:
 
 
 def put_claim(objects: Objects, lineage: Lineage, commit: Commit) -> None:
-    """Put the CLAIM of a marker's generation into the store: it goes there before all that names its generation."""
-    claim, frame = claim_name(commit.job, commit.generation), lineage.claims[commit.generation].to_frame()
-    if objects.size(claim) is None and objects.create(claim, [frame]):
+    """Put the CLAIM of a marker's generation into the store: it goes there before all that names its generation.
+
+    Raises:
+        OtherLogError: the store has the CLAIM of another history.
+        CorruptionError: what the store has is damaged; names it.
+        StoreUnavailableError: it was not written.
+    """
+    claim, name = lineage.claims[commit.generation], claim_name(commit.job, commit.generation)
+    frame = claim.to_frame()
+    there = objects.read(name) if objects.size(name) is not None else put_unless_taken(objects, name, [frame])
+    if there is None or bytes(there) == frame:
         return
-    if bytes(objects.read(claim)) != frame:
-        raise CorruptionError(
-            "the store holds another generation of this number than the log: one of them was copied, or put back",
-            hint="give every log a store of its own, or bring the right one back",
-            store=objects.url,
-            generation=commit.generation,
-        )
+    hint = "stream-ckpt scrub URI --store URL --repair"
+    try:
+        found = parse_control(there)
+    except CorruptionError as error:
+        raise CorruptionError(error.message, hint=hint, store=objects.url, name=name) from None
+    if not isinstance(found, Claim) or (found.job, found.generation) != (commit.job, commit.generation):
+        raise CorruptionError("not the CLAIM that its name says", hint=hint, store=objects.url, name=name)
+    raise OtherLogError(
+        "the store holds another generation of this number than the log: one of them was copied, or put back",
+        hint="give every log a store of its own, or bring the right one back",
+        store=objects.url,
+        generation=commit.generation,
+        name=name,
+        there=f"nonce {found.nonce}, CRC32C {crc32c(there):08x}",
+        written=f"nonce {claim.nonce}, CRC32C {crc32c(frame):08x}",
+    )

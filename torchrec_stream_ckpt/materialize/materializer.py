@@ -315,7 +315,7 @@ class Materializer:
 
     def _put_marker(self, lineage: Lineage, catalog: Catalog, commit: Commit, segments: Segments) -> None:
         """The manifest comes last: with it the marker is in the store."""
-        put_claim(self._objects, lineage, commit)
+        self._repairer.mending(lineage, catalog, partial(put_claim, self._objects, lineage, commit))
         has_dense = self._dense.take(commit)
         manifest = Manifest(commit, lineage.previous(commit.id), segments)
         failpoint("materialize.manifest")

@@ -9,13 +9,15 @@ from pathlib import PurePosixPath
 from typing import TypeVar
 
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, OtherLogError
+from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.interval import Interval
 from torchrec_stream_ckpt.format.lineage import Lineage, previous_commit
-from torchrec_stream_ckpt.format.manifest import Manifest, SegmentRef
+from torchrec_stream_ckpt.format.manifest import Fold, Manifest, SegmentRef
 from torchrec_stream_ckpt.layout import (
     FoldName,
     StoreSegment,
     manifest_name,
+    parse_claim_name,
     parse_fold_name,
     parse_fold_segment,
     parse_manifest_name,
@@ -79,6 +81,7 @@ class Repairer:
         what is still named there is written anew.
 
         Raises:
+            OtherLogError: an object is of another history: nothing is written there.
             CorruptionError: what is damaged is no such object, or nothing else has its rows.
         """
         mended: set[str] = set()
@@ -86,6 +89,8 @@ class Repairer:
         while True:
             try:
                 return work()
+            except OtherLogError:
+                raise
             except CorruptionError as error:
                 is_gone = isinstance(error, MissingObjectError)
                 if is_gone and not listed_again:
@@ -111,6 +116,8 @@ class Repairer:
             CorruptionError: ``error``, where nothing else has its rows.
         """
         self._progress.doing = f"repairing {name}"
+        if (claim := parse_claim_name(name)) is not None:
+            return self._claim(lineage, name, claim[1], error)
         part, manifest, segment = parse_fold_segment(name), parse_manifest_name(name), parse_store_segment(name)
         fold = part[0] if part is not None else parse_fold_name(name)
         marker = manifest[1] if manifest is not None else segment.marker if segment is not None else None
@@ -137,9 +144,32 @@ class Repairer:
         self._told(repair)
         return repair
 
+    def _claim(self, lineage: Lineage, name: str, generation: int, error: CorruptionError) -> Repair:
+        """Put the log's CLAIM of a generation there."""
+        claim = lineage.claims.get(generation)
+        if claim is None:
+            raise CorruptionError("the log does not know this generation", name=name)
+        into = Replacing(self._objects)
+        into.put(name, [claim.to_frame()])
+        return self.done(Repair(name, error.headline, "the log", ", ".join(into.asides)))
+
+    def _check_fold(self, catalog: Catalog, fold: FoldName, end: Commit) -> None:
+        """Check that what has the name of a fold's own object may be this one, damaged or not.
+
+        Raises:
+            OtherLogError: it is whole, and another history has written it.
+        """
+        try:
+            found = Fold.from_bytes(self._objects.read(fold.name), fold.name)
+        except CorruptionError:
+            return
+        if found.chain != end.chain:
+            raise catalog.foreign(end, f"chain {found.chain:08x}")
+
     def _fold(self, lineage: Lineage, catalog: Catalog, fold: FoldName, into: Replacing) -> str:
         """Merge the pieces that lead from its start to its end without it."""
         chain = lineage.chain(fold.end)
+        self._check_fold(catalog, fold, chain[-1])
         after = [commit.id for commit in chain].index(fold.start) + 1 if fold.start is not None else 0
 
         def others() -> tuple[Piece, ...]:
@@ -189,15 +219,17 @@ class Repairer:
 
 
 def _object_of(error: CorruptionError) -> str | None:
-    """The segment, fold or manifest of a store that ``error`` is about."""
+    """The claim, segment, fold or manifest of a store that ``error`` is about."""
     said = str(error.where.get("name", error.where.get("path", "")))
     name = "/".join(PurePosixPath(said).parts[-3:])  # below the store: its folder, the job's, its own
-    parsers = (parse_fold_name, parse_fold_segment, parse_store_segment, parse_manifest_name)
+    parsers = (parse_claim_name, parse_fold_name, parse_fold_segment, parse_store_segment, parse_manifest_name)
     return name if any(parse(name) is not None for parse in parsers) else None
 
 
 def _is_named(catalog: Catalog, name: str) -> bool:
     """Tell whether anything that the store lists needs an object: a manifest is listed, or names the segment."""
+    if (claim := parse_claim_name(name)) is not None:
+        return any(marker.generation == claim[1] for marker in catalog.markers)
     part, manifest, segment = parse_fold_segment(name), parse_manifest_name(name), parse_store_segment(name)
     fold = part[0] if part is not None else parse_fold_name(name)
     if fold is not None:

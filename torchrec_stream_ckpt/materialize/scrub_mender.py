@@ -15,7 +15,6 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense_files import whole
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.layout import (
-    parse_claim_name,
     parse_dense_file,
     parse_dropped_name,
     parse_fold_name,
@@ -76,8 +75,6 @@ class ScrubMender:
         catalog.forget()
         try:
             self._check_history(lineage, catalog)
-            if (claim := parse_claim_name(name)) is not None:
-                return self._claim(lineage, name, claim[1], error)
             if (dense := parse_dense_file(name)) is not None:
                 return self._dense(lineage.find(dense[1]), name, dense[2], error)
             if parse_dropped_name(name) is not None:
@@ -107,14 +104,6 @@ class ScrubMender:
                 except StoreUnavailableError:
                     check_store(self._objects)  # it is away, or this manifest alone cannot be read
         self._compared = True
-
-    def _claim(self, lineage: Lineage, name: str, generation: int, error: CorruptionError) -> Repair:
-        claim = lineage.claims.get(generation)
-        if claim is None:
-            raise CorruptionError("the log does not know this generation", name=name)
-        into = Replacing(self._objects)
-        into.put(name, [claim.to_frame()])
-        return self._repairer.done(Repair(name, error.headline, "the log", ", ".join(into.asides)))
 
     def _dense(self, commit: Commit, name: str, file: str, error: CorruptionError) -> Repair:
         source, into = self._source(commit, name), Replacing(self._objects)

@@ -51,8 +51,8 @@ class Objects(Readable, Protocol):
     def create(self, name: str, parts: Sequence[Buffer]) -> bool:
         """Write one object as :meth:`put`, unless the name is taken. False: it is, and what stands there stays.
 
-        What stands there may be what this call has written, if an answer was lost. A store that does not know the
-        condition overwrites the object, and says True.
+        What stands there may be what this call has written, if an answer was lost. A store that ignores the condition
+        overwrites the object, and says True: see :class:`LooksFirst`.
 
         Raises:
             StoreUnavailableError: it was not written.
@@ -91,6 +91,17 @@ class ReadsInto(Protocol):
 
     def read_into(self, name: str, begin: int, buffers: Sequence[memoryview]) -> None:
         """Fill ``buffers``, one after the other, with what an object has from ``begin`` on; raises as ``read``."""
+
+
+@runtime_checkable
+class LooksFirst(Protocol):
+    """A store that may not refuse a put to a name that is taken."""
+
+    looks_first: bool
+    """Whether :meth:`Objects.create` looks at a name before it puts: another writer may come in between.
+
+    True once the store has said that it does not refuse. Set it, if the store was seen to ignore the condition.
+    """
 
 
 @runtime_checkable

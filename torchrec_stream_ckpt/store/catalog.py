@@ -212,15 +212,18 @@ class Catalog:
         """The manifest of a marker that is there; raises also when it is of another history than ``commit``."""
         manifest = self.manifest(commit.id)
         if manifest.commit != commit:
-            raise self._foreign(commit.id)
+            raise self.foreign(commit, _in_words(manifest.commit))
         return manifest
 
-    def _foreign(self, marker: MarkerId) -> OtherLogError:
+    def foreign(self, commit: Commit, there: str) -> OtherLogError:
+        """Make the error for an object of another history than ``commit``; ``there`` tells which one, in words."""
         return OtherLogError(
             "the store holds another marker of this name than the log: one of them was copied, or put back",
             hint="give every log a store of its own, or bring the right one back",
-            marker=marker,
+            marker=commit.id,
             store=self.objects.url,
+            there=there,
+            log=_in_words(commit),
         )
 
     def drop_of(self, marker: MarkerId) -> Dropped:
@@ -238,8 +241,8 @@ class Catalog:
         """Tell whether the marker was given up; raises when it was one of another history that had its name."""
         if commit.id not in self.dropped:
             return False
-        if self.drop_of(commit.id).commit != commit:
-            raise self._foreign(commit.id)
+        if (found := self.drop_of(commit.id).commit) != commit:
+            raise self.foreign(commit, _in_words(found))
         return True
 
     def check_offered(self, marker: MarkerId) -> None:
@@ -380,7 +383,7 @@ class Catalog:
         if (start, end.id) in self.folds:
             fold = self.fold(start, end.id)
             if fold.segments and fold.chain != end.chain:
-                raise self._foreign(end.id)
+                raise self.foreign(end, f"chain {fold.chain:08x}")
             return Piece(start, end.id, fold.segments, end.chain)
         manifest, marker = self.check(end), end.id
         if manifest.previous != (start if start is not None and start.generation == end.generation else None):
@@ -405,6 +408,11 @@ def _grown(names: Set[H], name: H) -> Set[H]:
     grown = names if isinstance(names, set) else set(names)
     grown.add(name)
     return grown
+
+
+def _in_words(commit: Commit) -> str:
+    """Say what tells a marker from another one of its name."""
+    return f"chain {commit.chain:08x}, step {commit.step}, nonce {commit.nonce}"
 
 
 def _gap(objects: Objects, marker: MarkerId, previous: MarkerId | None) -> CorruptionError:

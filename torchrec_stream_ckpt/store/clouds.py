@@ -25,6 +25,10 @@ class Cloud:
     """Settings that say how long to wait, for those that the options leave open."""
     whole: Mapping[str, Any] = field(default_factory=dict)
     """Arguments that make the read of a whole object one request."""
+    length: Callable[[Any, str], int] | None = None
+    """Length of an object by one request; raises FileNotFoundError if it is not there. None: the library's ``info``,
+    which may also list what has the name as a prefix.
+    """
     keys_hint: str = "check the store's options"
     """What to try when the store does not accept our login."""
     servers: tuple[str, ...] = ()
@@ -53,6 +57,11 @@ def _of_connection(text: object) -> str:
     return fields.get("BlobEndpoint") or fields.get("AccountName", "")
 
 
+def _length_on_s3(files: Any, path: str) -> int:
+    bucket, key, _ = files.split_path(path)
+    return int(files.call_s3("head_object", files.kwargs, Bucket=bucket, Key=key)["ContentLength"])
+
+
 _S3 = Cloud(
     extra="s3",
     patience={
@@ -64,6 +73,7 @@ _S3 = Cloud(
     },
     # Else s3fs asks for the length first, to read a large object by several requests. Ours are read by ranges.
     whole={"max_concurrency": 1},
+    length=_length_on_s3,
     keys_hint="check the store's options or the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, a profile)",
     servers=("endpoint_url",),
     variables=("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),

@@ -34,6 +34,7 @@ _HINTS = {
     errno.EPERM: "run as a user with this right, or give it to this user",
     errno.EROFS: "mount the file system for writing, or name another store",
     errno.ENOTDIR: "a store is a folder: check its URL",
+    errno.EISDIR: "another program has made a folder of this name: move it away",
     errno.EMFILE: "let this process open more files: ulimit -n",
 }
 
@@ -43,10 +44,10 @@ class FolderObjects:
 
     Whole or not at all: an object is written under a temporary name beside its own, synced, renamed; so a name is there
     with all its bytes, or not at all. :meth:`create` links the file to its name instead, which fails if the name is
-    taken; where a file system has no hard links, it looks first, and another process may come in between. Durable on
-    return: then its folder is synced, and so are the folders above it, up to the store's, when this process first
-    writes there. What a writer that died has left has a name that is no object's, and goes with
-    :meth:`clear_leftovers`.
+    taken. Where a file system has no hard links, it looks and renames while the folder is locked: other processes of
+    this host wait, one of another host may come in between. Durable on return: then its folder is synced, and so are
+    the folders above it, up to the store's, when this process first writes there. What a writer that died has left has
+    a name that is no object's, and goes with :meth:`clear_leftovers`.
 
     Views of large ranges are maps of the file: they stay good when the object is deleted. All of one is read before
     it is handed out, so that what cannot be read is an error; only a disk that fails later, once the system has dropped
@@ -275,12 +276,25 @@ def _link(temporary: Path, path: Path) -> bool:
     except OSError as error:
         if error.errno not in _NO_LINKS:
             raise
-        if not os.path.lexists(path):
-            return _rename(temporary, path)
+        if _rename_if_free(temporary, path):
+            return True
         given = False
+    if not given and path.is_dir() and not path.is_symlink():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     with contextlib.suppress(OSError):  # what stays is cleared away with what dead writers have left
         temporary.unlink()
     return given
+
+
+def _rename_if_free(temporary: Path, path: Path) -> bool:
+    """As :func:`_link` where there are no hard links: of two processes of this host, one is first."""
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        return not os.path.lexists(path) and _rename(temporary, path)
+    finally:
+        os.close(fd)
 
 
 def _view(fd: int, begin: int, end: int) -> memoryview:

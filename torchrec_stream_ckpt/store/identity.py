@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, UnsupportedError
 from torchrec_stream_ckpt.layout import STORE_FILE
-from torchrec_stream_ckpt.store.api import KeepsTime, Objects
-
-log = logging.getLogger(__name__)
+from torchrec_stream_ckpt.store.api import KeepsTime, LooksFirst, Objects
+from torchrec_stream_ckpt.store.once import put_unless_taken
 
 FORMAT = 1
-OVERWRITES = "it does not know conditional puts: an object is put over one of the same name"
+OVERWRITES = (
+    "it does not know conditional puts: names are looked at first, and of two writers at one moment the last one wins"
+)
 """What is said of a store that does not refuse a name that is taken."""
 _MAX_BYTES = 2**16
+_SAID = json.dumps({"format": FORMAT}).encode()
 
 
 def prepare_store(objects: Objects) -> None:
@@ -26,30 +27,31 @@ def prepare_store(objects: Objects) -> None:
         CorruptionError: what it says cannot be read.
         StoreUnavailableError: it cannot be written.
     """
-    if not check_store(objects) and not _write(objects):
-        check_store(objects)
+    if not check_store(objects):
+        there = put_unless_taken(objects, STORE_FILE, [_SAID])
+        if there is not None:
+            _check(objects, there)
 
 
 def prove_writable(objects: Objects) -> None:
-    """Prepare the store, and write its format in any case, to see that this user may write.
+    """Prepare the store, and write its format once more, to see that this user may write, and whether names that are
+    taken are refused: :func:`refuses_taken_names`.
 
     Raises:
         UnsupportedError: it is of a newer format.
         CorruptionError: what it says cannot be read.
         StoreUnavailableError: it cannot be written.
     """
-    there = check_store(objects)
-    if _write(objects):
-        if there:
-            log.warning("the store at %s: %s", objects.url, OVERWRITES)
-    elif not there:
-        check_store(objects)
+    prepare_store(objects)
+    if not refuses_taken_names(objects):
+        objects.put(STORE_FILE, [objects.read(STORE_FILE)])  # where names are looked at first, nothing was put
 
 
 def refuses_taken_names(objects: Objects) -> bool | None:
     """Tell whether the store lets no object be put over another one; None: nothing was ever written there.
 
-    It is asked to put its own format, as it stands there, once more.
+    It is asked to put its own format, as it stands there, once more. If it ignores the condition, it says so, and looks
+    at names first from then on (:class:`LooksFirst`).
 
     Raises:
         CorruptionError: what it says of its format cannot be read.
@@ -57,7 +59,11 @@ def refuses_taken_names(objects: Objects) -> bool | None:
     """
     if not check_store(objects):
         return None
-    return not objects.create(STORE_FILE, [objects.read(STORE_FILE)])
+    ignored = objects.create(STORE_FILE, [objects.read(STORE_FILE)])
+    if isinstance(objects, LooksFirst):
+        objects.looks_first |= ignored
+        return not objects.looks_first
+    return not ignored
 
 
 def check_store(objects: Objects) -> bool:
@@ -74,9 +80,16 @@ def check_store(objects: Objects) -> bool:
     if size > _MAX_BYTES:
         raise _unreadable(objects.url)
     try:
-        said = json.loads(bytes(objects.read(STORE_FILE)))
+        _check(objects, objects.read(STORE_FILE))
     except MissingObjectError:
         return False
+    return True
+
+
+def _check(objects: Objects, data: memoryview) -> None:
+    """Check that this version knows the format that a store says it has; raises as :func:`check_store`."""
+    try:
+        said = json.loads(bytes(data))
     except (ValueError, RecursionError):
         raise _unreadable(objects.url) from None
     number = said.get("format") if isinstance(said, dict) else None
@@ -88,7 +101,6 @@ def check_store(objects: Objects) -> bool:
             hint="upgrade torchrec_stream_ckpt",
             store=objects.url,
         )
-    return True
 
 
 def place_of(objects: Objects) -> str:
@@ -103,12 +115,9 @@ def place_of(objects: Objects) -> str:
     return f"{objects.url} at {server}" if server else objects.url
 
 
-def _write(objects: Objects) -> bool:
-    """Say the format, unless it is said; returns whether it was not, as far as the store tells."""
-    return objects.create(STORE_FILE, [json.dumps({"format": FORMAT}).encode()])
-
-
 def _unreadable(url: str) -> CorruptionError:
     return CorruptionError(
-        f"'{STORE_FILE}' does not say which format the store has", hint="check the store's URL", store=url
+        f"'{STORE_FILE}' does not say which format the store has",
+        hint=f"check the store's URL; if the object is damaged, bring back a copy, or put {_SAID.decode()} there",
+        store=url,
     )

@@ -29,11 +29,34 @@ def put_once(objects: Objects, name: str, parts: Sequence[Buffer]) -> None:
         CorruptionError: other bytes have this name. They stay as they are.
         StoreUnavailableError: it was not written.
     """
+    there = put_unless_taken(objects, name, parts)
+    if there is None or is_same(there, parts):
+        return
+    num_bytes = crc = 0
+    for part in parts:
+        num_bytes, crc = num_bytes + memoryview(part).nbytes, crc32c(part, crc)
+    raise CorruptionError(
+        "the store holds other bytes under this name than those to be written",
+        hint="give every log a store of its own; if the object is damaged: stream-ckpt scrub URI --store URL --repair",
+        store=objects.url,
+        name=name,
+        there=f"{len(there)} bytes, CRC32C {crc32c(there):08x}",
+        written=f"{num_bytes} bytes, CRC32C {crc:08x}",
+    )
+
+
+def put_unless_taken(objects: Objects, name: str, parts: Sequence[Buffer]) -> memoryview | None:
+    """Write an object, or read what has its name. Durable on return. None: it was written.
+
+    Raises:
+        CorruptionError: what has the name cannot be read.
+        StoreUnavailableError: it was not written.
+    """
     for attempt in range(_ATTEMPTS):
         if objects.create(name, parts):
             return None
         try:
-            return _compare(objects, name, parts)
+            return objects.read(name)
         except MissingObjectError:  # its deletion came in between, or another upload that has not ended
             time.sleep(_PAUSE_S * 2**attempt)
     raise StoreUnavailableError(
@@ -54,20 +77,3 @@ def is_same(there: memoryview, parts: Sequence[Buffer]) -> bool:
             return False
         begin += len(wanted)
     return begin == len(there)
-
-
-def _compare(objects: Objects, name: str, parts: Sequence[Buffer]) -> None:
-    there = objects.read(name)
-    if is_same(there, parts):
-        return
-    num_bytes = crc = 0
-    for part in parts:
-        num_bytes, crc = num_bytes + memoryview(part).nbytes, crc32c(part, crc)
-    raise CorruptionError(
-        "the store holds other bytes under this name than those to be written",
-        hint="give every log a store of its own; if the object is damaged: stream-ckpt scrub URI --store URL --repair",
-        store=objects.url,
-        name=name,
-        there=f"{len(there)} bytes, CRC32C {crc32c(there):08x}",
-        written=f"{num_bytes} bytes, CRC32C {crc:08x}",
-    )

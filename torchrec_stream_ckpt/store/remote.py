@@ -19,6 +19,7 @@ from torchrec_stream_ckpt.store.api import Entry
 from torchrec_stream_ckpt.store.clouds import WHOLE, cloud_of
 from torchrec_stream_ckpt.store.identity import OVERWRITES
 from torchrec_stream_ckpt.store.remote_errors import (
+    NO_BUCKET,
     REFUSALS,
     TAKEN,
     UNKNOWN_CONDITION,
@@ -42,7 +43,8 @@ class FsspecObjects:
     * *Durable on return*: the store answers a put, or a completion, when it has it; S3 is consistent from then on.
     * *No rename, no append*: none is needed, a name follows from what the object holds.
     * *Once*: :meth:`create` asks the store to refuse a name that is taken (S3 and Azure ``If-None-Match: *``, Google
-      ``ifGenerationMatch=0``). A store that answers that it does not know this (501) gets puts without it from then on.
+      ``ifGenerationMatch=0``). If the store answers that it does not know this (501), or was seen to ignore it, each
+      name is looked at first from then on (one HEAD), and another writer may come in between.
     * *No half-written leftovers*: parts of a multipart upload that was never completed cannot be listed as objects;
       a lifecycle rule of the bucket takes them away.
 
@@ -78,16 +80,37 @@ class FsspecObjects:
         self.server = self._cloud.server(named | settings)
         self._root = str(kind._strip_protocol(self.url)).rstrip("/")
         self._bucket_seen = self._cloud.look is None
-        self._overwrites = False
-        """Whether the store has said that it does not know conditions."""
+        self._answered = False
+        """Whether a look at an object has shown that the bucket is there."""
+        self._looks_first = False
+
+    @property
+    def looks_first(self) -> bool:
+        return self._looks_first
+
+    @looks_first.setter
+    def looks_first(self, value: bool) -> None:
+        if value and not self._looks_first:
+            log.warning("the store at %s: %s", self.url, OVERWRITES)
+        self._looks_first = value
 
     def put(self, name: str, parts: Sequence[Buffer]) -> None:
         self._upload(name, b"".join(parts), "overwrite")
 
     def create(self, name: str, parts: Sequence[Buffer]) -> bool:
-        return self._upload(name, b"".join(parts), "overwrite" if self._overwrites else "create")
+        data = b"".join(parts)
+        if not self._looks_first:
+            created = self._upload(name, data, "create")
+            if created is not None:
+                return created
+            self.looks_first = True
+        if self.size(name) is not None:
+            return False
+        self._upload(name, data, "overwrite")
+        return True
 
-    def _upload(self, name: str, data: bytes, mode: Literal["overwrite", "create"]) -> bool:
+    def _upload(self, name: str, data: bytes, mode: Literal["overwrite", "create"]) -> bool | None:
+        """Put an object; False: its name is taken, None: the store does not know the condition."""
         path = self._path(name)
         with self._errors("write", name):
             failpoint("store.upload")
@@ -98,11 +121,10 @@ class FsspecObjects:
                 if mode == "create" and signs & TAKEN:
                     return False
                 if mode == "create" and signs & UNKNOWN_CONDITION:
-                    log.warning("the store at %s: %s", self.url, OVERWRITES)
-                    self._overwrites = True
-                elif mode == "create" or "NoSuchUpload" not in signs:
+                    return None
+                if mode == "create" or "NoSuchUpload" not in signs:
                     raise
-                # That sign: the answer to a completion was lost, and the client asked again. Put the same bytes anew.
+                # The answer to a completion was lost, and the client asked again. Put the same bytes anew.
                 self._fs.pipe_file(path, data)
             failpoint("store.uploaded")
         return True
@@ -168,8 +190,16 @@ class FsspecObjects:
         return f"{self._root}/{check_object_name(name)}"
 
     def _size(self, name: str) -> int:
+        path = self._path(name)
         with self._errors("look at", name):
-            info = self._fs.info(self._path(name))
+            if self._cloud.length is not None and self._answered:
+                return self._cloud.length(self._fs, path)
+            try:
+                info = self._fs.info(path)
+            except FileNotFoundError as error:
+                self._answered |= signs_of(error).isdisjoint(NO_BUCKET)
+                raise
+            self._answered = True
             if info["type"] != "file":
                 raise FileNotFoundError(name)
             return int(info["size"])

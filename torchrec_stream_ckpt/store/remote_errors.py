@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, StoreUnavailableError
+from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, StoreUnavailableError, StreamCkptError
 
 _RIGHTS_HINT = "give this user the rights that docs/operations.md names: get, put, delete and list"
 _KEYS_HINT = ""  # each cloud has its own
@@ -13,7 +13,8 @@ _BUSY_HINT = "try again later; ask for a higher request rate, or use fewer ranks
 _NETWORK_HINT = "check the address (endpoint_url in the store's options), the network and the server"
 _WORDLESS = frozenset({"403", "Forbidden"})
 _SHORTER = frozenset({"InvalidRange", "416"})
-_NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound", "FilesystemNotFound"})
+NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound", "FilesystemNotFound"})
+"""Signs that the bucket is not there."""
 REFUSALS = _WORDLESS | {"AccessDenied", "AuthorizationFailure", "AuthorizationPermissionMismatch", "PermissionError"}
 """Signs that a user may not do something, whatever else he may do."""
 TAKEN = frozenset({"FileExistsError", "PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchUpload"})
@@ -21,7 +22,7 @@ TAKEN = frozenset({"FileExistsError", "PreconditionFailed", "412", "ConditionalR
 UNKNOWN_CONDITION = frozenset({"NotImplemented", "501"})
 """Signs that a store does not know the condition of a put."""
 _CAUSES: tuple[tuple[frozenset[str], str, str], ...] = (
-    (_NO_BUCKET, "there is no such bucket", "make the bucket, or correct the store's URL"),
+    (NO_BUCKET, "there is no such bucket", "make the bucket, or correct the store's URL"),
     (
         frozenset({"InvalidBucketName", "InvalidResourceName"}),
         "that cannot be a bucket's name",
@@ -114,7 +115,7 @@ def translated(error: Exception, doing: str, url: str, name: str, keys_hint: str
         keys_hint: What to try when the store does not accept our login.
     """
     signs = signs_of(error)
-    if isinstance(error, FileNotFoundError) and signs.isdisjoint(_NO_BUCKET) and doing != "write":
+    if isinstance(error, FileNotFoundError) and signs.isdisjoint(NO_BUCKET) and doing != "write":
         return MissingObjectError(
             "the store does not hold this object",
             hint="if stream-ckpt gc ran meanwhile, try again; stream-ckpt verify tells which markers are whole",
@@ -137,9 +138,12 @@ def wordless(error: Exception) -> bool:
 
 
 def signs_of(error: BaseException | None) -> set[str]:
-    """Error codes and names of exception classes of an error and of all that caused it."""
+    """Error codes and names of exception classes of an error and of all that caused it.
+
+    One of our own errors caused nothing in a library: the caller was handling it. What it was about says nothing here.
+    """
     signs: set[str] = set()
-    while error is not None:
+    while error is not None and not isinstance(error, StreamCkptError):
         signs |= {kind.__name__ for kind in type(error).__mro__}
         response = getattr(error, "response", None)
         if isinstance(response, Mapping):
