@@ -36,7 +36,10 @@ class Day:
     """Of the materializer, for each task: to plan it, hand it over and hear of it."""
     request_s: float = 0.02
     """Of a request to the store."""
-    requests_at_once: int = 4
+    requests_of_rank: int = 2
+    """For its segment of a marker, by the materializer: a look and a put."""
+    requests_at_once: int = 16
+    """``reads_ahead`` of an object store."""
     store_bytes_per_s: float = 3e9
     """What the store gives all workers, and as much again that it takes from them."""
     rebase: float = 1.0
@@ -92,7 +95,8 @@ def simulate(day: Day) -> dict[str, Any]:
     """Lag of markers over the day, bases, and how busy everything was."""
     fold_tasks = max(1.0, min(day.ranks, day.frame_bytes / (64 * 2**20)))
     # In sequence, for each marker: what the leader asks the store, and hands to workers.
-    leader_s = 3 * day.ranks * day.request_s / day.requests_at_once + fold_tasks * day.task_s
+    requests = day.requests_of_rank * day.ranks
+    leader_s = requests * day.request_s / day.requests_at_once + fold_tasks * day.task_s
     folds: deque[list[float]] = deque()  # [committed at, bytes of frames left]
     pieces = Pieces(day)
     base, merging, bases, spans, merged_left = 0.0, 0.0, 0, 0, 0.0

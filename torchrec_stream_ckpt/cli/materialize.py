@@ -38,7 +38,6 @@ from torchrec_stream_ckpt.store.head import head_root
 from torchrec_stream_ckpt.store.identity import prepare_store, refuses_taken_names
 from torchrec_stream_ckpt.units import parse_rate
 
-_READERS = 4
 _OUTCOMES = (Outcome.FINISHED, Outcome.PREEMPTED, Outcome.FAILED)
 """As the metric numbers them, from 1."""
 
@@ -118,7 +117,6 @@ class _Setup:
     access: Access
     pass_over_lost: bool
     head: Path | None
-    pool: ThreadPoolExecutor
     closing: contextlib.ExitStack
     check_proofs: bool = True
     scrub_bytes_per_s: int | None = None
@@ -148,7 +146,8 @@ class _Setup:
             raise
         with contextlib.ExitStack() as undo:
             undo.callback(objects.close)
-            made = self._materializer(lineage, objects, service, undo)
+            pool = undo.enter_context(ThreadPoolExecutor(objects.reads_ahead, "reader"))
+            made = self._materializer(lineage, objects, pool, service, undo)
             self.closing.push(undo.pop_all())
         self.running = made.engine
         if self.scrub_bytes_per_s is not None:
@@ -161,7 +160,12 @@ class _Setup:
         return made
 
     def _materializer(
-        self, lineage: Lineage, objects: Objects, service: MaterializeService, undo: contextlib.ExitStack
+        self,
+        lineage: Lineage,
+        objects: Objects,
+        pool: ThreadPoolExecutor,
+        service: MaterializeService,
+        undo: contextlib.ExitStack,
     ) -> Materializer:
         """It with its engine, which ``undo`` closes."""
         rule = ProofRule(self.job.objects_of, service.unproved, service.uncompared)
@@ -169,12 +173,12 @@ class _Setup:
             self.job.log,
             objects,
             self.job.dense_of,
-            self.pool,
+            pool,
             self.policy,
             engine=lambda here: self._engine(here, lineage, undo),
             going_on=service.going_on,
             pass_over=service.pass_over if self.pass_over_lost else None,
-            head=HeadWriter(self.head, objects, self.pool) if self.head is not None else None,
+            head=HeadWriter(self.head, objects, pool) if self.head is not None else None,
             repaired=service.repaired,
             proofs=rule if self.check_proofs else None,
         )
@@ -235,7 +239,6 @@ def materialize_log(
             head=head_root(head),
             check_proofs=check_proofs,
             scrub_bytes_per_s=rate,
-            pool=closing.enter_context(ThreadPoolExecutor(_READERS, "reader")),
             closing=closing,
         )
         service = MaterializeService(

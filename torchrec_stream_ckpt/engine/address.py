@@ -12,8 +12,6 @@ from torchrec_stream_ckpt.log.api import open_log
 from torchrec_stream_ckpt.store.api import LooksFirst, open_store
 from torchrec_stream_ckpt.store.identity import place_of
 
-_READERS = 4
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteAddress:
@@ -69,4 +67,4 @@ class SiteAddress:
             )
         if self.looks_first and isinstance(objects, LooksFirst):
             objects.looks_first = True
-        return Site(log, objects, ThreadPoolExecutor(_READERS, "reader"))
+        return Site(log, objects, ThreadPoolExecutor(objects.reads_ahead, "reader"))
