@@ -53,9 +53,9 @@ class Share:
     times: float
     """In a month."""
     read_bytes: float = 0.0
-    """Each time."""
+    """Each time, of rows and of dense files. Directories, manifests and other small objects come on top."""
     written_bytes: float = 0.0
-    """Each time."""
+    """Likewise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +85,8 @@ class _Held:
     cover_bytes: float
     interval_segments: float
     """Of one marker."""
+    fold_segments: float
+    """Of spans and bases, for each marker."""
 
 
 def bills(work: Workload, where: Deployment, costs: UnitCosts) -> Bills:
@@ -148,34 +150,38 @@ def store_shares(work: Workload, where: Deployment, costs: UnitCosts) -> dict[st
         dense_files=dense_files,
     )
     found["restores"] = Share(restored, costs.restores_per_month, held.cover_bytes + ranks * work.dense_bytes)
-    return found | _rounds(work, where, costs, held)
+    return found | _rounds(work, where, costs, held, load)
 
 
-def _rounds(work: Workload, where: Deployment, costs: UnitCosts, held: _Held) -> dict[str, Share]:
+def _rounds(work: Workload, where: Deployment, costs: UnitCosts, held: _Held, load: FoldLoad) -> dict[str, Share]:
     """What services ask that come round now and then."""
     found, markers = {}, MONTH_S / work.marker_s
     mean_bytes = held.num_bytes / held.segments
     if where.trim_s is not None:
         times = MONTH_S / where.trim_s
-        fresh = markers / times * held.interval_segments
-        interval = work.distinct_bytes(work.marker_s) * markers / times
+        # Of intervals, and of the folds that were made of them: whatever has rows that the log loses now.
+        fresh = markers / times * (held.interval_segments + held.fold_segments)
+        fresh_bytes = markers / times * (load.interval_bytes + load.written)
         once = trim_requests(
-            markers=held.markers, folds=held.folds, segments=held.segments, fresh=fresh, fresh_bytes=interval
+            markers=held.markers, folds=held.folds, segments=held.segments, fresh=fresh, fresh_bytes=fresh_bytes
         )
-        found["trims"] = Share(once, times, interval)
+        found["trims"] = Share(once, times, fresh_bytes)
     if where.keep_all_s is not None and costs.gc_rounds_per_month:
         dropped = max(0.0, markers - held.markers) / costs.gc_rounds_per_month
         objects = held.interval_segments + 2 + (work.ranks + 1 if work.dense_bytes else 0)
+        # Folds that trims have not read before: what they replace is deleted.
+        unread = markers / costs.gc_rounds_per_month if where.trim_s is None else 0.0
+        relied_bytes = held.cover_bytes + unread * load.written
         once = gc_requests(
             markers=held.markers + dropped,
             folds=held.folds,
             dropped=dropped,
             deleted=dropped * objects,
-            relied=held.cover_segments,
-            relied_bytes=held.cover_bytes,
+            relied=held.cover_segments + unread * held.fold_segments,
+            relied_bytes=relied_bytes,
             names=(held.markers + dropped) * objects,
         )
-        found["gc rounds"] = Share(once, costs.gc_rounds_per_month, held.cover_bytes)
+        found["gc rounds"] = Share(once, costs.gc_rounds_per_month, relied_bytes)
     if where.scrub_bytes_per_s:
         took_s = max(3600.0, held.num_bytes / where.scrub_bytes_per_s)  # the service rests until an hour is over
         once = scrub_requests(
@@ -221,6 +227,7 @@ def _held(work: Workload, where: Deployment, load: FoldLoad) -> _Held:
         cover_segments=base + segments,
         cover_bytes=work.table_bytes + num_bytes,
         interval_segments=own,
+        fold_segments=spans + (base / load.cycle if load.base_bytes else 0.0),
     )
 
 

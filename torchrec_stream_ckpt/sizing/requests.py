@@ -15,6 +15,8 @@ SEGMENT_BYTES = 128 * 2**20
 """Bytes of rows in one segment (``materialize/fold.py``)."""
 RANGE_BYTES = 16 * 2**20
 """What one read asks for at most (``store/reader.py``)."""
+LEAST_RANGE_BYTES = 12 * 2**20
+"""What one read of rows brings at least, but for the last one of a segment: another chunk did not fit."""
 PART_BYTES = 50 * 2**20
 """One request of an upload of several (s3fs). An object of two of them or more is uploaded so."""
 PAGE = 1000
@@ -108,11 +110,11 @@ def fold_requests(num_bytes: float, merged_bytes: float, *, segments: float, tab
         num_bytes: Of the fold.
         merged_bytes: Of all that it is made of, for a base the last one among it.
         segments: In which these bytes lie.
-        tables: Of the job. A segment is read table by table, in ranges of ``RANGE_BYTES``.
+        tables: Of the job. A segment is read table by table, in ranges of ``LEAST_RANGE_BYTES`` or more.
     """
     written = max(1, math.ceil(num_bytes / SEGMENT_BYTES))
     directories = segments + written
-    ranges = directories * tables + (num_bytes + merged_bytes) / RANGE_BYTES
+    ranges = directories * tables + (num_bytes + merged_bytes) / LEAST_RANGE_BYTES
     return Requests(put=segments_requests(num_bytes) + 1, get=1 + directories + ranges, head=written)
 
 
@@ -153,12 +155,13 @@ def restore_requests(
         pieces: That lead to the marker.
         segments: Of these.
         num_bytes: Of these.
-        tables: Of the job. A rank reads each piece once for each of its shards, in ranges of ``RANGE_BYTES``.
+        tables: Of the job. A rank reads each piece once for each of its shards, in ranges of ``LEAST_RANGE_BYTES`` or
+            more.
         dense_files: Of the marker. Every rank reads all of them.
     """
     told = min(markers, 1 + NOTES_READS / (1 + ranks)) * (1 + ranks)  # what ranks said at markers within folds
     plan = Requests(head=1, get=1 + pieces + segments + told + 2 + markers / SUMMED, list=_pages(markers) + 3)
-    rows = segments + pieces * (tables + ranks) + num_bytes / RANGE_BYTES
+    rows = segments + pieces * (tables + ranks) + num_bytes / LEAST_RANGE_BYTES
     return plan + Requests(get=rows + ranks * dense_files)
 
 
@@ -186,16 +189,17 @@ def scrub_requests(
 
 
 def trim_requests(*, markers: float, folds: float, segments: float, fresh: float, fresh_bytes: float = 0.0) -> Requests:
-    """Requests of one trim, at most: it looks at every segment of the store, and reads those whole whose log is to go.
+    """Requests of one trim, at most: each segment of the store takes one, and those with rows whose log is to go are
+    read whole.
 
     Args:
         markers: In the store.
         folds: In the store.
         segments: Of both.
-        fresh: Segments of intervals whose log is deleted.
+        fresh: Those of them that are read whole, of intervals, spans and bases.
         fresh_bytes: Of these.
     """
-    read = 2 * fresh + fresh_bytes / RANGE_BYTES
+    read = _whole(fresh, fresh_bytes) - fresh
     return Requests(put=3, head=6, get=8 + markers + folds + segments + read, list=13 + 2 * _pages(markers))
 
 
@@ -221,9 +225,15 @@ def gc_requests(
         names: Of all objects: they are listed by ``PAGE``.
     """
     stock = Requests(get=4 + 2 * markers + 3 * folds, head=6, list=38 + 12 * names / PAGE)
-    read = Requests(get=2 * relied + relied_bytes / RANGE_BYTES)
+    read = Requests(get=_whole(relied, relied_bytes))
     looks = GC_KINDS + deleted / GC_LOOK_NAMES
     return stock + read + Requests(put=dropped + 3, head=dropped + looks, delete=deleted + 2)
+
+
+def _whole(segments: float, num_bytes: float) -> float:
+    """Count GETs that read segments whole, at most: one each; above ``RANGE_BYTES`` its directory and its ranges."""
+    large = min(segments, num_bytes / RANGE_BYTES)
+    return segments + large + num_bytes / LEAST_RANGE_BYTES
 
 
 def _pages(names: float) -> int:
