@@ -23,6 +23,7 @@ TABLES: dict[str, Callable[..., Table]] = {
     "figure-14b": papers.figure_14b,
     "figure-15": papers.figure_15,
     "figure-17": papers.figure_17,
+    "first-loads": store.first_loads,
     "four": costs.four,
     "goals": goals.table,
     "limits": costs.limits,
@@ -31,6 +32,7 @@ TABLES: dict[str, Callable[..., Table]] = {
     "points": cases.points,
     "results": cases.results,
     "steps": costs.steps,
+    "store-goals": store.store_goals,
     "thesis-recoveries": goals.recoveries,
     "thesis-runs": goals.runs,
 }

@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from .costs import judged
 from .results import Result, Table, newest, three
 
 LAYOUTS = {
@@ -83,6 +84,28 @@ def _speed(row: dict[str, Any], naive: dict[str, Any], which: str, part: str) ->
             found = [other / own for own, other in zip(times, base, strict=True)]
             said.append(f"{statistics.median(found):.2f} ({min(found):.2f})")
     return " / ".join(said) or "-"
+
+
+def store_goals(page: Path) -> Table:
+    """Of the store as it is by default."""
+    goals = _result().found["workloads"]["kaggle"]["goals"]
+    return judged(page, Result(_result().path, _result().found | {"goals": goals}))
+
+
+def first_loads(page: Path) -> Table:
+    """The newest marker as the first thing that a fresh process does."""
+    found = [["the newest marker in a fresh process, ms", "warm (range)", "cold (range)"]]
+    for group, states in _result().found["workloads"]["kaggle"]["first_loads_ms"].items():
+        for scheme, warm in states["warm"].items():
+            cells = [_spread(each) for each in (warm, states["cold"].get(scheme, []))]
+            found.append([("" if group == "one base" else f"{group}: ") + _name(scheme), *cells])
+    return found
+
+
+def _spread(rounds: list[float]) -> str:
+    if not rounds:
+        return "not measured"
+    return f"{three(statistics.median(rounds))} ({three(min(rounds))}-{three(max(rounds))})"
 
 
 COUNTED = {
