@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
@@ -234,6 +233,17 @@ def is_gone(pid: int) -> bool:
         return True
 
 
+def kill_while_workers_stand(process: BaseProcess, output: Path) -> None:
+    """Kill a driver while two of its workers are stopped in their tasks, let these go on, and wait for their end."""
+    wait("two stopped workers", lambda: len(stopped(workers_of(process))) == 2, output)
+    pids = workers_of(process)
+    process.kill()
+    process.join()
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    wait("the end of its workers", lambda: all(is_gone(pid) for pid in pids), output)
+
+
 def test_markers_and_trims_go_on_while_a_base_is_merged_and_sigterm_ends_all(
     job: Job, serving: Serve, tmp_path: Path
 ) -> None:
@@ -270,16 +280,7 @@ def test_workers_end_with_a_materializer_that_is_killed_and_the_next_one_goes_on
     job: Job, serving: Serve, tmp_path: Path
 ) -> None:
     process, output = serving(**{FAILPOINTS: "fold.segment=stop@3"})
-    wait("two stopped workers", lambda: len(stopped(workers_of(process))) == 2, output)
-    pids = workers_of(process)
-    process.kill()
-    process.join()
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
-    deadline = time.monotonic() + 60
-    while not all(is_gone(pid) for pid in pids):
-        assert time.monotonic() < deadline, "workers outlive their materializer"
-        time.sleep(0.01)
+    kill_while_workers_stand(process, output)
     again, output = serving("--once")
     again.join(60)
     assert again.exitcode == 0, output.read_text()

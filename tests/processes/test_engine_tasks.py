@@ -22,7 +22,7 @@ from tests.evolved import EvolvingJob
 from tests.faults.disks import CannotMount, fill, small_disk
 from tests.faults.materializer import wait
 from tests.forks import context
-from tests.processes.test_engine import FAILPOINTS, REPORT, is_gone, stopped, workers_of
+from tests.processes.test_engine import FAILPOINTS, REPORT, is_gone, kill_while_workers_stand, stopped, workers_of
 from tests.processes.test_scrub_kills import read_names
 from tests.stores import History
 from tests.synthetic import Job
@@ -313,13 +313,7 @@ def test_a_materializer_that_is_killed_in_a_proof_task_is_taken_up(tmp_path: Pat
     environment = {FAILPOINTS: "proof.share=stop@2"}
     process = context.Process(target=_prove_and_die, args=(job.root, environment), kwargs={"small": False})
     process.start()
-    wait("two stopped workers", lambda: len(stopped(workers_of(process))) == 2, output)
-    pids = workers_of(process)
-    process.kill()
-    process.join()
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
-    wait("the end of its workers", lambda: all(is_gone(pid) for pid in pids), output)
+    kill_while_workers_stand(process, output)
     assert first <= len(list_proved(objects, job_id)) < 5
     said, _ = materialize(job.root, None)
     assert said == wanted, "each marker is compared once, whoever was killed"
@@ -383,13 +377,7 @@ def test_a_gc_that_is_killed_while_workers_delete_is_finished_by_the_next_one(tm
     arguments = (str(tmp_path / "log"), history.lineage.job, {FAILPOINTS: "gc.deleted=stop@2"})
     process = context.Process(target=_collect, args=arguments)
     process.start()
-    wait("two stopped workers", lambda: len(stopped(workers_of(process))) == 2, output)
-    pids = workers_of(process)
-    process.kill()
-    process.join()
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
-    wait("the end of its workers", lambda: all(is_gone(pid) for pid in pids), output)
+    kill_while_workers_stand(process, output)
     assert check_whole(history) >= names("1:4", "3:4", "4:6")
     with ThreadPoolExecutor(2) as pool:
         gc(history, RULES, pool, now_s=1e6 + HOUR)

@@ -1,6 +1,6 @@
 """A task on its way to a worker, and its answer on the way back.
 
-What travels is bytes, and a version in front of them: only the same version of this library opens them, since a field
+What travels is bytes, and a version before them: only the same version of this library opens them, since a field
 of a task may mean something else in another one. An answer is a value, whatever has happened in the worker.
 """
 
