@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from at_hand import have_at_hand
 from cache import prepare
 from common import fresh_processes, timed
 from device import join, start_ranks
@@ -179,8 +180,9 @@ def first(
     return float(spread(body, world, folder, *args, **where))
 
 
-def slowest(action: Callable[[], object]) -> float:
-    """(all ranks) Seconds that the slowest rank takes."""
+def slowest(action: Callable[[], object], memory: int = 0) -> float:
+    """(all ranks) Seconds that the slowest rank takes, with so many bytes of free memory at hand for each of them."""
+    have_at_hand(memory)
     dist.barrier()
     taken = torch.tensor(timed(action))
     dist.all_reduce(taken, dist.ReduceOp.MAX)

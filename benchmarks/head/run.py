@@ -32,6 +32,7 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2
 
 import start  # noqa: E402, F401
 import torch  # noqa: E402
+from at_hand import have_at_hand  # noqa: E402
 from cache import STATES  # noqa: E402
 from common import (  # noqa: E402
     Goal,
@@ -95,6 +96,7 @@ def load(shape: Shape, folder: Path, head: Path, variant: str) -> float:
     if variant in (STORE, HEAD, "unverified"):
         taken = restore(job, folder, None if variant == STORE else head, verify=variant == HEAD)
     else:
+        have_at_hand(job.num_bytes * 5 // 4)
         taken = timed(lambda: load_file(job, folder / "tables.pt", variant))
     truth = torch.load(folder / "tables.pt", mmap=True)
     if variant != LOAD and not all(torch.equal(tensor, truth[name]) for name, tensor in job.tensors.items()):
@@ -113,6 +115,7 @@ def load_file(job: Job, path: Path, variant: str) -> None:
 def restore(job: Job, folder: Path, head: Path | None, *, verify: bool) -> float:
     found: list[Any] = []
     with contextlib.closing(attach(job, folder, head, verify=verify)) as checkpointer:
+        have_at_hand(job.num_bytes * 5 // 4)
         taken = timed(lambda: found.append(checkpointer.restore()))
     source = "store " if head is None else "head "
     if found[0] is None or not found[0].source.startswith(source):

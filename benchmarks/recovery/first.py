@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from at_hand import have_at_hand
 from cache import STATES, prepare
 from common import UnavailableError, fresh_processes
 from crc32c import crc32c
@@ -55,6 +56,7 @@ def load(name: str, found: Found, folder: Path, marker: int, threads: int) -> tu
     torch.set_num_threads(threads)
     scheme = FROM_FILES[name](name, folder, found, frozenset([marker]))
     tables = Tables.of(found.workload)
+    have_at_hand(tables.num_bytes * 5 // 4)
     begin = time.perf_counter()
     scheme.restore(marker, tables)
     taken = time.perf_counter() - begin

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from at_hand import have_at_hand
 from baselines import Reads, Scheme, Timing, UnavailableError
 from cache import chill, warm
 from first import Found, Times, first_loads
@@ -169,6 +170,7 @@ def _timed(scheme: Scheme, marker: int, tables: Tables, prepare: Callable[[Seque
     """One restore, and the delta part once more by itself; ``prepare`` warms or chills what they read."""
     gc.collect()
     prepare(list(scheme.files(marker)))
+    have_at_hand(tables.num_bytes * 5 // 4)  # what a load of all of them may allocate
     begin = time.perf_counter()
     scheme.restore(marker, tables)
     whole_s = time.perf_counter() - begin

@@ -168,9 +168,13 @@ class Tables:
         return tables
 
     def poison(self) -> None:
-        """Values that no interval has written."""
+        """Put values there that no interval has written."""
         self.weights.fill_(float("nan"))
         self.sums.fill_(float("nan"))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weights.nbytes + self.sums.nbytes
 
     def put(self, ids: torch.Tensor, weights: torch.Tensor, sums: torch.Tensor) -> None:
         self.weights.index_copy_(0, ids, weights)

@@ -114,6 +114,8 @@ class Restores:
 
     def __init__(self, shape: Shape, folder: Path, uri: str) -> None:
         self._job, self._folder, self._uri = build(shape), folder, uri
+        self._memory = shape.table_bytes * 5 // 4
+        """What a load may allocate besides the tables: all of them, at most."""
 
     def _mine(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         shard = self._job.sharded()[name].local_shards()[0]
@@ -126,12 +128,13 @@ class Restores:
             return slowest(lambda: consume(self._uri))
         for tensor in self._job.tensors.values():
             tensor.zero_()
+        memory = self._memory
         ways: dict[str, Callable[[], float]] = {
-            LOAD: lambda: slowest(self._load),
-            MAPPED: lambda: slowest(partial(self._load, mmap=True)),
-            DCP: lambda: slowest(self._dcp),
+            LOAD: lambda: slowest(self._load, memory),
+            MAPPED: lambda: slowest(partial(self._load, mmap=True), memory),
+            DCP: lambda: slowest(self._dcp, memory),
             **{name: partial(self._ours, name) for name in SOURCES},
-            **{reader(name): lambda name=name: slowest(partial(self._reader, name)) for name in (LOG, STORE)},
+            **{reader(name): lambda name=name: slowest(partial(self._reader, name), memory) for name in (LOG, STORE)},
         }
         taken = ways[variant]()
         saved = torch.load(self._folder / "tables.pt", mmap=True, map_location="cpu")
@@ -165,7 +168,7 @@ class Restores:
     def _ours(self, name: str) -> float:
         found: list[Restored | None] = []
         with contextlib.closing(attach(self._job, self._uri, self._store(name))) as checkpointer:
-            taken = slowest(lambda: found.append(checkpointer.restore()))
+            taken = slowest(lambda: found.append(checkpointer.restore()), self._memory)
         if found[0] is None or not found[0].source.startswith(SOURCES[name]):
             raise RuntimeError(f"restored {found[0]}, not from the {SOURCES[name]}")
         return taken
@@ -256,7 +259,7 @@ def main() -> None:
 def _measure_all(args: argparse.Namespace, report: Report) -> None:
     shape = Shape((args.rows, args.rows), args.dim, sharding="row_wise", device=args.device)
     what = f"tables of {shape.table_bytes / 1e9:.1f} GB, live and loaded"
-    check_memory((2 << 30) + 3 * shape.table_bytes, what)
+    check_memory((2 << 30) + 4 * shape.table_bytes, what)
     check_disk(7 * shape.table_bytes, what)
     with scratch("restore") as base:
         folder = base / "job"

@@ -73,16 +73,16 @@ def measure(setting: Setting, ranks: int, base: Path, shared: Path, uri: str, he
 def load(setting: Setting, shared: Path, uri: str, head: str, variant: str) -> float:
     """(all ranks) Seconds of one load; then the truth is read, and compared."""
     job, rank = build(shape_of(setting.workload, setting.quick)), dist.get_rank()
-    own, state = shared / f"rank-{rank}", State.of(job)
+    own, state, memory = shared / f"rank-{rank}", State.of(job), job.num_bytes * 5 // 4
     for tensor in job.tensors.values():
         tensor.zero_()
     if variant == LOAD:
-        return slowest(lambda: torch.load(own / "all.pt"))
+        return slowest(lambda: torch.load(own / "all.pt"), memory)
     if variant in (COPY, MAPPED):
-        taken = slowest(partial(_copy, job, own / "all.pt", mmap=variant == MAPPED))
+        taken = slowest(partial(_copy, job, own / "all.pt", mmap=variant == MAPPED), memory)
     elif variant == SERVICE:
         tables, address = list(state.tables.values()), Path(head).parent / f"service-{rank}"
-        taken = slowest(lambda: restore(address, tables, state.rest, own / "rest.pt"))
+        taken = slowest(lambda: restore(address, tables, state.rest, own / "rest.pt"), memory)
     else:
         taken = _ours(job, shared, uri, head, variant)
     for key, value in torch.load(own / "all.pt", mmap=True).items():
@@ -103,7 +103,7 @@ def _ours(job: Job, shared: Path, uri: str, head: str, variant: str) -> float:
     source = next(source for source, name in FROM.items() if name == variant)
     store = shared / ("dense" if source == "log" else "store")
     with attach(job, uri, store, head=head if source == "head" else None) as checkpointer:
-        taken = slowest(lambda: found.append(checkpointer.restore()))
+        taken = slowest(lambda: found.append(checkpointer.restore()), job.num_bytes * 5 // 4)
     if found[0] is None or not found[0].source.startswith(source):
         raise RuntimeError(f"restored {found[0]}, not from the {source}")
     return taken
