@@ -44,6 +44,8 @@ class FaultyProxy:
         self._refused: dict[Kind, tuple[int, str]] = {}
         self._conditions: str | None = None
         """What is done about puts with a condition; None: they are the server's."""
+        self._unknown_in: tuple[Kind, ...] = ()
+        """Requests with a condition that the server does not know."""
         self._lock = threading.Lock()
         self._closed = threading.Event()
         proxy = self
@@ -79,10 +81,10 @@ class FaultyProxy:
         with self._lock:
             self._refused[kind] = status, _BODY.format(code=code, said=code)
 
-    def know_no_conditions(self, objects: Path | None) -> None:
+    def know_no_conditions(self, objects: Path | None, kinds: tuple[Kind, ...] = ("put", "complete")) -> None:
         """Be a store without conditional puts: one that answers 501, or, given the server's folder, ignores them."""
         with self._lock:
-            self._conditions = "" if objects is None else str(objects)
+            self._conditions, self._unknown_in = "" if objects is None else str(objects), kinds
 
     def heal(self) -> None:
         """Harm nothing from here on."""
@@ -114,7 +116,7 @@ class FaultyProxy:
             kind = kind_of(method, target)
             fault = self._fault(kind)
             answer = self._refused.get(kind) or (_ANSWERS.get(fault) if fault else None)
-            if self._conditions is not None and headers.get("If-None-Match"):
+            if self._conditions is not None and headers.get("If-None-Match") and kind in self._unknown_in:
                 if self._conditions:  # what the server does not see, it overwrites
                     Path(self._conditions, unquote(urlsplit(target).path).strip("/")).unlink(missing_ok=True)
                 else:

@@ -129,13 +129,14 @@ def test_a_name_that_is_taken_by_nothing_is_said(
     store.close()
 
 
+@pytest.mark.parametrize("kinds", [("put", "complete"), ("complete",)], ids=["all", "completions"])
 @pytest.mark.parametrize("answers", [True, False], ids=["501", "ignored"])
 def test_a_store_without_conditional_puts_is_looked_at_first_and_said(
-    s3_server: S3Server, proxy: FaultyProxy, answers: bool, caplog: pytest.LogCaptureFixture
+    s3_server: S3Server, proxy: FaultyProxy, answers: bool, kinds: tuple[Kind, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     store = opened(s3_server, proxy, attempts=3)
     prepare_store(store)
-    proxy.know_no_conditions(None if answers else s3_server.objects)
+    proxy.know_no_conditions(None if answers else s3_server.objects, kinds)
     assert refuses_taken_names(store) is False
     prove_writable(store)
     proxy.taken()
@@ -149,6 +150,25 @@ def test_a_store_without_conditional_puts_is_looked_at_first_and_said(
     said = f"the store at {store.url}: it does not know conditional puts"
     assert sum(said in each for each in caplog.messages) == 1
     assert store.read("STORE") == b'{"format": 1}'
+    proxy.heal()
+    store.close()
+
+
+def test_a_store_is_asked_about_large_objects_by_a_small_upload_that_leaves_nothing(
+    s3_server: S3Server, proxy: FaultyProxy
+) -> None:
+    store = opened(s3_server, proxy, attempts=3)
+    prepare_store(store)
+    proxy.taken()
+    assert refuses_taken_names(store) is True
+    asked = proxy.taken()
+    assert [asked[kind] for kind in ("put", "create", "part", "complete", "abort")] == [1, 1, 1, 1, 1]
+    assert store.read("STORE") == b'{"format": 1}'
+    proxy.refuse("abort", 403, "AccessDenied")
+    assert refuses_taken_names(store) is True, "a rule of the bucket takes the part"
+    proxy.refuse("create", 403, "AccessDenied")
+    with pytest.raises(StoreUnavailableError, match="the store does not allow it"):
+        refuses_taken_names(store)
     proxy.heal()
     store.close()
 

@@ -103,6 +103,14 @@ class LooksFirst(Protocol):
     True once the store has said that it does not refuse. Set it, if the store was seen to ignore the condition.
     """
 
+    def overwrites_in_parts(self, name: str, parts: Sequence[Buffer]) -> bool:
+        """Put an object that is there once more, by the requests of a large one, if its name is free; tell whether the
+        store did so. False also where one condition is known to hold for objects of any length: nothing is put.
+
+        Raises:
+            StoreUnavailableError: the store does not answer, or does not let this user write.
+        """
+
 
 @runtime_checkable
 class KeepsTime(Protocol):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torchrec_stream_ckpt.uris import without_login
@@ -28,6 +30,10 @@ class Cloud:
     length: Callable[[Any, str], int] | None = None
     """Length of an object by one request; raises FileNotFoundError if it is not there. None: the library's ``info``,
     which may also list what has the name as a prefix.
+    """
+    upload: Callable[[Any, str, bytes], object] | None = None
+    """Puts an object by the requests of a large one, if its name is free; raises as ``pipe_file``. None: where a store
+    knows the condition, it knows it for large objects, too.
     """
     keys_hint: str = "check the store's options"
     """What to try when the store does not accept our login."""
@@ -62,6 +68,21 @@ def _length_on_s3(files: Any, path: str) -> int:
     return int(files.call_s3("head_object", files.kwargs, Bucket=bucket, Key=key)["ContentLength"])
 
 
+def _upload_to_s3(files: Any, path: str, data: bytes) -> None:
+    """Upload one part, which may be small as it is the last one, and complete it by the condition of a put."""
+    bucket, key, _ = files.split_path(path)
+    call = partial(files.call_s3, Bucket=bucket, Key=key)
+    upload = call("create_multipart_upload")["UploadId"]
+    try:
+        part = call("upload_part", UploadId=upload, PartNumber=1, Body=data)
+        parts = {"Parts": [{"PartNumber": 1, "ETag": part["ETag"]}]}
+        call("complete_multipart_upload", UploadId=upload, MultipartUpload=parts, IfNoneMatch="*")
+    except Exception:
+        with contextlib.suppress(Exception):  # a lifecycle rule of the bucket takes what stays
+            call("abort_multipart_upload", UploadId=upload)
+        raise
+
+
 _S3 = Cloud(
     extra="s3",
     patience={
@@ -74,6 +95,7 @@ _S3 = Cloud(
     # Else s3fs asks for the length first, to read a large object by several requests. Ours are read by ranges.
     whole={"max_concurrency": 1},
     length=_length_on_s3,
+    upload=_upload_to_s3,
     keys_hint="check the store's options or the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, a profile)",
     servers=("endpoint_url",),
     variables=("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),

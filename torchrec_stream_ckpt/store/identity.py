@@ -50,8 +50,8 @@ def prove_writable(objects: Objects) -> None:
 def refuses_taken_names(objects: Objects) -> bool | None:
     """Tell whether the store lets no object be put over another one; None: nothing was ever written there.
 
-    It is asked to put its own format, as it stands there, once more. If it ignores the condition, it says so, and looks
-    at names first from then on (:class:`LooksFirst`).
+    It is asked to put its own format, as it stands there, once more; by one request, and by those of a large object. If
+    it ignores the condition, it says so, and looks at names first from then on (:class:`LooksFirst`).
 
     Raises:
         CorruptionError: what it says of its format cannot be read.
@@ -59,9 +59,10 @@ def refuses_taken_names(objects: Objects) -> bool | None:
     """
     if not check_store(objects):
         return None
-    ignored = objects.create(STORE_FILE, [objects.read(STORE_FILE)])
+    said = objects.read(STORE_FILE)
+    ignored = objects.create(STORE_FILE, [said])
     if isinstance(objects, LooksFirst):
-        objects.looks_first |= ignored
+        objects.looks_first |= ignored or objects.overwrites_in_parts(STORE_FILE, [said])
         return not objects.looks_first
     return not ignored
 

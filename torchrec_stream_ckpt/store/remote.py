@@ -109,20 +109,26 @@ class FsspecObjects:
         self._upload(name, data, "overwrite")
         return True
 
-    def _upload(self, name: str, data: bytes, mode: Literal["overwrite", "create"]) -> bool | None:
+    def overwrites_in_parts(self, name: str, parts: Sequence[Buffer]) -> bool:
+        return self._cloud.upload is not None and self._upload(name, b"".join(parts), "create in parts") is not False
+
+    def _upload(self, name: str, data: bytes, mode: Literal["overwrite", "create", "create in parts"]) -> bool | None:
         """Put an object; False: its name is taken, None: the store does not know the condition."""
-        path = self._path(name)
+        path, may_be_taken = self._path(name), mode != "overwrite"
         with self._errors("write", name):
             failpoint("store.upload")
             try:
-                self._fs.pipe_file(path, data, mode=mode)
+                if mode == "create in parts" and self._cloud.upload is not None:
+                    self._cloud.upload(self._fs, path, data)
+                else:
+                    self._fs.pipe_file(path, data, mode=mode)
             except Exception as error:
                 signs = signs_of(error)
-                if mode == "create" and signs & TAKEN:
+                if may_be_taken and signs & TAKEN:
                     return False
-                if mode == "create" and signs & UNKNOWN_CONDITION:
+                if may_be_taken and signs & UNKNOWN_CONDITION:
                     return None
-                if mode == "create" or "NoSuchUpload" not in signs:
+                if may_be_taken or "NoSuchUpload" not in signs:
                     raise
                 # The answer to a completion was lost, and the client asked again. Put the same bytes anew.
                 self._fs.pipe_file(path, data)
