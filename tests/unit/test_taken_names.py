@@ -17,11 +17,12 @@ from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import OtherLogError, StoreUnavailableError, StreamCkptError
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.manifest import Fold
-from torchrec_stream_ckpt.layout import DAMAGED_DIR, STORE_FILE, claim_name, manifest_name
+from torchrec_stream_ckpt.layout import DAMAGED_DIR, DATA_DIR, STORE_FILE, claim_name, manifest_name
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.materializer import Materializer
 from torchrec_stream_ckpt.store import once
 from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.store.identity import check_store, prepare_store
@@ -142,6 +143,24 @@ def test_a_claim_that_is_there_is_compared(fresh: Job, damage: bytes | None, rac
     assert objects.came == raced
     assert bytes(objects.read(CLAIM)) == frame
     assert asides(fresh) == ({} if damage is None else {CLAIM: damage})
+
+
+def test_a_damaged_claim_does_not_stop_a_marker_that_is_given_up(fresh: Job) -> None:
+    """Nothing else of its generation is in the store: its rows were lost before they were folded."""
+    objects, passed = FolderObjects(store_of(fresh)), list[MarkerId]()
+    objects.put(CLAIM, [b"damaged"])
+    for path in (fresh.root / DATA_DIR).rglob("*.seg"):
+        path.unlink()
+    with ThreadPoolExecutor(2) as pool:
+        dense = open_dense(str(fresh.root))
+        made = Materializer(
+            fresh.log, objects, lambda _: dense, pool, pass_over=lambda commit, _: passed.append(commit.id)
+        )
+        assert list(made.catch_up(lineage_of(fresh))) == []
+    assert passed == [MarkerId(1, 1)]
+    assert asides(fresh) == {CLAIM: b"damaged"}
+    assert bytes(objects.read(CLAIM)) == lineage_of(fresh).claims[1].to_frame()
+    assert Catalog.load(objects, synthetic.JOB).dropped == {MarkerId(1, 1)}
 
 
 def test_another_format_is_not_written_over(job: Job) -> None:

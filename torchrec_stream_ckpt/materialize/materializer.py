@@ -310,7 +310,8 @@ class Materializer:
             if isinstance(error, MissingObjectError | OtherLogError):
                 raise  # the log has lost nothing
             self._losses.pass_over(commit, error, _HINT)
-            self._losses.give_up(lineage, catalog, Dropped.of_lost(commit, lineage.previous(commit.id)))
+            dropped = Dropped.of_lost(commit, lineage.previous(commit.id))
+            self._repairer.mending(lineage, catalog, partial(self._losses.give_up, lineage, catalog, dropped))
             return None
 
     def _put_marker(self, lineage: Lineage, catalog: Catalog, commit: Commit, segments: Segments) -> None:
