@@ -94,6 +94,7 @@ _REACHED = re.compile(rf"{OUTER_DIR}/{_JOB}/{_MARKER}-e([0-9]{{8,20}})")
 _VERDICT = re.compile(rf"{VERDICTS_DIR}/{_JOB}/{_MARKER}-([0-9a-f]{{8}})\.json")
 _PROVED = re.compile(rf"{PROVED_DIR}/{_JOB}/{_MARKER}-([a-z0-9-]+)")
 _GARBAGE = re.compile(rf"{GARBAGE_DIR}/{_JOB}/t([0-9]{{16}})-([0-9a-f]{{8}})\.json")
+_PROBE = re.compile(rf"{GARBAGE_DIR}/{_JOB}/now-[0-9a-f]{{16}}")
 _READING = re.compile(rf"{READINGS_DIR}/{_JOB}/t([0-9]{{16}})-([0-9a-f]{{8}})\.json")
 _SUMMARY = re.compile(rf"{SUMMARIES_DIR}/{_JOB}/{_MARKER}-to-{_MARKER}-n([0-9]{{8,20}})-([0-9a-f]{{8}})")
 _SCRUB_PLACE = re.compile(rf"{SCRUB_DIR}/{_JOB}/(service|command)-([0-9]{{8,20}})")
@@ -324,8 +325,13 @@ def garbage_name(job: bytes, time_ms: int, crc: int) -> str:
 
 
 def probe_name(job: bytes, probe: str) -> str:
-    """Name of what is put, and deleted at once, to learn the store's own time; ``probe`` has 16 hex digits."""
+    """Name of what is put for a while, to learn the store's own time or to know the store by: 16 hex digits."""
     return f"{GARBAGE_DIR}/{job.hex()}/now-{probe}"
+
+
+def is_probe(name: str) -> bool:
+    """Tell whether :func:`probe_name` made it."""
+    return _PROBE.fullmatch(name) is not None
 
 
 def reading_name(job: bytes, time_ms: int, crc: int) -> str:

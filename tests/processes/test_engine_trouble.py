@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,8 @@ import pytest
 
 from tests.processes.odd_tasks import Odd
 from torchrec_stream_ckpt import __version__
-from torchrec_stream_ckpt.cli.engines import opened_engine
+from torchrec_stream_ckpt.cli import engines
+from torchrec_stream_ckpt.cli.engines import kept_probe, opened_engine
 from torchrec_stream_ckpt.cli.options import Access
 from torchrec_stream_ckpt.engine import parcel, processes
 from torchrec_stream_ckpt.engine.address import SiteAddress
@@ -22,7 +24,7 @@ from torchrec_stream_ckpt.engine.api import Engine, Site
 from torchrec_stream_ckpt.engine.choose import EngineName
 from torchrec_stream_ckpt.engine.processes import Processes
 from torchrec_stream_ckpt.errors import ConfigError, EngineUnavailableError, StreamCkptError
-from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.api import KeepsTime, open_store
 
 
 @pytest.fixture(scope="module")
@@ -129,3 +131,21 @@ def test_a_worker_that_opens_another_store_is_refused(tmp_path: Path) -> None:
         link.symlink_to("one")
         (future,) = ended(engine, Odd())
         assert future.result()
+
+
+def test_what_workers_of_other_hosts_know_a_store_by_is_put_again_as_long_as_its_process_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gc takes it away once it is a day old by the store's own time, and a materializer runs for longer."""
+    monkeypatch.setattr(engines, "RENEW_S", 0.01)
+    store = open_store(f"memory://{tmp_path.name}")
+    assert isinstance(store, KeepsTime)
+    with kept_probe(store, bytes(16)) as name:
+        first = store.put_at(name)
+        assert first is not None
+        while store.put_at(name) == first:
+            time.sleep(0.01)
+        store.delete(name)  # by mistake, or by a gc after a stop of days
+        while store.size(name) is None:
+            time.sleep(0.01)
+    assert not list(store.list(""))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crc32c import crc32c
 
 from tests import stores
 from tests.stores import History
@@ -17,6 +18,10 @@ from tests.unit.gc_history import ALWAYS, HOUR, branched, check_whole, gc, plain
 from torchrec_stream_ckpt import failpoints
 from torchrec_stream_ckpt.engine.api import Engine, InProcess, Site, Task
 from torchrec_stream_ckpt.errors import EngineUnavailableError, StoreUnavailableError
+from torchrec_stream_ckpt.format.frame import Buffer
+from torchrec_stream_ckpt.format.manifest import Garbage
+from torchrec_stream_ckpt.layout import garbage_name, parse_fold_segment
+from torchrec_stream_ckpt.materialize import gc as collecting
 from torchrec_stream_ckpt.materialize import gc_delete
 from torchrec_stream_ckpt.materialize.gc import GcRules, collect
 from torchrec_stream_ckpt.materialize.gc_delete import DeleteTask
@@ -162,6 +167,24 @@ def test_a_list_that_another_gc_takes_away_meanwhile_says_nothing(tmp_path: Path
     assert len(done.later) > 5, "it waits from now on"
 
 
+def test_what_a_run_that_was_killed_still_wants_is_ended_before_the_next_one_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A late worker of the killed one would delete what a merge of this one has written anew."""
+    history, seen, merge = branched(tmp_path), list[int | None](), collecting.merge
+    killed = Garbage(1.0, ()).to_bytes()
+    name = garbage_name(history.lineage.job, 1000, crc32c(killed))
+    history.objects.put(name, [killed])
+
+    def looking(*given: Any) -> Any:
+        seen.append(history.objects.size(name))
+        return merge(*given)
+
+    monkeypatch.setattr(collecting, "merge", looking)
+    assert run(history, replace(RULES, grace_s=0.0)).now
+    assert set(seen) == {None}
+
+
 def test_workers_that_are_away_are_named_with_what_was_given_up(tmp_path: Path) -> None:
     history = branched(tmp_path)
     with pytest.raises(EngineUnavailableError, match="given up for good by this run") as told:
@@ -221,5 +244,83 @@ def test_a_fold_that_lost_a_segment_before_it_was_put_is_merged_again(
         list(made.catch_up(history.lineage))
         made.settle(history.lineage)
     assert Catalog.load(history.objects, history.lineage.job).folds
+    assert history.objects.size(taken[0]) is not None
+    assert len(check_whole(history)) == 6
+
+
+def test_a_fold_that_is_put_while_gc_reads_keeps_its_segments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A merge had stopped for longer than the grace period, and ends after gc has listed the store."""
+    history, given, check = plain(tmp_path), rules(HOUR, newest=6), collecting.check_relied
+    objects, lineage = history.objects, history.lineage
+    with ThreadPoolExecutor(2) as pool:
+        cover = Catalog.load(objects, lineage.job).cover(lineage.chain(MarkerId(1, 4)))
+        merging = plan_merge(objects, lineage, cover, pool)
+        refs = [merge_share(objects, task, pool) for task in merging.tasks]
+        (part,) = (ref.name for each in refs for ref in each)
+        gc(history, given, pool, now_s=1e6)
+
+        def late(*args: Any) -> None:
+            merging.finish(objects, refs, pool)
+            check(*args)
+
+        monkeypatch.setattr(collecting, "check_relied", late)
+        done = gc(history, given, pool, now_s=1e6 + 2 * HOUR)
+        monkeypatch.undo()
+        assert ([entry.name for entry in done.now], [entry.name for entry in done.later]) == ([], [part])
+        assert objects.size(part) is not None
+        again = gc(history, given, pool, now_s=1e6 + 4 * HOUR)
+    assert (again.now, again.later) == ((), ())
+    assert not list(objects.list("garbage/"))
+    assert len(check_whole(history)) == 6
+
+
+def test_segments_of_a_fold_that_another_materializer_puts_again_go_after_it(tmp_path: Path) -> None:
+    """It is late with a fold that gc has just deleted: it has found its segments, and puts the fold's own object."""
+
+    class PutAgain(FolderObjects):
+        def delete(self, name: str) -> None:
+            data = bytes(self.read(name)) if name.startswith("folds/") else None
+            super().delete(name)
+            if data is not None:
+                self.put(name, [data])
+
+    history = branched(tmp_path, ALWAYS)
+    with ThreadPoolExecutor(1) as pool:
+        gc(history, RULES, pool, now_s=1e6 - 2 * HOUR)
+        done = run(history, objects=PutAgain(tmp_path))
+        left = [entry.name for entry in done.later]
+        assert left
+        assert all(parse_fold_segment(name) is not None for name in left)
+        for now_s in (1e6, 1e6 + HOUR):
+            catalog = Catalog.load(history.objects, history.lineage.job)
+            refs = [ref for fold in catalog.folds for ref in catalog.fold(*fold).segments]
+            assert all(history.objects.size(ref.name) == ref.num_bytes for ref in refs)
+            last = gc(history, RULES, pool, now_s=now_s)
+    assert {entry.name for entry in last.now} > {*left}
+    assert not {*left} & stores.contents(history.objects).keys()
+    assert not list(history.objects.list("garbage/"))
+    check_whole(history)
+
+
+def test_a_fold_whose_segment_goes_while_it_is_put_is_merged_again(tmp_path: Path) -> None:
+    """The put takes long, and a gc that has not seen the fold takes a segment that was left by a merge before."""
+    history, taken = History(tmp_path), list[str]()
+    history.generation(1, range(1, 7))
+
+    class Slow(FolderObjects):
+        def create(self, name: str, parts: Sequence[Buffer]) -> bool:
+            if name.startswith("folds/") and not taken:
+                taken.extend(entry.name for entry in self.list("segments/") if parse_fold_segment(entry.name))
+                self.delete(taken[0])
+            return super().create(name, parts)
+
+    dense = open_dense(str(tmp_path))
+    with ThreadPoolExecutor(2) as pool:
+        made = Materializer(history.log, Slow(tmp_path), lambda _: dense, pool, ALWAYS)
+        with pytest.raises(StoreUnavailableError, match="were deleted while it was merged"):
+            list(made.catch_up(history.lineage))
+        assert history.objects.size(taken[0]) is None
+        list(made.catch_up(history.lineage))
+        made.settle(history.lineage)
     assert history.objects.size(taken[0]) is not None
     assert len(check_whole(history)) == 6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,11 @@ from torchrec_stream_ckpt.route.job import options_of
 from torchrec_stream_ckpt.store.api import LooksFirst, Objects
 from torchrec_stream_ckpt.store.identity import place_of
 from torchrec_stream_ckpt.uris import parse_uri
+
+RENEW_S = 3600.0
+"""How often a probe is put again: gc takes one that is a day old for one of a process that was killed."""
+_TO_END_S = 5.0
+"""For how long a put that is under way may keep the process from ending."""
 
 
 @contextlib.contextmanager
@@ -48,9 +54,7 @@ def opened_engine(
         if name.is_remote:
             found = log[1].incarnation() if log is not None else None
             incarnation = found.id if found is not None else None
-            probe = probe_name(job, secrets.token_hex(8))
-            objects.put(probe, [b""])
-            undo.callback(_forget, objects, probe)
+            probe = undo.enter_context(kept_probe(objects, job))
         address = SiteAddress(
             uri=str(parse_uri(log[0])) if log is not None else None,
             kafka_options=_path(access.kafka_options),
@@ -66,9 +70,30 @@ def opened_engine(
         yield engine
 
 
-def _forget(objects: Objects, probe: str) -> None:
-    with contextlib.suppress(StreamCkptError):  # it is empty, and counts for nothing
-        objects.delete(probe)
+@contextlib.contextmanager
+def kept_probe(objects: Objects, job: bytes) -> Iterator[str]:
+    """Keep an object in the store that workers of other hosts know it by, and put it again every hour.
+
+    Raises:
+        StoreUnavailableError: the store does not take it.
+    """
+    name, ended = probe_name(job, secrets.token_hex(8)), threading.Event()
+    objects.put(name, [b""])
+
+    def renew() -> None:
+        while not ended.wait(RENEW_S):
+            with contextlib.suppress(StreamCkptError):  # the store is away: 23 others are to come
+                objects.put(name, [b""])
+
+    thread = threading.Thread(target=renew, name="stream-ckpt-probe", daemon=True)
+    thread.start()
+    try:
+        yield name
+    finally:
+        ended.set()
+        thread.join(_TO_END_S)
+        with contextlib.suppress(StreamCkptError):  # it is empty, and gc takes it away
+            objects.delete(name)
 
 
 def _path(options: Options) -> str | None:

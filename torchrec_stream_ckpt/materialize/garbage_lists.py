@@ -17,6 +17,13 @@ from torchrec_stream_ckpt.store.api import Entry, Objects
 from torchrec_stream_ckpt.types import MarkerId
 
 
+def end_runs(objects: Objects, stock: Stock) -> None:
+    """End the runs that were killed while they deleted: this one may write what they have asked workers to delete."""
+    for name, garbage in stock.lists:
+        if not garbage.names and garbage.newest is None:
+            objects.delete(name)
+
+
 def enlist(
     objects: Objects,
     job: bytes,

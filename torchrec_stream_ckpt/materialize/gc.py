@@ -11,9 +11,9 @@ by a run that comes a grace period later, for there may be restores and material
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -22,14 +22,12 @@ from torchrec_stream_ckpt.engine.api import Engine, InProcess, Site
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
-    EngineUnavailableError,
     ScratchUnavailableError,
-    StoreUnavailableError,
     StreamCkptError,
 )
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import BY_HAND, RETENTION, Dropped
+from torchrec_stream_ckpt.format.manifest import BY_HAND, RETENTION, Dropped, Garbage
 from torchrec_stream_ckpt.layout import (
     DENSE_DIR,
     FOLDS_DIR,
@@ -51,14 +49,15 @@ from torchrec_stream_ckpt.layout import (
 )
 from torchrec_stream_ckpt.log.api import Incarnation
 from torchrec_stream_ckpt.materialize.compact import Span, plan_spans
-from torchrec_stream_ckpt.materialize.garbage_lists import enlist, shorten, tidy, waited_by
-from torchrec_stream_ckpt.materialize.gc_delete import delete_all
+from torchrec_stream_ckpt.materialize.full_disk import FullDisk
+from torchrec_stream_ckpt.materialize.garbage_lists import end_runs, enlist, shorten, tidy, waited_by
+from torchrec_stream_ckpt.materialize.gc_delete import delete_all, telling_what_stays
 from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
 from torchrec_stream_ckpt.materialize.merge import merge
 from torchrec_stream_ckpt.materialize.read_back import ReadBack
 from torchrec_stream_ckpt.materialize.relied import check_relied, remarks
 from torchrec_stream_ckpt.materialize.retention import Candidate, Retention
-from torchrec_stream_ckpt.materialize.rounds import ages, elapsed, idle, read_clocks, stands_still
+from torchrec_stream_ckpt.materialize.rounds import ages, clear_probes, elapsed, idle, read_clocks, stands_still
 from torchrec_stream_ckpt.materialize.stock import Stock, take_stock
 from torchrec_stream_ckpt.materialize.summarizer import needless
 from torchrec_stream_ckpt.route.best import Said, Value, said_of
@@ -305,7 +304,8 @@ def collect(
     Raises:
         ConfigError: there is no rule.
         CorruptionError: what has to be read to know what is needed is damaged. Nothing of it was deleted.
-        StoreUnavailableError: the store does not answer, or does not let us in. Run it again.
+        StoreUnavailableError: the store does not answer, or does not let us in; or its disk is full: what was due is
+            deleted then. Run it again.
         EngineUnavailableError: the engine cannot be reached, or its workers die. Run it again.
     """
     engine = engine or InProcess(Site(None, objects, pool))
@@ -313,22 +313,27 @@ def collect(
         raise ConfigError("no rule says what to keep", hint="give one, such as --keep-all-for 24h --then-every 10")
     read = clocks or partial(read_clocks, objects, job)
     stock, now = take_stock(objects, lineage, job), read()
+    end_runs(objects, stock)
     read_back = ReadBack(objects, job, pool, now)
     plan = _surely_restorable(stock, rules, now, read_back)
-    read_back.save()
-    came_back: list[MarkerId] = []
-    for marker in plan.dropping:
-        by_hand = marker in (rules.give_up or ())
-        if by_hand and why_not is not None and not why_not(marker):
-            came_back.append(marker)
-            continue
-        _drop(objects, stock.holdings.lineage, marker, BY_HAND if by_hand else RETENTION)
-    unmerged = _merge_all(objects, stock.holdings.lineage, plan.spans, pool)
+    full, came_back = FullDisk(), list[MarkerId]()
+    unmerged: list[tuple[Span, StreamCkptError]] = []
+    listed: tuple[str, Garbage] | None = None
+    with full.outlasted():
+        read_back.save()
+        for marker in plan.dropping:
+            by_hand = marker in (rules.give_up or ())
+            if by_hand and why_not is not None and not why_not(marker):
+                came_back.append(marker)
+                continue
+            _drop(objects, stock.holdings.lineage, marker, BY_HAND if by_hand else RETENTION)
+        unmerged += _merge_all(objects, stock.holdings.lineage, plan.spans, pool)
     stock, now = take_stock(objects, lineage, job), read()
     # Of what is there now, whoever has come meanwhile; and of what its bytes prove.
     idle_now = plan_gc(_apart_from_damage(stock, read_back), GcRules(grace_s=rules.grace_s), now)
     aging = _newest(stock.holdings.lineage) if rules.retention.keep_all_for is not None else None
-    listed = enlist(objects, job, stock, idle_now.later, now, aging)  # it waits from now on, however long reading takes
+    with full.outlasted():  # it waits from now on, however long reading takes
+        listed = enlist(objects, job, stock, idle_now.later, now, aging)
     try:
         stock, found = _proved(stock, GcRules(grace_s=rules.grace_s), now, read_back)
     except BaseException:
@@ -336,9 +341,11 @@ def collect(
             with suppress(StreamCkptError):  # a scrub leaves out what is listed, and this was not proved to be needless
                 shorten(objects, job, listed, set())
         raise
-    read_back.save()
+    with full.outlasted():
+        read_back.save()
+    given_up = {*plan.dropping} & stock.holdings.catalog.dropped - stock.pins
     kinds = ([entry.name for entry in found.now if entry.name.startswith(f"{kind}/")] for kind in PHASES)
-    with _telling_what_stays(len(plan.dropping) - len(came_back)):
+    with telling_what_stays(len(given_up)):
         left = delete_all(engine, objects, job, kinds)
     if left:
         found = replace(
@@ -347,12 +354,14 @@ def collect(
             later=(*found.later, *(entry for entry in found.now if entry.name in left)),
         )
     waiting = {entry.name for entry in found.later}
-    if listed is not None:
-        shorten(objects, job, listed, waiting)
-    tidy(objects, job, stock, waiting, lambda each: each.newest == aging and elapsed(each.clocks, now) is None)
+    with full.outlasted():
+        if listed is not None:
+            shorten(objects, job, listed, waiting)
+        tidy(objects, job, stock, waiting, lambda each: each.newest == aging and elapsed(each.clocks, now) is None)
+    clear_probes(objects, stock.probes, now)
     read_back.tidy(stock.holdings.sizes)
     objects.clear_leftovers()
-    given_up = {*plan.dropping} & stock.holdings.catalog.dropped - stock.pins
+    full.tell(len(found.now))
     kept = tuple(sorted({*plan.kept, *plan.dropping} - given_up))
     return replace(
         plan,
@@ -427,17 +436,3 @@ def _drop(objects: Objects, lineage: Lineage, marker: MarkerId, reason: str) -> 
         dropped = Dropped(lineage.find(marker), lineage.previous(marker), time.time(), reason)
         objects.put(dropped_name(lineage.job, marker), [dropped.to_bytes()])
         failpoint("gc.dropped")
-
-
-@contextmanager
-def _telling_what_stays(dropped: int) -> Iterator[None]:
-    """An object cannot be deleted: markers that were given up before are so for good."""
-    try:
-        yield
-    except (StoreUnavailableError, EngineUnavailableError) as error:
-        if not dropped:
-            raise
-        markers = f"{dropped} markers are" if dropped > 1 else "1 marker is"
-        done = f"{markers} given up for good by this run; their objects are not all deleted"
-        hint = f"{error.hint}; the next gc deletes the rest"
-        raise type(error)(f"{error.message}; {done}", hint=hint, **error.where) from None

@@ -3,7 +3,7 @@
 A batch may be deleted twice, and by a worker that is late. What has such a name may be needed again by then: a merge or
 a repair has written it anew. So a run has a list of its own in the store for as long as it deletes, a list of garbage
 that names nothing, and a worker looks for it before it deletes. When the run has ended, well or not, nothing of it goes
-any more. The list of a run that was killed goes with the next run.
+any more. The list of a run that was killed goes when the next run begins.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.engine.api import Engine, Site
-from torchrec_stream_ckpt.errors import StreamCkptError
+from torchrec_stream_ckpt.errors import EngineUnavailableError, StoreUnavailableError, StreamCkptError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.manifest import Garbage
-from torchrec_stream_ckpt.layout import garbage_name
+from torchrec_stream_ckpt.layout import FOLDS_DIR, garbage_name, parse_fold_segment
+from torchrec_stream_ckpt.materialize.full_disk import put_making_room
 from torchrec_stream_ckpt.store.api import Objects
 
 BATCH_NAMES = 1024
@@ -97,7 +98,8 @@ def delete_all(engine: Engine, objects: Objects, job: bytes, kinds: Iterable[Seq
         kinds: Names, none of which names another one of its kind.
 
     Returns:
-        Names that are left: another run has taken this one's list away, and so ended it.
+        Names that are left: another run has taken this one's list away, and so ended it; or a fold is there that names
+        them.
 
     Raises:
         StoreUnavailableError: the store does not answer, or there is no right to delete. Some may be gone.
@@ -106,19 +108,43 @@ def delete_all(engine: Engine, objects: Objects, job: bytes, kinds: Iterable[Seq
     wanted = [names for names in kinds if names]
     left: set[str] = set()
     if wanted:
-        with _listed(objects, job) as run_list:
+        with _listed(objects, job, (name for names in wanted for name in _unnamed(objects, job, names))) as run_list:
             for names in wanted:
-                left.update(_delete(engine, names, run_list))
+                going = _unnamed(objects, job, names)
+                left.update({*names}.difference(going), _delete(engine, going, run_list))
     return frozenset(left)
 
 
+def _unnamed(objects: Objects, job: bytes, names: Sequence[str]) -> Sequence[str]:
+    """Return what may go: segments of folds that are there now stay. A merge has put the fold since gc has looked."""
+    folds = {name: part[0].name for name in names if (part := parse_fold_segment(name)) is not None}
+    if not folds:
+        return names
+    there = {entry.name for entry in objects.list(f"{FOLDS_DIR}/{job.hex()}/")}
+    return [name for name in names if folds.get(name) not in there]
+
+
 @contextmanager
-def _listed(objects: Objects, job: bytes) -> Iterator[str]:
-    """Keep the list of a run in the store until this ends."""
+def telling_what_stays(dropped: int) -> Iterator[None]:
+    """An object cannot be deleted: markers that were given up before are so for good."""
+    try:
+        yield
+    except (StoreUnavailableError, EngineUnavailableError) as error:
+        if not dropped:
+            raise
+        markers = f"{dropped} markers are" if dropped > 1 else "1 marker is"
+        done = f"{markers} given up for good by this run; their objects are not all deleted"
+        hint = f"{error.hint}; the next gc deletes the rest"
+        raise type(error)(f"{error.message}; {done}", hint=hint, **error.where) from None
+
+
+@contextmanager
+def _listed(objects: Objects, job: bytes, going: Iterable[str]) -> Iterator[str]:
+    """Keep the list of a run in the store until this ends; ``going`` makes room for it on a full disk."""
     now = time.time()
     data = Garbage(now, ()).to_bytes()
     name = garbage_name(job, int(now * 1000), crc32c(data))
-    objects.put(name, [data])
+    put_making_room(objects, name, data, going)
     try:
         yield name
     except BaseException:

@@ -106,19 +106,25 @@ class Merging:
             StoreUnavailableError: it was not written; or gc has deleted a segment, which nothing named before this.
         """
         fold = Fold(self.job, self.start, self.end, self.chain, tuple(ref for each in refs for ref in each))
-        sizes = pool.map(objects.size, [ref.name for ref in fold.segments])
-        gone = [ref.name for ref, size in zip(fold.segments, sizes, strict=True) if size != ref.num_bytes]
-        if gone:
-            raise StoreUnavailableError(
-                f"{len(gone)} segments of a fold were deleted while it was merged: it is merged again",
-                hint="give gc a longer --grace than the time between two segments of a merge",
-                name=gone[0],
-                marker=self.end,
-            )
+        _check_there(objects, fold, pool)
         failpoint("fold.manifest")
         put_once(objects, FoldName(self.job, self.end, self.start).name, [fold.to_bytes()])
         failpoint("fold.manifest_put")
+        _check_there(objects, fold, pool)  # a gc that did not see the fold may have come in between
         return fold
+
+
+def _check_there(objects: Objects, fold: Fold, pool: Executor) -> None:
+    """Look whether all segments of a fold are there; raises as :meth:`Merging.finish`."""
+    sizes = pool.map(objects.size, [ref.name for ref in fold.segments])
+    gone = [ref.name for ref, size in zip(fold.segments, sizes, strict=True) if size != ref.num_bytes]
+    if gone:
+        raise StoreUnavailableError(
+            f"{len(gone)} segments of a fold were deleted while it was merged: it is merged again",
+            hint="give gc a longer --grace than the time between two segments of a merge",
+            name=gone[0],
+            marker=fold.end,
+        )
 
 
 def plan_merge(

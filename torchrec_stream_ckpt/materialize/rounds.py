@@ -26,6 +26,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _TIME_NAMESPACE = Path("/proc/self/ns/time")
 _OF_CHILDREN = Path("/proc/self/ns/time_for_children")
 _OFFSETS = Path("/proc/self/timens_offsets")
+PROBE_S = 86400.0
+"""A probe that is older, by the store's own time, is one of a process that was killed: others put theirs again."""
 
 
 def read_clocks(objects: Objects, job: bytes) -> dict[str, float]:
@@ -46,6 +48,23 @@ def read_clocks(objects: Objects, job: bytes) -> dict[str, float]:
         if shown is not None:
             clocks[_store_clock(objects)] = shown
     return clocks
+
+
+def clear_probes(objects: Objects, names: Iterable[str], clocks: Mapping[str, float]) -> None:
+    """Delete the probes of processes that were killed. Only a store with a clock of its own tells how old one is.
+
+    Args:
+        objects: The store.
+        names: Probes that are there.
+        clocks: What they show now.
+    """
+    if not isinstance(objects, KeepsTime) or (now_s := clocks.get(_store_clock(objects))) is None:
+        return
+    for name in names:
+        with contextlib.suppress(MissingObjectError):
+            shown = objects.put_at(name)
+            if shown is not None and now_s - shown > PROBE_S:
+                objects.delete(name)
 
 
 def glance_at_clocks(objects: Objects, known: Iterable[str]) -> dict[str, float]:

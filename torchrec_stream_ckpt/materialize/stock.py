@@ -13,6 +13,7 @@ from torchrec_stream_ckpt.layout import (
     SUMMARIES_DIR,
     SummaryName,
     is_garbage_list,
+    is_probe,
     manifest_name,
     parse_summary_name,
 )
@@ -48,6 +49,8 @@ class Stock:
     """Markers that an outer tier is still to get."""
     summaries: tuple[tuple[SummaryName, Entry], ...] = ()
     """Copies of manifests and directories."""
+    probes: tuple[str, ...] = ()
+    """Names of what processes have put to ask the store something."""
 
     @property
     def dated(self) -> tuple[str, ...]:
@@ -83,13 +86,15 @@ def take_stock(objects: Objects, lineage: Lineage | None, job: bytes) -> Stock:
     _pass_over_newer(holdings)
     pins = pinned(objects, job)  # listed after what was given up: one that came before that is seen
     tries = tuple(entry for entry, _ in attempts(objects, job))
-    names = [entry.name for entry in objects.list(f"{GARBAGE_DIR}/{job.hex()}/") if is_garbage_list(entry.name)]
-    lists = tuple((name, found) for name in sorted(names) if (found := _load_list(objects, name)) is not None)
+    names = sorted(entry.name for entry in objects.list(f"{GARBAGE_DIR}/{job.hex()}/"))
+    loaded = ((name, _load_list(objects, name)) for name in names if is_garbage_list(name))
+    lists = tuple((name, found) for name, found in loaded if found is not None)
+    probes = tuple(filter(is_probe, names))
     home = bytes(objects.read(IDENTITY_FILE)).decode("ascii", "replace") if objects.size(IDENTITY_FILE) else ""
     wanted = awaited(objects, holdings.lineage, catalog.markers - catalog.dropped)
     copies = ((parse_summary_name(each.name), each) for each in objects.list(f"{SUMMARIES_DIR}/{job.hex()}/"))
     summaries = tuple((name, each) for name, each in copies if name is not None)
-    return Stock(holdings, pins, lists, tries, lineage is not None, home, wanted, summaries)
+    return Stock(holdings, pins, lists, tries, lineage is not None, home, wanted, summaries, probes)
 
 
 def _load_list(objects: Objects, name: str) -> Garbage | None:

@@ -115,7 +115,7 @@ def fold_requests(num_bytes: float, merged_bytes: float, *, segments: float, tab
     written = max(1, math.ceil(num_bytes / SEGMENT_BYTES))
     directories = segments + written
     ranges = directories * tables + (num_bytes + merged_bytes) / LEAST_RANGE_BYTES
-    return Requests(put=segments_requests(num_bytes) + 1, get=1 + directories + ranges, head=written)
+    return Requests(put=segments_requests(num_bytes) + 1, get=1 + directories + ranges, head=2 * written)
 
 
 def summary_requests(ranks: int) -> Requests:
@@ -224,7 +224,7 @@ def gc_requests(
         relied_bytes: Of these.
         names: Of all objects: they are listed by ``PAGE``.
     """
-    stock = Requests(get=4 + 2 * markers + 3 * folds, head=6, list=38 + 12 * names / PAGE)
+    stock = Requests(get=4 + 2 * markers + 3 * folds, head=6, list=39 + 12 * names / PAGE)
     read = Requests(get=_whole(relied, relied_bytes))
     looks = GC_KINDS + deleted / GC_LOOK_NAMES
     return stock + read + Requests(put=dropped + 3, head=dropped + looks, delete=deleted + 2)

@@ -260,6 +260,12 @@ class FolderObjects:
             raise StoreUnavailableError(f"cannot {doing} it: {error.strerror}", hint=hint, path=path) from error
 
 
+def lacks_room(error: StoreUnavailableError) -> bool:
+    """Tell whether a folder did not take an object because its disk, or the quota of this user, is full."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def _rename(temporary: Path, path: Path) -> bool:
     temporary.rename(path)
     return True

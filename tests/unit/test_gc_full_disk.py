@@ -1,0 +1,91 @@
+"""gc on a disk that is full: it deletes what is due, though it has no room for its own records."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests import stores
+from tests.unit.gc_history import HOUR, check_whole, gc, names, offered, plain, rules
+from torchrec_stream_ckpt.errors import StoreUnavailableError
+from torchrec_stream_ckpt.format.frame import Buffer
+from torchrec_stream_ckpt.materialize.gc import collect
+from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
+from torchrec_stream_ckpt.store.folder import FolderObjects
+
+RULES = rules(HOUR, newest=3, compact=True)
+LATER = 1e6 + 2 * HOUR
+
+
+class Small(FolderObjects):
+    """On a disk without room: an object takes a block, and gives it back when it is deleted."""
+
+    number = errno.ENOSPC
+    free = 0
+
+    def _put(self, path: Path, parts: Sequence[Buffer], name: Callable[[Path, Path], bool]) -> bool:
+        if not self.free:
+            raise OSError(self.number, os.strerror(self.number))
+        self.free -= 1
+        return super()._put(path, parts, name)
+
+    def delete(self, name: str) -> None:
+        self.free += self.size(name) is not None
+        super().delete(name)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Executor]:
+    with ThreadPoolExecutor(2) as threads:
+        yield threads
+
+
+def run(history: stores.History, small: Small, pool: Executor) -> GcPlan:
+    return collect(small, None, history.lineage.job, RULES, pool, lambda: {"a host": LATER})
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_what_is_due_makes_room_for_the_next_run(number: int, tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path)
+    due = {entry.name for entry in gc(history, RULES, pool, now_s=1e6).later}
+    history.generation(2, [7, 8], "1:6")
+    stores.fold(tmp_path)
+    small = Small(tmp_path)
+    small.number = number
+    with pytest.raises(StoreUnavailableError, match=f"no room for its records: .*{os.strerror(number)}") as told:
+        run(history, small, pool)
+    assert f"{len(due)} objects that were due are deleted" in told.value.message
+    assert told.value.hint.startswith("run gc again")
+    assert due
+    assert not due & stores.contents(history.objects).keys()
+    assert check_whole(history) == names("1:4", "1:5", "1:6", "2:7", "2:8")
+    done = run(history, small, pool)
+    assert set(done.dropping) == names("1:4", "1:5")
+    assert check_whole(history) == set(done.kept) == names("1:6", "2:7", "2:8")
+
+
+def test_where_nothing_is_due_it_says_what_can_be_deleted_by_hand(tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path)
+    before = stores.contents(history.objects)
+    with pytest.raises(StoreUnavailableError, match="No space left on device; nothing was due") as told:
+        run(history, Small(tmp_path), pool)
+    assert "delete summaries/ and readings/ of this store" in told.value.hint
+    assert stores.contents(history.objects) == before
+
+
+def test_another_error_of_a_disk_ends_gc_before_anything_goes(tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path)
+    due = {entry.name for entry in gc(history, RULES, pool, now_s=1e6).later}
+    history.generation(2, [7, 8], "1:6")
+    stores.fold(tmp_path)
+    small = Small(tmp_path)
+    small.number = errno.EIO
+    with pytest.raises(StoreUnavailableError, match=r"cannot write it: Input/output error"):
+        run(history, small, pool)
+    assert due <= stores.contents(history.objects).keys()
+    assert offered(history) == names("1:4", "1:5", "1:6", "2:7", "2:8")
