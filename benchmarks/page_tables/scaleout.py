@@ -9,6 +9,7 @@ from typing import Any
 from .results import Table, newest, ranged, three
 
 _GOAL = 1.7
+_SHARES_NOTHING = "{} processes that share nothing"
 _DAYS = [
     (True, 1.0, 12e9, 8),
     (True, 1.0, 12e9, 16),
@@ -28,7 +29,8 @@ def workers(page: Path) -> Table:
     several = f"{measured['workers']} cores"
     rounds = {name: [each["wall_s"] for each in measured["rounds"][name]] for name in ("one core", several)}
     folds: tuple[list[float], list[float]] = (rounds["one core"], rounds[several])
-    rows = [("folds and merges", *folds)]
+    beside = [each["wall_s"] / measured["workers"] for each in measured["rounds"][_SHARES_NOTHING.format(measured['workers'])]]
+    rows = [("folds and merges", *folds), ("the same by processes that share nothing", rounds["one core"], beside)]
     names = {"scrub": "a scrub", "proof": "a marker against its proof", "delete": "deletions of gc"}
     rows += [(text, tasks[name]["one_core_s"], tasks[name]["several_s"]) for name, text in names.items()]
     found = [[result.said(page), "one core, s", f"{several}, s", "times as fast (range)", "goal"]]

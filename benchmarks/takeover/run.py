@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
 import start  # noqa: E402, F401
-from common import at_least, fresh_processes, machine, parse, refuse_small_machine, scratch  # noqa: E402
+from common import at_least, command_of, fresh_processes, machine, parse, refuse_small_machine, scratch  # noqa: E402
 
 WORLD = 2
 TIMEOUT_S = 300.0
@@ -149,7 +149,7 @@ def main() -> None:
     medians = {key: round(statistics.median(each[key] for each in rounds), 3) for key in rounds[0]}
     result = {
         "case": "takeover",
-        "command": " ".join(["python", "benchmarks/takeover/run.py", *sys.argv[1:]]),
+        "command": command_of("takeover"),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(),
         "table_bytes": 8 * args.rows * args.dim * 4,
