@@ -29,7 +29,9 @@ def workers(page: Path) -> Table:
     several = f"{measured['workers']} cores"
     rounds = {name: [each["wall_s"] for each in measured["rounds"][name]] for name in ("one core", several)}
     folds: tuple[list[float], list[float]] = (rounds["one core"], rounds[several])
-    beside = [each["wall_s"] / measured["workers"] for each in measured["rounds"][_SHARES_NOTHING.format(measured['workers'])]]
+    beside = [
+        each["wall_s"] / measured["workers"] for each in measured["rounds"][_SHARES_NOTHING.format(measured["workers"])]
+    ]
     rows = [("folds and merges", *folds), ("the same by processes that share nothing", rounds["one core"], beside)]
     names = {"scrub": "a scrub", "proof": "a marker against its proof", "delete": "deletions of gc"}
     rows += [(text, tasks[name]["one_core_s"], tasks[name]["several_s"]) for name, text in names.items()]

@@ -122,9 +122,7 @@ def fold(root: Path, store: Path, workers: int, policy: Policy, cores: int, firs
     try:
         (pool, engine), log = _engine(root, store, workers), FileLog(root)
         lineage, dense = Control(log).refresh(), open_dense(str(root))
-        materializer = Materializer(
-            log, FolderObjects(store), lambda _: dense, pool, policy, engine=lambda _: engine
-        )
+        materializer = Materializer(log, FolderObjects(store), lambda _: dense, pool, policy, engine=lambda _: engine)
         pids = engine.pids if isinstance(engine, Processes) else []
         have_at_hand(2 * sum(log_bytes(root)))  # a store is about as large
         if _together is not None:
@@ -177,7 +175,9 @@ def measured(root: Path, scratch: Path, workers: int, rounds: int) -> dict[str, 
             for name in random.Random(number).sample(sorted(found), len(found)):
                 tell(f"round {number + 1} of {rounds}: {name}")
                 folder = scratch / name.replace(" ", "-")
-                row = side_by_side(pool, root, folder, workers) if name == beside else fold(root, folder, *variants[name])
+                row = (
+                    side_by_side(pool, root, folder, workers) if name == beside else fold(root, folder, *variants[name])
+                )
                 if number < 0 and name != beside and not name.startswith("folds"):
                     objects = FolderObjects(folder)
                     names = sorted(entry.name for entry in objects.list(""))
@@ -240,7 +240,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     args = parse(parser, rows=4000, intervals=10, rounds=1, names=100, hours=1.0)
     room = 22 * 272 * args.rows  # the log, and the stores of two processes at once
-    refuse_small_machine("scaleout", args, "a log and its stores", memory=(2 << 30) + room // 2, disk=room, folder=args.scratch)
+    refuse_small_machine(
+        "scaleout", args, "a log and its stores", memory=(2 << 30) + room // 2, disk=room, folder=args.scratch
+    )
     if args.rows < 1_000_000:  # a smoke test: nothing is small then
         from torchrec_stream_ckpt.engine import api
 
