@@ -55,6 +55,8 @@ class Follower:
         """How long log and store may not answer."""
         self._stop = threading.Event()
         self._at: Commit | None = None
+        self._towards: MarkerId | None = None
+        """The marker of an update that was handed out and has not ended: some of its rows may have been applied."""
         self._schema: Schema | None = None
         self._tail: Tail | None = None
         self._anew = ""
@@ -106,7 +108,8 @@ class Follower:
         self, timeout_s: float | None = None, *, once: bool = False, until_closed: bool = False
     ) -> Iterator[Update]:
         """Yield what changes, one update after the other. An update counts as applied once the next is asked for; one
-        at which the loop was left, or that could not be read, comes again, as a whole.
+        at which the loop was left, or that could not be read, comes again, as a whole. If the trainer has gone on from
+        an older marker since, all rows come instead.
 
         Args:
             timeout_s: End when nothing has come for so long; 0: when all that is there now has come. None: never.
@@ -128,6 +131,8 @@ class Follower:
             try:
                 for update in self._round():
                     found = True
+                    if update.kind in (UpdateKind.LOAD, UpdateKind.MARKER):
+                        self._towards = update.marker
                     yield update
                     self._took(update)
                 self._outages.over()
@@ -157,7 +162,7 @@ class Follower:
             yield from self._end_generation(lineage, self._at)
         if newest is not None:
             self.stats.newest = newest.id
-            if self._at is None or newest.id != self._at.id:
+            if self._at is None or newest.id != self._at.id or self._towards is not None:
                 yield from self._move(lineage, newest)
         if self.mode == "rows" and self._at is not None:
             yield from self._follow_rows(lineage, self._at)
@@ -174,14 +179,12 @@ class Follower:
                 if self._tail is not None:
                     yield from self._take_back(lineage, self._at)
                 why = f"the model has changed at generation {target.generation}: {changed}"
-            elif self._at.id in {commit.id for commit in lineage.chain(target.id)}:
+            elif not (why := _astray(lineage, target.id, self._at.id, self._towards)):
                 if (yield from self._reach(lineage, self._at, target, schema)):
                     return
                 why = yield from self._go_on(lineage, self._at.id, target, schema)
                 if not why:
                     return
-            else:
-                why = f"marker {self._at.id} is on an abandoned branch: the trainer went on from an older one"
             log.warning("all rows are loaded again: %s", why)
         with self._source.whole(lineage, target) as given:
             yield self._update(UpdateKind.LOAD, target, schema, given.changes, why, given.proof)
@@ -198,7 +201,8 @@ class Follower:
             self._source.check_wanted(schema)
             return ""
         at = self._at.id
-        roots = [lineage.way(each)[0].generation for each in (at, target)]
+        newest = [lineage.newest_of(each.generation) for each in (at, target)]  # the one held may have been given up
+        roots = [lineage.way(each)[0].generation for each in newest]
         if roots[0] != roots[1] and lineage.claims[roots[1]].changes is None:
             check_schema(self._schema, handed_out(schema))
             return ""
@@ -337,8 +341,26 @@ class Follower:
             else:
                 self._tail = None
         stats.markers += 1
-        self._at, self._schema = update.commit, update.schema
+        self._at, self._towards, self._schema = update.commit, None, update.schema
         stats.marker, stats.step, stats.committed_s = update.marker, update.step, update.commit.time_s
+
+
+def _astray(lineage: Lineage, target: MarkerId, at: MarkerId, towards: MarkerId | None) -> str:
+    """Say why what a replica holds does not lead to a marker; empty: it does.
+
+    Args:
+        lineage: The control partition.
+        target: The marker.
+        at: What the replica holds.
+        towards: What it may hold rows of besides; None: nothing.
+    """
+    leading = lineage.leading_to(target)
+    if at not in leading:
+        how = "is on an abandoned branch: the trainer went on from an older one"
+        return f"marker {at} {how if at in lineage.commits else 'was given up'}"
+    if towards is not None and towards not in leading:
+        return f"rows of marker {towards} may have been applied, and the trainer went on from an older one"
+    return ""
 
 
 def follow(

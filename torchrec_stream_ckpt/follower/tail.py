@@ -58,6 +58,9 @@ class Tail:
         self._streams = {end.rank: _Stream(end.partition, end.end, end.frames, end.chain) for end in at.ranks}
         self._pending: list[tuple[int, Header, RowsView | None]] = []
         self._offsets: dict[int, int] = {}
+        self._given: dict[tuple[int, int, int], tuple[int, npt.NDArray[np.int64]]] = {}
+        """Rows that were read and not taken, some of which may have been applied: (table, ids) by rank, seq and
+        header_crc of their frame."""
 
     def stands_on(self, commit: Commit) -> bool:
         return self._at.id == commit.id
@@ -69,9 +72,8 @@ class Tail:
 
     def reaches(self, commit: Commit) -> bool:
         """Tell whether all rows of a marker have been handed out by this tail, and are those that it commits."""
-        return commit.generation == self._claim.generation and all(
-            self._streams[end.rank].marks.get(end.frames - 1) == end.chain for end in commit.ranks
-        )
+        is_mine = commit.generation == self._claim.generation and not self._given
+        return is_mine and all(self._streams[end.rank].marks.get(end.frames - 1) == end.chain for end in commit.ranks)
 
     def committed(self, commit: Commit) -> None:
         """A marker that this tail reaches exists: its rows are not provisional any more."""
@@ -84,9 +86,9 @@ class Tail:
     def provisional(self) -> dict[int, npt.NDArray[np.int64]]:
         """Rows that were handed out and that no marker has, by table; each once."""
         found: dict[int, list[npt.NDArray[np.int64]]] = {}
-        for stream in self._streams.values():
-            for _, table, ids in stream.sent:
-                found.setdefault(table, []).append(ids)
+        taken = ((table, ids) for stream in self._streams.values() for _, table, ids in stream.sent)
+        for table, ids in (*taken, *self._given.values()):
+            found.setdefault(table, []).append(ids)
         return {table: np.unique(np.concatenate(ids)) for table, ids in found.items()}
 
     def read(self) -> list[Rows]:
@@ -106,7 +108,9 @@ class Tail:
             self._check_end(partition, mine, ends[partition])
             if ends[partition] > begin:
                 self._read_partition(LogSpan(self._claim.generation, partition, begin, ends[partition]), mine)
-        return [(header.table, header.col0, view) for _, header, view in self._pending if view is not None]
+        rows = [(rank, header, view) for rank, header, view in self._pending if view is not None]
+        self._given |= {(rank, header.seq, header.header_crc): (header.table, view.ids) for rank, header, view in rows}
+        return [(header.table, header.col0, view) for _, header, view in rows]
 
     def _check_end(self, partition: int, streams: Mapping[int, _Stream], end: int) -> None:
         """See that what was read is there: a log that has lost its tail may grow past it again with something else."""
@@ -131,6 +135,7 @@ class Tail:
             stream.seq, stream.chain = header.seq + 1, header.header_crc
             if view is not None:
                 stream.sent.append((header.seq, header.table, view.ids.copy()))
+                self._given.pop((rank, header.seq, header.header_crc), None)
             elif header.kind is Kind.MARK:
                 stream.marks[header.seq] = header.header_crc
         for stream in self._streams.values():

@@ -1,0 +1,148 @@
+"""Updates at which a follower's loop was left, or that broke off, when the trainer then goes on from another marker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from tests import stores
+from tests.synthetic import Job
+from tests.unit import test_followed_tables as followed
+from tests.unit.test_follower import LOAD, MARKER, ROLLBACK, ROWS, Replica, truth
+from torchrec_stream_ckpt import FollowedTables, follow
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.control.trim import trim_log
+from torchrec_stream_ckpt.errors import ReplicaNotReadyError, StoreUnavailableError
+from torchrec_stream_ckpt.follower.source import FollowedJob
+from torchrec_stream_ckpt.follower.updates import Changed, UpdateKind
+from torchrec_stream_ckpt.materialize.compactor import Policy
+from torchrec_stream_ckpt.store.api import open_store
+
+HALF_OR_WHOLE = pytest.mark.parametrize("whole", [False, True], ids=["half", "whole"])
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    job = Job(tmp_path / "log")
+    job.begin()
+    return job
+
+
+@pytest.fixture
+def replica(job: Job, tmp_path: Path) -> Iterator[Replica]:
+    with follow(f"file://{job.root}", states=True, scratch=tmp_path) as follower:
+        yield Replica(follower)
+
+
+@pytest.fixture
+def eager(job: Job, tmp_path: Path) -> Iterator[Replica]:
+    with follow(f"file://{job.root}", mode="rows", states=True, scratch=tmp_path) as follower:
+        yield Replica(follower)
+
+
+def leave(replica: Replica, kind: UpdateKind, *, whole: bool) -> None:
+    """Apply the next update, or its first rows, to the tables as they are, and leave the loop there."""
+    updates = replica.follower.updates(0)
+    update = next(updates)
+    assert update.kind is kind
+    part = islice(update.changes(), None if whole else 1)
+    replica.put(replace(update, kind=MARKER, changes=lambda: part))
+
+
+@HALF_OR_WHOLE
+def test_its_rows_do_not_stay_when_the_trainer_goes_on_from_an_older_marker(
+    job: Job, replica: Replica, whole: bool
+) -> None:
+    older = job.commit()
+    replica.catch_up()
+    job.touch()
+    job.commit()
+    leave(replica, MARKER, whole=whole)
+    job.begin(older.id)
+    job.touch(1)
+    marker = job.commit()
+    assert replica.catch_up() == [(LOAD, "2:1")]
+    assert replica.image == truth(job, marker.id)
+
+
+def test_a_load_does_not_stay_when_the_trainer_goes_on_from_what_was_held(job: Job, replica: Replica) -> None:
+    older = job.commit()
+    job.touch()
+    held = job.commit()
+    replica.catch_up()
+    job.begin(older.id)
+    job.touch()
+    job.commit()
+    leave(replica, LOAD, whole=False)
+    job.begin(held.id)
+    job.touch(1)
+    marker = job.commit()
+    assert replica.catch_up() == [(LOAD, "3:1")]
+    assert replica.image == truth(job, marker.id)
+
+
+@HALF_OR_WHOLE
+def test_rows_of_a_dead_generation_are_taken_back(job: Job, eager: Replica, whole: bool) -> None:
+    parent = job.commit()
+    eager.catch_up()
+    job.touch()
+    leave(eager, ROWS, whole=whole)
+    job.begin(parent.id)
+    assert eager.catch_up() == [(ROLLBACK, "1:1")]
+    assert eager.image == truth(job, parent.id)
+
+
+def test_rows_come_again_and_cost_nothing_at_their_marker(job: Job, eager: Replica) -> None:
+    job.commit()
+    eager.catch_up()
+    job.touch()
+    leave(eager, ROWS, whole=False)
+    assert eager.catch_up() == [(ROWS, "1:1")]
+    marker = job.commit()
+    assert [kind for kind, _ in eager.catch_up()] == [ROWS, MARKER]
+    assert eager.image == truth(job, marker.id)
+
+
+def test_tables_are_not_served_with_rows_of_a_marker_that_was_left(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = job.commit()
+    sent = FollowedJob._sent
+
+    def breaking(source: FollowedJob, sources: object) -> Iterator[Changed]:
+        yield next(sent(source, sources))  # type: ignore[arg-type]
+        raise StoreUnavailableError("nobody answers")
+
+    with FollowedTables(follow(f"file://{job.root}", scratch=tmp_path)) as tables:
+        tables.advance()
+        job.touch()
+        job.commit()
+        with monkeypatch.context() as patch:
+            patch.setattr(FollowedJob, "_sent", breaking)
+            with pytest.raises(StoreUnavailableError):
+                tables.advance()
+        with pytest.raises(ReplicaNotReadyError, match="half way"):
+            followed.held(tables)
+        job.begin(older.id)
+        job.touch(1)
+        marker = job.commit()
+        tables.advance()
+        assert followed.held(tables) == followed.truth(job, marker.id)
+
+
+def test_a_replica_whose_marker_was_given_up_loads_all_rows_again(job: Job, replica: Replica) -> None:
+    held = job.commit()
+    replica.catch_up()
+    for _ in range(2):
+        job.touch()
+        marker = job.commit()
+    expected = truth(job, marker.id)
+    stores.fold(job.root, Policy(rebase=1e-9, compact="none"))  # what it holds is needed for no other marker
+    trim_log(job.log, Control(job.log), marker, open_store(str(job.root)).url, given_up=[held.id])
+    (update,) = [(update, replica.put(update))[0] for update in replica.follower.updates(0)]
+    assert (update.kind, update.why) == (LOAD, "marker 1:1 was given up")
+    assert replica.image == expected
