@@ -184,9 +184,11 @@ class MarkerRows:
                 return tuple(notes)
             shards = self._route.complete(self._log).shards[self.marker.generation]  # the notes have none
             return tuple(replace(each, shards=held) for each, held in zip(notes, shards, strict=True))
+        if self._route.stored == self.marker:
+            return self._route.notes
         if self._catalog is None:
             raise CorruptionError("what the ranks said is in neither log nor store", marker=self.marker)
-        return load_notes(self._catalog, self.marker, self._pool)
+        return load_notes(self._catalog, self._route.commit, self._pool)
 
     def close(self) -> None:
         """Delete what was merged in the folder; the folder itself belongs to the caller."""

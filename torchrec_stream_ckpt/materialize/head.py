@@ -139,7 +139,7 @@ class HeadWriter:
 
     def _goal(self, catalog: Catalog, commit: Commit, schema: Schema) -> HeadState:
         """Return the state of HEAD at ``commit``, without the checksums."""
-        notes = load_notes(catalog, commit.id, self._pool)
+        notes = load_notes(catalog, commit, self._pool)
         columns = column_slices(schema, [each.shards for each in notes])
         return HeadState(FORMAT, True, schema.crc, commit, tuple(HeadSlice(*each, 0) for each in columns), notes)
 

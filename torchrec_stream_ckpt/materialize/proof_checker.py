@@ -140,7 +140,7 @@ class ProofChecker:
         """Markers on the way to the newest one that were not compared: back to one that was, and at most a round."""
         if newest in known:
             return []
-        load = partial(load_notes, catalog, newest, self._pool)
+        load = partial(load_notes, catalog, lineage.commits[newest], self._pool)
         try:
             window = window_of(self._repairer.mending(lineage, catalog, load))
         except OtherLogError:

@@ -120,9 +120,9 @@ class ReadBack:
         self.segments |= {ref.name for ref in refs}
 
     def _look_beside_rows(self, holdings: Holdings, marker: MarkerId) -> None:
-        if not self.segments.issuperset(ref.name for ref in holdings.catalog.manifest(marker).last):
-            load_notes(holdings.catalog, marker, self._pool)
         commit = holdings.lineage.find(marker)
+        if not self.segments.issuperset(ref.name for ref in holdings.catalog.check(commit).last):
+            load_notes(holdings.catalog, commit, self._pool)
         files = whole(commit.dense_list, files_in(self._objects, commit))
         names = [dense_file_name(commit.job, marker, file.name) for file in files]
         num_bytes = sum(file.num_bytes for file in files)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
 from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.segment import Front
@@ -23,10 +24,12 @@ class KeptNotes:
 
     Args:
         catalog: Of the store.
+        lineage: The control partition: a manifest of another history is as good as damaged.
     """
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog, lineage: Lineage) -> None:
         self._catalog = catalog
+        self._lineage = lineage
         self._kept: OrderedDict[MarkerId, tuple[Notes, ...]] = OrderedDict()
         self._read: set[MarkerId] = set()
 
@@ -41,7 +44,7 @@ class KeptNotes:
             self._read.add(marker)
             self._kept[marker] = tuple(
                 Notes.from_json((fronts.get(ref.name) or self._front(ref)).notes, ref.name)
-                for ref in self._catalog.manifest(marker).last
+                for ref in self._catalog.check(self._lineage.find(marker)).last
             )
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)

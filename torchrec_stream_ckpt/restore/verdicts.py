@@ -129,7 +129,7 @@ class Verifier:
         self._refused: dict[MarkerId, CorruptionError | TrimmedError] = {}
         self._shards: dict[tuple[int, int], tuple[TableShard, ...]] = {}
         """By generation and rank."""
-        self._told = KeptNotes(self._catalog) if self._catalog is not None else None
+        self._told = KeptNotes(self._catalog, lineage) if self._catalog is not None else None
 
     def read(self, commits: Iterable[Commit]) -> None:
         """Read what these markers need, as far as it is there.

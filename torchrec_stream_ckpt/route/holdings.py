@@ -122,7 +122,7 @@ class Holdings:
         parts = [((piece.start, piece.end), piece.segments) for piece in cover]
         # Whatever piece leads there: the notes in the segments of its own interval say what each rank held.
         ends = (piece.end for piece in cover[-1:])
-        parts += [((each, each), self.catalog.manifest(each).refs) for each in ends]
+        parts += [((each, each), self.catalog.check(self.lineage.find(each)).refs) for each in ends]
         for key, refs in parts:
             if key not in self._damages:
                 self._damages[key] = next(filter(None, map(self._wrong, refs)), "")

@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.catalog import Catalog, Stride, follow
+from torchrec_stream_ckpt.store.catalog import Catalog, follow
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.reader import load_front, load_told, open_pieces
 from torchrec_stream_ckpt.store.summaries import by_summaries
@@ -206,7 +206,8 @@ def _intact(catalog: Catalog, route: Route, damaged: Mapping[str, CorruptionErro
             if reach is None:
                 return catalog
             steps = follow(strides, reach, since)
-            refs = [*(partial(_refs_of, catalog, step) for step in steps), partial(_last_of, catalog, commits[reach])]
+            refs = [partial(_refs_of, catalog, start, commits[end]) for start, end in steps]
+            refs.append(partial(_last_of, catalog, commits[reach]))
             bad = list(pool.map(partial(_is_damaged, catalog, damaged, whole), refs))
             if not any(bad):
                 return catalog
@@ -221,9 +222,9 @@ def _tail(route: Route) -> list[Commit]:
     return chain[[commit.id for commit in chain].index(reach) + 1 :] if reach is not None else chain
 
 
-def _refs_of(catalog: Catalog, step: Stride) -> Sequence[SegmentRef]:
-    """Of a fold, or otherwise of an interval."""
-    return catalog.fold(*step).segments if step in catalog.folds else catalog.manifest(step[1]).refs
+def _refs_of(catalog: Catalog, start: MarkerId | None, end: Commit) -> Sequence[SegmentRef]:
+    """Find the segments of a fold, or otherwise of an interval; raises also if it is of another history."""
+    return catalog.piece(start, end).segments
 
 
 def _last_of(catalog: Catalog, reach: Commit) -> Sequence[SegmentRef]:

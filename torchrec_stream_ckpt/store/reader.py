@@ -55,7 +55,7 @@ def load_told(catalog: Catalog, pieces: Sequence[Piece], chain: Sequence[Commit]
     """
     reach, told, commits = pieces[-1].end, _told(pieces), {commit.id: commit for commit in chain}
     catalog.check(commits[reach])
-    notes = told.get(reach) or load_notes(catalog, reach, pool)  # of its interval, or a fold has its rows
+    notes = told.get(reach) or load_notes(catalog, commits[reach], pool)  # of its interval, or a fold has its rows
     return {**told, **_told_in_folds(catalog, pieces, commits, pool), reach: notes}
 
 
@@ -117,9 +117,9 @@ def _load_note(catalog: Catalog, ref: SegmentRef) -> Notes:
     return Notes.from_json(load_front(catalog.fronts, ref, catalog.job).notes, ref.name)
 
 
-def load_notes(catalog: Catalog, marker: MarkerId, pool: Executor) -> tuple[Notes, ...]:
+def load_notes(catalog: Catalog, commit: Commit, pool: Executor) -> tuple[Notes, ...]:
     """Read what each rank said at a marker that is in the store; raises as :func:`load_told`."""
-    last = catalog.manifest(marker).last
+    last = catalog.check(commit).last
     return tuple(side_by_side(catalog.fronts, pool, partial(_load_note, catalog), last, _name_of))
 
 
