@@ -17,7 +17,19 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.faults import brokers, disks, frozen, kills, materializer, partitions, power, surgery, survivors, topics
+from tests.faults import (
+    brokers,
+    disks,
+    frozen,
+    kills,
+    materializer,
+    partitions,
+    power,
+    surgery,
+    survivors,
+    topics,
+    workers,
+)
 from tests.faults.board import Board
 from tests.faults.subject import Form
 from torchrec_stream_ckpt.broker.kraft import Broker
@@ -46,6 +58,7 @@ SCENARIOS: tuple[Callable[[Form], None], ...] = (
     disks.errors_of_a_disk,
     disks.short_writes,
     materializer.kills_of_the_materializer,
+    workers.kills_of_workers,
     surgery.frames_on_files,
     surgery.frames_on_kafka,
     surgery.files_tampered_with,

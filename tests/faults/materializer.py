@@ -20,10 +20,12 @@ from tests.forks import context
 from tests.synthetic import PLAIN, ROWWISE, Job, image_of_store, images_of_all
 from torchrec_stream_ckpt import failpoints
 from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.engine import api
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
 from torchrec_stream_ckpt.format.segment import front_bytes_of, parse_front
 from torchrec_stream_ckpt.layout import parse_store_segment
 from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.materialize import gc_delete, scrubber
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.types import MarkerId
@@ -54,9 +56,14 @@ KEPT = 20
 """Markers that gc keeps besides those that were not compared: more than come while one materializer runs."""
 
 
-def serve(arguments: Sequence[str], output: Path, fuse: str = "", report: Path | None = None) -> None:
-    """A verb of the command line, in this process."""
+def serve(
+    arguments: Sequence[str], output: Path, fuse: str = "", report: Path | None = None, large: bool = False
+) -> None:
+    """A verb of the command line, in this process; with ``large`` no task is too small for a worker."""
     from torchrec_stream_ckpt.cli.main import main
+
+    if large:
+        api.SMALL_BYTES, scrubber.TASK_BYTES, gc_delete.BATCH_NAMES = 0, 2**14, 3
 
     fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, 1)
@@ -66,9 +73,12 @@ def serve(arguments: Sequence[str], output: Path, fuse: str = "", report: Path |
     main()
 
 
-def start(arguments: Sequence[str], output: Path, fuse: str = "", report: Path | None = None) -> BaseProcess:
+def start(
+    arguments: Sequence[str], output: Path, fuse: str = "", report: Path | None = None, large: bool = False
+) -> BaseProcess:
     """A process of its own that runs ``stream-ckpt materialize``."""
-    process = context.Process(target=serve, args=(("materialize", *arguments), output, fuse, report), daemon=True)
+    given = (("materialize", *arguments), output, fuse, report, large)
+    process = context.Process(target=serve, args=given, daemon=not large)  # a daemon may have no children
     process.start()
     return process
 
@@ -79,32 +89,43 @@ class Beside:
     Args:
         folder: Of the log and the store.
         row: Takes what they say of damage.
+        workers: How many each of them has; if there are several, no task is too small for one.
     """
 
-    def __init__(self, folder: Path, row: Row) -> None:
-        self._folder, self._row = folder, row
-        self._running: list[tuple[str, BaseProcess]] = []
+    def __init__(self, folder: Path, row: Row, workers: int = 1) -> None:
+        self._folder, self._row, self._workers = folder, row, workers
+        self.running: dict[str, BaseProcess] = {}
         self.runs = 0
 
     def start(self, newest: int) -> None:
         """Begin; gc keeps so many of the newest markers, and every third of the others."""
         where = (f"file://{self._folder / 'log'}", "--store", str(self._folder / "store"))
+        where += ("--engine", f"local:{self._workers}")
         kept = ("--newest", str(newest), "--then-every", "3", "--compact", "--grace", "1s")
         for verb, more in (("gc", kept), ("scrub", ())):
             (self._folder / verb).unlink(missing_ok=True)
-            process = context.Process(target=serve, args=((verb, *where, *more), self._folder / verb), daemon=True)
-            process.start()
-            self._running.append((verb, process))
+            arguments = ((verb, *where, *more), self._folder / verb, "", None, self._workers > 1)
+            self.running[verb] = context.Process(target=serve, args=arguments, daemon=self._workers == 1)
+            self.running[verb].start()
 
-    def join(self) -> None:
-        """Wait for their ends; whatever they found wrong is wrong, for nothing was damaged."""
-        for verb, process in self._running:
+    def join(self, killed: str = "") -> None:
+        """Wait for their ends; whatever they found wrong is wrong, for nothing was damaged.
+
+        Args:
+            killed: Which of them was.
+        """
+        for verb, process in self.running.items():
             process.join(PATIENCE_S)
             self.runs += 1
             said = (self._folder / verb).read_text()
-            if process.exitcode and "the store has no marker" not in said and "the store holds nothing" not in said:
+            if process.exitcode is None:
+                process.kill()
+                self._row.err(f"{verb} did not end: {said}")
+            elif verb == killed and process.exitcode == -signal.SIGKILL:
+                continue
+            elif process.exitcode and "the store has no marker" not in said and "the store holds nothing" not in said:
                 self._row.err(f"{verb} ended with {process.exitcode}: {said}")
-        self._running = []
+        self.running = {}
 
 
 def wait(what: str, done: Callable[[], object], output: Path) -> None:

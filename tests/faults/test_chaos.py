@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.faults import brokers, disks, frozen, kills, materializer, power, surgery, survivors, topics
+from tests.faults import brokers, disks, frozen, kills, materializer, power, surgery, survivors, topics, workers
 from tests.faults.board import Board
 from tests.faults.subject import Form
 
@@ -26,6 +26,7 @@ ON_FILES: list[Scenario] = [
     disks.errors_of_a_disk,
     disks.short_writes,
     materializer.kills_of_the_materializer,
+    workers.kills_of_workers,
     surgery.frames_on_files,
     surgery.files_tampered_with,
     power.power_loss,

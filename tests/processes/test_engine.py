@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import stores, synthetic
+from tests.children import is_gone, stopped, workers_of
 from tests.faults.disks import CannotMount, fill, small_disk
 from tests.faults.materializer import serve, wait
 from tests.forks import context
@@ -211,26 +212,6 @@ def serving(job: Job, tmp_path: Path) -> Iterator[Serve]:
                 os.kill(pid, signal.SIGKILL)
         process.kill()
         process.join()
-
-
-def workers_of(process: BaseProcess) -> list[int]:
-    """Children of a materializer: spawned ones, and what watches them."""
-    try:
-        found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    except OSError:
-        return []
-    return [int(pid) for pid in found if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
-def stopped(pids: Sequence[int]) -> list[int]:
-    return [pid for pid in pids if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"]
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 def kill_while_workers_stand(process: BaseProcess, output: Path) -> None:

@@ -18,11 +18,12 @@ import pytest
 
 from tests import stores
 from tests.builders import table
+from tests.children import is_gone, stopped, workers_of
 from tests.evolved import EvolvingJob
 from tests.faults.disks import CannotMount, fill, small_disk
 from tests.faults.materializer import wait
 from tests.forks import context
-from tests.processes.test_engine import FAILPOINTS, REPORT, is_gone, kill_while_workers_stand, stopped, workers_of
+from tests.processes.test_engine import FAILPOINTS, REPORT, kill_while_workers_stand
 from tests.processes.test_scrub_kills import read_names
 from tests.stores import History
 from tests.synthetic import Job
