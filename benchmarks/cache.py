@@ -7,6 +7,7 @@ import gc
 import mmap
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,6 +17,15 @@ _BLOCK = 8 << 20
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 WARM, COLD = "warm", "cold"
 STATES = (WARM, COLD)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes of a file."""
+
+    path: Path
+    begin: int
+    end: int
 
 
 def files_under(*places: Path) -> Iterator[Path]:
@@ -37,13 +47,16 @@ def prepare(state: str, *places: Path) -> None:
         chill(found, drop_caches=False)
 
 
-def warm(paths: Iterable[Path]) -> None:
-    """Have the files in the page cache."""
+def warm(parts: Iterable[Path | Part]) -> None:
+    """Have files, or parts of them, in the page cache."""
     block = memoryview(bytearray(_BLOCK))
-    for path in paths:
-        with open(path, "rb", buffering=0) as file:
-            while file.readinto(block):
-                pass
+    for each in parts:
+        part = each if isinstance(each, Part) else Part(each, 0, each.stat().st_size)
+        with open(part.path, "rb", buffering=0) as file:
+            file.seek(part.begin)
+            left = part.end - part.begin
+            while left > 0 and (count := file.readinto(block[: min(left, _BLOCK)])):
+                left -= count
 
 
 def chill(paths: Sequence[Path], *, drop_caches: bool) -> None:

@@ -15,7 +15,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from files import Buffer, Gather, Image, Piece, copy_pieces, place_pieces, publish, write_file
+from cache import Part
+from files import Buffer, Gather, Image, Piece, copy_pieces, needed, place_pieces, publish, write_file
 from stream import Trainer, linear_ids, read_rows
 from workload import Ids, Tables
 
@@ -90,8 +91,8 @@ class Scheme(Protocol):
     def land(self, tables: Tables) -> None:
         """Not timed: put into the tables what a restore has left elsewhere."""
 
-    def files(self, interval: int) -> Iterable[Path]:
-        """What a restore of that marker reads, to warm or to chill it."""
+    def files(self, interval: int) -> Iterable[Path | Part]:
+        """What a restore of that marker reads, to warm or to chill it: files, or those parts that it needs of them."""
 
     def reads(self, interval: int) -> Reads:
         """How much of them."""
@@ -130,9 +131,9 @@ class _Chain:
         """What marker ``interval`` needs behind its base, in the order in which to write it."""
         raise NotImplementedError
 
-    def files(self, interval: int) -> Iterator[Path]:
+    def files(self, interval: int) -> Iterator[Path | Part]:
         yield self.bases[self.base_of(interval)].path
-        yield from {piece.path: None for piece in self.pieces(interval)}
+        yield from needed(self.pieces(interval))
 
     def reads(self, interval: int) -> Reads:
         pieces = self.pieces(interval)
@@ -239,7 +240,7 @@ class NaiveByIndexCopy:
     def land(self, tables: Tables) -> None:
         pass
 
-    def files(self, interval: int) -> Iterator[Path]:
+    def files(self, interval: int) -> Iterator[Path | Part]:
         return self._naive.files(interval)
 
     def reads(self, interval: int) -> Reads:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
+from cache import Part
 from crc32c import crc32c
 from workload import Ids, Tables
 
@@ -29,6 +31,8 @@ _CHECK_BYTES = 4 << 20
 _WINDOW_BYTES = 256 << 20
 _WINDOW_PIECE_ROWS = 2048
 _BASE_BLOCK = 2 << 20
+_GAP_BYTES = 256 << 10
+"""Of no use, between two pieces: so many are read along rather than asked for twice."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,26 @@ class Piece:
     rows: int
     num_bytes: int
     crc: int
-    span: float = 1.0
-    """The part of all rows that lies between its first id and its last one."""
+    first: int = 0
+    """No id is less."""
+    last: int = sys.maxsize
+    """No id is more."""
+
+
+def needed(pieces: Iterable[Piece]) -> Iterator[Part]:
+    """The parts of files that these pieces are in, each file's in order: what lies far between them is left out."""
+    by_file: dict[Path, list[Piece]] = {}
+    for piece in pieces:
+        by_file.setdefault(piece.path, []).append(piece)
+    for path, found in by_file.items():
+        found.sort(key=lambda each: each.offset)
+        begin = end = found[0].offset
+        for piece in found:
+            if piece.offset > end + _GAP_BYTES:
+                yield Part(path, begin, end)
+                begin = piece.offset
+            end = piece.offset + piece.num_bytes
+        yield Part(path, begin, end)
 
 
 def write_file(path: Path, pieces: Iterable[Sequence[Buffer]]) -> list[tuple[int, int, int]]:
@@ -93,13 +115,9 @@ class Maps:
 
     def fetch(self, pieces: Iterable[Piece]) -> None:
         """Ask for all that will be read, file by file: for a disk, that is a few long reads."""
-        ranges: dict[Path, tuple[int, int]] = {}
-        for piece in pieces:
-            begin, end = ranges.get(piece.path, (piece.offset, 0))
-            ranges[piece.path] = min(begin, piece.offset), max(end, piece.offset + piece.num_bytes)
-        for path, (begin, end) in ranges.items():
-            begin -= begin % mmap.PAGESIZE
-            self.of(path).madvise(mmap.MADV_WILLNEED, begin, end - begin)
+        for part in needed(pieces):
+            begin = part.begin - part.begin % mmap.PAGESIZE
+            self.of(part.path).madvise(mmap.MADV_WILLNEED, begin, part.end - begin)
 
     def check(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
@@ -142,10 +160,13 @@ def place_pieces(pieces: Sequence[Piece], tables: Tables) -> None:
     with ThreadPoolExecutor(1) as checker:
         ready = checks(maps, pieces, checker)
         views = [maps.arrays(piece) for piece in pieces]
+        firsts = np.array([piece.first for piece in pieces], np.int64)
+        lasts = np.array([piece.last for piece in pieces], np.int64)
 
         def place(begin: int, end: int) -> None:
-            for (ids, new_weights, new_sums), check in zip(views, ready, strict=True):
-                check.result()
+            for number in np.flatnonzero((firsts < end) & (lasts >= begin)).tolist():
+                ready[number].result()
+                ids, new_weights, new_sums = views[number]
                 low, high = np.searchsorted(ids, (begin, end))
                 if low < high:
                     weights[ids[low:high]] = new_weights[low:high]
@@ -161,7 +182,7 @@ def in_windows(place: Callable[[int, int], None], pieces: Sequence[Piece], table
     """
     threads, rows = torch.get_num_threads(), tables.sums.numel()
     wanted = -(-tables.weights.nbytes // _WINDOW_BYTES)
-    passes = max(1.0, sum(piece.span for piece in pieces))
+    passes = max(1.0, sum(min(piece.last + 1, rows) - piece.first for piece in pieces) / rows)
     count = max(threads, min(wanted, int(sum(piece.rows for piece in pieces) / passes) // _WINDOW_PIECE_ROWS))
     cuts = [rows * number // count for number in range(count + 1)]
     with ThreadPoolExecutor(threads) as pool:

@@ -117,7 +117,7 @@ class IncrCp(_Chain):
 
     def _keep(self, table: int, interval: int, keys: Ids, piece: Piece) -> None:
         """A part of Row_0 is there."""
-        piece = replace(piece, span=(keys[-1] - keys[0] + 1) / self.trainer.workload.rows)
+        piece = replace(piece, first=int(keys[0]), last=int(keys[-1]))
         self._left.setdefault(interval, {})[table] = piece
         self._lists.put(table, Chunk.of(interval, keys, piece))
         self._users[piece.path] = self._users.get(piece.path, 0) + 1

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from at_hand import have_at_hand
 from baselines import Reads, Scheme, Timing, UnavailableError
-from cache import chill, warm
+from cache import Part, chill, warm
 from first import Found, Times, first_loads
 from stream import Trainer
 from workload import Tables, Values, Workload, wrong_rows
@@ -158,7 +158,7 @@ def _restore_all(
     for number in range(plan.cold_rounds):
         for name in _rotated(able, number):
             try:
-                timing = _timed(schemes[name], marker, tables, partial(chill, drop_caches=plan.drop_caches))
+                timing = _timed(schemes[name], marker, tables, partial(_chill, drop_caches=plan.drop_caches))
             except UnavailableError as error:
                 records[name].no_cold = str(error)
                 continue
@@ -166,7 +166,13 @@ def _restore_all(
     tell(f"marker {marker} measured")
 
 
-def _timed(scheme: Scheme, marker: int, tables: Tables, prepare: Callable[[Sequence[Path]], None]) -> Timing:
+def _chill(parts: Sequence[Path | Part], *, drop_caches: bool) -> None:
+    """Whole files: no part of them may help."""
+    paths = (part.path if isinstance(part, Part) else part for part in parts)
+    chill(list(dict.fromkeys(paths)), drop_caches=drop_caches)
+
+
+def _timed(scheme: Scheme, marker: int, tables: Tables, prepare: Callable[[Sequence[Path | Part]], None]) -> Timing:
     """One restore, and the delta part once more by itself; ``prepare`` warms or chills what they read."""
     gc.collect()
     prepare(list(scheme.files(marker)))
