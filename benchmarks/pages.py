@@ -22,6 +22,7 @@ from page_tables.results import NotFiledError, Table
 
 ROOT = Path(__file__).resolve().parents[1]
 _MARKED = re.compile(r"(<!-- figures: ([^>]*?) -->\n)(.*?)(<!-- end -->)", re.S)
+_COMMENTS = (re.compile(r"<!--\s*figures"), re.compile(r"<!--\s*end\b"))
 
 
 def pages() -> Iterator[Path]:
@@ -35,13 +36,16 @@ def lines(table: Table) -> str:
     head, *rows = table
     if wrong := [row for row in rows if len(row) != len(head)]:
         raise ValueError(f"{len(head)} columns, but a row has {len(wrong[0])}: {wrong[0]}")
-    text = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
+    whole = ([" ".join(cell.split()).replace("|", r"\|") for cell in cells] for cells in (head, *rows))
+    text = ["| " + " | ".join(cells) + " |" for cells in whole]
     text.insert(1, "|---" * len(head) + "|")
     return "\n" + "".join(f"{line}\n".replace("|  |", "| |").replace("|  |", "| |") for line in text) + "\n"
 
 
 def written(page: Path) -> str:
     """The page, its tables as the filed results have them."""
+    text = page.read_text()
+    _check_comments(page, text)
 
     def table(found: re.Match[str]) -> str:
         begin, words, _, end = found.groups()
@@ -53,7 +57,16 @@ def written(page: Path) -> str:
         except NotFiledError as error:
             raise SystemExit(f"Error: {page}: table '{words}': {error}") from None
 
-    return _MARKED.sub(table, page.read_text())
+    return _MARKED.sub(table, text)
+
+
+def _check_comments(page: Path, text: str) -> None:
+    """Each begin has its end: a table that is not found is not compared, one without an end takes the next along."""
+    tables = len(_MARKED.findall(text))
+    begins, ends = (len(each.findall(text)) for each in _COMMENTS)
+    if begins != tables or ends != tables:
+        said = f"{tables} tables, but {begins} comments begin one and {ends} end one"
+        raise SystemExit(f"Error: {page}: {said}. Try: '<!-- figures: NAME WORDS -->' on a line, then '<!-- end -->'")
 
 
 def main() -> None:

@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 
 from . import costs
-from .results import BENCHMARKS, Result, Table, code, newest, three
+from .results import ALL, BENCHMARKS, Result, Table, code, newest, three
 
 
 def points(page: Path, case: str, variant: str = "") -> Table:
     """Every variant of every point, also those that have no figure."""
     result = newest(case, variant)
-    found = [[result.said(page), "variant", "median (range)", "times as fast as the baseline (range)"]]
+    units = {point.unit for point in result.points() if point.baseline in point.variants}
+    better = "as fast as" if units <= {"s", "ms", "us"} else "less than"
+    found = [[result.said(page), "variant", "median (range)", f"times {better} the baseline (range)"]]
+    found += [[name, "", f"not measured: {why}", ""] for name, why in result.left_out.items()]
     for point in result.points():
         for name, row in point.variants.items():
             times = "baseline" if name == point.baseline else "-"
@@ -32,17 +35,20 @@ def medians(page: Path, case: str, variant: str = "") -> Table:
     filed = newest(case, variant)
     result, where = filed.found, filed.said(page)
     warm, cold = (result.get(key) for key in ("median", "median_cold"))
+    if why := filed.left_out.get(ALL):
+        return [[where, "median (range)"], [ALL, f"not measured: {why}"]]
     if warm is not None:
         head = [where, "page cache warm (range)", *(["cold (range)"] if cold else [])]
         sides = [(warm, result["rounds"])] + ([(cold, result["rounds_cold"])] if cold else [])
     else:
         head, sides = [where, "median (range)"], [(result["medians"], result["rounds"])]
     found = [head]
-    for name in sides[0][0]:
+    for name in dict.fromkeys(name for medians_, _ in sides for name in medians_):
         cells = []
         for medians_, rounds in sides:
-            each = [row[name] for row in rounds]
-            cells.append(f"{three(medians_[name])} ({three(min(each))}-{three(max(each))})")
+            each = [row[name] for row in rounds if name in row]
+            said = f"{three(medians_[name])} ({three(min(each))}-{three(max(each))})" if name in medians_ else ""
+            cells.append(said or "not measured")
         found.append([name.replace("_", " "), *cells])
     return found
 

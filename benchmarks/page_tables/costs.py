@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .goals import thesis, wanted
-from .results import VERDICT, Result, Table, code, is_filed, newest, ranged, three
+from .results import VERDICT, Point, Result, Table, code, is_filed, newest, ranged, three
 
 STEPS = {
     "off again": "off again: the noise",
@@ -24,6 +25,7 @@ JOBS = {
     "criteo, 2 ranks": "criteo_2-ranks",
 }
 """Jobs of ``step_time`` -> the variant under which results are filed."""
+NUMBER = re.compile(r"[\d.]+")
 _EASY = {"drain every 10": 1.035, "drain every step": 1.035, "marker every 10": 1.035}
 STEP_GOALS = {
     "thesis, 1 rank": {"drain every 10": 1.035, "drain every step": 1.06, "marker every 10": 1.06},
@@ -38,6 +40,11 @@ def until_sent(row: dict[str, Any]) -> str:
     if f"ratio_min_{key}" not in row:  # of 2026-11-22 and before
         return f"{row[f'ratio_median_{key}']:.3f}"
     return ranged([row[f"ratio_{each}_{key}"] for each in ("median", "min", "max")])
+
+
+def _short(row: dict[str, Any]) -> str:
+    """Until all is sent, with two digits."""
+    return NUMBER.sub(lambda found: f"{float(found[0]):.2f}", until_sent(row))
 
 
 def while_it_trains(row: dict[str, Any]) -> str:
@@ -61,10 +68,11 @@ def steps(page: Path) -> Table:
 
 
 def all_steps(page: Path) -> Table:
-    """Every job."""
+    """Every job, also one that is not filed."""
     found = [["job, variant", "until all is sent", "while it trains", "cpu", "MB a step", "goal", "", "result"]]
     for job, variant in JOBS.items():
         if not is_filed("step_time", variant):
+            found.append([job, "not measured", *[""] * (len(found[0]) - 2)])
             continue
         result = newest("step_time", variant)
         for name, row in result.found["variants"].items():
@@ -104,7 +112,10 @@ def limits(page: Path) -> Table:
 def judged(page: Path, result: Result, names: dict[str, str] | None = None) -> Table:
     """The goals of a result as they were filed."""
     found = [[result.said(page), "goal", "found", ""]]
-    for goal in result.found["goals"]:
+    goals = result.found.get("goals", ())
+    if not goals:
+        found += [[what, "-", f"not measured: {why}", VERDICT[None]] for what, why in result.left_out.items()]
+    for goal in goals:
         what = (names or {}).get(goal["what"], code(goal["what"]))
         found.append([what, wanted(goal["wanted"]), goal["found"].replace(" %", "%") or "-", VERDICT[goal["met"]]])
     return found
@@ -133,30 +144,25 @@ def overhead(page: Path) -> Table:
 def four(page: Path) -> Table:
     """The four numbers of the README, each with a less good one."""
     one, two = (newest("step_time", JOBS[f"thesis, {ranks}"]).found["variants"] for ranks in ("1 rank", "2 ranks"))
-    sent = "ratio_median_until_all_is_sent"
     marker, dense = newest("marker").point("table"), newest("dense").point("600 MB, 4 ranks")
-    snapshot = marker.median("torchsnapshot async_take")
+    name = "torchsnapshot async_take"
+    snapshot = f"{three(marker.median(name))} (copies nothing)" if marker.has(name) else "not measured"
     fastest = min(marker.median(name) for name in marker.variants if name.startswith("dcp."))
-    restore = newest("restore").point("log, on 1")
-    faster, mapped = (restore.ratios(base, "ours, log")[0] for base in ("dcp.load", "torch.load, mmap + copy"))
-    stored = _stored()
+    again, stored = one["off again"], _stored()
+    noise = again.get("ratio_max_until_all_is_sent", again["ratio_max"])
     return [
         ["", "good", "less good"],
         [
             "a step, drained each time, a marker every 10",
-            f"{one['marker every 10'][sent]:.2f} times as long, one rank (noise {one['off again'][sent]:.2f})",
-            f"{two['marker every 10'][sent]:.2f} on two ranks that leave no core free",
+            f"{_short(one['marker every 10'])} times as long, one rank (noise up to {noise:.2f})",
+            f"{_short(two['marker every 10'])} on two ranks that leave no core free",
         ],
         [
             "training waits for a marker, 1% of 1.3 GB",
-            f"{three(marker.median('ours'))} ms; torchsnapshot {three(snapshot)}, `dcp.async_save` {three(fastest)}",
+            f"{three(marker.median('ours'))} ms; `dcp.async_save` {three(fastest)}, torchsnapshot {snapshot}",
             f"600 MB of dense layers, 4 ranks: {three(dense.median('ours'))} ms",
         ],
-        [
-            "restore of 1.3 GB from the log",
-            f"{faster:.2f} times as fast as `dcp.load`",
-            f"{mapped:.2f} times a mapped file + copy; {_small_tables()}",
-        ],
+        ["restore of 1.3 GB from the log", _restored(newest("restore").point("log, on 1")), _small_tables()],
         [
             "stored, for any of 150 markers",
             f"`--compact none`: {stored[0]:.2f} times naive increments",
@@ -165,14 +171,27 @@ def four(page: Path) -> Table:
     ]
 
 
+MAPPED = "torch.load, mmap + copy"
+"""The fastest way that torch has; results before 2026-11-23 have no such variant."""
+
+
+def _restored(point: Point) -> str:
+    """Against each way that has a figure, the fastest one among them."""
+    bases = [base for base in ("dcp.load", MAPPED) if point.has(base) and point.has("ours, log")]
+    found = (f"{point.ratios(base, 'ours, log')[0]:.2f} times as fast as {code(base)}" for base in bases)
+    return ", ".join(found) or "not measured"
+
+
 def _small_tables() -> str:
-    """Restores of two ranks from the log, against ``torch.load``."""
-    found: list[float] = []
+    """Restores of two ranks from the log, against the fastest ``torch.load`` that the result has."""
+    found: dict[str, list[float]] = {}
     for result, job in thesis():
         for point in result.points() if job.endswith("2 ranks") else ():
             if point.name.startswith(f"{job}, recovery") and point.has("ours, log") and "cold" not in point.name:
-                found.append(point.ratios("torch.load", "ours, log")[0])
-    return f"small tables, 2 ranks: {min(found):.2f} to {max(found):.2f} times `torch.load`"
+                base = MAPPED if point.has(MAPPED) else "torch.load"
+                found.setdefault(base, []).append(point.ratios(base, "ours, log")[0])
+    said = (f"{min(each):.2f} to {max(each):.2f} times {code(base)}" for base, each in found.items())
+    return f"small tables, 2 ranks: {', '.join(said) or 'not measured'}"
 
 
 def _stored() -> Sequence[float]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from .results import VERDICT, NotFiledError, Point, Result, Table, code, is_filed, newest, three
+from .results import ALL, VERDICT, NotFiledError, Point, Result, Table, code, is_filed, newest, three
 
 OURS = "ours"
+_NUMBER = re.compile(r"-?\d[\d.]*(?:e[-+]?\d+)?")
 HEAD = ["what", "baseline", "goal", "found (range)", "", "limit here", "case"]
 
 
@@ -17,18 +19,49 @@ class Rows:
 
     def __init__(self, page: Path, case: str, variant: str = "") -> None:
         self.result = newest(case, variant)
-        self._case = self.result.link(page, f"`{case}`")
+        self._name, self._case = case, self.result.link(page, f"`{case}`")
+        self._shown: set[str] = set()
 
     def row(self, goal: str, what: str, found: str, others: str = "-", limit: str = "-", of: str = "") -> list[str]:
         """One goal; ``of`` says in words what it is a part of."""
         filed = self.result.goal(goal)
         if filed is None:
             raise NotFiledError(f"{self.result.path.name} has no goal '{goal}'")
+        self._shown.add(goal)
+        check(filed, found)
         found = found.replace(" %", "%") if filed["met"] is not None else "-"
         return [what, others, wanted(filed["wanted"]) + of, found, VERDICT[filed["met"]], limit, self._case]
 
     def has(self, goal: str) -> bool:
         return self.result.goal(goal) is not None
+
+    def rest(self) -> Iterator[list[str]]:
+        """Goals that have no row so far, because nothing was measured.
+
+        Raises:
+            NotFiledError: one was measured: without a row it would be missing in silence.
+        """
+        for goal in self.result.found.get("goals", ()):
+            if goal["what"] not in self._shown:
+                if goal["met"] is not None:
+                    raise NotFiledError(f"{self.result.path.name}: no row has the goal '{goal['what']}'")
+                yield self.row(goal["what"], f"{self._name}, {goal['what']}", "-")
+
+    def unmeasured(self, why: str) -> list[str]:
+        """The row of a case without a figure."""
+        return [self._name, "-", "-", f"not measured: {why}", VERDICT[None], "-", self._case]
+
+
+def check(goal: dict[str, Any], said: str) -> None:
+    """What a row says is what its verdict was given for.
+
+    Raises:
+        NotFiledError: the figures differ, so the row is made of something else.
+    """
+    if goal["met"] is not None:
+        ours, filed = (float(_NUMBER.findall(text)[0]) for text in (said, goal["found"]))
+        if abs(ours - filed) > 0.02 * abs(filed):
+            raise NotFiledError(f"'{goal['what']}' was judged by {goal['found']}, and its row says {said}")
 
 
 def wanted(text: str) -> str:
@@ -36,21 +69,32 @@ def wanted(text: str) -> str:
     return re.sub(r"[\d.]+", lambda found: three(float(found[0])), text).replace(" %", "%")
 
 
-def limit(num_bytes: float, what: str) -> str:
-    """The time that this machine needs for these bytes."""
-    speed = newest("limits").point("limits").median(what)
-    return f"{what}: {three(num_bytes / speed / 1e6)} ms"
+def limit(result: Result, num_bytes: float, what: str) -> str:
+    """The time that the machine of the result needs for these bytes, if it is the one whose limits are filed."""
+    limits = newest("limits")
+    if limits.cpu != result.cpu:
+        return "of another machine"
+    return f"{what}: {three(num_bytes / limits.point('limits').median(what) / 1e6)} ms"
 
 
 def table(page: Path) -> Table:
+    """A row for each goal of these cases, and one that says why for a case that was not measured."""
     found = [HEAD]
-    for rows in (_marker, _dense, _tracker, _encode, _stream, _restore, _head, _memory, _hooks):
-        found += rows(page)
+    for case, make in CASES.items():
+        if not is_filed(case):
+            found.append([case, "-", "-", "not filed", VERDICT[None], "-", f"`{case}`"])
+            continue
+        rows = Rows(page, case)
+        why = rows.result.left_out.get(ALL)
+        if why and not rows.result.points():
+            found.append(rows.unmeasured(why))
+            continue
+        found += make(rows)
+        found += rows.rest()
     return found
 
 
-def _marker(page: Path) -> Iterator[list[str]]:
-    rows = Rows(page, "marker")
+def _marker(rows: Rows) -> Iterator[list[str]]:
     point, tenth = rows.result.point("table"), rows.result.point("a tenth of the rows")
     rivals = [name for name in point.variants if not name.startswith(OURS)]
     size = f"{rows.result.facts['bytes, table'] / 1e9:.1f} GB"
@@ -74,12 +118,11 @@ def _marker(page: Path) -> Iterator[list[str]]:
             yield rows.row(goal, f"a proof adds: {name}", said, here.others("ours, without proof"))
 
 
-def _dense(page: Path) -> Iterator[list[str]]:
-    rows = Rows(page, "dense")
+def _dense(rows: Rows) -> Iterator[list[str]]:
     for point in rows.result.points():
         if "durable" in point.name:
             continue
-        at_limit = limit(rows.result.facts[f"{point.name}: bytes"], "copy, 2 threads")
+        at_limit = limit(rows.result, rows.result.facts[f"{point.name}: bytes"], "copy, 2 threads")
         for goal, base in (("times less blocked", "torch.save, barrier"), ("VELOC-Sharded / ours", "VELOC-Sharded")):
             if rows.has(f"{point.name}: {goal}"):
                 what = f"dense part of {point.name}: blocked"
@@ -89,8 +132,7 @@ def _dense(page: Path) -> Iterator[list[str]]:
                 )
 
 
-def _tracker(page: Path) -> Iterator[list[str]]:
-    rows = Rows(page, "tracker")
+def _tracker(rows: Rows) -> Iterator[list[str]]:
     for job, num_rows in (("thesis", 640_000), ("criteo", 1_000_000)):
         point = rows.result.point(job)
         memory = rows.result.facts[f"{job}: bytes"]
@@ -102,8 +144,7 @@ def _tracker(page: Path) -> Iterator[list[str]]:
         )
 
 
-def _encode(page: Path) -> Iterator[list[str]]:
-    rows = Rows(page, "encode")
+def _encode(rows: Rows) -> Iterator[list[str]]:
     gather, speed = rows.result.point("gather"), rows.result.point("gather, speed")
     said, others = gather.times("pickle", OURS), f"gather + pickle {three(gather.median('pickle'))} ms"
     what = "gather + frame + CRC, 1 thread"
@@ -120,8 +161,7 @@ def _encode(page: Path) -> Iterator[list[str]]:
             yield rows.row(goal, f"table 4.3, {size}, {way}, CRC included", said, others, of=" less than pickle")
 
 
-def _stream(page: Path) -> Iterator[list[str]]:
-    rows = Rows(page, "stream")
+def _stream(rows: Rows) -> Iterator[list[str]]:
     for name in ("file", "file, without fsync", "kafka"):
         goal = f"{name}: share of raw"
         if not rows.has(goal):
@@ -136,14 +176,13 @@ def _stream(page: Path) -> Iterator[list[str]]:
         yield rows.row(goal, f"stream, one publisher, {name}", said, others, of=" of raw")
 
 
-def _restore(page: Path) -> Iterator[list[str]]:
-    rows = Rows(page, "restore")
+def _restore(rows: Rows) -> Iterator[list[str]]:
     size = rows.result.facts["bytes of tables and states"]
     copies = ("torch.load + copy", "torch.load, mmap + copy", "dcp.load")
     for point in rows.result.points():
         source, _, where = point.name.partition(", ")
         what = f"restore of {size / 1e9:.1f} GB: {point.name}"
-        at_limit = limit(size, "read, cold" if "cold" in where else "read, in the page cache")
+        at_limit = limit(rows.result, size, "read, cold" if "cold" in where else "read, in the page cache")
         for goal, base, mine in (
             ("dcp.load / ours", "dcp.load", f"ours, {source}"),
             ("torch.load, mmap + copy / ours", "torch.load, mmap + copy", f"ours, {source}"),
@@ -164,9 +203,6 @@ def _restore(page: Path) -> Iterator[list[str]]:
             )
         if rows.has(f"{point.name}: of raw consume's speed"):
             yield _consumed(rows, point)
-    for goal in rows.result.found["goals"]:
-        if goal["met"] is None:
-            yield rows.row(goal["what"], f"restore, {goal['what']}", "-")
 
 
 def _consumed(rows: Rows, point: Point) -> list[str]:
@@ -179,23 +215,22 @@ def _consumed(rows: Rows, point: Point) -> list[str]:
     )
 
 
-def _head(page: Path) -> Iterator[list[str]]:
-    if not is_filed("head") or not newest("head").points():
+def _head(rows: Rows) -> Iterator[list[str]]:
+    if not rows.result.points():
+        yield rows.unmeasured("with the clocks of now")
         return
-    rows = Rows(page, "head")
     size = rows.result.facts["bytes"]
     for point in rows.result.points():
         for base in ("and copy", "mmap, copy"):
             goal = f"{point.name}: {base} / head"
             what = f"HEAD, {size / 1e9:.1f} GB, {point.name}"
             if rows.has(goal):
-                at_limit = limit(size, "copy, 2 threads")
+                at_limit = limit(rows.result, size, "copy, 2 threads")
                 others = f"`torch.load` {base} {three(point.median(base))} ms"
                 yield rows.row(goal, what, point.times(base, "head"), others, at_limit)
 
 
-def _memory(page: Path) -> Iterator[list[str]]:
-    rows = Rows(page, "memory")
+def _memory(rows: Rows) -> Iterator[list[str]]:
     point = rows.result.point("peak")
     for name in point.variants:
         if name.startswith(OURS):
@@ -204,10 +239,23 @@ def _memory(page: Path) -> Iterator[list[str]]:
             yield rows.row(f"{name}: peak", what, point.taken(name), others, of=": ring, budget, masks, proof")
 
 
-def _hooks(page: Path) -> Iterator[list[str]]:
-    rows = Rows(page, "hooks")
+def _hooks(rows: Rows) -> Iterator[list[str]]:
     for goal in rows.result.found["goals"]:
         yield rows.row(goal["what"], f"hooks, {goal['what']}", goal["found"])
+
+
+CASES: dict[str, Callable[[Rows], Iterator[list[str]]]] = {
+    "marker": _marker,
+    "dense": _dense,
+    "tracker": _tracker,
+    "encode": _encode,
+    "stream": _stream,
+    "restore": _restore,
+    "head": _head,
+    "memory": _memory,
+    "hooks": _hooks,
+}
+"""Cases of the table, in its order, and what makes their rows."""
 
 
 def runs(page: Path) -> Table:
@@ -223,21 +271,25 @@ def runs(page: Path) -> Table:
     head += ["added by `torch.save`, thesis, ours", "ours <= 10% of `torch.save`'s", "result"]
     found = [head]
     for result, job in thesis():
-        for point in result.points():
-            if not point.name.startswith(f"{job}, every "):
-                continue
-            less = [result.goal(f"{point.name}: {of} run / ours") for of in ("torch.save's", "the thesis'")]
+        points = [point for point in result.points() if point.name.startswith(f"{job}, every ")]
+        if not points:
+            why = result.left_out.get(ALL, "no such point")
+            filed = result.link(page, result.path.stem[11:])
+            found.append([job, f"not measured: {why}", *[""] * (len(head) - 3), filed])
+        for point in points:
+            goals = [result.goal(f"{point.name}: {of} run / ours") for of in ("torch.save's", "the thesis'")]
+            less = [None if goal is None else goal["met"] for goal in goals]
             share = result.goal(f"{point.name}: added, of what torch.save adds")
-            extra = result.facts[f"{point.name}: seconds added"]
-            below = all(goal is not None and goal["met"] for goal in less)
+            extra = result.facts.get(f"{point.name}: seconds added", {})
+            below = None if None in less else all(less)
             cells = [
                 point.name.replace("every ", ""),
-                *(three(point.median(x)) for x in ("none", "torch.save", "thesis")),
+                *(three(point.median(x)) if point.has(x) else "not measured" for x in ("none", "torch.save", "thesis")),
             ]
             cells += [
                 point.taken(OURS),
                 VERDICT[below],
-                ", ".join(three(extra[x]) for x in ("torch.save", "thesis", OURS)),
+                ", ".join(three(extra[x]) if x in extra else "-" for x in ("torch.save", "thesis", OURS)),
             ]
             verdict = f"{share['found'].replace(' %', '%') or '-'}: {VERDICT[share['met']]}" if share else "-"
             found.append([*cells, verdict, result.link(page, result.path.stem[11:])])
@@ -248,15 +300,21 @@ def recoveries(page: Path) -> Table:
     """Recoveries of the thesis' shapes: one row a goal."""
     found = [["recovery", "baselines", "goal", "found (range)", "", "result"]]
     for result, job in thesis():
-        for goal in result.found["goals"]:
+        goals = [goal for goal in result.found.get("goals", ()) if goal["what"].startswith(f"{job}, recovery")]
+        if not goals:
+            why = result.left_out.get(ALL, "no such goal")
+            filed = result.link(page, result.path.stem[11:])
+            found.append([job, "-", "-", f"not measured: {why}", VERDICT[None], filed])
+        for goal in goals:
             parts = re.fullmatch(rf"({job}, recovery.*?), ours, (\w+): (.*) / ours", goal["what"])
             if not parts:
-                continue
+                raise NotFiledError(f"{result.path.name}: no row has the goal '{goal['what']}'")
             name, source, base = parts.groups()
             point = result.point(name if result.has(name) else f"{name}, {'log' if source == 'log' else 'store'}")
             what = f"{name.replace(', recovery', '')}: {source}"
             rivals = [each for each in point.variants if not each.startswith(OURS)]
             said = point.times(base, f"ours, {source}")
+            check(goal, said)
             others = point.others(*rivals, unit=False) + f" {point.unit}"
             goal_text = f"{wanted(goal['wanted'])}, against {code(base)}"
             found.append(

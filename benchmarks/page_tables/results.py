@@ -14,6 +14,8 @@ from typing import Any
 BENCHMARKS = Path(__file__).resolve().parents[1]
 Table = list[list[str]]
 """Rows of cells, the head first."""
+ALL = "all of it"
+"""What a result leaves out that has no figure at all."""
 VERDICT = {True: "reached", False: "**missed**", None: "not measured"}
 
 
@@ -46,7 +48,10 @@ class Point:
         return f"{three(row['median'])} {self.unit} ({three(row['min'])}-{three(row['max'])})"
 
     def ratios(self, base: str, variant: str) -> list[float]:
-        """``base`` / ``variant``: median, smallest and largest round."""
+        """``base`` / ``variant``: median, smallest and largest round; as the case filed it, where it did."""
+        row = self.variants[variant]
+        if base == self.baseline and "ratio" in row:
+            return [row["ratio"], *row["ratio_range"]]
         rounds = zip(self.variants[base]["rounds"], self.variants[variant]["rounds"], strict=True)
         found = [theirs / ours for theirs, ours in rounds]
         return [statistics.median(found), min(found), max(found)]
@@ -59,10 +64,14 @@ class Point:
         return f"{middle} x ({least}-{most}); {three(self.median(variant))} {self.unit}"
 
     def others(self, *names: str, unit: bool = True) -> str:
-        """Medians of the baselines, each by its name."""
+        """Medians of those baselines that the result names, each by its name; one that could not run says so."""
         unit_text = f" {self.unit}" if unit else ""
-        said = (f"{code(name)} {three(self.median(name))}{unit_text}" for name in names if self.has(name))
-        return ", ".join(said) or "-"
+        found = []
+        for name in names:
+            if name in self.variants:
+                taken = f"{three(self.median(name))}{unit_text}" if self.has(name) else "not measured"
+                found.append(f"{code(name)} {taken}")
+        return ", ".join(found) or "-"
 
 
 @dataclass(frozen=True)
@@ -88,7 +97,14 @@ class Result:
 
     @property
     def facts(self) -> dict[str, Any]:
-        return dict(self.found["facts"])
+        return dict(self.found.get("facts", {}))
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """What the case filed without figures, by name (:data:`ALL`: the whole case), and why."""
+        ending, facts = " is not measured", self.facts
+        whole = {ALL: str(each["not measured"]) for each in (facts, self.found) if "not measured" in each}
+        return whole | {name.removesuffix(ending): why for name, why in facts.items() if name.endswith(ending)}
 
     def has(self, point: str) -> bool:
         return point in self.found.get("points", {})
@@ -115,9 +131,11 @@ class Result:
         return f"{self.machine['cpu'].replace('(R)', '').replace(' Processor', '')}, {self.machine['cores']} cores"
 
     def said(self, page: Path) -> str:
-        """Date, machine and load, for the head of a table."""
+        """Date, machine and load, for the head of a table; and whether other work ran beside it."""
         load = "" if self.load is None else f", load {self.load:.1f}"
-        return f"{self.link(page, self.date)}, {self.cpu}{load}"
+        busy = self.load is not None and self.load > self.machine.get("cores", self.load)
+        idle = ": **a busy machine**" if busy else ": **not idle**" if "not idle" in self.facts else ""
+        return f"{self.link(page, self.date)}, {self.cpu}{load}{idle}"
 
     def link(self, page: Path, text: str) -> str:
         return f"[{text}]({os.path.relpath(self.path, page.parent)})"
@@ -129,20 +147,27 @@ def newest(case: str, variant: str = "") -> Result:
 
     Results of a loaded machine or of smaller sizes have other variants, so that no table takes them. What was counted,
     not timed, has ``counts`` or ``figures`` for its machine.
+
+    Raises:
+        NotFiledError: there is none, or there are two of the newest day.
     """
-    wanted = re.compile(r"\d{4}-\d\d-\d\d_[^_]+" + (f"_{re.escape(variant)}" if variant else ""))
-    found = sorted(path for path in (BENCHMARKS / case / "results").glob("*.json") if wanted.fullmatch(path.stem))
+    found = _filed(case, variant)
     if not found:
         raise NotFiledError(f"benchmarks/{case}/results has no DATE_MACHINE{'_' * bool(variant)}{variant}.json")
+    same_day = [path.name for path in found if path.name[:10] == found[-1].name[:10]]
+    if len(same_day) > 1:
+        raise NotFiledError(f"benchmarks/{case}/results has {' and '.join(same_day)}: keep one of a day")
     return Result(found[-1], json.loads(found[-1].read_text()))
 
 
 def is_filed(case: str, variant: str = "") -> bool:
-    try:
-        newest(case, variant)
-    except NotFiledError:
-        return False
-    return True
+    return bool(_filed(case, variant))
+
+
+def _filed(case: str, variant: str) -> list[Path]:
+    """Oldest first."""
+    wanted = re.compile(r"\d{4}-\d\d-\d\d_[^_]+" + (f"_{re.escape(variant)}" if variant else ""))
+    return sorted(path for path in (BENCHMARKS / case / "results").glob("*.json") if wanted.fullmatch(path.stem))
 
 
 def three(value: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,8 @@ def _parts(row: dict[str, Any], naive: dict[str, Any], key: str) -> str:
 def _times(row: dict[str, Any], which: str, part: str) -> str:
     if row["unavailable"]:
         return f"not measured: {row['unavailable']}"
+    if which == "cold" and row["no_cold"]:
+        return f"not measured: {row['no_cold']}"
     found = [three(row[which][marker][part]) for marker in ("50", "150") if part in row[which].get(marker, {})]
     return " / ".join(found)
 
@@ -87,9 +90,30 @@ def _speed(row: dict[str, Any], naive: dict[str, Any], which: str, part: str) ->
 
 
 def store_goals(page: Path) -> Table:
-    """Of the store as it is by default."""
+    """Of the store as it is by default; a goal that only its own group's ``torch.load`` lets it reach says so."""
     goals = _result().found["workloads"]["kaggle"]["goals"]
-    return judged(page, Result(_result().path, _result().found | {"goals": goals}))
+    head, *rows = judged(page, Result(_result().path, _result().found | {"goals": goals}))
+    return [head, *(_against_the_faster(goal, row) for goal, row in zip(goals, rows, strict=True))]
+
+
+def _against_the_faster(goal: dict[str, Any], row: list[str]) -> list[str]:
+    """``torch.load`` is in both groups; of the same file it takes several times as long in one of them."""
+    newest_of = re.fullmatch(r"newest marker, (\w+): (.*) / (.*)", goal["what"])
+    if newest_of is None or not goal["met"]:
+        return row
+    which, own, other = newest_of.groups()
+    mine, *theirs = (
+        rows[name][which]["150"]["whole_ms"]
+        for name in (own, other)
+        for rows in _groups().values()
+        if name in rows and "150" in rows[name][which]
+    )
+    share, most = mine / min(theirs), float(goal["wanted"].split()[1])
+    if share <= most:
+        return row
+    what, wanted, found, verdict = row
+    found += f"; of the {three(min(theirs))} ms in the other group {three(share)} x"
+    return [what, wanted, found, f"{verdict}; **missed**"]
 
 
 def first_loads(page: Path) -> Table:
@@ -97,14 +121,14 @@ def first_loads(page: Path) -> Table:
     found = [["the newest marker in a fresh process, ms", "warm (range)", "cold (range)"]]
     for group, states in _result().found["workloads"]["kaggle"]["first_loads_ms"].items():
         for scheme, warm in states["warm"].items():
-            cells = [_spread(each) for each in (warm, states["cold"].get(scheme, []))]
+            cells = [_spread(warm), _spread(states["cold"].get(scheme, []), states["no cold"].get(scheme, ""))]
             found.append([("" if group == "one base" else f"{group}: ") + _name(scheme), *cells])
     return found
 
 
-def _spread(rounds: list[float]) -> str:
+def _spread(rounds: list[float], why: str = "") -> str:
     if not rounds:
-        return "not measured"
+        return f"not measured: {why}" if why else "not measured"
     return f"{three(statistics.median(rounds))} ({three(min(rounds))}-{three(max(rounds))})"
 
 

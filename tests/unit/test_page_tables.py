@@ -1,0 +1,222 @@
+"""Tables of the pages if a result is not what it should be: nothing goes missing in silence, no wrong file is taken."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+from page_tables import cases, costs, goals, results, store  # noqa: E402
+from page_tables.results import NotFiledError, Point, Result, newest  # noqa: E402
+from pages import lines, written  # noqa: E402
+
+MACHINE = {"cpu": "AMD EPYC", "cores": 2, "load_average": 0.5}
+PAGE = ROOT / "README.md"
+
+
+@pytest.fixture
+def filed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Files a result: ``filed("case", "2026-01-01_a-box", found)``. There are no others."""
+    monkeypatch.setattr(results, "BENCHMARKS", tmp_path)
+    for module in (cases, costs, goals, store):
+        monkeypatch.setattr(module, "newest", newest.__wrapped__)
+
+    def put(case: str, name: str, found: dict[str, Any]) -> None:
+        (folder := tmp_path / case / "results").mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.json").write_text(json.dumps({"machine": MACHINE} | found))
+
+    return put
+
+
+def point(unit: str = "ms", baseline: str = "base", **medians: float) -> dict[str, Any]:
+    rows = {name: {"median": each, "min": each, "max": each, "rounds": [each]} for name, each in medians.items()}
+    for row in rows.values():
+        if baseline in medians:
+            row |= {"ratio": medians[baseline] / row["median"], "ratio_range": [1.0, 1.0]}
+    return {"unit": unit, "baseline": baseline, "variants": rows}
+
+
+def goal(what: str, met: bool | None = True, found: str = "2 x", wanted: str = ">= 1 x") -> dict[str, Any]:
+    return {"what": what, "wanted": wanted, "found": found if met is not None else "", "met": met}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!-- figures: limits -->\n| stale |\n\nno end\n",
+        "<!-- figures: limits --> \n| stale |\n<!-- end -->\n",
+        "<!-- figures:\nlimits -->\n| stale |\n<!-- end -->\n<!-- end -->\n",
+        "<!-- figures: limits -->\n| stale |\nprose\n<!-- figures: limits -->\n<!-- end -->\n",
+    ],
+)
+def test_a_table_whose_comments_are_not_right_is_refused_and_no_prose_is_taken_along(text: str, tmp_path: Path) -> None:
+    mine = tmp_path / "page.md"
+    mine.write_text(text)
+    with pytest.raises(SystemExit, match="comments begin one and"):
+        written(mine)
+
+
+def test_two_results_of_one_day_are_refused_by_name(filed: Any) -> None:
+    for name in ("2026-01-01_a-box", "2026-01-02_a-box", "2026-01-02_b-box"):
+        filed("case", name, {})
+    with pytest.raises(NotFiledError, match=r"has 2026-01-02_a-box\.json and 2026-01-02_b-box\.json: keep one"):
+        newest.__wrapped__("case")
+    assert results.is_filed("case"), "a table that falls back to an older result would hide it"
+
+
+def test_rows_that_were_not_measured_stand_there_by_name(filed: Any) -> None:
+    facts = {"kafka is not measured": "no broker: Java is missing", "frames": 7}
+    filed("case", "2026-01-01_a-box", {"facts": facts, "points": {"file": point(base=4, ours=2)}})
+    filed("whole", "2026-01-01_a-box", {"not measured": "4 GB of memory are wanted, 1 GB is free"})
+    text = lines(cases.points(PAGE, "case"))
+    assert "| kafka | | not measured: no broker: Java is missing | |" in text
+    assert "| file | ours | 2 ms (2-2) | 2 (1-1) |" in text
+    why = "not measured: 4 GB of memory are wanted, 1 GB is free"
+    for make in (cases.points, cases.goals, cases.medians):
+        assert why in lines(make(PAGE, "whole")), make
+
+
+def test_less_memory_is_not_called_faster(filed: Any) -> None:
+    filed("memory", "2026-01-01_a-box", {"points": {"peak": point("MB", base=4, ours=2)}})
+    assert cases.points(PAGE, "memory")[0][-1] == "times less than the baseline (range)"
+
+
+def test_a_result_of_a_busy_machine_says_so_at_its_head(filed: Any) -> None:
+    filed("busy", "2026-01-01_a-box", {"machine": MACHINE | {"load_average": 10.6}, "points": {}})
+    found = {"facts": {"not idle": "x"}, "points": {"limits": point("GB/s", "none", copy=1)}}
+    filed("limits", "2026-01-01_a-box", found)
+    assert cases.points(PAGE, "busy")[0][0].endswith("load 10.6: **a busy machine**")
+    assert costs.limits(PAGE)[0][0].endswith("load 0.5: **not idle**")
+
+
+def test_a_median_of_cold_rounds_alone_has_a_row(filed: Any) -> None:
+    found = {"median": {"a_s": 1}, "rounds": [{"a_s": 1}], "median_cold": {"b_s": 2}, "rounds_cold": [{"b_s": 2}]}
+    filed("case", "2026-01-01_a-box", found)
+    assert cases.medians(PAGE, "case")[1:] == [["a s", "1 (1-1)", "not measured"], ["b s", "not measured", "2 (2-2)"]]
+
+
+def test_a_goal_that_no_row_has_is_told_and_one_without_a_figure_is_named(
+    filed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(goals, "CASES", {"memory": goals._memory})
+    rows = {"points": {"peak": point("MB", ours=2)}, "goals": [goal("ours: peak"), goal("gone: peak", None)]}
+    filed("memory", "2026-01-01_a-box", rows)
+    found = [(row[0], row[3], row[4]) for row in goals.table(PAGE)[1:]]
+    assert found == [("peak memory on top, ours", "2 MB (2-2)", "reached"), ("memory, gone: peak", "-", "not measured")]
+    filed("memory", "2026-01-02_a-box", rows | {"goals": [*rows["goals"], goal("new: peak", met=False)]})
+    with pytest.raises(NotFiledError, match="no row has the goal 'new: peak'"):
+        goals.table(PAGE)
+
+
+def test_a_row_that_says_something_else_than_its_goal_is_told(filed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The figure comes from the rounds, the verdict from the goal: one of two files, or of two variants, is wrong."""
+    monkeypatch.setattr(goals, "CASES", {"memory": goals._memory})
+    for taken, said in ((368.4, "368 MB"), (400.0, "368 MB")):
+        rows = {"points": {"peak": point("MB", ours=taken)}, "goals": [goal("ours: peak", found=said)]}
+        filed("memory", "2026-01-01_a-box", rows)
+        if taken < 400:
+            assert goals.table(PAGE)[1][3] == "368 MB (368-368)"
+    with pytest.raises(NotFiledError, match=r"'ours: peak' was judged by 368 MB, and its row says 400 MB"):
+        goals.table(PAGE)
+
+
+def test_a_ratio_is_the_filed_one_where_the_case_filed_it() -> None:
+    rows = {
+        "base": {"median": 4, "min": 4, "max": 4, "rounds": [4]},
+        "ours": {"median": 2, "min": 2, "max": 2, "rounds": [2], "ratio": 2.04, "ratio_range": [1.9, 2.1]},
+    }
+    assert Point("p", "ms", rows, "base").times("base", "ours") == "2.04 x (1.9-2.1); 2 ms"
+    assert Point("p", "ms", rows, "other").times("base", "ours") == "2 x (2-2); 2 ms"
+
+
+def test_a_cell_cannot_end_its_column() -> None:
+    assert lines([["a"], ["x | y\nz"]]) == "\n| a |\n|---|\n| x \\| y z |\n\n"
+
+
+def test_cases_that_are_not_filed_or_not_measured_keep_their_row(filed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(goals, "CASES", {"memory": goals._memory, "head": goals._head, "hooks": goals._hooks})
+    filed("head", "2026-01-01_a-box", {"median": {}})
+    filed("hooks", "2026-01-01_a-box", {"not measured": "1 GB of memory is free"})
+    found = [(row[0], row[3], row[4]) for row in goals.table(PAGE)[1:]]
+    assert found == [
+        ("memory", "not filed", "not measured"),
+        ("head", "not measured: with the clocks of now", "not measured"),
+        ("hooks", "not measured: 1 GB of memory is free", "not measured"),
+    ]
+
+
+def test_a_limit_is_that_of_the_machine_of_the_row(filed: Any, tmp_path: Path) -> None:
+    filed("limits", "2026-01-01_a-box", {"points": {"limits": point("GB/s", "none", copy=2.0)}})
+    same, other = (Result(tmp_path / "x.json", {"machine": MACHINE | {"cpu": cpu}}) for cpu in ("AMD EPYC", "Xeon"))
+    assert goals.limit(same, 1e9, "copy") == "copy: 500 ms"
+    assert goals.limit(other, 1e9, "copy") == "of another machine"
+
+
+def test_a_run_that_was_not_measured_is_not_missed(filed: Any) -> None:
+    job = "criteo, 1 rank"
+    for workload in ("criteo", "synthetic"):
+        found = {"points": {f"{job}, every 1": point("s", none=1, thesis=3, ours=2)}, "goals": []}
+        filed("thesis", f"2026-01-01_a-box_{workload}", found)
+    row = next(row for row in goals.runs(PAGE) if row[0] == f"{job}, 1")
+    assert row[1:6] == ["1", "not measured", "3", "2 s (2-2)", "not measured"]
+    assert [row[:2] for row in goals.runs(PAGE)[2:3]] == [["criteo, 2 ranks", "not measured: no such point"]]
+    assert ["synthetic, 1 rank", "not measured: no such goal"] in [[row[0], row[3]] for row in goals.recoveries(PAGE)]
+
+
+def test_a_recovery_goal_of_another_form_is_not_dropped(filed: Any) -> None:
+    for workload in ("criteo", "synthetic"):
+        found = {"points": {}, "goals": [goal(f"{workload}, 1 rank, recovery, ours: torch.load / ours")]}
+        filed("thesis", f"2026-01-01_a-box_{workload}", found)
+    with pytest.raises(NotFiledError, match="no row has the goal 'criteo, 1 rank, recovery, ours"):
+        goals.recoveries(PAGE)
+
+
+def test_a_restore_stands_beside_the_fastest_way_that_the_result_has() -> None:
+    found = Point("p", "ms", point(**{"dcp.load": 6.0, costs.MAPPED: 1.0, "ours, log": 2.0})["variants"])
+    assert costs._restored(found) == (
+        "3.00 times as fast as `dcp.load`, 0.50 times as fast as `torch.load`, mmap + copy"
+    )
+    older = Point("p", "ms", point(**{"dcp.load": 6.0, "ours, log": 2.0})["variants"])
+    assert costs._restored(older) == "3.00 times as fast as `dcp.load`"
+    assert costs._restored(Point("p", "ms", {"ours, log": {"unavailable": "x"}})) == "not measured"
+
+
+def test_a_job_that_is_not_filed_has_a_row(filed: Any) -> None:
+    rows = costs.all_steps(PAGE)
+    assert [row[:2] for row in rows[1:]] == [[job, "not measured"] for job in costs.JOBS]
+    assert len({len(row) for row in rows}) == 1
+
+
+def test_a_peer_that_could_not_run_is_named_beside_the_others() -> None:
+    rows = point(base=4, ours=2)["variants"] | {"peer": {"unavailable": "not installed"}}
+    assert Point("p", "ms", rows, "base").others("base", "peer", "never") == "base 4 ms, peer not measured"
+
+
+def test_a_goal_that_one_groups_slow_load_reaches_says_what_the_other_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``torch.load`` and a copy took 326 ms in one group, and 1517 in the other."""
+
+    def took(whole_ms: float) -> dict[str, Any]:
+        return {"warm": {"150": {"whole_ms": whole_ms}}}
+
+    groups = {"one base": {"copy": took(300)}, "new bases": {"copy": took(1500), "store": took(450)}}
+    judged = [goal("newest marker, warm: store / copy", found="0.3 x", wanted="<= 1 x"), goal("written")]
+    found = {"workloads": {"kaggle": {"groups": groups, "goals": judged}}}
+    monkeypatch.setattr(store, "_result", lambda: Result(tmp_path / "2026-01-01_a.json", found))
+    row, other = store.store_goals(PAGE)[1:]
+    assert row[2:] == ["0.3 x; of the 300 ms in the other group 1.5 x", "reached; **missed**"]
+    assert other[2:] == ["2 x", "reached"]
+
+
+def test_times_that_could_not_be_cold_say_why() -> None:
+    row = {"unavailable": "", "no_cold": "90% stays", "warm": {"50": {"whole_ms": 1.0}}, "cold": {}}
+    assert store._times(row, "warm", "whole_ms") == "1"
+    assert store._times(row, "cold", "whole_ms") == "not measured: 90% stays"
+    assert store._spread([], "90% stays") == "not measured: 90% stays"
