@@ -133,7 +133,7 @@ def _taken(objects: Counting, num_bytes: int, cpu: float, begin: float) -> dict[
 
 
 def plan(lineage: Lineage, store: Path, delay_s: float, summaries: bool) -> dict[str, Any]:
-    """List a store, and plan a restore of its newest marker."""
+    """List a store, and plan a restore of its newest marker: ``planned_s`` is both, and ``listed_s`` a part of it."""
     objects, begin, cpu = Counting(store, delay_s), time.perf_counter(), time.process_time()
     catalog = load_catalog(objects, lineage)
     listed_s = time.perf_counter() - begin

@@ -44,7 +44,7 @@ def until_sent(row: dict[str, Any]) -> str:
 
 def _short(row: dict[str, Any]) -> str:
     """Until all is sent, with two digits."""
-    return NUMBER.sub(lambda found: f"{float(found[0]):.2f}", until_sent(row))
+    return NUMBER.sub(lambda found: f"{float(found[0]):.2f}", until_sent(row)).replace(" to ", "-")
 
 
 def while_it_trains(row: dict[str, Any]) -> str:
@@ -153,33 +153,34 @@ def four(page: Path) -> Table:
     return [
         ["", "good", "less good"],
         [
-            "a step, drained each time, a marker every 10",
-            f"{_short(one['marker every 10'])} times as long, one rank (noise up to {noise:.2f})",
-            f"{_short(two['marker every 10'])} on two ranks that leave no core free",
+            "a step, a marker every 10",
+            f"{_short(one['marker every 10'])} times as long, one rank (noise {noise:.2f})",
+            f"{_short(two['marker every 10'])} on two ranks, no core free",
         ],
         [
             "training waits for a marker, 1% of 1.3 GB",
             f"{three(marker.median('ours'))} ms; `dcp.async_save` {three(fastest)}, torchsnapshot {snapshot}",
-            f"600 MB of dense layers, 4 ranks: {three(dense.median('ours'))} ms",
+            f"600 MB dense, 4 ranks: {three(dense.median('ours'))} ms",
         ],
         ["restore of 1.3 GB from the log", _restored(newest("restore").point("log, on 1")), _small_tables()],
         [
-            "stored, for any of 150 markers",
+            "stored, any of 150 markers",
             f"`--compact none`: {stored[0]:.2f} times naive increments",
-            f"{stored[1]:.2f} by default (`span4`), by rows counted",
+            f"{stored[1]:.2f} by default (`span4`), counted",
         ],
     ]
 
 
 MAPPED = "torch.load, mmap + copy"
 """The fastest way that torch has; results before 2026-11-23 have no such variant."""
+SHORT = {MAPPED: "mapped `torch.load`"}
 
 
 def _restored(point: Point) -> str:
     """Against each way that has a figure, the fastest one among them."""
     bases = [base for base in ("dcp.load", MAPPED) if point.has(base) and point.has("ours, log")]
-    found = (f"{point.ratios(base, 'ours, log')[0]:.2f} times as fast as {code(base)}" for base in bases)
-    return ", ".join(found) or "not measured"
+    found = [f"{point.ratios(base, 'ours, log')[0]:.2f} times {SHORT.get(base, code(base))}'s" for base in bases]
+    return f"{', '.join(found)} speed" if found else "not measured"
 
 
 def _small_tables() -> str:
@@ -190,7 +191,10 @@ def _small_tables() -> str:
             if point.name.startswith(f"{job}, recovery") and point.has("ours, log") and "cold" not in point.name:
                 base = MAPPED if point.has(MAPPED) else "torch.load"
                 found.setdefault(base, []).append(point.ratios(base, "ours, log")[0])
-    said = (f"{min(each):.2f} to {max(each):.2f} times {code(base)}" for base, each in found.items())
+    said = []
+    for base, each in found.items():
+        ends = dict.fromkeys(f"{end(each):.2f}" for end in (min, max))
+        said.append(f"{' to '.join(ends)} times {SHORT.get(base, code(base))}")
     return f"small tables, 2 ranks: {', '.join(said) or 'not measured'}"
 
 

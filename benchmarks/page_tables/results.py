@@ -103,8 +103,9 @@ class Result:
     def left_out(self) -> dict[str, str]:
         """What the case filed without figures, by name (:data:`ALL`: the whole case), and why."""
         ending, facts = " is not measured", self.facts
-        whole = {ALL: str(each["not measured"]) for each in (facts, self.found) if "not measured" in each}
-        return whole | {name.removesuffix(ending): why for name, why in facts.items() if name.endswith(ending)}
+        why = self.found.get("not measured") or facts.get("not measured")
+        found = {ALL: str(why)} if why else {}
+        return found | {name.removesuffix(ending): why for name, why in facts.items() if name.endswith(ending)}
 
     def has(self, point: str) -> bool:
         return point in self.found.get("points", {})
@@ -131,9 +132,9 @@ class Result:
         return f"{self.machine['cpu'].replace('(R)', '').replace(' Processor', '')}, {self.machine['cores']} cores"
 
     def said(self, page: Path) -> str:
-        """Date, machine and load, for the head of a table; and whether other work ran beside it."""
+        """Date, machine and load, for the head of a table; and whether more ran than a case that was just over."""
         load = "" if self.load is None else f", load {self.load:.1f}"
-        busy = self.load is not None and self.load > self.machine.get("cores", self.load)
+        busy = self.load is not None and self.load > 2 * self.machine.get("cores", self.load)
         idle = ": **a busy machine**" if busy else ": **not idle**" if "not idle" in self.facts else ""
         return f"{self.link(page, self.date)}, {self.cpu}{load}{idle}"
 

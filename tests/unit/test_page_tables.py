@@ -179,11 +179,9 @@ def test_a_recovery_goal_of_another_form_is_not_dropped(filed: Any) -> None:
 
 def test_a_restore_stands_beside_the_fastest_way_that_the_result_has() -> None:
     found = Point("p", "ms", point(**{"dcp.load": 6.0, costs.MAPPED: 1.0, "ours, log": 2.0})["variants"])
-    assert costs._restored(found) == (
-        "3.00 times as fast as `dcp.load`, 0.50 times as fast as `torch.load`, mmap + copy"
-    )
+    assert costs._restored(found) == "3.00 times `dcp.load`'s, 0.50 times mapped `torch.load`'s speed"
     older = Point("p", "ms", point(**{"dcp.load": 6.0, "ours, log": 2.0})["variants"])
-    assert costs._restored(older) == "3.00 times as fast as `dcp.load`"
+    assert costs._restored(older) == "3.00 times `dcp.load`'s speed"
     assert costs._restored(Point("p", "ms", {"ours, log": {"unavailable": "x"}})) == "not measured"
 
 

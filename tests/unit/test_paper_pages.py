@@ -58,6 +58,13 @@ def test_blocked_by_a_dense_state() -> None:
     }
     said = numbers(table("docs/papers/deepfreeze.md")["training blocked"][1])
     check(said, [100, of[100, 2], 2, of[100, 4], 4, 600, of[600, 2], of[600, 4]])
+    of = {
+        (size, ranks): newest("dense").point(f"{size} MB, {ranks} ranks, durable").variants["ours"]["ratio"]
+        for size in (100, 600)
+        for ranks in (2, 4)
+    }
+    said = numbers(table("docs/papers/deepfreeze.md")["until the disk has it"][1])
+    check(said, [100, of[100, 2], 2, of[100, 4], 4, 600, of[600, 2], of[600, 4]])
 
 
 def test_what_the_thesis_page_repeats() -> None:
