@@ -153,7 +153,9 @@ def random_job(root: Path, rng: np.random.Generator) -> SentJob:
         if parent is not None:
             before = np.array(job.splits[parent.generation])
             splits = np.where(rng.random(len(splits)) < 0.3, splits, before)
-            swept = np.flatnonzero(splits != before).tolist()
+            cut_anew = np.flatnonzero(splits != before).tolist()
+            # Only row-wise state makes a trainer send a table again.
+            swept = [table for table in cut_anew if SCHEMA.tables[table].has_row_state or rng.random() < 0.3]
         job.begin(
             parent, world=int(rng.integers(1, 4)), splits=splits.tolist(), swept=swept if parent is not None else None
         )
