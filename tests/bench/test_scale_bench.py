@@ -19,15 +19,18 @@ MODULES = ("live", "units", "real", "draw", "run")
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[SimpleNamespace]:
-    """Its modules, which are neighbors of a script and no package."""
-    before = list(sys.path)
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
-    finally:
-        sys.path[:] = before
-        for name in MODULES:
-            sys.modules.pop(name, None)
+    """Its modules, which are neighbors of a script and no package; nothing of them stays, nor their allocator."""
+    path, known = list(sys.path), set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BENCH_ALLOCATOR", "default")
+        sys.path.insert(0, str(FOLDER))
+        try:
+            yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
+        finally:
+            sys.path[:] = path
+            for name in sys.modules.keys() - known:
+                if str(FOLDER.parent) in (getattr(sys.modules[name], "__file__", None) or ""):
+                    del sys.modules[name]
 
 
 KNOWN = UnitCosts(

@@ -23,6 +23,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 def load(path: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A module of the benchmarks, under a name of its own; the allocator of this process stays as it is."""
     monkeypatch.setenv("BENCH_ALLOCATOR", "default")
+    monkeypatch.delitem(sys.modules, "allocator", raising=False)
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     spec = importlib.util.spec_from_file_location(f"bench_{path.replace('/', '_')}", BENCHMARKS / f"{path}.py")
     assert spec is not None
@@ -157,7 +158,8 @@ def test_memory_that_was_freed_stays_in_every_process() -> None:
     """By default each block of 64 MB is mapped anew; page faults decide then what a short run takes."""
     found = {}
     for setting in ("default", "fixed"):
-        env = os.environ | {"BENCH_ALLOCATOR": setting}
+        env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+        env["BENCH_ALLOCATOR"] = setting
         call = [sys.executable, "-c", FAULTS]
         done = subprocess.run(call, cwd=BENCHMARKS, env=env, capture_output=True, text=True, timeout=300, check=True)
         found[setting] = done.stdout.split()
