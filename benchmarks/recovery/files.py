@@ -32,7 +32,7 @@ _WINDOW_BYTES = 256 << 20
 _WINDOW_PIECE_ROWS = 2048
 _BASE_BLOCK = 2 << 20
 _GAP_BYTES = 256 << 10
-"""Of no use, between two pieces: so many are read along rather than asked for twice."""
+"""Bytes of no use between two pieces: up to this many are read along, rather than asked for twice."""
 
 
 @dataclass(frozen=True)

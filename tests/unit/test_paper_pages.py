@@ -50,20 +50,14 @@ def test_rows_that_check_n_run_writes() -> None:
         check(numbers(found[first][1]), [full / job["layouts"][layout]["written"]])
 
 
-def test_blocked_by_a_dense_state() -> None:
+@pytest.mark.parametrize(("row", "ends"), [("training blocked", ""), ("until the disk has it", ", durable")])
+def test_times_of_a_dense_state(row: str, ends: str) -> None:
     of = {
-        (size, ranks): newest("dense").point(f"{size} MB, {ranks} ranks").variants["ours"]["ratio"]
+        (size, ranks): newest("dense").point(f"{size} MB, {ranks} ranks{ends}").variants["ours"]["ratio"]
         for size in (100, 600)
         for ranks in (2, 4)
     }
-    said = numbers(table("docs/papers/deepfreeze.md")["training blocked"][1])
-    check(said, [100, of[100, 2], 2, of[100, 4], 4, 600, of[600, 2], of[600, 4]])
-    of = {
-        (size, ranks): newest("dense").point(f"{size} MB, {ranks} ranks, durable").variants["ours"]["ratio"]
-        for size in (100, 600)
-        for ranks in (2, 4)
-    }
-    said = numbers(table("docs/papers/deepfreeze.md")["until the disk has it"][1])
+    said = numbers(table("docs/papers/deepfreeze.md")[row][1])
     check(said, [100, of[100, 2], 2, of[100, 4], 4, 600, of[600, 2], of[600, 4]])
 
 
