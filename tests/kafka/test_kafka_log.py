@@ -18,6 +18,9 @@ from torchrec_stream_ckpt.broker.kraft import Broker
 from torchrec_stream_ckpt.errors import CommitUnknownError, ConfigError, CorruptionError, LogUnavailableError
 from torchrec_stream_ckpt.log.api import Log, open_log
 from torchrec_stream_ckpt.log.kafka import brokers as kafka_brokers
+from torchrec_stream_ckpt.log.kafka import control_topic
+from torchrec_stream_ckpt.log.kafka.brokers import Brokers
+from torchrec_stream_ckpt.log.kafka.producer import KafkaSender
 from torchrec_stream_ckpt.log.kafka.reasons import Reasons
 from torchrec_stream_ckpt.types import LogSpan
 from torchrec_stream_ckpt.uris import KafkaUri
@@ -82,6 +85,58 @@ def test_unreachable_broker_is_told(operation: Any, monkeypatch: pytest.MonkeyPa
     with pytest.raises(LogUnavailableError, match="connection refused") as caught:
         operation(log)
     assert "127.0.0.1:1" in str(caught.value)
+    log.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "raised"), [({}, LogUnavailableError), ({"no.such.option": "1"}, ConfigError)], ids=["away", "option"]
+)
+def test_an_append_that_was_expected_is_refused_as_any_other(
+    options: dict[str, str], raised: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kafka_brokers, "ANSWER_TIMEOUT_S", 1.0)
+    log = open_log(UNREACHABLE, options)
+    for _ in range(2):
+        log.expect_append()
+        with pytest.raises(raised):
+            log.append_control(b"x")
+    log.close()
+
+
+@pytest.mark.kafka
+def test_an_append_takes_the_client_that_was_made_for_it(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    log.prepare(1)
+    made: list[Any] = []
+
+    def make(brokers: Brokers, *rest: Any) -> KafkaSender:
+        made.append(brokers.asked)
+        return KafkaSender(brokers, *rest)
+
+    monkeypatch.setattr(control_topic, "KafkaSender", make)
+    for _ in range(2):
+        log.expect_append()
+    assert [log.append_control(b"x") for _ in range(3)] == [0, 1, 2]
+    log.expect_append()
+    assert len(made) == 1
+
+
+@pytest.mark.kafka
+def test_a_client_that_would_ask_other_brokers_than_those_known_now_appends_nothing(
+    bootstrap: str, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the brokers that the URI names is away: only a look at all of them tells."""
+    made: list[str] = []
+
+    def make(brokers: Brokers, *rest: Any) -> KafkaSender:
+        made.append(brokers.asked.brokers)
+        return KafkaSender(brokers, *rest)
+
+    monkeypatch.setattr(control_topic, "KafkaSender", make)
+    log = open_log(f"kafka://{bootstrap},127.0.0.1:1/{job}")
+    log.expect_append()
+    log.prepare(1)
+    assert log.append_control(b"x") == 0
+    assert made == [f"{bootstrap},127.0.0.1:1", bootstrap]
     log.close()
 
 

@@ -232,6 +232,10 @@ class Log(LogReader, Protocol):
             LogUnavailableError: the log does not answer, or does not let us delete.
         """
 
+    def expect_append(self) -> None:
+        """Prepare what a control record will wait for otherwise: one will be appended soon. Waits for nobody, and never
+        raises: the append tells what is wrong."""
+
     def append_control(self, record: bytes, *, garbage: bool = False) -> int:
         """Append one record to the control partition and return its offset once it is durable.
 

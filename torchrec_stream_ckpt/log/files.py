@@ -147,6 +147,9 @@ class FileLog:
                     fsync_dir(folder)
         return Freed("segments", len(sizes), sum(sizes))
 
+    def expect_append(self) -> None:
+        """Nothing to prepare."""
+
     def append_control(self, record: bytes, *, garbage: bool = False) -> int:
         """As :meth:`ControlFile.append`."""
         return self._control.append(record, garbage=garbage)

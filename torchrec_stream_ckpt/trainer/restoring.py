@@ -95,6 +95,8 @@ class Restoring:
                 )
             self._streaming.open_root()
             return None
+        if self._team.rank == 0:
+            self._tier.log.expect_append()  # of the claim, at the end
         try:
             found = patience(lambda: self._session.rows(wanted, changes, once=once))
             failpoint("restore.rows")

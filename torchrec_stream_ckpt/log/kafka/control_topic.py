@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 
 import confluent_kafka as ck
 
-from torchrec_stream_ckpt.errors import LogUnavailableError, PrunedError
+from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError, PrunedError
 from torchrec_stream_ckpt.log.kafka import topics
 from torchrec_stream_ckpt.log.kafka.brokers import Brokers
 from torchrec_stream_ckpt.log.kafka.health import TRIM_RIGHT
@@ -30,8 +31,22 @@ class ControlTopic:
         self._reader = reader
         self._appending = threading.Lock()
         self._sender: KafkaSender | None = None
+        self._made_for = brokers.asked
+        """The brokers that this sender asks."""
+        self._has_sent = False
+        """Whether it has appended a record."""
         self._doubtful = True
         """Whether the leader of the partition has not been looked up, or the last append failed."""
+
+    def expect_append(self) -> None:
+        """As :meth:`Log.expect_append`.
+
+        A new idempotent producer asks for its number before it has a connection, and then again after 500 ms. The first
+        record waits for that.
+        """
+        with self._appending, suppress(ConfigError):  # the append tells
+            if self._sender is None:
+                self._sender = self._make_sender()
 
     def append(self, record: bytes) -> int:
         """Append one record; see :meth:`Log.append_control`.
@@ -41,14 +56,18 @@ class ControlTopic:
             CommitUnknownError: whether it arrived is unknown.
         """
         with self._appending:
-            if self._sender is None:
+            if not self._has_sent:
                 # Also tells a dead broker from a lost answer: here nothing has been sent yet.
                 self._brokers.require(self._topic, 0, "write", LogUnavailableError)
                 self._check_leader()
-                settings = control_settings(self._brokers.asked, self._brokers.options)
-                self._sender = KafkaSender(self._brokers, self._topic, 0, settings)
+                if self._made_for != self._brokers.asked:
+                    self._drop_sender()
+            if self._sender is None:
+                self._sender = self._make_sender()
             try:
-                return append(self._sender, record)
+                offset = append(self._sender, record)
+                self._has_sent = True
+                return offset
             except BaseException:
                 # A producer that has failed once may be fatally ill: the next append takes another.
                 self._drop_sender()
@@ -93,6 +112,11 @@ class ControlTopic:
         with self._appending:
             self._drop_sender()
 
+    def _make_sender(self) -> KafkaSender:
+        self._made_for = self._brokers.asked
+        settings = control_settings(self._made_for, self._brokers.options)
+        return KafkaSender(self._brokers, self._topic, 0, settings)
+
     def _check_leader(self) -> None:
         """A reader that begins at a broker which is cut off would take an older marker for the newest."""
         if self._doubtful:
@@ -102,4 +126,4 @@ class ControlTopic:
     def _drop_sender(self) -> None:
         if self._sender is not None:
             self._sender.close()
-            self._sender = None
+            self._sender, self._has_sent = None, False

@@ -133,6 +133,10 @@ class KafkaLog:
             self._brokers.answers(f"delete records of {topic}", lambda admin: admin.delete_records(places))
         return Freed("records", sum(end - lows[partition] for partition, end in ends.items()), None)
 
+    def expect_append(self) -> None:
+        """As :meth:`ControlTopic.expect_append`."""
+        self._control.expect_append()
+
     def append_control(self, record: bytes, *, garbage: bool = False) -> int:
         """As :meth:`ControlTopic.append`."""
         return self._control.append(record)
