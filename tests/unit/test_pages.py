@@ -334,8 +334,9 @@ def test_what_the_page_on_evolving_says_of_times() -> None:
         name: [1 / each for each in (row["ratio"], *reversed(row["ratio_range"]))]
         for name, row in (("plain", plain["one table grown"]), ("first", first["one table grown"]))
     }
-    facts, load = result.facts, result.load
-    assert load is not None
+    facts = result.facts
+    assert result.load is not None
+    assert result.load < 2  # the page says that the machine was idle
     times = r"took ([\d.]+) times as long as a plain restore"
     said: dict[str, Iterable[float]] = {
         times + r" \(([\d.]+) to ([\d.]+) in single rounds\)": longer["plain"],
@@ -343,7 +344,6 @@ def test_what_the_page_on_evolving_says_of_times() -> None:
         r"The first marker sent ([\d.]+) times the bytes of the table": [
             facts["bytes sent up to the first marker: one table grown"] / facts["bytes of the grown table"]
         ],
-        r"machine was busy \(load (\d+), two cores\)": [load // 1],
     }
     check_sentences("docs/evolve.md", said)
 
