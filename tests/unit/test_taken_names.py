@@ -229,14 +229,18 @@ def test_the_format_is_said_also_if_another_process_was_about_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without it the store would count as empty, whatever is put there afterwards."""
-    monkeypatch.setattr(once, "_PAUSE_S", 0.0)
+    pauses: list[float] = []
+    monkeypatch.setattr(once.time, "sleep", pauses.append)
     objects = Busy(tmp_path / "store")
     prepare_store(objects)
     assert check_store(objects)
+    pauses.clear()
     objects = Busy(tmp_path / "other")
     objects.refused = 100
     with pytest.raises(StoreUnavailableError, match="the name is taken, and has no such object"):
         prepare_store(objects)
+    assert 100 - objects.refused == 1 + len(pauses), "nobody waits after the last try"
+    assert 2 < sum(pauses) < 4
 
 
 @pytest.mark.parametrize("as_link", [True, False])

@@ -58,7 +58,8 @@ def put_unless_taken(objects: Objects, name: str, parts: Sequence[Buffer]) -> me
         try:
             return objects.read(name)
         except MissingObjectError:  # its deletion came in between, or another upload that has not ended
-            time.sleep(_PAUSE_S * 2**attempt)
+            if attempt < _ATTEMPTS - 1:
+                time.sleep(_PAUSE_S * 2**attempt)
     raise StoreUnavailableError(
         "cannot write it: the store says that the name is taken, and has no such object",
         hint="try again; if it happens again, look for another program that writes and deletes this object",
