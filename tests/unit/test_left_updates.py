@@ -10,18 +10,21 @@ from pathlib import Path
 import pytest
 
 from tests import stores
-from tests.synthetic import Job
+from tests.synthetic import Image, Job
 from tests.unit import test_followed_tables as followed
+from tests.unit.read_job import flipped
 from tests.unit.test_follower import LOAD, MARKER, ROLLBACK, ROWS, Replica, truth
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.control.trim import trim_log
-from torchrec_stream_ckpt.errors import ReplicaNotReadyError, StoreUnavailableError
+from torchrec_stream_ckpt.errors import CorruptionError, ReplicaNotReadyError, StoreUnavailableError
 from torchrec_stream_ckpt.follower.source import FollowedJob
 from torchrec_stream_ckpt.follower.updates import Changed, UpdateKind
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.types import MarkerId
 
+NEWEST = MarkerId(1, 4)
 HALF_OR_WHOLE = pytest.mark.parametrize("whole", [False, True], ids=["half", "whole"])
 
 
@@ -146,3 +149,53 @@ def test_a_replica_whose_marker_was_given_up_loads_all_rows_again(job: Job, repl
     (update,) = [(update, replica.put(update))[0] for update in replica.follower.updates(0)]
     assert (update.kind, update.why) == (LOAD, "marker 1:1 was given up")
     assert replica.image == expected
+
+
+def damage_what_lies_between(job: Job) -> Image:
+    """Three more markers, of which the store has the intervals, one of them damaged, and bases; the log has none."""
+    for _ in range(2):
+        job.touch()
+        job.commit()
+    job.touch()
+    marker = job.commit()
+    assert marker.id == NEWEST
+    expected = truth(job, NEWEST)
+    stores.fold(job.root, Policy(rebase=1e-9, compact="none"))
+    trim_log(job.log, Control(job.log), marker, open_store(str(job.root)).url)
+    path = next(job.root.glob("segments/*/g00000001-r00001-m00000002-p000.seg"))
+    path.write_bytes(flipped(path.read_bytes()))
+    return expected
+
+
+def test_what_cannot_be_read_between_two_markers_is_loaded_with_all_rows(job: Job, replica: Replica) -> None:
+    job.commit()
+    replica.catch_up()
+    expected = damage_what_lies_between(job)
+    with pytest.raises(CorruptionError, match="m00000002-p000"):
+        replica.catch_up()
+    assert replica.catch_up() == [(LOAD, str(NEWEST))]
+    assert replica.image == expected
+
+
+def test_a_thread_of_its_own_loads_all_rows_then(job: Job, tmp_path: Path) -> None:
+    job.commit()
+    with FollowedTables(follow(f"file://{job.root}", scratch=tmp_path, poll_s=0.01)) as tables:
+        tables.advance()
+        expected = damage_what_lies_between(job)
+        tables.start()
+        followed.wait_for(lambda: tables.follower.marker == NEWEST or tables.failure is not None)
+        assert tables.failure is None
+        weights = {name: expected.arrays[table, 0][:, :, :-1].tobytes() for table, name in enumerate(followed.NAMES)}
+        assert followed.held(tables) == weights
+
+
+def test_a_load_that_cannot_be_read_ends_the_thread(job: Job, tmp_path: Path) -> None:
+    job.commit()
+    with FollowedTables(follow(f"file://{job.root}", scratch=tmp_path, poll_s=0.01)) as tables:
+        tables.advance()
+        damage_what_lies_between(job)
+        for path in job.root.glob("segments/*/f-*.seg"):
+            path.write_bytes(flipped(path.read_bytes()))
+        tables.start()
+        followed.wait_for(lambda: tables.failure is not None)
+        assert isinstance(tables.failure, CorruptionError)

@@ -313,9 +313,14 @@ class Follower:
         proof: Callable[[], WeightProof | None] = lambda: None,
     ) -> Update:
         def counted() -> Iterator[Changed]:
-            for each in changes():
-                self.stats.count(len(each.ids))
-                yield each
+            try:
+                for each in changes():
+                    self.stats.count(len(each.ids))
+                    yield each
+            except CorruptionError as error:
+                if kind is UpdateKind.MARKER:  # a base may have the rows, which no update between two markers reads
+                    self.load_anew(f"what came up to marker {commit.id} cannot be read: {error.headline}")
+                raise
 
         def dense() -> Path:
             return self._source.dense(commit)

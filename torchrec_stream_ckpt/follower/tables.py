@@ -17,6 +17,7 @@ import torch
 
 from torchrec_stream_ckpt.errors import (
     ConfigError,
+    CorruptionError,
     LogUnavailableError,
     ProofMismatchError,
     ReplicaNotReadyError,
@@ -197,11 +198,17 @@ class FollowedTables:
     def _follow(self) -> None:
         broken_s: float | None = None
         while True:
+            applying: UpdateKind | None = None
             try:
                 for update in self._follower.updates():
+                    applying = update.kind
                     self._apply(update)
-                    broken_s = None
+                    applying, broken_s = None, None
                 return
+            except CorruptionError as error:
+                if applying is not UpdateKind.MARKER:
+                    raise
+                log.warning("%s", error.headline)  # the next look loads all rows
             except ProofMismatchError as error:
                 log.warning("%s", error.headline)  # nothing is served until all rows were loaded again
             except (LogUnavailableError, StoreUnavailableError):
