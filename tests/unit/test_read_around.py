@@ -10,20 +10,14 @@ import pytest
 
 from tests.stores import fold, lose_rows
 from tests.synthetic import JOB, Image, Job, image_of_log
-from torchrec_stream_ckpt.control.partition import Control
+from tests.unit.read_job import exported, flipped, followed, go_on, lineage_of, put, verified
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.follower.core import follow
-from torchrec_stream_ckpt.format.dense import digest_files
-from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.interchange.rows import TableReader, open_rows
-from torchrec_stream_ckpt.layout import dense_name, manifest_name, parse_store_segment
+from torchrec_stream_ckpt.layout import manifest_name, parse_store_segment
 from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.restore.verify import verify_marker
 from torchrec_stream_ckpt.route.locate import locate
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -43,70 +37,11 @@ def job(tmp_path: Path) -> Job:
     return job
 
 
-def go_on(job: Job) -> None:
-    """One more marker, with dense state."""
-    job.touch(2)
-    name = dense_name(JOB, MarkerId(1, len(lineage_of(job).commits) + 1))
-    (job.root / name).mkdir(parents=True)
-    (job.root / name / ".metadata").write_bytes(b"state")
-    job.commit(dense_files=digest_files(job.root / name, [".metadata"]), dense=name)
-
-
 def flip(job: Job, pattern: str, at: int = -10) -> Path:
     """Flip a bit in the newest object of these; by default in its last chunk, where no directory tells."""
     path = sorted(job.root.glob(pattern))[-1]
-    data = bytearray(path.read_bytes())
-    data[at] ^= 4
-    path.write_bytes(data)
+    path.write_bytes(flipped(path.read_bytes(), at))
     return path
-
-
-def lineage_of(job: Job) -> Lineage:
-    return Control(job.log).refresh()
-
-
-def verified(job: Job, marker: MarkerId) -> MarkerId | None:
-    """Reads all bytes of a marker; returns up to where the store gave them."""
-    objects = open_store(str(job.root))
-    return verify_marker(job.log, lineage_of(job), open_dense(str(job.root)), marker, objects=objects).reach
-
-
-def exported(job: Job, marker: MarkerId) -> Image:
-    """What an export reads, table by table."""
-    lineage, scratch = lineage_of(job), job.root.parent / "scratch"
-    scratch.mkdir(exist_ok=True)
-    with open_rows(job.log, lineage, marker, open_store(str(job.root)), scratch) as opened:
-        image = Image(opened.schema)
-        for index in range(len(opened.schema.tables)):
-            reader = TableReader(opened, index)
-            for row0, rows in reader.windows():
-                put(image, reader, index, row0, rows)
-    return image
-
-
-def put(image: Image, reader: TableReader, table: int, row0: int, rows: int) -> None:
-    window = reader.read(row0, rows)
-    slices = reader.slices or ((0, reader.spec.dim),)
-    for place, (col0, cols) in enumerate(slices):
-        states = tuple(
-            state[place] if spec.per_row else state[:, col0 : col0 + cols]
-            for spec, state in zip(reader.spec.states, window.states, strict=True)
-        )
-        ids = np.arange(row0, row0 + rows)
-        image.put(table, col0, RowsView(ids, window.weights[:, col0 : col0 + cols], states))
-
-
-def followed(job: Job, marker: MarkerId) -> Image:
-    """What a replica has after it was loaded."""
-    schema = lineage_of(job).claims[1].schema
-    image = Image(schema)
-    names = [table.name for table in schema.tables]
-    with follow(f"file://{job.root}", states=True, scratch=job.root.parent) as replica:
-        for update in replica.updates(timeout_s=0):
-            assert update.marker == marker
-            for each in update.changes():
-                image.put(names.index(each.table.name), each.col0, RowsView(each.ids, each.weights, each.states))
-    return image
 
 
 @pytest.mark.parametrize("read", [exported, followed])
@@ -133,7 +68,7 @@ def test_readers_that_share_their_sources_all_go_around_what_one_has_found(job: 
         readers = [(index, TableReader(found, index)) for _ in range(2) for index in tables]
         for index, reader in readers:  # all were opened before anything was found
             for row0, rows in reader.windows():
-                put(image, reader, index, row0, rows)
+                put(image, reader, index, np.arange(row0, row0 + rows), reader.read(row0, rows))
     assert image == image_of_log(job.log, lineage, newest)
 
 
@@ -142,7 +77,7 @@ def test_a_marker_with_a_damaged_base_is_verified_by_what_the_base_was_made_of(
     job: Job, caplog: pytest.LogCaptureFixture, at: int
 ) -> None:
     path = flip(job, BASE, at)
-    assert verified(job, MarkerId(1, 6)) == MarkerId(1, 6)
+    assert verified(job, MarkerId(1, 6)).reach == MarkerId(1, 6)
     said = [each.getMessage() for each in caplog.records]
     assert len(said) == 1, "it is said once"
     assert "read around" in said[0]
@@ -157,7 +92,7 @@ def test_an_interval_that_is_damaged_comes_from_the_log(job: Job) -> None:
         go_on(job)
     fold(job.root, Policy(rebase=0, compact="none"))
     flip(job, f"segments/*/g00000001-r00000-m{newest.marker:08d}-p000.seg")
-    assert verified(job, newest) == MarkerId(1, marker), "the store serves what comes before"
+    assert verified(job, newest).reach == MarkerId(1, marker), "the store serves what comes before"
 
 
 def test_damage_without_another_way_names_the_object_and_what_to_try(job: Job) -> None:

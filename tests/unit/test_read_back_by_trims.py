@@ -69,7 +69,7 @@ def test_every_reader_that_finds_damage_takes_back_what_was_read(history: Histor
             route = find(job, None, damaged=damaged)
             assert route is not None
             name = next(each.ref.name for each in route.segments if "m00000006-from-root" in each.ref.name)
-            damaged.segments[name] = CorruptionError("a checksum does not match", name=name)  # as reading raises it
+            damaged.elsewhere(route, CorruptionError("a checksum does not match", name=name))  # as reading raises it
             find(job, None, damaged=damaged)
     else:
         CliRunner().invoke(app, [reader[0], uri, "--store", root, *reader[1:]])

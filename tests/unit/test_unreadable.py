@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.synthetic import Job, image_of_log
-from tests.unit import test_read_around, test_repairs
+from tests.unit import read_job, test_read_around, test_repairs
 from tests.unit.folded_job import materialize, store_of
 from torchrec_stream_ckpt.errors import CorruptionError, StoreUnavailableError
 from torchrec_stream_ckpt.store import folder as folder_module
@@ -102,12 +102,12 @@ around = test_read_around.job
 mended = test_repairs.job
 
 
-@pytest.mark.parametrize("read", [test_read_around.exported, test_read_around.followed])
+@pytest.mark.parametrize("read", [read_job.exported, read_job.followed])
 def test_readers_take_the_rows_of_an_unreadable_base_from_elsewhere(
     around: Job, break_disk: Break, read: Callable[[Job, MarkerId], object]
 ) -> None:
     newest = MarkerId(1, 6)
-    truth = image_of_log(around.log, test_read_around.lineage_of(around), newest)
+    truth = image_of_log(around.log, read_job.lineage_of(around), newest)
     break_disk(sorted(around.root.glob(test_read_around.BASE))[-1])
     assert read(around, newest) == truth
 

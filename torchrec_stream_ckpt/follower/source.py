@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, OtherLogError
 from torchrec_stream_ckpt.follower.updates import Changed
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -26,6 +26,7 @@ from torchrec_stream_ckpt.proofs.weights import WeightProof
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.route.locate import load_catalog
 from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.types import MarkerId, TableSpec
 from torchrec_stream_ckpt.uris import check_store_url
 
@@ -111,7 +112,7 @@ class FollowedJob:
         catalog = load_catalog(self.objects(newest), lineage) if newest is not None else None
         if catalog is None:
             return newest
-        return next((each for each in reversed(lineage.commits.values()) if not catalog.is_dropped(each)), None)
+        return next((each for each in reversed(lineage.commits.values()) if not _was_given_up(catalog, each)), None)
 
     def nothing(self) -> MarkerNotFoundError:
         """Why there is no marker."""
@@ -231,6 +232,16 @@ class FollowedJob:
         if is_served(table):
             return Changed(decoded_table(table), col0, view.ids, decode(table, view))
         return Changed(table, col0, view.ids, view.weights, view.states if self._states else ())
+
+
+def _was_given_up(catalog: Catalog, commit: Commit) -> bool:
+    """Tell whether a marker was given up, also by a record that cannot be read: that is never taken back."""
+    try:
+        return catalog.is_dropped(commit)
+    except OtherLogError:
+        raise
+    except CorruptionError:
+        return True
 
 
 def _proof(rows: MarkerRows) -> WeightProof | None:

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
+from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array
 from torchrec_stream_ckpt.interchange import rows as rows_module
 from torchrec_stream_ckpt.interchange.names import nearest
@@ -21,7 +22,9 @@ from torchrec_stream_ckpt.interchange.opened import Where, check_marker, find_ma
 from torchrec_stream_ckpt.interchange.rows import Ints, MarkerRows, TableReader, TableWindow, rows_at
 from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.route.damaged import Damaged
+from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.route.route import Route
+from torchrec_stream_ckpt.route.tiers import Tiers
 from torchrec_stream_ckpt.types import MarkerId, TableSpec
 
 V = TypeVar("V")
@@ -65,35 +68,63 @@ def open_marker(
     """
     with ExitStack() as undo:
         job = undo.enter_context(Where(uri, store, store_options, kafka_options, commit_key_file).open())
-        route = find_marker(job, check_marker(marker), Damaged(), lambda job, commit: None)
-        folder = Path(scratch if scratch is not None else tempfile.gettempdir())
-        lazy = _RowsOnDemand(lambda: rows_at(job, route, folder))
+        route = find_marker(job, check_marker(marker), Damaged(), _no_dense)
+        lazy = _RowsOnDemand(job, route, Path(scratch if scratch is not None else tempfile.gettempdir()))
         undo.callback(lazy.close)
         return OpenMarker(route, lazy, undo.pop_all())
 
 
-class _RowsOnDemand:
-    """The rows of a marker, looked for when some are first asked for."""
+def _no_dense(_: Job, __: Commit) -> None:
+    """The dense state is not opened."""
 
-    def __init__(self, open_rows: Callable[[], contextlib.AbstractContextManager[MarkerRows]]) -> None:
-        self._open_rows = open_rows
+
+class _RowsOnDemand:
+    """The rows of a marker, looked for when some are first asked for.
+
+    Args:
+        job: Its log, or both of its logs.
+        route: To the marker.
+        scratch: A folder with room for what only the log has.
+    """
+
+    def __init__(self, job: Job | Tiers, route: Route, scratch: Path) -> None:
+        self._job = job
+        self._route = route
+        self._scratch = scratch
+        self._damaged = Damaged()
         self._stack = ExitStack()
         self._rows: MarkerRows | None = None
         self._readers: dict[int, TableReader] = {}
         self.closed = False
 
-    def reader(self, table: int) -> TableReader:
+    def of(self, table: int, read: Callable[[TableReader], V]) -> V:
+        """Return what ``read`` reads of a table: from the other tier, where the nearest one is damaged."""
         if self.closed:
             raise ConfigError("this marker was closed", hint="read its rows within the with statement, or open it anew")
+        while True:
+            try:
+                return read(self._reader(table))
+            except CorruptionError as error:
+                if isinstance(self._job, Job):
+                    raise
+                self._damaged.elsewhere(self._route, error)
+            self._route = find_marker(self._job, self._route.marker, self._damaged, _no_dense)
+            self._let_go()
+
+    def _reader(self, table: int) -> TableReader:
         if self._rows is None:
-            self._rows = self._stack.enter_context(self._open_rows())
+            self._rows = self._stack.enter_context(rows_at(self._job, self._route, self._scratch))
         if table not in self._readers:
             self._readers[table] = TableReader(self._rows, table)
         return self._readers[table]
 
+    def _let_go(self) -> None:
+        self._rows, self._readers = None, {}
+        self._stack.close()
+
     def close(self) -> None:
         self.closed = True
-        self._stack.close()
+        self._let_go()
 
 
 class OpenMarker:
@@ -215,7 +246,9 @@ class RowSection:
         return ids.astype(np.int64)
 
     def _read(self, ids: Ints) -> Array:
-        reader = self._lazy.reader(self._table)
+        return self._lazy.of(self._table, lambda reader: self._picked(reader, ids))
+
+    def _picked(self, reader: TableReader, ids: Ints) -> Array:
         height = max(1, rows_module.WINDOW_BYTES // reader.row_bytes)
         parts = [
             self._section(reader, reader.pick(ids[begin : begin + height]))
@@ -263,4 +296,4 @@ class OpenTable(RowSection):
     @property
     def column_shards(self) -> tuple[tuple[int, int], ...]:
         """(first column, columns) of each column shard that has row-wise states of its own. Looks for the rows."""
-        return self._lazy.reader(self._table).slices
+        return self._lazy.of(self._table, lambda reader: reader.slices)

@@ -7,10 +7,10 @@ folder, as the materializer does it, and then read as the store is.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -23,19 +23,18 @@ from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array, RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import ChunkEntry, decode_chunk
+from torchrec_stream_ckpt.interchange.log_tail import LogTail
 from torchrec_stream_ckpt.log.api import LogReader
-from torchrec_stream_ckpt.materialize.fold import fold_interval
 from torchrec_stream_ckpt.materialize.narrow import ScratchRuns
 from torchrec_stream_ckpt.route.job import Job
-from torchrec_stream_ckpt.route.locate import load_catalog, locate, lost
+from torchrec_stream_ckpt.route.locate import instead_of_log, load_catalog, locate
 from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.route.tiers import Tiers
 from torchrec_stream_ckpt.scratch import ScratchFolder
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
-from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.store.newest import NewestFirst, newest_first
-from torchrec_stream_ckpt.store.reader import load_notes, open_pieces, read_chunks
+from torchrec_stream_ckpt.store.reader import load_notes, read_chunks
 from torchrec_stream_ckpt.store.runs import Runs, columns_of, cuts_of, read_from
 from torchrec_stream_ckpt.types import MarkerId, StateSpec, TableSpec
 
@@ -74,20 +73,20 @@ class MarkerRows:
         self._log = log
         self._catalog = catalog
         self._scratch = folder
-        self._folder = FolderObjects(folder)
         self._pool = pool
         self._progress = progress
         self._damaged: dict[str, CorruptionError] = {}
+        """Segments of the store that are read around."""
         self._pieces: list[tuple[Objects, tuple[Piece, ...]]] = []
         """Of each place, oldest first, as the places are: the store, then the folder."""
         self._names: list[tuple[Objects, set[str]]] = []
         """Their segments, likewise."""
         self._narrow = ScratchRuns(self, pool, folder)
-        self._tail: tuple[Piece, ...] = ()
-        """What only the log has."""
+        self._folds = 0
+        self._tail = LogTail.none(self._next_folder())
         self.opened = 0
         """How often it was looked up where the rows are: they come from elsewhere once this has grown."""
-        self._route = self._open(lineage, marker, since)
+        self._route = self._open(lineage, marker, since, self._damaged)
 
     @property
     def schema(self) -> Schema:
@@ -101,14 +100,21 @@ class MarkerRows:
     def marker(self) -> MarkerId:
         return self._route.marker
 
-    def _open(self, lineage: Lineage, marker: MarkerId, since: MarkerId | None) -> Route:
-        route = locate(lineage, marker, self._catalog, since=since, damaged=self._damaged)
-        route.check(self._log)
-        tail = open_pieces(self._folder, tuple(self._fold(route)), lineage.job, self._pool)
-        self._tail, self._pieces = tail, [(self._folder, tail)]
+    def _open(
+        self, lineage: Lineage, marker: MarkerId, since: MarkerId | None, damaged: Mapping[str, CorruptionError]
+    ) -> Route:
+        """Look where the rows are, and fold what only the log has; where this raises, all is as it was."""
+        route = locate(lineage, marker, self._catalog, since=since, damaged=damaged)
+        try:
+            route.check(self._log)
+            tail = LogTail.of(self._log, route, self._next_folder(), self._pool, self._progress)
+        except (CorruptionError, TrimmedError) as error:
+            raise instead_of_log(error, self._catalog, route, damaged) from None
+        self._narrow.close()
+        self._tail.delete()
+        self._tail, self._pieces = tail, [(tail.objects, tail.pieces)]
         if self._catalog is not None:
             self._pieces.insert(0, (self._catalog.objects, route.pieces))
-        self._narrow.close()
         self._narrow = ScratchRuns(self, self._pool, self._scratch)
         self._names = [
             (objects, {picked.ref.name for piece in pieces for picked in piece.opened})
@@ -117,30 +123,22 @@ class MarkerRows:
         self.opened += 1
         return route
 
-    def _fold(self, route: Route) -> Iterator[Piece]:
-        """Fold what the log gives into pieces, in the order of the path."""
-        start = route.reach
-        for commit, intervals in groupby(route.intervals, lambda interval: interval.commit):
-            # Which shards the ranks held matters only if folding goes on: here it does not.
-            refs = [fold_interval(self._log, self._folder, each, (), self._progress) for each in intervals]
-            yield Piece(start, commit.id, tuple(ref for of_rank in refs for ref in of_rank), commit.chain)
-            start = commit.id
+    def _next_folder(self) -> Path:
+        self._folds += 1
+        return self._scratch / f"log-{self._folds:06d}"
 
     def go_around(self, error: CorruptionError) -> None:
         """A segment was found to be damaged: on return, its rows come from elsewhere.
 
         Raises:
-            CorruptionError: ``error`` itself, where there is no other way to its rows.
+            CorruptionError: ``error``, where there is no other way to its rows.
         """
         name = self._route.segment_of(error)
         if name is None:
             raise error
-        self._damaged[name] = error
-        route = self._route
-        try:
-            self._route = self._open(route.lineage, route.marker, route.since)
-        except (CorruptionError, TrimmedError) as other:
-            raise lost(error, route.marker, other) from None
+        route, damaged = self._route, {**self._damaged, name: error}
+        self._route = self._open(route.lineage, route.marker, route.since, damaged)
+        self._damaged = damaged
 
     def runs_of(self, table: int) -> Runs:
         """Return the runs of one table, to be read by ascending windows of rows; few enough to be merged at once.
@@ -163,7 +161,7 @@ class MarkerRows:
         return self._objects_of(name).read(name, begin, end)
 
     def _objects_of(self, name: str) -> Objects:
-        return next((objects for objects, names in self._names if name in names), self._folder)
+        return next((objects for objects, names in self._names if name in names), self._tail.objects)
 
     def chunks(self, picked: Picked) -> Iterator[tuple[ChunkEntry, RowsView]]:
         """Some chunks of one segment, some ahead of what is being used; raises as :func:`read_chunks`."""
@@ -177,8 +175,9 @@ class MarkerRows:
             CorruptionError: it is damaged, or in neither log nor store.
             StoreUnavailableError, LogUnavailableError: one of them does not answer.
         """
-        if self._tail and self._tail[-1].end == self.marker:
-            fronts = [(each.front.notes, each.ref.name) for each in self._tail[-1].opened]
+        tail = self._tail.pieces
+        if tail and tail[-1].end == self.marker:
+            fronts = [(each.front.notes, each.ref.name) for each in tail[-1].opened]
             notes = [Notes.from_json(text, name) for text, name in fronts if text]
             if all(each.mark.proof is None for each in notes):
                 return tuple(notes)
@@ -200,13 +199,15 @@ class MarkerRows:
         What older generations sent of a table that was sent whole later is left out.
         """
         while True:
+            opened = self.opened
             try:
                 for objects, pieces in self._pieces:
                     for each, entry, data in read_chunks(objects, self._of(pieces, tables), self._pool):
                         yield entry, decode_chunk(entry, data, self.schema, each.ref.name)
                 return
             except CorruptionError as error:
-                self.go_around(error)
+                if opened == self.opened:  # otherwise another reader has gone around it
+                    self.go_around(error)
 
     def _of(self, pieces: Iterable[Piece], tables: Collection[int]) -> list[Picked]:
         bases = self._route.bases

@@ -21,7 +21,7 @@ from torchrec_stream_ckpt.proofs.rowsums import RowSums
 from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved
 from torchrec_stream_ckpt.restore.coverage import Coverage, rows_of_frame
 from torchrec_stream_ckpt.restore.plan import plan_reads
-from torchrec_stream_ckpt.route.locate import damage_of, load_catalog, locate, lost
+from torchrec_stream_ckpt.route.locate import damage_of, instead_of_log, load_catalog, locate
 from torchrec_stream_ckpt.route.route import Route, Shards
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Piece
@@ -111,8 +111,7 @@ def verify_marker(
         except (CorruptionError, TrimmedError) as error:
             name = route.segment_of(error)
             if name is None or isinstance(error, TrimmedError):
-                damage = next(iter(damaged.values()), None) or damage_of(catalog, lineage, marker)
-                raise error if damage is None or damage is error else lost(damage, marker, error) from None
+                raise instead_of_log(error, catalog, route, damaged) from None
             damaged[name] = error
             told(error)
 

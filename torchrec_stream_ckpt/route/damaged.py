@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container
+from collections.abc import Container, Mapping
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.route.route import Route
@@ -26,8 +26,8 @@ class Damaged:
         self._most = most
         self._errors: dict[MarkerId, CorruptionError] = {}
         """Markers that a restore without a name has passed over: damaged wherever they could be read."""
-        self.segments: dict[str, CorruptionError] = {}
-        """Segments of stores, by name: they are read around."""
+        self._segments: dict[bool, dict[str, CorruptionError]] = {False: {}, True: {}}
+        """Segments of the inner tier's store and of the outer one's, by name: both have the same names."""
         self.places: dict[tuple[MarkerId, Place], CorruptionError] = {}
         """Where a marker turned out to be damaged while it was read."""
 
@@ -39,6 +39,10 @@ class Damaged:
     def passed(self) -> tuple[MarkerId, ...]:
         """The markers that were passed over, newest first."""
         return tuple(self._errors)
+
+    def segments(self, place: Place) -> Mapping[str, CorruptionError]:
+        """Return the segments, by name, that are read around in the store of a place."""
+        return self._segments[place.reads_outer_store]
 
     def forget(self, passed: Container[MarkerId]) -> None:
         """Take back what was passed over, but for these."""
@@ -61,9 +65,9 @@ class Damaged:
             CorruptionError: ``error`` itself, where no other place has the rows.
         """
         name, place = route.segment_of(error), (route.marker, route.place)
-        if name is not None and name not in self.segments:
+        if name is not None and name not in self.segments(route.place):
             log.warning("marker %s is read around a damaged segment of the store: %s", route.marker, error.headline)
-            self.segments[name] = error
+            self._segments[route.place.reads_outer_store][name] = error
         elif may_pass or (not route.place.outer_alone and place not in self.places):
             self.places[place] = error
         else:

@@ -28,7 +28,7 @@ from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.route.damaged import Damaged
 from torchrec_stream_ckpt.route.job import Job
-from torchrec_stream_ckpt.route.locate import damage_of, load_catalog, locate, warm
+from torchrec_stream_ckpt.route.locate import damage_of, ends_early, load_catalog, locate, warm
 from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.route.tiers import OUTER, Place, Tiers, TierState
 from torchrec_stream_ckpt.store.catalog import Catalog
@@ -254,15 +254,18 @@ class Search:
             catalog.check_offered(marker)
         self._check_dense(place.nearest(self._job), commit)
         head = warm(self._head(lineage.job), lineage, marker)
-        found = list(self._damaged.segments.values())
-        route = locate(lineage, marker, catalog, head=head, damaged=self._damaged.segments, told=found.append)
+        damaged = self._damaged.segments(place)
+        found = list(damaged.values())
+        route = locate(lineage, marker, catalog, head=head, damaged=damaged, told=found.append)
         self._take_back(place, lineage.job, found)
         try:
             route.check(data)
             route.check_own(data)
             return replace(route.complete(data), place=place, newest_generation=self._state.generation)
         except (TrimmedError, CorruptionError) as error:
-            damage = damage_of(catalog, lineage, marker, self._damaged.segments)
+            if catalog is None or not ends_early(catalog, route):
+                raise
+            damage = damage_of(catalog, lineage, marker, damaged)
             raise damage or error from None  # that of the store comes first: without it the log would not be asked
 
     def _take_back(self, place: Place, job: bytes, errors: list[CorruptionError]) -> None:

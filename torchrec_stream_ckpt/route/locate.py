@@ -177,6 +177,36 @@ def _with_store(
     return (found, None) if bad is None else (route, damaged[bad])
 
 
+def instead_of_log(
+    error: StreamCkptError, catalog: Catalog | None, route: Route, damaged: Mapping[str, CorruptionError] = NONE
+) -> StreamCkptError:
+    """The error to raise where the log does not give what ``route`` asks of it.
+
+    Args:
+        error: Why the log does not.
+        catalog: What the store holds.
+        route: As :func:`locate` has found it.
+        damaged: Segments of the store that are known to be damaged, the newest find last.
+
+    Returns:
+        What is damaged in the store, if the log is asked only because of that; otherwise ``error``.
+    """
+    if catalog is None or not ends_early(catalog, route):
+        return error
+    newest = next(reversed([*damaged.values()]), None)
+    damage = newest or _with_store(catalog, Route(route.lineage, route.commit, route.since), damaged)[1]
+    return lost(damage, route.marker, error) if damage is not None else error
+
+
+def ends_early(catalog: Catalog, route: Route) -> bool:
+    """Tell whether the store gives less of a route than its names say: what is damaged there has no other way."""
+    cold = Route(route.lineage, route.commit, route.since)
+    tail = _tail(cold)
+    strides = catalog.strides(tail, cold.reach)
+    reach = next((each.id for each in reversed(tail) if each.id in strides and each.id in catalog.markers), None)
+    return reach is not None and reach != route.stored
+
+
 def lost(error: CorruptionError, marker: MarkerId, elsewhere: StreamCkptError | None = None) -> CorruptionError:
     """``error``, about an object of the store of whose rows nothing else leads to ``marker``, with what to do.
 

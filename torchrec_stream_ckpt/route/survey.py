@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchrec_stream_ckpt.errors import StreamCkptError, TrimmedError
+from torchrec_stream_ckpt.errors import CorruptionError, StreamCkptError, TrimmedError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.rank_ends import RankEnds
 from torchrec_stream_ckpt.log.stream import read_stream
@@ -76,7 +76,10 @@ class Survey:
         holdings = self.holdings()
         if holdings is None or commit.id not in holdings.catalog.dropped:
             return None
-        return holdings.catalog.drop_of(commit.id).day
+        try:
+            return holdings.catalog.drop_of(commit.id).day
+        except CorruptionError:
+            return "a day that its record does not say any more"
 
     def look(self, commit: Commit) -> Availability:
         """Search at what is there of a marker: its dense files, its streams' ends, the segments that lead to it."""

@@ -95,6 +95,11 @@ class Place:
         """The store that rows may come from."""
         return (job.outer if self.outer_upto else self.nearest(job)).objects
 
+    @property
+    def reads_outer_store(self) -> bool:
+        """Whether :meth:`objects` is the store of the outer tier."""
+        return self.outer_alone or self.outer_upto > 0
+
     def dense(self, job: Job | Tiers) -> DenseStore:
         """Dense state."""
         return self.nearest(job).dense
