@@ -64,11 +64,15 @@ def choose(
 
 
 def fold(
-    directory: Path, policy: Policy | None = None, upto: MarkerId | None = None, head: Path | None = None
+    directory: Path,
+    policy: Policy | None = None,
+    upto: MarkerId | None = None,
+    head: Path | None = None,
+    passed: list[MarkerId] | None = None,
 ) -> list[MarkerId]:
     """Fold the log in a folder into a store in the same one, up to a marker; returns the markers that were folded.
 
-    With ``head``, a HEAD in that folder goes along.
+    With ``head``, a HEAD in that folder goes along. Markers that are lost are given up, and added to ``passed``.
     """
     log = FileLog(directory)
     lineage = Control(log).refresh()
@@ -77,7 +81,10 @@ def fold(
     with ThreadPoolExecutor(4) as pool:
         objects = open_store(str(directory))
         warm = HeadWriter(head, objects, pool) if head is not None else None
-        materializer = Materializer(log, objects, lambda _: open_dense(str(directory)), pool, policy, head=warm)
+        given_up = (lambda commit, _: passed.append(commit.id)) if passed is not None else None
+        materializer = Materializer(
+            log, objects, lambda _: open_dense(str(directory)), pool, policy, head=warm, pass_over=given_up
+        )
         return list(materializer.catch_up(lineage))
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,9 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from tests.synthetic import PLAIN, ROWWISE, SCHEMA, WIDE, Job, image_of_log
+from tests.followers import held, wait_for, weights_at
+from tests.synthetic import SCHEMA, Job
 from torchrec_stream_ckpt import FollowedTables, follow
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
@@ -30,17 +29,6 @@ from torchrec_stream_ckpt.follower.updates import Changed
 from torchrec_stream_ckpt.types import MarkerId
 
 NAMES = [table.name for table in SCHEMA.tables]
-
-
-def truth(job: Job, marker: MarkerId) -> dict[str, bytes]:
-    """The weights of each table at a marker, as bytes."""
-    image = image_of_log(job.log, Control(job.log).refresh(), marker)
-    return {NAMES[table]: image.arrays[table, 0][:, :, :-1].tobytes() for table in (PLAIN, ROWWISE, WIDE)}
-
-
-def held(tables: FollowedTables) -> dict[str, bytes]:
-    with tables.reading() as served:
-        return {name: tensor.numpy().tobytes() for name, tensor in served.tables.items()}
 
 
 @pytest.fixture
@@ -65,7 +53,7 @@ def test_tables_are_those_of_the_marker_they_say(job: Job, tables: FollowedTable
             assert (served.step, served.provisional) == (10 * number, False)
             assert served.age_s > 1e9 if number == 1 else served.age_s < 1e10
             assert [tensor.dtype for tensor in served.tables.values()] == [torch.float32, torch.float32, torch.float16]
-        assert held(tables) == truth(job, update.marker)
+        assert held(tables) == weights_at(job, update.marker)
         job.touch()
         job.commit()
 
@@ -78,7 +66,7 @@ def test_blocks_of_rows_make_up_the_table(job: Job, tmp_path: Path) -> None:
     marker = job.commit()
     for part in parts:
         part.advance()
-    expected = truth(job, marker.id)
+    expected = weights_at(job, marker.id)
     assert {name: b"".join(held(part)[name] for part in parts) for name in NAMES} == expected
     for part in parts:
         part.close()
@@ -99,7 +87,7 @@ def test_weights_of_a_module_are_written_in_place(job: Job, tmp_path: Path) -> N
     with FollowedTables(follower, into) as tables:
         (update,) = tables.advance()
     weights = model["ebc"].embedding_bags["t_rowwise"].weight.detach()
-    assert weights.numpy().tobytes() == truth(job, update.marker)["t_rowwise"]
+    assert weights.numpy().tobytes() == weights_at(job, update.marker)["t_rowwise"]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +126,7 @@ def test_an_update_waits_for_readers(job: Job, tables: FollowedTables) -> None:
         assert {name: tensor.numpy().tobytes() for name, tensor in served.tables.items()} == before
     thread.join(30)
     assert not thread.is_alive()
-    assert held(tables) == truth(job, marker.id)
+    assert held(tables) == weights_at(job, marker.id)
 
 
 def test_half_an_update_is_never_served_and_the_next_one_mends_it(
@@ -162,7 +150,7 @@ def test_half_an_update_is_never_served_and_the_next_one_mends_it(
         held(tables)
     monkeypatch.undo()
     tables.advance()
-    assert held(tables) == truth(job, marker.id)
+    assert held(tables) == weights_at(job, marker.id)
 
 
 def test_a_store_that_is_away_in_the_middle_of_an_update_is_waited_for(
@@ -183,7 +171,7 @@ def test_a_store_that_is_away_in_the_middle_of_an_update_is_waited_for(
     tables.start()
     wait_for(lambda: tables.follower.marker == marker.id or tables.failure is not None)
     assert tables.failure is None
-    assert held(tables) == truth(job, marker.id)
+    assert held(tables) == weights_at(job, marker.id)
 
 
 def test_a_thread_of_its_own_follows_and_says_why_it_ended(job: Job, tables: FollowedTables) -> None:
@@ -191,16 +179,9 @@ def test_a_thread_of_its_own_follows_and_says_why_it_ended(job: Job, tables: Fol
     job.touch()
     marker = job.commit()
     wait_for(lambda: tables.follower.marker == marker.id)
-    assert held(tables) == truth(job, marker.id)
+    assert held(tables) == weights_at(job, marker.id)
     shutil.rmtree(job.root)
     wait_for(lambda: tables.failure is not None)
     assert isinstance(tables.failure, CorruptionError)
     with tables.reading() as served:  # what it had is still there
         assert served.marker == marker.id
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

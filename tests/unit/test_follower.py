@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests import builders, stores
-from tests.synthetic import SCHEMA, Image, Job, image_of_log
+from tests.followers import LOAD, MARKER, ROLLBACK, ROWS, Replica, cut_tail, lose_frames, truth
+from tests.synthetic import SCHEMA, Job
 from torchrec_stream_ckpt import follow
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.control.trim import trim_log
@@ -22,49 +22,11 @@ from torchrec_stream_ckpt.errors import (
     SchemaMismatchError,
     StreamLostError,
 )
-from torchrec_stream_ckpt.follower.core import Follower
-from torchrec_stream_ckpt.follower.updates import Update, UpdateKind
-from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.layout import DATA_DIR, SEGMENTS_DIR
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.types import MarkerId
-
-LOAD, MARKER, ROWS, ROLLBACK = UpdateKind.LOAD, UpdateKind.MARKER, UpdateKind.ROWS, UpdateKind.ROLLBACK
-
-
-class Replica:
-    """Tables that hold what a follower says."""
-
-    def __init__(self, follower: Follower) -> None:
-        self.follower = follower
-        self.image = Image(SCHEMA)
-
-    def put(self, update: Update) -> None:
-        if update.kind is LOAD:
-            self.image = Image(SCHEMA)
-        for each in update.changes():
-            table = SCHEMA.tables.index(each.table)
-            self.image.put(table, each.col0, RowsView(each.ids, each.weights, each.states))
-
-    def catch_up(self) -> list[tuple[UpdateKind, str]]:
-        """Apply all that is there; what came."""
-        came = []
-        for update in self.follower.updates(0):
-            self.put(update)
-            came.append((update.kind, str(update.marker)))
-        return came
-
-
-def truth(job: Job, marker: MarkerId) -> Image:
-    return image_of_log(job.log, Control(job.log).refresh(), marker)
-
-
-def lose_frames(job: Job) -> None:
-    """What a trim takes away, the last segment too."""
-    for segment in (job.root / DATA_DIR).rglob("*.seg"):
-        segment.unlink()
 
 
 @pytest.fixture
@@ -363,19 +325,12 @@ def test_rows_of_a_dead_generation_are_taken_back(job: Job, eager: Replica) -> N
     assert truth(job, marker.id) != eager.image
 
 
-def _cut_tail(job: Job, end: int) -> None:
-    """As a power loss may: of rank 0's stream, what follows offset ``end`` is not there any more."""
-    for segment in (job.root / DATA_DIR / "p00000").glob("*.seg"):
-        base = int(segment.stem.rpartition("-")[2])
-        os.truncate(segment, min(segment.stat().st_size, max(0, end - base)))
-
-
 def test_rows_that_the_log_has_lost_are_taken_back(job: Job, eager: Replica) -> None:
     end = job.commit().ranks[0].end
     eager.catch_up()
     job.touch()
     assert [kind for kind, _ in eager.catch_up()] == [ROWS]
-    _cut_tail(job, end)
+    cut_tail(job, end)
     # What rank 1 has sent is there, and comes again.
     assert eager.catch_up() == [(ROLLBACK, "1:1"), (ROWS, "1:1")]
     # The trainer goes on in another generation.
@@ -391,7 +346,7 @@ def test_rows_that_the_log_has_lost_are_taken_back(job: Job, eager: Replica) -> 
 def test_a_marker_that_the_log_has_lost_is_named_to_a_replica_that_holds_it(job: Job, eager: Replica) -> None:
     end = job.commit().ranks[0].end
     eager.catch_up()
-    _cut_tail(job, end - 1)
+    cut_tail(job, end - 1)
     with pytest.raises(StreamLostError, match="its tail was lost"):
         eager.catch_up()
 

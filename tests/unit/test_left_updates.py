@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import pytest
 
 from tests import stores
+from tests.followers import LOAD, MARKER, ROLLBACK, ROWS, Replica, held, leave, truth, wait_for, weights_at, weights_in
 from tests.synthetic import Image, Job
-from tests.unit import test_followed_tables as followed
 from tests.unit.read_job import flipped
-from tests.unit.test_follower import LOAD, MARKER, ROLLBACK, ROWS, Replica, truth
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.control.trim import trim_log
 from torchrec_stream_ckpt.errors import CorruptionError, ReplicaNotReadyError, StoreUnavailableError
 from torchrec_stream_ckpt.follower.source import FollowedJob
-from torchrec_stream_ckpt.follower.updates import Changed, UpdateKind
+from torchrec_stream_ckpt.follower.updates import Changed
 from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.types import MarkerId
@@ -45,15 +42,6 @@ def replica(job: Job, tmp_path: Path) -> Iterator[Replica]:
 def eager(job: Job, tmp_path: Path) -> Iterator[Replica]:
     with follow(f"file://{job.root}", mode="rows", states=True, scratch=tmp_path) as follower:
         yield Replica(follower)
-
-
-def leave(replica: Replica, kind: UpdateKind, *, whole: bool) -> None:
-    """Apply the next update, or its first rows, to the tables as they are, and leave the loop there."""
-    updates = replica.follower.updates(0)
-    update = next(updates)
-    assert update.kind is kind
-    part = islice(update.changes(), None if whole else 1)
-    replica.put(replace(update, kind=MARKER, changes=lambda: part))
 
 
 @HALF_OR_WHOLE
@@ -129,12 +117,12 @@ def test_tables_are_not_served_with_rows_of_a_marker_that_was_left(
             with pytest.raises(StoreUnavailableError):
                 tables.advance()
         with pytest.raises(ReplicaNotReadyError, match="half way"):
-            followed.held(tables)
+            held(tables)
         job.begin(older.id)
         job.touch(1)
         marker = job.commit()
         tables.advance()
-        assert followed.held(tables) == followed.truth(job, marker.id)
+        assert held(tables) == weights_at(job, marker.id)
 
 
 def test_a_replica_whose_marker_was_given_up_loads_all_rows_again(job: Job, replica: Replica) -> None:
@@ -183,10 +171,9 @@ def test_a_thread_of_its_own_loads_all_rows_then(job: Job, tmp_path: Path) -> No
         tables.advance()
         expected = damage_what_lies_between(job)
         tables.start()
-        followed.wait_for(lambda: tables.follower.marker == NEWEST or tables.failure is not None)
+        wait_for(lambda: tables.follower.marker == NEWEST or tables.failure is not None)
         assert tables.failure is None
-        weights = {name: expected.arrays[table, 0][:, :, :-1].tobytes() for table, name in enumerate(followed.NAMES)}
-        assert followed.held(tables) == weights
+        assert held(tables) == weights_in(expected)
 
 
 def test_a_load_that_cannot_be_read_ends_the_thread(job: Job, tmp_path: Path) -> None:
@@ -197,5 +184,5 @@ def test_a_load_that_cannot_be_read_ends_the_thread(job: Job, tmp_path: Path) ->
         for path in job.root.glob("segments/*/f-*.seg"):
             path.write_bytes(flipped(path.read_bytes()))
         tables.start()
-        followed.wait_for(lambda: tables.failure is not None)
+        wait_for(lambda: tables.failure is not None)
         assert isinstance(tables.failure, CorruptionError)

@@ -15,23 +15,23 @@ from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
     LogUnavailableError,
-    SchemaMismatchError,
+    MarkerNotFoundError,
     StoreUnavailableError,
+    StreamCkptError,
     StreamLostError,
     TrimmedError,
 )
-from torchrec_stream_ckpt.follower.source import FollowedJob, handed_out
+from torchrec_stream_ckpt.follower.source import UNREADABLE, FollowedJob, handed_out
 from torchrec_stream_ckpt.follower.stats import FollowStats, Outages
 from torchrec_stream_ckpt.follower.tail import Tail
 from torchrec_stream_ckpt.follower.updates import Changed, Update, UpdateKind
-from torchrec_stream_ckpt.format.changed import in_words
+from torchrec_stream_ckpt.follower.way import astray, changed_tables
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.remarks import Outcome
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.proofs.weights import WeightProof
-from torchrec_stream_ckpt.restore.plan import check_schema
 from torchrec_stream_ckpt.types import MarkerId, TableSpec
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,9 @@ class Follower:
         self._schema: Schema | None = None
         self._tail: Tail | None = None
         self._anew = ""
-        """Why all rows are to be loaded at the next look, whatever the replica has."""
+        """Why all rows are to be loaded at the next look, whatever the replica has: until a load has been applied."""
+        self._passed: frozenset[MarkerId] = frozenset()
+        """Markers that were given up, or to which nothing can be taken back: the follower goes to a newer one."""
         self.stats = FollowStats()
         """Counts and positions so far; may be read on any thread."""
         self._outages = Outages(self.stats)
@@ -89,6 +91,8 @@ class Follower:
 
     def load_anew(self, why: str) -> None:
         """Load every row at the next look instead of what has changed; of the update that is being applied, too."""
+        if why != self._anew:
+            log.warning("all rows are loaded again: %s", why)
         self._anew = why
 
     def pause(self) -> bool:
@@ -156,16 +160,37 @@ class Follower:
 
     def _round(self) -> Iterator[Update]:
         lineage = self._source.look()
-        self.stats.ended = lineage.ended
-        newest = lineage.newest if self._at is not None else self._source.newest_offered(lineage)
-        if self._tail is not None and self._at is not None and self._tail.is_over(lineage):
+        self.stats.ended, self.stats.newest = lineage.ended, lineage.commits.newest
+        if self._tail is not None and self._at is not None and not self._anew and self._tail.is_over(lineage):
             yield from self._end_generation(lineage, self._at)
-        if newest is not None:
-            self.stats.newest = newest.id
-            if self._at is None or newest.id != self._at.id or self._towards is not None:
-                yield from self._move(lineage, newest)
-        if self.mode == "rows" and self._at is not None:
+        while (target := self._target(lineage)) is not None:
+            try:
+                yield from self._move(lineage, target)
+                break
+            except MarkerNotFoundError as error:
+                log.warning("marker %s is passed over: %s", target.id, error.headline)
+                self._passed |= {target.id} | self._source.given_up(lineage, self._at)
+        if self.mode == "rows" and self._at is not None and self._is_whole:
             yield from self._follow_rows(lineage, self._at)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the replica holds what it says: no update was left half way, and no load is due."""
+        return self._towards is None and not self._anew
+
+    def _target(self, lineage: Lineage) -> Commit | None:
+        """The marker to go to; None: the replica is there, or has to wait for another one."""
+        at, newest = self._at, lineage.newest
+        if newest is None:
+            return None
+        if at is None:
+            return self._source.newest_offered(lineage, self._passed)
+        if newest.id in self._passed:
+            left = next((each for each in reversed(lineage.commits) if each not in self._passed), None)
+            if left is None or left < at.id:
+                return None
+            newest = lineage.commits[left]
+        return newest if newest.id != at.id or not self._is_whole else None
 
     def _move(self, lineage: Lineage, target: Commit) -> Iterator[Update]:
         """From where the replica stands to a marker."""
@@ -173,48 +198,33 @@ class Follower:
         changed = self._check_tables(lineage, target.id, schema)
         why = "the first marker"
         if self._at is not None:
-            if self._anew:
-                why = self._anew
-            elif changed:
-                if self._tail is not None:
-                    yield from self._take_back(lineage, self._at)
+            why = self._anew
+            if not why and changed:
                 why = f"the model has changed at generation {target.generation}: {changed}"
-            elif not (why := _astray(lineage, target.id, self._at.id, self._towards)):
-                if (yield from self._reach(lineage, self._at, target, schema)):
-                    return
-                why = yield from self._go_on(lineage, self._at.id, target, schema)
-                if not why:
-                    return
-            log.warning("all rows are loaded again: %s", why)
+            if not why:
+                why = yield from self._change(lineage, self._at, target, schema)
+            if not why:
+                return
         with self._source.whole(lineage, target) as given:
+            if self._at is not None:
+                self.load_anew(why)  # if it breaks off, the next one has to be a load, wherever that leads
             yield self._update(UpdateKind.LOAD, target, schema, given.changes, why, given.proof)
 
-    def _check_tables(self, lineage: Lineage, target: MarkerId, schema: Schema) -> str:
-        """How the tables of a marker differ from those that the replica has, in words; empty: they do not.
+    def _change(self, lineage: Lineage, at: Commit, target: Commit, schema: Schema) -> Generator[Update, None, str]:
+        """Go to a marker by what has changed. Returns why that cannot be; empty: it is done."""
+        if why := astray(lineage, target.id, at.id, self._towards):
+            return why
+        if (yield from self._reach(lineage, at, target, schema)):
+            return ""
+        return self._anew or (yield from self._go_on(lineage, at.id, target, schema))
 
-        Raises:
-            ConfigError: none of them is wanted.
-            SchemaMismatchError: they differ, and are not those of a model that has changed along one lineage; or the
-                follower was told to stop there.
-        """
-        if self._at is None or self._schema is None:
-            self._source.check_wanted(schema)
-            return ""
-        at = self._at.id
-        newest = [lineage.newest_of(each.generation) for each in (at, target)]  # the one held may have been given up
-        roots = [lineage.way(each)[0].generation for each in newest]
-        if roots[0] != roots[1] and lineage.claims[roots[1]].changes is None:
-            check_schema(self._schema, handed_out(schema))
-            return ""
-        changed = "; ".join(in_words(lineage.claims[at.generation].schema, schema))
-        if changed and self._at_change == "stop":
-            raise SchemaMismatchError(
-                f"the model has changed after marker {at}: {changed}",
-                hint="follow again with at_change='load', on a command line --at-change load; the replica's model must "
-                "have the tables of the new one",
-                marker=target,
-            )
-        if changed:
+    def _check_tables(self, lineage: Lineage, target: MarkerId, schema: Schema) -> str:
+        """As :func:`changed_tables`; raises ConfigError if the tables are others, and none of them is wanted."""
+        changed = ""
+        if self._at is not None and self._schema is not None:
+            stop = self._at_change == "stop"
+            changed = changed_tables(lineage, self._at.id, self._schema, target, may_change=not stop)
+        if changed or self._schema is None:
             self._source.check_wanted(schema)
         return changed
 
@@ -239,10 +249,13 @@ class Follower:
             return  # its trainer is gone; the next one's rows come with its first marker
         if self._tail is None or not self._tail.stands_on(at):
             self._tail = Tail(self._source.job.log, lineage.claims[at.generation], at)
+        if self._tail.is_undone:
+            yield from self._take_back(lineage, at)
+            return
         try:
             update = self._read_on(lineage, at)
         except StreamLostError as error:
-            if not self._tail.provisional():  # it is the marker itself that is gone
+            if self._tail.is_fresh:  # it is the marker itself that is gone
                 raise
             log.warning("%s", error.headline)
             yield from self._take_back(lineage, at)
@@ -261,45 +274,75 @@ class Follower:
                 if self._source.wants(schema.tables[table]):
                     yield self._source.changed(schema.tables[table], col0, view)
 
-        return self._update(UpdateKind.ROWS, at, schema, changes) if self._tail.has_read else None
+        if not self._tail.has_read:
+            return None
+        return self._update(UpdateKind.ROWS, at, schema, changes, is_provisional=self._holds_newer(at, schema))
+
+    def _holds_newer(self, commit: Commit, schema: Schema) -> bool:
+        """Tell whether the tail has handed out rows of wanted tables that are newer than a marker."""
+        assert self._tail is not None
+        return any(self._source.wants(schema.tables[table]) for table in self._tail.tables_after(commit))
 
     def _reach(self, lineage: Lineage, at: Commit, target: Commit, schema: Schema) -> Generator[Update, None, bool]:
         """(``rows`` mode) Hand out the rest of a marker's rows as they came; else take back what no marker has."""
         if self._tail is None:
             return False
-        if target.generation == at.generation:
-            while not self._tail.reaches(target) and (update := self._read_on(lineage, at)) is not None:
-                yield update
+        if target.generation == at.generation and not self._tail.is_undone:
+            try:
+                while not self._tail.reaches(target) and (update := self._read_on(lineage, at)) is not None:
+                    yield update
+            except CorruptionError as error:
+                log.warning("rows after marker %s cannot be read on: %s", at.id, error.headline)
             if self._tail.reaches(target):
-                yield self._update(UpdateKind.MARKER, target, schema, lambda: iter(()))
+                newer = self._holds_newer(target, schema)
+                yield self._update(UpdateKind.MARKER, target, schema, lambda: iter(()), is_provisional=newer)
                 return True
         yield from self._take_back(lineage, at)
         return False
 
     def _end_generation(self, lineage: Lineage, at: Commit) -> Iterator[Update]:
         """The generation is over: what no marker of the old one has will be in none."""
-        mine = [commit for commit in lineage.commits.values() if commit.generation == at.generation]
-        if mine[-1].id != at.id:
+        assert self._tail is not None
+        mine = [each for each in lineage.commits if each.generation == at.generation and each not in self._passed]
+        if mine and mine[-1] > at.id and not self._tail.is_undone:
             try:
-                yield from self._move(lineage, mine[-1])
-            except CorruptionError as error:  # the trainer may have gone on just for that: its next marker tells
-                log.warning("marker %s cannot be followed: %s", mine[-1].id, error.headline)
+                yield from self._move(lineage, lineage.commits[mine[-1]])
+            except UNREADABLE as error:  # the trainer may have gone on just for that: its next marker tells
+                log.warning("marker %s cannot be followed: %s", mine[-1], error.headline)
         if self._tail is not None and self._at is not None:
             yield from self._take_back(lineage, self._at)
 
     def _take_back(self, lineage: Lineage, at: Commit) -> Iterator[Update]:
-        """Rows that no marker has become again what the newest marker says of them."""
+        """Rows that no marker has become again what the newest marker says of them; else all rows are due."""
         assert self._tail is not None
+        self._tail.undo()
         schema = lineage.claims[at.generation].schema
         ids = {
             table: rows for table, rows in self._tail.provisional().items() if self._source.wants(schema.tables[table])
         }
         if ids:
             why = f"rows after marker {at.id} are undone: no marker will have them"
-            log.warning("%s", why)
-            with self._source.some(lineage, at, ids) as changes:
-                yield self._update(UpdateKind.ROLLBACK, at, schema, changes, why)
+            with contextlib.ExitStack() as stack:
+                try:
+                    changes = stack.enter_context(self._source.some(lineage, at, ids))
+                except UNREADABLE as error:
+                    if self._is_last(at.id):
+                        raise
+                    self._cannot_undo(at.id, error)
+                else:
+                    log.warning("%s", why)
+                    yield self._update(UpdateKind.ROLLBACK, at, schema, changes, why)
         self._tail = None
+
+    def _cannot_undo(self, at: MarkerId, error: StreamCkptError) -> None:
+        """Rows that no marker has stay until all rows of a newer marker are loaded."""
+        self.load_anew(f"rows after marker {at} cannot be undone: {error.headline}")
+        self._passed |= {at}
+
+    def _is_last(self, marker: MarkerId) -> bool:
+        """Tell whether the job is finished at a marker: no newer one will come."""
+        end = self.stats.ended
+        return end is not None and end.outcome == Outcome.FINISHED and self.stats.newest == marker
 
     # Book-keeping.
 
@@ -311,21 +354,29 @@ class Follower:
         changes: Callable[[], Iterator[Changed]],
         why: str = "",
         proof: Callable[[], WeightProof | None] = lambda: None,
+        *,
+        is_provisional: bool = False,
     ) -> Update:
         def counted() -> Iterator[Changed]:
             try:
                 for each in changes():
                     self.stats.count(len(each.ids))
                     yield each
-            except CorruptionError as error:
-                if kind is UpdateKind.MARKER:  # a base may have the rows, which no update between two markers reads
-                    self.load_anew(f"what came up to marker {commit.id} cannot be read: {error.headline}")
+            except UNREADABLE as error:
+                self._broke_off(kind, commit.id, error)
                 raise
 
         def dense() -> Path:
             return self._source.dense(commit)
 
-        return Update(kind, commit, handed_out(schema), why, counted, dense, proof)
+        return Update(kind, commit, handed_out(schema), why, counted, dense, proof, is_provisional)
+
+    def _broke_off(self, kind: UpdateKind, marker: MarkerId, error: StreamCkptError) -> None:
+        """Rows of an update cannot be read: it would break off there again."""
+        if kind is UpdateKind.ROLLBACK and not self._is_last(marker):
+            self._cannot_undo(marker, error)
+        elif kind is not UpdateKind.LOAD:
+            self.load_anew(f"what has changed cannot be read: {error.headline}")
 
     def _took(self, update: Update) -> None:
         """The caller has applied it."""
@@ -348,24 +399,6 @@ class Follower:
         stats.markers += 1
         self._at, self._towards, self._schema = update.commit, None, update.schema
         stats.marker, stats.step, stats.committed_s = update.marker, update.step, update.commit.time_s
-
-
-def _astray(lineage: Lineage, target: MarkerId, at: MarkerId, towards: MarkerId | None) -> str:
-    """Say why what a replica holds does not lead to a marker; empty: it does.
-
-    Args:
-        lineage: The control partition.
-        target: The marker.
-        at: What the replica holds.
-        towards: What it may hold rows of besides; None: nothing.
-    """
-    leading = lineage.leading_to(target)
-    if at not in leading:
-        how = "is on an abandoned branch: the trainer went on from an older one"
-        return f"marker {at} {how if at in lineage.commits else 'was given up'}"
-    if towards is not None and towards not in leading:
-        return f"rows of marker {towards} may have been applied, and the trainer went on from an older one"
-    return ""
 
 
 def follow(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, OtherLogError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, OtherLogError, TrimmedError
 from torchrec_stream_ckpt.follower.updates import Changed
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -30,6 +30,8 @@ from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.types import MarkerId, TableSpec
 from torchrec_stream_ckpt.uris import check_store_url
 
+UNREADABLE = (CorruptionError, TrimmedError, MarkerNotFoundError)
+"""Rows are damaged, gone or given up: to wait does not help."""
 Ids = Mapping[int, npt.NDArray[np.int64]]
 """Rows by table."""
 
@@ -106,13 +108,24 @@ class FollowedJob:
             self._incarnation = now.id
         return lineage
 
-    def newest_offered(self, lineage: Lineage) -> Commit | None:
-        """The newest marker that was not given up."""
+    def newest_offered(self, lineage: Lineage, passed: Set[MarkerId] = frozenset()) -> Commit | None:
+        """The newest marker that was not given up, and is none of those that were passed over."""
+        newest = lineage.newest
+        catalog = load_catalog(self.objects(newest), lineage) if newest is not None else None
+        left = (each for each in reversed(lineage.commits.values()) if each.id not in passed)
+        return next((each for each in left if catalog is None or not _was_given_up(catalog, each)), None)
+
+    def given_up(self, lineage: Lineage, after: Commit | None) -> frozenset[MarkerId]:
+        """Markers that are newer than another one, and that the store of the newest one has given up."""
         newest = lineage.newest
         catalog = load_catalog(self.objects(newest), lineage) if newest is not None else None
         if catalog is None:
-            return newest
-        return next((each for each in reversed(lineage.commits.values()) if not _was_given_up(catalog, each)), None)
+            return frozenset()
+        return frozenset(
+            each
+            for each in catalog.dropped & lineage.commits.keys()
+            if (after is None or each > after.id) and _was_given_up(catalog, lineage.commits[each])
+        )
 
     def nothing(self) -> MarkerNotFoundError:
         """Why there is no marker."""
@@ -120,6 +133,8 @@ class FollowedJob:
             return MarkerNotFoundError(
                 "there is no log here", hint="check the URI; a job makes its log", uri=self.job.uri
             )
+        if self.job.lineage.commits:
+            return MarkerNotFoundError("every committed marker was given up", hint="let the job run on")
         return MarkerNotFoundError("no marker is committed yet", hint="let the job run on")
 
     # Which tables, and where they lie.

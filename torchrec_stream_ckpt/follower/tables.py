@@ -17,7 +17,6 @@ import torch
 
 from torchrec_stream_ckpt.errors import (
     ConfigError,
-    CorruptionError,
     LogUnavailableError,
     ProofMismatchError,
     ReplicaNotReadyError,
@@ -26,6 +25,7 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.follower.core import Follower
 from torchrec_stream_ckpt.follower.doubts import Doubts, proof_of, refusal
+from torchrec_stream_ckpt.follower.source import UNREADABLE
 from torchrec_stream_ckpt.follower.stats import values_of
 from torchrec_stream_ckpt.follower.updates import Changed, Update, UpdateKind
 from torchrec_stream_ckpt.format.rows import Array
@@ -54,7 +54,7 @@ class Served:
     committed_s: float
     """When it was committed, by the trainer's wall clock."""
     provisional: bool
-    """(``rows`` mode) Whether there are rows that no marker has."""
+    """(``rows`` mode) Whether there are rows that are newer than the marker."""
     tables: Mapping[str, torch.Tensor]
     """Weights by ``TableSpec.name``, shape (rows that are held, dim). Only to be read."""
 
@@ -198,17 +198,13 @@ class FollowedTables:
     def _follow(self) -> None:
         broken_s: float | None = None
         while True:
-            applying: UpdateKind | None = None
             try:
                 for update in self._follower.updates():
-                    applying = update.kind
-                    self._apply(update)
-                    applying, broken_s = None, None
-                return
-            except CorruptionError as error:
-                if applying is not UpdateKind.MARKER:
-                    raise
-                log.warning("%s", error.headline)  # the next look loads all rows
+                    if not self._applies(update):
+                        break
+                    broken_s = None
+                else:
+                    return
             except ProofMismatchError as error:
                 log.warning("%s", error.headline)  # nothing is served until all rows were loaded again
             except (LogUnavailableError, StoreUnavailableError):
@@ -216,6 +212,17 @@ class FollowedTables:
                 broken_s = broken_s or time.monotonic()
                 if not self._half or time.monotonic() - broken_s >= self._follower.outage_s or self._follower.pause():
                     raise
+
+    def _applies(self, update: Update) -> bool:
+        """Apply an update; returns False if its rows cannot be read, and the next one loads all rows."""
+        try:
+            self._apply(update)
+        except UNREADABLE as error:
+            if update.kind is UpdateKind.LOAD:
+                raise
+            log.warning("an update broke off: %s", error.headline)
+            return False
+        return True
 
     def serve_metrics(self, port: int, host: str = "127.0.0.1") -> int:
         """Answer ``GET http://host:port/metrics`` until :meth:`close`; returns the port, a free one for 0.

@@ -61,6 +61,17 @@ class Tail:
         self._given: dict[tuple[int, int, int], tuple[int, npt.NDArray[np.int64]]] = {}
         """Rows that were read and not taken, some of which may have been applied: (table, ids) by rank, seq and
         header_crc of their frame."""
+        self.is_undone = False
+        """Whether rows that it has handed out are being taken back: some may be as the marker has them."""
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it has handed out nothing after its marker."""
+        return not self._given and not any(stream.has_read for stream in self._streams.values())
+
+    def undo(self) -> None:
+        """Note that what it has handed out is being taken back: from here on it reaches no marker."""
+        self.is_undone = True
 
     def stands_on(self, commit: Commit) -> bool:
         return self._at.id == commit.id
@@ -72,16 +83,27 @@ class Tail:
 
     def reaches(self, commit: Commit) -> bool:
         """Tell whether all rows of a marker have been handed out by this tail, and are those that it commits."""
-        is_mine = commit.generation == self._claim.generation and not self._given
+        is_mine = commit.generation == self._claim.generation and not self._given and not self.is_undone
         return is_mine and all(self._streams[end.rank].marks.get(end.frames - 1) == end.chain for end in commit.ranks)
 
     def committed(self, commit: Commit) -> None:
         """A marker that this tail reaches exists: its rows are not provisional any more."""
         self._at = commit
+        tops: dict[int, int] = {}
+        for end in commit.ranks:
+            tops[end.partition] = max(end.end, tops.get(end.partition, 0))
         for end in commit.ranks:
             stream = self._streams[end.rank]
             stream.sent = [each for each in stream.sent if each[0] >= end.frames]
             stream.marks = {seq: crc for seq, crc in stream.marks.items() if seq >= end.frames}
+            if stream.offset < tops[end.partition]:  # at a frame of the marker, which a trim may take from now on
+                stream.offset, stream.has_read = tops[end.partition], False
+
+    def tables_after(self, commit: Commit) -> set[int]:
+        """Tables of which rows were handed out that are newer than a marker of this generation."""
+        frames = {end.rank: end.frames for end in commit.ranks}
+        found = {each[1] for rank, stream in self._streams.items() for each in stream.sent if each[0] >= frames[rank]}
+        return found | {table for (rank, seq, _), (table, _) in self._given.items() if seq >= frames[rank]}
 
     def provisional(self) -> dict[int, npt.NDArray[np.int64]]:
         """Rows that were handed out and that no marker has, by table; each once."""

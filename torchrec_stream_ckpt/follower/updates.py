@@ -28,7 +28,8 @@ class UpdateKind(StrEnum):
     """Every row of a marker: the first one, or again because what lies between is gone or on an abandoned branch, or
     the model has changed: the update's schema has other tables then."""
     MARKER = "marker"
-    """What changed since the marker before: after it the tables are those of the marker, bit for bit."""
+    """What changed since the marker before: after it the tables are those of the marker, bit for bit. (``rows`` mode)
+    Newer rows may have come already: ``Update.is_provisional`` says so."""
     ROWS = "rows"
     """(``rows`` mode) Rows that no marker has yet. Some of them, or none, may never be in one."""
     ROLLBACK = "rollback"
@@ -67,6 +68,9 @@ class Update:
     proof: Callable[[], WeightProof | None] = lambda: None
     """(LOAD, MARKER) What the marker proves of the weights; None: nothing. To be asked while the update is the newest.
     Raises CorruptionError, TrimmedError: it is damaged or gone; StoreUnavailableError, LogUnavailableError."""
+    is_provisional: bool = False
+    """(``rows`` mode) Whether after this update the tables hold rows that are newer than its marker: no marker had
+    them when they were handed out."""
 
     @property
     def marker(self) -> MarkerId:
@@ -81,8 +85,3 @@ class Update:
     def step(self) -> int:
         """Steps that the trainer had done at the marker."""
         return self.commit.step
-
-    @property
-    def is_provisional(self) -> bool:
-        """Whether after this update the tables hold rows that no marker has."""
-        return self.kind is UpdateKind.ROWS

@@ -1,0 +1,350 @@
+"""Loads and updates that break off, and markers that were given up: what readers see is what was sent."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests import builders, stores
+from tests.evolved import EvolvingJob, random_schema
+from tests.followers import (
+    LOAD,
+    MARKER,
+    Replica,
+    damage_chunks,
+    held,
+    leave,
+    lose_frames,
+    truth,
+    wait_for,
+    weights_at,
+)
+from tests.synthetic import Job
+from tests.unit.test_followed_proofs import is_true
+from tests.unit.test_proof_checker import SCHEMA as PROVED
+from torchrec_stream_ckpt import FollowedTables, follow
+from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.control.trim import trim_log
+from torchrec_stream_ckpt.errors import (
+    CorruptionError,
+    MarkerNotFoundError,
+    ReplicaNotReadyError,
+    StoreUnavailableError,
+)
+from torchrec_stream_ckpt.follower.core import FollowMode
+from torchrec_stream_ckpt.follower.source import FollowedJob
+from torchrec_stream_ckpt.follower.updates import Changed
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.layout import DATA_DIR
+from torchrec_stream_ckpt.materialize.compactor import Policy
+from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.types import MarkerId
+
+STEPS = Policy(rebase=0, compact="none")
+BASES = Policy(rebase=1e-9, compact="none")
+AGAIN = "all rows are loaded again"
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    job = Job(tmp_path / "log")
+    job.begin()
+    return job
+
+
+@pytest.fixture
+def replica(job: Job, tmp_path: Path) -> Iterator[Replica]:
+    with follow(f"file://{job.root}", states=True, scratch=tmp_path) as follower:
+        yield Replica(follower)
+
+
+# A load that broke off.
+
+
+@pytest.mark.parametrize("first", ["load", "marker"])
+def test_a_load_that_broke_off_comes_again_as_a_load_wherever_the_trainer_goes(
+    job: Job, replica: Replica, first: str
+) -> None:
+    older = job.commit()
+    if first == "load":
+        job.touch()
+        at = job.commit()
+        replica.catch_up()
+        job.begin(older.id)
+        job.touch(9)
+        job.commit()
+        leave(replica, LOAD, whole=True)
+    else:
+        at = older
+        replica.catch_up()
+        job.touch(9)
+        job.commit()
+        leave(replica, MARKER, whole=True)
+    for _ in range(3):  # each time from the marker that it holds: nothing abandoned is on that way
+        job.begin(at.id)
+        job.touch(1)
+        marker = job.commit()
+        leave(replica, LOAD, whole=False)
+    assert replica.catch_up() == [(LOAD, str(marker.id))]
+    assert replica.image == truth(job, marker.id)
+
+
+def break_off(monkeypatch: pytest.MonkeyPatch, method: str, rows: int, times: int) -> None:
+    """Rows come, then the store does not answer."""
+    whole, failures = getattr(FollowedJob, method), iter([True] * times)
+
+    def breaking(source: FollowedJob, given: object) -> Iterator[Changed]:
+        for number, changed in enumerate(whole(source, given)):
+            if number == rows and next(failures, False):
+                raise StoreUnavailableError("nobody answers")
+            yield changed
+
+    monkeypatch.setattr(FollowedJob, method, breaking)
+
+
+def by_the_store(monkeypatch: pytest.MonkeyPatch, times: int) -> type[Exception]:
+    break_off(monkeypatch, "_windows", 1, times)
+    return StoreUnavailableError
+
+
+def by_the_consumer(monkeypatch: pytest.MonkeyPatch, times: int) -> type[Exception]:
+    put, calls = FollowedTables._put, iter(2 * times * [False, True])
+
+    def failing(tables: FollowedTables, changed: Changed) -> None:
+        if next(calls, False):
+            raise ZeroDivisionError("the replica's own")
+        put(tables, changed)
+
+    monkeypatch.setattr(FollowedTables, "_put", failing)
+    return ZeroDivisionError
+
+
+@pytest.mark.parametrize("breaks", [by_the_store, by_the_consumer])
+def test_tables_whose_load_broke_off_twice_hold_the_marker_row_for_row(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: Callable[[pytest.MonkeyPatch, int], type]
+) -> None:
+    older = job.commit()
+    job.touch()
+    at = job.commit()
+    with FollowedTables(follow(f"file://{job.root}", scratch=tmp_path)) as tables:
+        tables.advance()
+        for parent in (older, at):
+            job.begin(parent.id)
+            job.touch(9 if parent is older else 1)
+            marker = job.commit()
+            with monkeypatch.context() as patch:
+                error = breaks(patch, 1)
+                with pytest.raises(error):
+                    tables.advance()
+            with pytest.raises(ReplicaNotReadyError, match="half way"):
+                held(tables)
+        (update,) = tables.advance()
+        assert update.kind is LOAD
+        assert "1:2 is on an abandoned branch" in update.why
+        assert held(tables) == weights_at(job, marker.id)
+        with (
+            FollowedTables(follow(f"file://{job.root}", scratch=tmp_path)) as fresh,
+            tables.reading() as served,
+        ):
+            fresh.advance()
+            with fresh.reading() as reference:
+                for name, tensor in reference.tables.items():
+                    assert torch.equal(served.tables[name].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_tables_of_a_changed_model_that_broke_off_are_not_taken_for_the_older_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = EvolvingJob(tmp_path / "log", schema=PROVED, width=0)
+    job.first(PROVED)
+    at = job.markers(1)[-1]
+    with FollowedTables(follow(f"file://{job.root}", scratch=tmp_path)) as tables:
+        tables.advance()
+        schema = Schema((*PROVED.tables, builders.table("t_new", 30, 4)))
+        job.evolve(at, schema.renewed(job.schema, builders.JOB, 2), [2])
+        job.markers(1)
+        with monkeypatch.context() as patch:
+            break_off(patch, "_windows", 1, 1)
+            with pytest.raises(StoreUnavailableError):
+                tables.advance()
+        job.go_on(at)
+        job.markers(1)
+        with monkeypatch.context() as patch:
+            break_off(patch, "_windows", 1, 1)
+            with pytest.raises(StoreUnavailableError):
+                tables.advance()
+        tables.advance()
+        assert is_true(job, tables)
+
+
+@pytest.mark.parametrize("by_itself", [False, True], ids=["advance", "thread"])
+def test_what_has_changed_and_is_damaged_is_read_from_a_newer_base(
+    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture, by_itself: bool
+) -> None:
+    job.commit()
+    with FollowedTables(follow(f"file://{job.root}", scratch=tmp_path, poll_s=0.01)) as tables:
+        tables.advance()
+        for _ in range(3):
+            job.touch()
+            marker = job.commit()
+        expected = weights_at(job, marker.id)
+        stores.fold(job.root, BASES)
+        trim_log(job.log, Control(job.log), marker, open_store(str(job.root)).url)
+        lose_frames(job)
+        damage_chunks(job, "g*-m0000000[23]-*")
+        if by_itself:
+            tables.start()
+            wait_for(lambda: tables.follower.marker == marker.id or tables.failure is not None)
+            assert tables.failure is None
+        else:
+            with pytest.raises(CorruptionError):
+                tables.advance()
+            (update,) = tables.advance()
+            assert (update.kind, update.marker) == (LOAD, marker.id)
+        assert held(tables) == expected
+    assert caplog.text.count(f"{AGAIN}: what has changed cannot be read") == 1
+
+
+class Breaking:
+    """Breaks updates off, at random places, while it is told to."""
+
+    def __init__(self, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._rng = rng
+        self.on = False
+        for method in ("_windows", "_sent", "_picked"):
+            monkeypatch.setattr(FollowedJob, method, self._broken(getattr(FollowedJob, method)))
+
+    def _broken(self, whole: Callable[..., Iterator[Changed]]) -> Callable[..., Iterator[Changed]]:
+        def changes(*given: object) -> Iterator[Changed]:
+            for changed in whole(*given):
+                yield changed
+                if self.on and self._rng.random() < 0.4:
+                    raise StoreUnavailableError("nobody answers")
+
+        return changes
+
+
+CHANCES = {"touch": 0.25, "commit": 0.25, "branch": 0.3, "change": 0.1, "trim": 0.1}
+"""What happens next, and how likely that is."""
+
+
+def is_live(job: EvolvingJob, tables: FollowedTables) -> bool:
+    """Whether a reader sees all that the trainer has sent so far."""
+    with tables.reading() as served:
+        return all(
+            served.tables[table.spec.name].contiguous().view(torch.uint8).numpy().tobytes() == table.arrays[0].tobytes()
+            for table in job.live.values()
+        )
+
+
+@pytest.mark.parametrize("mode", ["markers", "rows"])
+@pytest.mark.parametrize("seed", [13, 18, 29, 55, 56])
+def test_what_readers_see_is_what_was_sent_whatever_broke_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: FollowMode, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    job = EvolvingJob(tmp_path / "log", seed=seed, schema=random_schema(rng), width=0)
+    job.first(job.schema)
+    tips, breaking, seen = job.markers(1), Breaking(rng, monkeypatch), 0
+    with FollowedTables(follow(f"file://{job.root}", mode=mode, scratch=tmp_path)) as tables:
+        for _ in range(40):
+            what = rng.choice(list(CHANCES), p=list(CHANCES.values()))
+            if what == "touch":
+                job.touch()
+            elif what == "commit":
+                tips += job.markers(1)
+            elif what in ("branch", "change"):
+                parent = tips[-1 - int(rng.integers(min(4, len(tips))))]
+                (job.go_on if what == "branch" else job.change)(parent)
+                tips += job.markers(int(rng.integers(2)))
+            elif what == "trim":
+                stores.fold(job.root, STEPS)
+                marker = Control(job.log).refresh().commits[tips[-1]]
+                trim_log(job.log, Control(job.log), marker, open_store(str(job.root)).url)
+            breaking.on = rng.random() < 0.6
+            with contextlib.suppress(StoreUnavailableError):
+                tables.advance()
+            with contextlib.suppress(ReplicaNotReadyError):
+                with tables.reading() as served:
+                    is_provisional = served.provisional
+                assert is_provisional or is_true(job, tables)
+                seen += 1
+            if not breaking.on:
+                assert tables.follower.marker == tips[-1]
+                assert not (mode == "rows" and tips[-1].generation == job.generation) or is_live(job, tables)
+    assert seen > 10
+
+
+# Markers that were given up.
+
+
+def lose_marker(job: Job) -> MarkerId:
+    """A marker whose rows the log has lost, and that the materializer passes over."""
+    there = set((job.root / DATA_DIR).rglob("*.seg"))
+    job.touch()
+    lost = job.commit()
+    for path in set((job.root / DATA_DIR).rglob("*.seg")) - there:
+        path.unlink()
+    passed: list[MarkerId] = []
+    stores.fold(job.root, STEPS, passed=passed)
+    assert passed == [lost.id]
+    return lost.id
+
+
+def test_a_newest_marker_that_was_given_up_is_passed_over_by_name(
+    job: Job, replica: Replica, caplog: pytest.LogCaptureFixture
+) -> None:
+    older = job.commit()
+    stores.fold(job.root, STEPS)
+    replica.catch_up()
+    lost = lose_marker(job)
+    assert replica.catch_up() == replica.catch_up() == []
+    assert caplog.text.count(f"marker {lost} is passed over: marker {lost} was given up") == 1
+    assert replica.image == truth(job, older.id)
+    job.begin(older.id)
+    job.touch()
+    marker = job.commit()
+    assert replica.catch_up() == [(MARKER, "2:1")]
+    assert replica.image == truth(job, marker.id)
+
+
+def test_a_replica_goes_to_the_newest_marker_that_was_not_given_up(job: Job, replica: Replica) -> None:
+    job.commit()
+    replica.catch_up()
+    job.touch()
+    marker = job.commit()
+    stores.fold(job.root, STEPS)
+    lose_marker(job)
+    assert replica.catch_up() == [(MARKER, "1:2")]
+    assert replica.image == truth(job, marker.id)
+    assert replica.follower.stats.newest == MarkerId(1, 3)
+
+
+def test_a_replica_in_the_middle_of_a_marker_that_was_given_up_goes_back_to_the_one_that_it_held(
+    job: Job, replica: Replica
+) -> None:
+    older = job.commit()
+    stores.fold(job.root, STEPS)
+    replica.catch_up()
+    there = set((job.root / DATA_DIR).rglob("*.seg"))
+    job.touch()
+    job.commit()
+    leave(replica, MARKER, whole=True)
+    for path in set((job.root / DATA_DIR).rglob("*.seg")) - there:
+        path.unlink()
+    stores.fold(job.root, STEPS, passed=[])
+    assert replica.catch_up() == [(LOAD, "1:1")]
+    assert replica.image == truth(job, older.id)
+
+
+def test_a_job_whose_markers_were_all_given_up_is_told_so(job: Job, replica: Replica) -> None:
+    job.commit()
+    lose_frames(job)
+    stores.fold(job.root, STEPS, passed=[])
+    with pytest.raises(MarkerNotFoundError, match="every committed marker was given up"):
+        replica.catch_up()
