@@ -20,6 +20,7 @@ from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.materialize.head import HeadWriter
 from torchrec_stream_ckpt.materialize.read_back import ReadBack
 from torchrec_stream_ckpt.materialize.synced import check_synced
+from torchrec_stream_ckpt.proofs.window import WindowReader
 from torchrec_stream_ckpt.restore.verdicts import Verifier
 from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.route.locate import load_catalog, locate
@@ -88,6 +89,16 @@ def test_a_head_is_not_brought_to_it(history: History, store: Store, pool: Execu
         writer.follow(history.lineage, catalog, NEWEST)
     assert writer.follow(history.lineage, catalog, MarkerId(2, 29))
     assert writer.marker == MarkerId(2, 29)
+
+
+def test_no_window_of_it_is_compared(history: History, store: Store, pool: Executor) -> None:
+    """Theirs proves nothing, and a base has our rows: the marker would count as one without a proof."""
+    reader, lineage = WindowReader(store, pool), history.lineage  # type: ignore[arg-type]
+    catalog = Catalog.load(store, lineage.job)  # type: ignore[arg-type]
+    assert (None, NEWEST) in catalog.folds
+    with pytest.raises(OtherLogError, match="another marker of this name"):
+        reader.check(lineage, catalog, NEWEST)
+    assert reader.check(lineage, catalog, MarkerId(2, 29)).window is None
 
 
 def test_verify_names_it(history: History, store: Store) -> None:

@@ -90,13 +90,14 @@ class WindowReader:
 
         Raises:
             CorruptionError: an object of the store is gone or altered; names it.
+            OtherLogError: the marker's manifest is of another history, also where a fold has its rows.
             StoreUnavailableError: the store does not answer.
         """
         if cover is None:
             cover = catalog.cover(lineage.chain(marker), pool=self._pool)
         if not cover or cover[-1].end != marker:
             raise CorruptionError("the store has a gap before this marker", marker=marker)
-        near, last = _AtHand(self._objects), catalog.manifest(marker).last
+        near, last = _AtHand(self._objects), catalog.check(lineage.find(marker)).last
         notes = tuple(Notes.from_json(each.front.notes, each.ref.name) for each in self._opened(near, catalog, last))
         window = window_of(notes)
         if window is None:
