@@ -29,7 +29,7 @@ from torchrec_stream_ckpt.errors import MarkerNotFoundError, StoreUnavailableErr
 from torchrec_stream_ckpt.failpoints import arm
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.layout import DATA_DIR, dense_name
+from torchrec_stream_ckpt.layout import DATA_DIR, claim_name, damaged_name, dense_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.materialize.gc import GcRules, collect
 from torchrec_stream_ckpt.materialize.materializer import Materializer
@@ -193,6 +193,30 @@ def test_a_kill_before_the_loss_of_dense_state_was_noted_leaves_no_marker_withou
     assert catalog.dropped == {MarkerId(1, 1)}
     assert catalog.drop_of(MarkerId(1, 1)).reason == "the loss of its dense state"
     assert [event["event"] for event in materialize(job, "--pass-over-lost")[1]] == ["start", "stop"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"damaged"], ids=["empty", "other bytes"])
+def test_a_damaged_claim_does_not_stop_a_loss_of_dense_state_from_being_noted(tmp_path: Path, damage: bytes) -> None:
+    """A process was killed before it had noted the loss; the one after it stopped at the CLAIM, each time."""
+    job = job_with_dense_state(tmp_path / "log")
+    shutil.rmtree(job.root / dense_name(synthetic.JOB, MarkerId(1, 1)))
+    arm("materialize.manifest_put=raise@1")
+    try:
+        with pytest.raises(OSError, match="failpoint"):
+            materialize(job, "--pass-over-lost")
+    finally:
+        arm("")
+    claim = claim_name(synthetic.JOB, 1)
+    (store_of(job) / claim).write_bytes(damage)
+    status, events, said = materialize(job, "--pass-over-lost")
+    assert (status, said) == (0, "")
+    assert [event["name"] for event in events if event["event"] == "repaired"] == [claim]
+    objects = open_store(str(store_of(job)))
+    assert bytes(objects.read(claim)) == lineage_of(job).claims[1].to_frame()
+    assert bytes(objects.read(damaged_name(claim, 1))) == damage
+    catalog = Catalog.load(objects, synthetic.JOB)
+    assert (catalog.markers, catalog.dropped) == (ids(1, 1, 2), ids(1, 1))
+    check_folded(job, [1, 2])
 
 
 @pytest.mark.parametrize("kind", ["manifests/", "dropped/"])

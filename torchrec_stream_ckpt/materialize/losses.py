@@ -22,11 +22,18 @@ class Losses:
     Args:
         objects: The store.
         told: Called with a marker that is passed over, and why; None: none may be.
+        claimed: Puts the CLAIM of a marker's generation there, as :func:`put_claim`, and repairs a damaged one.
     """
 
-    def __init__(self, objects: Objects, told: Callable[[Commit, CorruptionError], None] | None) -> None:
+    def __init__(
+        self,
+        objects: Objects,
+        told: Callable[[Commit, CorruptionError], None] | None,
+        claimed: Callable[[Lineage, Catalog, Commit], None],
+    ) -> None:
         self._objects = objects
         self._told = told
+        self._claimed = claimed
 
     @property
     def allowed(self) -> bool:
@@ -46,7 +53,7 @@ class Losses:
 
     def give_up(self, lineage: Lineage, catalog: Catalog, dropped: Dropped) -> None:
         """Say in the store that a marker was given up: all others see it there, and a trim does."""
-        put_claim(self._objects, lineage, dropped.commit)
+        self._claimed(lineage, catalog, dropped.commit)
         self._objects.put(dropped_name(dropped.commit.job, dropped.commit.id), [dropped.to_bytes()])
         catalog.went(dropped.commit.id)
 

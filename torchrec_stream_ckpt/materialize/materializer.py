@@ -82,7 +82,7 @@ class Materializer:
         self._objects = objects
         self._catalog: Catalog | None = None
         self._progress = Progress(going_on)
-        self._losses = Losses(objects, pass_over)
+        self._losses = Losses(objects, pass_over, self._put_claim)
         self.engine = engine(Site(log, objects, pool, self._progress.tell))
         """Runs the tasks; it is the caller's to close."""
         self._intervals = IntervalFolder(log, objects, self._progress, self.engine, pool)
@@ -311,12 +311,12 @@ class Materializer:
                 raise  # the log has lost nothing
             self._losses.pass_over(commit, error, _HINT)
             dropped = Dropped.of_lost(commit, lineage.previous(commit.id))
-            self._repairer.mending(lineage, catalog, partial(self._losses.give_up, lineage, catalog, dropped))
+            self._losses.give_up(lineage, catalog, dropped)
             return None
 
     def _put_marker(self, lineage: Lineage, catalog: Catalog, commit: Commit, segments: Segments) -> None:
         """The manifest comes last: with it the marker is in the store."""
-        self._repairer.mending(lineage, catalog, partial(put_claim, self._objects, lineage, commit))
+        self._put_claim(lineage, catalog, commit)
         has_dense = self._dense.take(commit)
         manifest = Manifest(commit, lineage.previous(commit.id), segments)
         failpoint("materialize.manifest")
@@ -324,6 +324,10 @@ class Materializer:
         failpoint("materialize.manifest_put")
         if not has_dense:
             self._dense.give_up(lineage, catalog, commit)
+
+    def _put_claim(self, lineage: Lineage, catalog: Catalog, commit: Commit) -> None:
+        """:func:`put_claim`; a damaged one is written anew from the log."""
+        self._repairer.mending(lineage, catalog, partial(put_claim, self._objects, lineage, commit))
 
 
 def _put_manifest(objects: Objects, catalog: Catalog, manifest: Manifest) -> None:
