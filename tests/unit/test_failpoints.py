@@ -93,7 +93,14 @@ def test_trainers_trims_and_materializers_are_killed_at_every_point() -> None:
         test_snapshots_kills,
         test_tiers_kills,
     )
-    from tests.unit import test_marker_values, test_proof_checker, test_repairs, test_store_walk, test_trim
+    from tests.unit import (
+        test_marker_values,
+        test_proof_checker,
+        test_repairs,
+        test_store_walk,
+        test_taking_back,
+        test_trim,
+    )
 
     names = compiled_in()
     in_units = (
@@ -109,6 +116,7 @@ def test_trainers_trims_and_materializers_are_killed_at_every_point() -> None:
         test_scrub_kills,
         test_store_walk,
         test_proof_checker,
+        test_taking_back,
     )
     killed = {*kills.POINTS, *materializer.POINTS, *(point for each in in_units for point in each.POINTS)}
     killed |= {"recover.append", "recover.trim"}  # by test_recover

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from crc32c import crc32c
@@ -37,10 +37,6 @@ class Reading:
     units: tuple[ReadUnit, ...]
     store: str = ""
     """Which store it was: a copy elsewhere is another one. Empty: of no store, as older programs wrote it."""
-
-    def without(self, names: Container[str]) -> Reading:
-        """The same without units of these names."""
-        return replace(self, units=tuple(unit for unit in self.units if unit.name not in names))
 
     def to_bytes(self) -> bytes:
         body: dict[str, Any] = {"time_s": self.time_s, "clocks": dict(self.clocks)}

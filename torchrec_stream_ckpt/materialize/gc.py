@@ -416,7 +416,8 @@ def _apart_from_damage(stock: Stock, read_back: ReadBack) -> Stock:
 def _proved(stock: Stock, rules: GcRules, clocks: Mapping[str, float], read_back: ReadBack) -> tuple[Stock, GcPlan]:
     """A plan that deletes nothing in favor of a fold that is damaged: what it was made of is needed then.
 
-    A fold stays damaged until the materializer has written all of it anew, so gc may run at any moment of that.
+    A fold stays damaged until the materializer has written all of it anew, so gc may run at any moment of that. What
+    another process finds damaged meanwhile, this one reads.
     """
     whole = stock.holdings
     while True:
@@ -425,7 +426,7 @@ def _proved(stock: Stock, rules: GcRules, clocks: Mapping[str, float], read_back
         idle = {entry.name for entry in (*plan.now, *plan.later)}
         folds = (fold for fold in stock.holdings.catalog.folds if FoldName(plan.job, fold[1], fold[0]).name not in idle)
         check_relied(whole, [entry.name for entry in plan.now], folds, read_back)
-        if len(read_back.damaged) == known:
+        if len(read_back.damaged) == known and not read_back.look_again():
             damaged = {step: why for step, why in read_back.reasons.items() if step in whole.catalog.folds}
             return stock, replace(plan, damaged=remarks(plan.job, damaged))
 

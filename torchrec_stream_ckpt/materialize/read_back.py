@@ -61,12 +61,7 @@ class ReadBack:
         self._place = place_of(objects)
         names = list_readings(objects, job)
         self._readings = dict(zip(names, pool.map(partial(load_reading, objects), names), strict=True))
-        self._known = {
-            unit
-            for reading in self._readings.values()
-            if reading is not None and reading.store == self._place and _counts(reading, self._clocks)
-            for unit in reading.units
-        }
+        self._known = self._units()
         self._suspects = self._load_suspects()
         self._whole: set[ReadUnit] = set()
         self._fresh: list[ReadUnit] = []
@@ -152,6 +147,26 @@ class ReadBack:
         return {step: error.headline for step, error in self.damaged.items()}
 
     # What is remembered.
+
+    def _units(self) -> set[ReadUnit]:
+        """What others have read, and counts here."""
+        return {
+            unit
+            for reading in self._readings.values()
+            if reading is not None and reading.store == self._place and _counts(reading, self._clocks)
+            for unit in reading.units
+        }
+
+    def look_again(self) -> bool:
+        """Tell whether a reading that counted was taken back meanwhile: what it named is read when it is asked for.
+
+        Raises:
+            StoreUnavailableError: the store does not answer.
+        """
+        there, known = {*list_readings(self._objects, self._job)}, self._known
+        self._readings = {name: reading for name, reading in self._readings.items() if name in there}
+        self._known = self._units()
+        return self._known != known
 
     def save(self) -> None:
         """Remember what was read, and nothing any more of what is damaged.

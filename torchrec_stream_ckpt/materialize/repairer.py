@@ -31,6 +31,7 @@ from torchrec_stream_ckpt.route.locate import lost
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Piece
 from torchrec_stream_ckpt.store.reader import open_segments, read_chunks
+from torchrec_stream_ckpt.store.readings import take_back_if_possible
 from torchrec_stream_ckpt.types import MarkerId
 
 T = TypeVar("T")
@@ -106,6 +107,9 @@ class Repairer:
     def mend(self, lineage: Lineage, catalog: Catalog, name: str, error: CorruptionError) -> Repair:
         """Write one object anew; returns what was done.
 
+        First, nobody relies any more on an earlier reading of it: a gc that comes meanwhile would delete what it is
+        made of.
+
         Args:
             lineage: The control partition.
             catalog: What the store holds; what it has read of the object is forgotten.
@@ -116,6 +120,7 @@ class Repairer:
             CorruptionError: ``error``, where nothing else has its rows.
         """
         self._progress.doing = f"repairing {name}"
+        take_back_if_possible(self._objects, lineage.job, [CorruptionError(error.message, name=name)])
         if (claim := parse_claim_name(name)) is not None:
             return self._claim(lineage, name, claim[1], error)
         part, manifest, segment = parse_fold_segment(name), parse_manifest_name(name), parse_store_segment(name)

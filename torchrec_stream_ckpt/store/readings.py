@@ -12,6 +12,7 @@ from pathlib import PurePosixPath
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import CorruptionError, StoreUnavailableError
+from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.reading import Reading
 from torchrec_stream_ckpt.layout import (
     READINGS_DIR,
@@ -52,18 +53,18 @@ def put_reading(objects: Objects, job: bytes, reading: Reading) -> None:
 def take_back(objects: Objects, job: bytes, errors: Iterable[CorruptionError]) -> None:
     """Nobody relies any more on an earlier reading of what these errors are about: it is read again.
 
+    A reading that names it goes as a whole: what else it says is read again, too. To put the rest again would need room
+    on the disk, and could bring back what another process takes back at the same time.
+
     Raises:
         StoreUnavailableError: the store does not answer, or takes nothing back.
     """
     units = {unit for error in errors if (unit := _unit_of(error)) is not None}
     for name in list_readings(objects, job) if units else ():
         reading = load_reading(objects, name)
-        if reading is None or units.isdisjoint(unit.name for unit in reading.units):
-            continue
-        objects.delete(name)  # first: a kill in between costs what else was read
-        left = reading.without(units)
-        if left.units:
-            put_reading(objects, job, left)
+        if reading is not None and not units.isdisjoint(unit.name for unit in reading.units):
+            objects.delete(name)
+            failpoint("readings.taken_back")
 
 
 def take_back_if_possible(objects: Objects, job: bytes, errors: Iterable[CorruptionError]) -> None:
