@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests import stores
-from tests.unit.gc_history import HOUR, check_whole, gc, names, offered, plain, rules
+from tests.unit.gc_history import ALWAYS, HOUR, check_whole, gc, names, offered, plain, rules
+from torchrec_stream_ckpt.engine.api import InProcess, Site
 from torchrec_stream_ckpt.errors import StoreUnavailableError
 from torchrec_stream_ckpt.format.frame import Buffer
+from torchrec_stream_ckpt.layout import parse_fold_segment
 from torchrec_stream_ckpt.materialize.gc import collect
+from torchrec_stream_ckpt.materialize.gc_delete import delete_all
 from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
 from torchrec_stream_ckpt.store.folder import FolderObjects
 
@@ -37,6 +40,14 @@ class Small(FolderObjects):
     def delete(self, name: str) -> None:
         self.free += self.size(name) is not None
         super().delete(name)
+
+
+class Crowded(Small):
+    """Others take each block that is given back."""
+
+    def delete(self, name: str) -> None:
+        super().delete(name)
+        self.free = 0
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +100,28 @@ def test_another_error_of_a_disk_ends_gc_before_anything_goes(tmp_path: Path, po
         run(history, small, pool)
     assert due <= stores.contents(history.objects).keys()
     assert offered(history) == names("1:4", "1:5", "1:6", "2:7", "2:8")
+
+
+def test_what_is_due_goes_though_others_take_the_room(tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path)
+    due = {entry.name for entry in gc(history, RULES, pool, now_s=1e6).later}
+    history.generation(2, [7, 8], "1:6")
+    stores.fold(tmp_path)
+    with pytest.raises(StoreUnavailableError, match="gc has no room for its records") as told:
+        run(history, Crowded(tmp_path), pool)
+    assert f"{len(due)} objects that were due are deleted" in told.value.message
+    assert told.value.hint.endswith("unless others have taken it")
+    assert due
+    assert not due & stores.contents(history.objects).keys()
+    assert check_whole(history) == names("1:4", "1:5", "1:6", "2:7", "2:8")
+
+
+def test_segments_of_a_fold_that_is_there_make_no_room(tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path, policy=ALWAYS)
+    job, crowded = history.lineage.job, Crowded(tmp_path)
+    part = next(entry.name for entry in crowded.list("segments/") if parse_fold_segment(entry.name) is not None)
+    history.objects.put(needless := "verdicts/needless", [b""])
+    engine = InProcess(Site(None, crowded, pool))
+    assert delete_all(engine, crowded, job, [[part], [needless]]) == {part}
+    assert crowded.size(part) is not None
+    assert crowded.size(needless) is None

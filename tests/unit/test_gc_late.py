@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -62,6 +63,29 @@ class Late(InProcess):
 class Away(InProcess):
     def submit(self, task: Task[Any], *, urgent: bool = False) -> Future[Any]:
         raise EngineUnavailableError("Ray cannot be reached", hint="start the cluster")
+
+
+def stopped_merge(history: History, end: MarkerId, pool: Executor) -> tuple[str, Callable[[], object]]:
+    """The one segment of a base that is merged and whose own object is not put; and what puts it."""
+    objects, lineage = history.objects, history.lineage
+    merging = plan_merge(objects, lineage, Catalog.load(objects, lineage.job).cover(lineage.chain(end)), pool)
+    refs = [merge_share(objects, task, pool) for task in merging.tasks]
+    (part,) = (ref.name for each in refs for ref in each)
+    return part, partial(merging.finish, objects, refs, pool)
+
+
+class Meanwhile(FolderObjects):
+    """Something happens right after an object was deleted."""
+
+    def __init__(self, root: Path, name: str, happens: Callable[[], object]) -> None:
+        super().__init__(root)
+        self._name = name
+        self._happens = happens
+
+    def delete(self, name: str) -> None:
+        super().delete(name)
+        if name == self._name:
+            self._happens()
 
 
 def run(
@@ -324,3 +348,61 @@ def test_a_fold_whose_segment_goes_while_it_is_put_is_merged_again(tmp_path: Pat
         made.settle(history.lineage)
     assert history.objects.size(taken[0]) is not None
     assert len(check_whole(history)) == 6
+
+
+def test_a_fold_that_is_put_while_gc_deletes_keeps_its_segments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two merges had stopped for longer than the grace period. One ends while what the other has left is deleted."""
+    monkeypatch.setattr(gc_delete, "LOOK_S", 0.0)  # each deletion comes that late
+    history, given = plain(tmp_path), rules(HOUR, newest=6)
+    with ThreadPoolExecutor(2) as pool:
+        left, _ = stopped_merge(history, MarkerId(1, 2), pool)
+        late, finish = stopped_merge(history, MarkerId(1, 4), pool)
+        gc(history, given, pool, now_s=1e6 - 2 * HOUR)
+        done = run(history, given, objects=Meanwhile(tmp_path, left, finish))
+        assert ([entry.name for entry in done.now], [entry.name for entry in done.later]) == ([left], [late])
+        assert history.objects.size(late) is not None
+        again = gc(history, given, pool, now_s=1e6 + 2 * HOUR)
+    assert (again.now, again.later) == ((), ())
+    assert len(check_whole(history)) == 6
+
+
+@pytest.mark.parametrize("when", ["before it begins", "while it merges"])
+def test_a_gc_relies_on_no_fold_whose_segments_another_one_is_about_to_delete(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one has looked for the fold right before it was put, and for its own list a moment ago."""
+    history, merge_all, runs = plain(tmp_path), collecting._merge_all, list[Future[GcPlan]]()
+    put, over = Event(), Event()
+    with ThreadPoolExecutor(2) as pool, ThreadPoolExecutor(1) as other:
+        left, _ = stopped_merge(history, MarkerId(1, 2), pool)
+        late, finish = stopped_merge(history, MarkerId(1, 4), pool)
+        gc(history, rules(HOUR, newest=6), pool, now_s=1e6 - 2 * HOUR)
+
+        def stop() -> None:
+            finish()
+            put.set()
+            assert over.wait(60)
+
+        def begin() -> None:
+            objects = Meanwhile(tmp_path, left, stop)
+            runs.append(other.submit(run, history, rules(HOUR, newest=6), objects=objects))
+            assert put.wait(60)
+
+        def merging(*given: Any) -> Any:
+            if not runs:  # of the first one of both
+                begin()
+            return merge_all(*given)
+
+        if when == "before it begins":
+            begin()
+        else:
+            monkeypatch.setattr(collecting, "_merge_all", merging)
+        mine = gc(history, rules(newest=1), pool)
+        assert {entry.name.partition("/")[0] for entry in mine.now} >= {"manifests", "segments"}
+        over.set()
+        theirs = runs[0].result(60)
+    assert [entry.name for entry in theirs.now] == [left]
+    assert late in {entry.name for entry in theirs.later}
+    assert check_whole(history) == {MarkerId(1, 6)}

@@ -45,7 +45,7 @@ class FullDisk:
         if self._error is None:
             return
         done = f"{deleted} objects that were due are deleted" if deleted else "nothing was due"
-        hint = "run gc again: there is room for its records now"
+        hint = "run gc again: there is room for its records now, unless others have taken it"
         if not deleted:
             hint = (
                 "make a little room, for gc writes records before it deletes: delete summaries/ and readings/ of this "
@@ -55,8 +55,11 @@ class FullDisk:
         raise StoreUnavailableError(message, hint=hint, **self._error.where) from None
 
 
-def put_making_room(objects: Objects, name: str, data: bytes, going: Iterable[str]) -> None:
+def put_making_room(objects: Objects, name: str, data: bytes, going: Iterable[str]) -> bool:
     """Put an object. On a full disk, delete objects one by one until there is room for it.
+
+    Returns:
+        Whether it was written. If not, all of ``going`` is deleted: others have taken the room, or deleting gives none.
 
     Args:
         objects: The store.
@@ -65,16 +68,18 @@ def put_making_room(objects: Objects, name: str, data: bytes, going: Iterable[st
         going: What is deleted in any case, in this order.
 
     Raises:
-        StoreUnavailableError: it was not written.
+        StoreUnavailableError: the store fails otherwise. Nothing, or not all, is deleted.
     """
     left = iter(going)
     while True:
         try:
             objects.put(name, [data])
         except StoreUnavailableError as error:
-            each = next(left, None) if lacks_room(error) else None
-            if each is None:
+            if not lacks_room(error):
                 raise
+            each = next(left, None)
+            if each is None:
+                return False
             objects.delete(each)
         else:
-            return
+            return True

@@ -17,11 +17,15 @@ from torchrec_stream_ckpt.store.api import Entry, Objects
 from torchrec_stream_ckpt.types import MarkerId
 
 
-def end_runs(objects: Objects, stock: Stock) -> None:
-    """End the runs that were killed while they deleted: this one may write what they have asked workers to delete."""
-    for name, garbage in stock.lists:
-        if not garbage.names and garbage.newest is None:
-            objects.delete(name)
+def end_runs(objects: Objects, stock: Stock) -> bool:
+    """End other runs that delete, or were killed while they did; tells whether there were any.
+
+    This run may write what they have asked workers to delete, or rely on it.
+    """
+    runs = [name for name, garbage in stock.lists if not garbage.names and garbage.newest is None]
+    for name in runs:
+        objects.delete(name)
+    return bool(runs)
 
 
 def enlist(

@@ -51,7 +51,7 @@ from torchrec_stream_ckpt.log.api import Incarnation
 from torchrec_stream_ckpt.materialize.compact import Span, plan_spans
 from torchrec_stream_ckpt.materialize.full_disk import FullDisk
 from torchrec_stream_ckpt.materialize.garbage_lists import end_runs, enlist, shorten, tidy, waited_by
-from torchrec_stream_ckpt.materialize.gc_delete import delete_all, telling_what_stays
+from torchrec_stream_ckpt.materialize.gc_delete import delete_all, telling_what_stays, wait_for_late_workers
 from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
 from torchrec_stream_ckpt.materialize.merge import merge
 from torchrec_stream_ckpt.materialize.read_back import ReadBack
@@ -312,8 +312,7 @@ def collect(
     if rules.keeps_all:
         raise ConfigError("no rule says what to keep", hint="give one, such as --keep-all-for 24h --then-every 10")
     read = clocks or partial(read_clocks, objects, job)
-    stock, now = take_stock(objects, lineage, job), read()
-    end_runs(objects, stock)
+    stock, now = _alone(objects, lineage, job), read()
     read_back = ReadBack(objects, job, pool, now)
     plan = _surely_restorable(stock, rules, now, read_back)
     full, came_back = FullDisk(), list[MarkerId]()
@@ -328,7 +327,7 @@ def collect(
                 continue
             _drop(objects, stock.holdings.lineage, marker, BY_HAND if by_hand else RETENTION)
         unmerged += _merge_all(objects, stock.holdings.lineage, plan.spans, pool)
-    stock, now = take_stock(objects, lineage, job), read()
+    stock, now = _alone(objects, lineage, job), read()
     # Of what is there now, whoever has come meanwhile; and of what its bytes prove.
     idle_now = plan_gc(_apart_from_damage(stock, read_back), GcRules(grace_s=rules.grace_s), now)
     aging = _newest(stock.holdings.lineage) if rules.retention.keep_all_for is not None else None
@@ -375,6 +374,17 @@ def collect(
         later=found.later,
         damaged=found.damaged,
     )
+
+
+def _alone(objects: Objects, lineage: Lineage | None, job: bytes) -> Stock:
+    """Take stock while nobody else deletes: another run's workers may delete what was counted, such as the segments of
+    a fold that this run relies on and that the other one did not see.
+    """
+    while True:
+        stock = take_stock(objects, lineage, job)
+        if not end_runs(objects, stock):
+            return stock
+        wait_for_late_workers()
 
 
 def _merge_all(

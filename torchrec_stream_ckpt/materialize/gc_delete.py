@@ -4,12 +4,16 @@ A batch may be deleted twice, and by a worker that is late. What has such a name
 a repair has written it anew. So a run has a list of its own in the store for as long as it deletes, a list of garbage
 that names nothing, and a worker looks for it before it deletes. When the run has ended, well or not, nothing of it goes
 any more. The list of a run that was killed goes when the next run begins.
+
+Segments of a fold stay while the fold's own object is there: a merge may put it at any moment of a run. So a worker
+looks for that object, too, right before it deletes.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -19,7 +23,7 @@ from torchrec_stream_ckpt.engine.api import Engine, Site
 from torchrec_stream_ckpt.errors import EngineUnavailableError, StoreUnavailableError, StreamCkptError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.manifest import Garbage
-from torchrec_stream_ckpt.layout import FOLDS_DIR, garbage_name, parse_fold_segment
+from torchrec_stream_ckpt.layout import garbage_name, parse_fold_segment
 from torchrec_stream_ckpt.materialize.full_disk import put_making_room
 from torchrec_stream_ckpt.store.api import Objects
 
@@ -51,11 +55,15 @@ class DeleteTask:
         return f"delete {len(self.names)} objects from {self.names[0]} on"
 
     def run(self, site: Site) -> tuple[str, ...]:
-        """Delete them; returns the names that it has left, for the run is over. An object that is gone is no error."""
+        """Delete them; returns the names that it has left: the run is over, or a fold names them by now.
+
+        An object that is gone is no error.
+        """
         asked = _Asking(site.objects, self.run_list)
         left: list[str] = []
         for names in _cut(self.names, LOOK_EVERY):
             asked.look()
+            asked.look_for_folds(names, site.pool)
             for name, is_gone in zip(names, site.pool.map(asked.delete, names), strict=True):
                 if not is_gone:
                     left.append(name)
@@ -71,20 +79,56 @@ class _Asking:
         self._run_list = run_list
         self._over = False
         self._look_at_s = 0.0
+        self._folds = _FoldsThere(objects)
 
     def look(self) -> None:
         """See whether the run goes on; once it is over, it stays so."""
         self._look_at_s = _clock_s() + LOOK_S  # the answer may come late: it is as old as the question
         self._over = self._over or self._objects.size(self._run_list) is None
 
+    def look_for_folds(self, names: Iterable[str], pool: Executor) -> None:
+        """See side by side which folds are there of those that have segments among ``names``."""
+        if not self._over:
+            self._folds.look(names, pool)
+
     def delete(self, name: str) -> bool:
-        """Delete an object; False: the run is over, and it stays."""
+        """Delete an object; False: the run is over, or a fold names it, and it stays."""
         if not self._over and _clock_s() >= self._look_at_s:
             self.look()
-        if self._over:
+        if self._over or self._folds.names(name):
             return False
         self._objects.delete(name)
         failpoint("gc.deleted")
+        return True
+
+
+class _FoldsThere:
+    """Tells which segments are those of a fold that is there now, whenever it was put. Safe to use by several threads.
+
+    That a fold is absent counts for ``LOOK_S``.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._absent_until_s: dict[str, float] = {}
+
+    def look(self, names: Iterable[str], pool: Executor) -> None:
+        """Look for the folds that have segments among ``names``, each once."""
+        parts = (parse_fold_segment(name) for name in names)
+        list(pool.map(self._is_absent, {part[0].name for part in parts if part is not None}))
+
+    def names(self, name: str) -> bool:
+        """Tell whether an object is a segment of a fold that is there."""
+        part = parse_fold_segment(name)
+        return part is not None and not self._is_absent(part[0].name)
+
+    def _is_absent(self, fold: str) -> bool:
+        if _clock_s() < self._absent_until_s.get(fold, 0.0):
+            return True
+        until_s = _clock_s() + LOOK_S  # the answer may come late: it is as old as the question
+        if self._objects.size(fold) is not None:
+            return False
+        self._absent_until_s[fold] = until_s
         return True
 
 
@@ -106,22 +150,26 @@ def delete_all(engine: Engine, objects: Objects, job: bytes, kinds: Iterable[Seq
         EngineUnavailableError: what runs tasks is away; likewise.
     """
     wanted = [names for names in kinds if names]
+    if not wanted:
+        return frozenset()
     left: set[str] = set()
-    if wanted:
-        with _listed(objects, job, (name for names in wanted for name in _unnamed(objects, job, names))) as run_list:
-            for names in wanted:
-                going = _unnamed(objects, job, names)
-                left.update({*names}.difference(going), _delete(engine, going, run_list))
+    with _listed(objects, job, _unnamed(objects, wanted, left)) as run_list:
+        if run_list is None:  # all is gone by now
+            return frozenset(left)
+        left.clear()  # a fold may have gone since
+        for names in wanted:
+            left.update(_delete(engine, names, run_list))
     return frozenset(left)
 
 
-def _unnamed(objects: Objects, job: bytes, names: Sequence[str]) -> Sequence[str]:
-    """Return what may go: segments of folds that are there now stay. A merge has put the fold since gc has looked."""
-    folds = {name: part[0].name for name in names if (part := parse_fold_segment(name)) is not None}
-    if not folds:
-        return names
-    there = {entry.name for entry in objects.list(f"{FOLDS_DIR}/{job.hex()}/")}
-    return [name for name in names if folds.get(name) not in there]
+def _unnamed(objects: Objects, kinds: Iterable[Sequence[str]], left: set[str]) -> Iterator[str]:
+    """Give one name after the other, but for segments of folds that are there: those come to ``left``."""
+    folds = _FoldsThere(objects)
+    for name in (name for names in kinds for name in names):
+        if folds.names(name):
+            left.add(name)
+        else:
+            yield name
 
 
 @contextmanager
@@ -139,12 +187,17 @@ def telling_what_stays(dropped: int) -> Iterator[None]:
 
 
 @contextmanager
-def _listed(objects: Objects, job: bytes, going: Iterable[str]) -> Iterator[str]:
-    """Keep the list of a run in the store until this ends; ``going`` makes room for it on a full disk."""
+def _listed(objects: Objects, job: bytes, going: Iterable[str]) -> Iterator[str | None]:
+    """Keep the list of a run in the store until this ends; ``going`` makes room for it on a full disk.
+
+    Gives its name; None: all of ``going`` is deleted, and there is no room still. Nobody needs the list then.
+    """
     now = time.time()
     data = Garbage(now, ()).to_bytes()
     name = garbage_name(job, int(now * 1000), crc32c(data))
-    put_making_room(objects, name, data, going)
+    if not put_making_room(objects, name, data, going):
+        yield None
+        return
     try:
         yield name
     except BaseException:
@@ -170,6 +223,13 @@ def _delete(engine: Engine, names: Sequence[str], run_list: str) -> list[str]:
 
 def _cut(names: Sequence[str], most: int) -> Iterator[Sequence[str]]:
     return (names[begin : begin + most] for begin in range(0, len(names), most))
+
+
+def wait_for_late_workers() -> None:
+    """Wait until no worker deletes any more for a run whose list is gone, unless it is stopped right at an object."""
+    until_s = _clock_s() + LOOK_S
+    while (left_s := until_s - _clock_s()) > 0:
+        time.sleep(left_s)
 
 
 def _clock_s() -> float:

@@ -213,7 +213,8 @@ def gc_requests(
     relied_bytes: float = 0.0,
     names: float = 0.0,
 ) -> Requests:
-    """Requests of one round of gc, at most. It takes stock of the store several times.
+    """Requests of one round of gc, at most. It takes stock of the store several times, and looks for the own object of
+    each fold whose segments it deletes.
 
     Args:
         markers: In the store.
@@ -224,7 +225,7 @@ def gc_requests(
         relied_bytes: Of these.
         names: Of all objects: they are listed by ``PAGE``.
     """
-    stock = Requests(get=4 + 2 * markers + 3 * folds, head=6, list=39 + 12 * names / PAGE)
+    stock = Requests(get=4 + 2 * markers + 3 * folds, head=6 + folds, list=39 + 12 * names / PAGE)
     read = Requests(get=_whole(relied, relied_bytes))
     looks = GC_KINDS + deleted / GC_LOOK_NAMES
     return stock + read + Requests(put=dropped + 3, head=dropped + looks, delete=deleted + 2)
