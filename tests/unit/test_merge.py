@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests import synthetic
 from tests.sampled import sampled
-from tests.synthetic import ROWWISE, Job
+from tests.synthetic import ROWWISE, WIDE, Job
 from tests.unit.test_fold import check, fold, history, lineage_of
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.materialize import fold as fold_module
@@ -65,7 +66,7 @@ def test_a_new_base_comes_when_what_came_since_is_larger(job: Job) -> None:
     for _ in range(6):
         for stream in job.streams:
             for shard in stream.shards:  # every row of every table
-                job._put(stream, shard, synthetic.np.arange(shard.row0, shard.row0 + shard.rows))
+                job._put(stream, shard, np.arange(shard.row0, shard.row0 + shard.rows))
         job.flush()
         job.commit()
         fold(job, objects, policy)
@@ -96,6 +97,22 @@ def test_row_wise_state_under_two_column_splits_without_a_sweep_is_refused(job: 
         fold(job, objects, Policy(rebase=1e-9, compact="none"))
     assert set(told.value.where) == {"segment", "table"}, "it is whole: what has a name or a path is mended"
     assert Catalog.load(objects, synthetic.JOB).folds == frozenset()
+
+
+@pytest.mark.parametrize("table", [ROWWISE, WIDE])
+def test_columns_between_those_that_were_sent_have_no_rows_in_a_span(job: Job, table: int) -> None:
+    """Some column shards of a table were written to, as by a load of one of them, and not those between."""
+    job.begin(splits=[1, 4, 4])
+    job.commit()
+    for _ in range(4):
+        for stream in job.streams:
+            for shard in stream.shards:
+                if shard.table == table and shard.col0 in (0, 6):
+                    job._put(stream, shard, np.arange(shard.row0, shard.row0 + 5))
+        job.flush()
+        job.commit()
+    catalog = Catalog.load(check(job, Policy(rebase=0, compact="span4")), synthetic.JOB)
+    assert [(start, end) for start, end in catalog.folds] == [(MarkerId(1, 1), MarkerId(1, 5))]
 
 
 @pytest.mark.parametrize(("place", "wanted"), [(0, []), (1, []), (16, [16]), (32, [16]), (256, [16, 256]), (257, [])])

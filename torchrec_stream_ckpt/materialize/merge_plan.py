@@ -128,7 +128,9 @@ class MergePlan:
             if columns <= {(each.col0, each.stop - each.col0) for each in slices}:
                 for each in slices:
                     mine = (picked.only(picked.entries["col0"] == each.col0) for picked in newest)
-                    found.append(TableWindows(table, tuple(picked for picked in mine if len(picked.chunks)), (each,)))
+                    held = tuple(picked for picked in mine if len(picked.chunks))
+                    if held:  # columns between those that were sent have windows, which are counted, and no rows
+                        found.append(TableWindows(table, held, (each,)))
             else:
                 found.append(TableWindows(table, tuple(newest), tuple(slices)))
         return cls(tuple(found), windows)
