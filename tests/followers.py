@@ -11,14 +11,18 @@ from itertools import islice
 from pathlib import Path
 
 from tests.synthetic import PLAIN, ROWWISE, SCHEMA, WIDE, Image, Job, image_of_log
-from torchrec_stream_ckpt import FollowedTables
+from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.follower.core import Follower
+from torchrec_stream_ckpt.follower.core import Follower, FollowMode
 from torchrec_stream_ckpt.follower.updates import Update, UpdateKind
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.layout import DATA_DIR, SEGMENTS_DIR, parse_segment
+from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.types import MarkerId
 
+STEPS = Policy(rebase=0, compact="none")
+BASES = Policy(rebase=1e-9, compact="none")
+AGAIN = "all rows are loaded again"
 LOAD, MARKER, ROWS, ROLLBACK = UpdateKind.LOAD, UpdateKind.MARKER, UpdateKind.ROWS, UpdateKind.ROLLBACK
 
 
@@ -43,6 +47,19 @@ class Replica:
             self.put(update)
             came.append((update.kind, str(update.marker)))
         return came
+
+
+def begun(folder: Path) -> Job:
+    """A job that has begun, with its log in a folder."""
+    job = Job(folder)
+    job.begin()
+    return job
+
+
+@contextlib.contextmanager
+def following(job: Job, scratch: Path, mode: FollowMode = "markers") -> Iterator[Replica]:
+    with follow(f"file://{job.root}", mode=mode, states=True, scratch=scratch) as follower:
+        yield Replica(follower)
 
 
 def truth(job: Job, marker: MarkerId) -> Image:

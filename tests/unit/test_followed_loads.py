@@ -13,10 +13,15 @@ import torch
 from tests import builders, stores
 from tests.evolved import EvolvingJob, random_schema
 from tests.followers import (
+    AGAIN,
+    BASES,
     LOAD,
     MARKER,
+    STEPS,
     Replica,
+    begun,
     damage_chunks,
+    following,
     held,
     leave,
     lose_frames,
@@ -41,26 +46,19 @@ from torchrec_stream_ckpt.follower.source import FollowedJob
 from torchrec_stream_ckpt.follower.updates import Changed
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.layout import DATA_DIR
-from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.types import MarkerId
-
-STEPS = Policy(rebase=0, compact="none")
-BASES = Policy(rebase=1e-9, compact="none")
-AGAIN = "all rows are loaded again"
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
-    job = Job(tmp_path / "log")
-    job.begin()
-    return job
+    return begun(tmp_path / "log")
 
 
 @pytest.fixture
 def replica(job: Job, tmp_path: Path) -> Iterator[Replica]:
-    with follow(f"file://{job.root}", states=True, scratch=tmp_path) as follower:
-        yield Replica(follower)
+    with following(job, tmp_path) as replica:
+        yield replica
 
 
 # A load that broke off.

@@ -9,13 +9,18 @@ import pytest
 
 from tests import builders, stores
 from tests.followers import (
+    AGAIN,
+    BASES,
     LOAD,
     MARKER,
     ROLLBACK,
     ROWS,
+    STEPS,
     Replica,
+    begun,
     cut_tail,
     damage_chunks,
+    following,
     held,
     leave,
     lost_rows,
@@ -32,25 +37,18 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.follower.updates import Update
 from torchrec_stream_ckpt.layout import DATA_DIR, SEGMENTS_DIR
-from torchrec_stream_ckpt.materialize.compactor import Policy
 from torchrec_stream_ckpt.store.api import open_store
-
-STEPS = Policy(rebase=0, compact="none")
-BASES = Policy(rebase=1e-9, compact="none")
-AGAIN = "all rows are loaded again"
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
-    job = Job(tmp_path / "log")
-    job.begin()
-    return job
+    return begun(tmp_path / "log")
 
 
 @pytest.fixture
 def eager(job: Job, tmp_path: Path) -> Iterator[Replica]:
-    with follow(f"file://{job.root}", mode="rows", states=True, scratch=tmp_path) as follower:
-        yield Replica(follower)
+    with following(job, tmp_path, "rows") as replica:
+        yield replica
 
 
 def taken(replica: Replica) -> list[Update]:

@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 
 from tests import builders, stores
-from tests.followers import LOAD, MARKER, ROLLBACK, ROWS, Replica, cut_tail, lose_frames, truth
+from tests.followers import (
+    LOAD,
+    MARKER,
+    ROLLBACK,
+    ROWS,
+    Replica,
+    begun,
+    cut_tail,
+    following,
+    lose_frames,
+    truth,
+)
 from tests.synthetic import SCHEMA, Job
 from torchrec_stream_ckpt import follow
 from torchrec_stream_ckpt.control.partition import Control
@@ -31,15 +42,13 @@ from torchrec_stream_ckpt.types import MarkerId
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
-    job = Job(tmp_path / "log")
-    job.begin()
-    return job
+    return begun(tmp_path / "log")
 
 
 @pytest.fixture
 def replica(job: Job, tmp_path: Path) -> Iterator[Replica]:
-    with follow(f"file://{job.root}", states=True, scratch=tmp_path) as follower:
-        yield Replica(follower)
+    with following(job, tmp_path) as replica:
+        yield replica
 
 
 def test_each_marker_is_reached_by_what_changed_alone(job: Job, replica: Replica) -> None:
@@ -268,8 +277,8 @@ def test_the_age_is_that_of_the_applied_marker(job: Job, replica: Replica) -> No
 
 @pytest.fixture
 def eager(job: Job, tmp_path: Path) -> Iterator[Replica]:
-    with follow(f"file://{job.root}", mode="rows", states=True, scratch=tmp_path) as follower:
-        yield Replica(follower)
+    with following(job, tmp_path, "rows") as replica:
+        yield replica
 
 
 def test_rows_are_seen_before_their_marker_which_then_costs_nothing(job: Job, eager: Replica) -> None:

@@ -8,7 +8,21 @@ from pathlib import Path
 import pytest
 
 from tests import stores
-from tests.followers import LOAD, MARKER, ROLLBACK, ROWS, Replica, held, leave, truth, wait_for, weights_at, weights_in
+from tests.followers import (
+    LOAD,
+    MARKER,
+    ROLLBACK,
+    ROWS,
+    Replica,
+    begun,
+    following,
+    held,
+    leave,
+    truth,
+    wait_for,
+    weights_at,
+    weights_in,
+)
 from tests.synthetic import Image, Job
 from tests.unit.read_job import flipped
 from torchrec_stream_ckpt import FollowedTables, follow
@@ -27,21 +41,19 @@ HALF_OR_WHOLE = pytest.mark.parametrize("whole", [False, True], ids=["half", "wh
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
-    job = Job(tmp_path / "log")
-    job.begin()
-    return job
+    return begun(tmp_path / "log")
 
 
 @pytest.fixture
 def replica(job: Job, tmp_path: Path) -> Iterator[Replica]:
-    with follow(f"file://{job.root}", states=True, scratch=tmp_path) as follower:
-        yield Replica(follower)
+    with following(job, tmp_path) as replica:
+        yield replica
 
 
 @pytest.fixture
 def eager(job: Job, tmp_path: Path) -> Iterator[Replica]:
-    with follow(f"file://{job.root}", mode="rows", states=True, scratch=tmp_path) as follower:
-        yield Replica(follower)
+    with following(job, tmp_path, "rows") as replica:
+        yield replica
 
 
 @HALF_OR_WHOLE

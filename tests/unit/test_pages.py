@@ -217,7 +217,10 @@ def test_what_incrcp_keeps_that_no_marker_needs() -> None:
     needed, dead = (size / 1e9 for size in (row["reads"]["150"]["delta_bytes"], row["dead"][-1]))
     said: dict[str, Iterable[float]] = {
         r"would take ([\d.]*\d) times naive's increments": [counted["dead_of_naive"]],
-        r"needs ([\d.]+) GB after the base, in (\d+) pieces where naive has 150": [needed, row["reads"]["150"]["pieces"]],
+        r"needs ([\d.]+) GB after the base, in (\d+) pieces where naive has 150": [
+            needed,
+            row["reads"]["150"]["pieces"],
+        ],
         r"files hold ([\d.]+) GB more": [dead],
     }
     check_sentences("docs/store.md", said)
