@@ -2,9 +2,10 @@
 
     python benchmarks/filed.py [CASE ...]
 
-A result names the commit that it was measured at (``machine.commit``); for one that does not, the commit that filed it
-counts. ``commits`` is how many later ones changed the case itself or a part of the package that it measures. A result
-with none is as good as new; one with many may still be true, and nobody knows.
+A result names the commit that it was measured at (``machine.commit``). If it names none, or one that this repository
+does not have (commits get other names when they are moved), the commit that filed it counts. ``commits`` is how many
+later ones changed the case itself or a part of the package that it measures. A result with none is as good as new; one
+with many may still be true, and nobody knows.
 """
 
 from __future__ import annotations
@@ -74,17 +75,25 @@ def results(cases: list[str]) -> Iterator[Filed]:
             continue
         found = json.loads(path.read_text())
         machine = found["machine"] if isinstance(found.get("machine"), dict) else {}
-        commit = machine.get("commit", "").rstrip("+") or _git("log", "-1", "--format=%h", "--", str(path))
+        commit = _commit_of(path, machine.get("commit", "").rstrip("+"))
         measured = [f"benchmarks/{case}/*.py", *(f"torchrec_stream_ckpt/{each}" for each in MEASURES[case])]
         since = _git("log", "--format=%h", f"{commit}..HEAD", "--", *measured).split()
         load = machine.get("load_average", found.get("load", found.get("load_average_before")))
         shown = "unknown" if load is None else f"{load:.1f}"
-        yield Filed(case, path.stem, found.get("date", "unknown"), commit, len(since), shown)
+        yield Filed(case, path.stem, path.stem[:10], commit, len(since), shown)
 
 
-def _git(*arguments: str) -> str:
+def _commit_of(path: Path, measured_at: str) -> str:
+    """A commit with the code of a result: ``measured_at`` if this repository has it, or the one that filed it."""
+    if measured_at and _git("rev-parse", "--verify", "--quiet", f"{measured_at}^{{commit}}", missing=True):
+        return measured_at
+    return _git("log", "-1", "--format=%h", "--", str(path))
+
+
+def _git(*arguments: str, missing: bool = False) -> str:
+    """What git says; ``missing``: nothing if it does not know what it was asked for."""
     done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
+    if done.returncode and not missing:
         raise SystemExit(f"Error: git {' '.join(arguments)[:80]}: {done.stderr.strip()}")
     return done.stdout.strip()
 

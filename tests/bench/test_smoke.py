@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -195,6 +196,37 @@ def test_the_age_of_filed_results_is_told(tmp_path: Path) -> None:
     done = subprocess.run([*script, "encoding"], capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
     assert done.returncode == 2
     assert "no case encoding: there are age, dense, encode" in done.stderr
+
+
+def test_a_result_of_a_commit_that_is_not_here_is_as_old_as_the_commit_that_filed_it(tmp_path: Path) -> None:
+    """Commits that are moved onto others get new names, and results keep the old ones."""
+
+    def git(*arguments: str) -> str:
+        author = ["-c", "user.name=t", "-c", "user.email=t@localhost"]
+        return subprocess.run(
+            ["git", *author, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+
+    case = tmp_path / "benchmarks" / "encode"
+    (case / "results").mkdir(parents=True)
+    shutil.copy(ROOT / "benchmarks" / "filed.py", case.parent)
+    for name in ("2026-01-02_moved", "2026-01-03_with-changes"):
+        commit = "0123456789ab" + "+" * name.endswith("changes")
+        (case / "results" / f"{name}.json").write_text(json.dumps({"machine": {"commit": commit}}))
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "filed")
+    filed = git("log", "-1", "--format=%h").strip()
+    (case / "run.py").write_text("# newer\n")
+    git("add", ".")
+    git("commit", "-qm", "newer")
+    script = [sys.executable, str(case.parent / "filed.py"), "encode"]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=300, check=False)
+    rows = [line.split() for line in done.stdout.splitlines()[1:]]
+    assert [row[1:5] for row in rows] == [
+        ["2026-01-02_moved", "2026-01-02", filed, "1"],
+        ["2026-01-03_with-changes", "2026-01-03", filed, "1"],
+    ], done.stderr
 
 
 def test_every_benchmark_has_a_smoke_test() -> None:
