@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -215,6 +216,26 @@ def test_short_writes_are_gone_on_with(store: FolderObjects, monkeypatch: pytest
     monkeypatch.setattr(os, "writev", lambda fd, parts: writev(fd, [bytes(parts[0])[:7]]))
     store.put("a/x", [DATA[:5], DATA[5:300], b"", DATA[300:]])
     assert store.read("a/x") == DATA
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda store: store.read("a/x"), lambda store: store.read_into("a/x", 0, [memoryview(bytearray(1000))])],
+    ids=["read", "read_into"],
+)
+def test_an_object_that_becomes_shorter_while_it_is_read_is_named(
+    store: FolderObjects, monkeypatch: pytest.MonkeyPatch, read: Callable[[FolderObjects], object]
+) -> None:
+    store.put("a/x", [DATA])
+    preadv = os.preadv
+
+    def cut_before(fd: int, buffers: list[memoryview], offset: int) -> int:
+        os.truncate(f"/proc/self/fd/{fd}", 7)
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", cut_before)
+    with pytest.raises(CorruptionError, match=r"became shorter while it was read: it ends at 7 .*a/x"):
+        read(store)
 
 
 def test_links_are_no_objects(store: FolderObjects, tmp_path: Path) -> None:

@@ -106,6 +106,8 @@ class FolderObjects:
                 if not stat.S_ISREG(found.st_mode):
                     raise CorruptionError("an object of the store is not a plain file", path=path)
                 yield fd, found.st_size
+            except EOFError as error:
+                raise CorruptionError(f"the object became shorter while it was read: {error}", path=path) from None
             finally:
                 os.close(fd)
 
@@ -337,7 +339,7 @@ def _fill(fd: int, begin: int, buffers: Sequence[memoryview]) -> None:
     while rest:
         count = os.preadv(fd, rest[: -_MAX_IOV - 1 : -1], begin)
         if not count:
-            raise CorruptionError(f"an object of the store became shorter: it ends at {begin}")
+            raise EOFError(f"it ends at {begin}")
         begin += count
         while rest and count >= len(rest[-1]):
             count -= len(rest.pop())
