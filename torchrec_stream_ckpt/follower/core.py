@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -208,7 +209,9 @@ class Follower:
         with self._source.whole(lineage, target) as given:
             if self._at is not None:
                 self.load_anew(why)  # if it breaks off, the next one has to be a load, wherever that leads
-            yield self._update(UpdateKind.LOAD, target, schema, given.changes, why, given.proof)
+            leading = frozenset(lineage.leading_to(target.id))
+            update = self._update(UpdateKind.LOAD, target, schema, given.changes, why, given.proof)
+            yield replace(update, stands_on=leading.__contains__)
 
     def _change(self, lineage: Lineage, at: Commit, target: Commit, schema: Schema) -> Generator[Update, None, str]:
         """Go to a marker by what has changed. Returns why that cannot be; empty: it is done."""

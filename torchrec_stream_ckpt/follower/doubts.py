@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -21,62 +22,86 @@ Block = tuple[str, int]
 """(name of a table, number of a block)."""
 
 
+@dataclass(slots=True)
+class _Doubt:
+    """What is known of a block that a marker proved otherwise. It stays known once it is settled."""
+
+    named: UnprovedBlock
+    missing: npt.NDArray[np.bool_]
+    """The cells that have not come again, shape (rows, dim)."""
+    is_open: bool = True
+    """Whether the block is in doubt."""
+    by: MarkerId | None = None
+    """The newest marker whose rows or proof have taken some of the doubt away."""
+
+
 class Doubts:
-    """Blocks that log and store give with other bits than the marker proved. For one thread at a time."""
+    """Blocks that log and store give with other bits than the marker proved. For one thread at a time.
+
+    Newer rows or a newer proof settle a block for as long as the replica stays on their branch. If the trainer goes on
+    from before them, all rows are loaded anew, and log and store give the block as they did: it is in doubt again.
+    """
 
     def __init__(self) -> None:
-        self._cells: dict[Block, npt.NDArray[np.bool_]] = {}
-        """The cells of each block that have not come again, shape (rows, dim)."""
-        self._named: dict[Block, UnprovedBlock] = {}
+        self._known: dict[Block, _Doubt] = {}
 
     def __len__(self) -> int:
-        return len(self._named)
+        return sum(doubt.is_open for doubt in self._known.values())
 
     def add(self, table: TableSpec, found: Iterable[UnprovedBlock]) -> None:
         """Add blocks of a table that differ."""
         for each in found:
-            key = table.name, each.begin // BLOCK_ROWS
-            self._named[key] = each
-            self._cells[key] = np.ones((each.end - each.begin, table.dim), np.bool_)
+            missing = np.ones((each.end - each.begin, table.dim), np.bool_)
+            self._known[table.name, each.begin // BLOCK_ROWS] = _Doubt(each, missing)
 
     def has(self, found: Iterable[UnprovedBlock]) -> bool:
         """Tell whether all of these blocks are in doubt already."""
-        return all((each.table, each.begin // BLOCK_ROWS) in self._named for each in found)
+        doubts = [self._known.get((each.table, each.begin // BLOCK_ROWS)) for each in found]
+        return all(doubt is not None and doubt.is_open for doubt in doubts)
 
-    def sent(self, changed: Changed) -> None:
-        """Note rows that are newer than the proof: a block with all rows new is as it was sent."""
-        for (table, block), cells in list(self._cells.items()):
-            if table != changed.table.name:
+    def sent(self, changed: Changed, marker: MarkerId) -> None:
+        """Note rows of ``marker`` that are newer than the proof: a block with all rows new is as it was sent."""
+        for (table, block), doubt in self._known.items():
+            if table != changed.table.name or not doubt.is_open:
                 continue
             rows = changed.ids - block * BLOCK_ROWS
-            rows = rows[(rows >= 0) & (rows < len(cells))]
-            cells[rows, changed.col0 : changed.col0 + changed.weights.shape[1]] = False
-            if not cells.any():
-                self._settle((table, block))
+            rows = rows[(rows >= 0) & (rows < len(doubt.missing))]
+            if not len(rows):
+                continue
+            doubt.missing[rows, changed.col0 : changed.col0 + changed.weights.shape[1]] = False
+            doubt.is_open, doubt.by = bool(doubt.missing.any()), marker
 
     def proved(self, proof: WeightProof) -> None:
         """Settle blocks that a newer marker proves and that fit: call it before :meth:`add` for those that do not."""
-        for key in list(self._named):
-            blocks, _ = proof.tables.get(key[0], (np.empty(0, np.int64), None))
-            if np.isin(key[1], blocks):
-                self._settle(key)
+        for (table, block), doubt in self._known.items():
+            blocks, _ = proof.tables.get(table, (np.empty(0, np.int64), None))
+            if doubt.is_open and np.isin(block, blocks):
+                doubt.is_open, doubt.by = False, proof.marker
+
+    def loaded(self, stands_on: Callable[[MarkerId], bool]) -> None:
+        """All rows were loaded anew: what newer rows or a proof had settled is settled only where they are among them.
+
+        Args:
+            stands_on: Whether the marker that was loaded stands on another one.
+        """
+        for doubt in self._known.values():
+            if doubt.by is not None and not stands_on(doubt.by):
+                doubt.missing[:] = True
+                doubt.is_open, doubt.by = True, None
 
     def keep(self, tables: Iterable[TableSpec]) -> None:
         """The replica has these tables now; of others there is nothing to doubt."""
         dims = {table.name: table.dim for table in tables}
-        for key in list(self._named):
-            if dims.get(key[0]) != self._cells[key].shape[1]:
-                self._settle(key)
-
-    def _settle(self, key: Block) -> None:
-        del self._named[key], self._cells[key]
+        for key in list(self._known):
+            if dims.get(key[0]) != self._known[key].missing.shape[1]:
+                del self._known[key]
 
     @property
     def unproved(self) -> Unproved | None:
         """All doubted blocks; None if there are none."""
-        if not self._named:
+        blocks = tuple(doubt.named for _, doubt in sorted(self._known.items()) if doubt.is_open)
+        if not blocks:
             return None
-        blocks = tuple(self._named[key] for key in sorted(self._named))
         return Unproved(len(blocks), blocks, tuple(sorted({each.table for each in blocks})))
 
 

@@ -312,7 +312,9 @@ class FollowedTables:
             for changed in update.changes():
                 self._put(changed)
                 if update.kind is not UpdateKind.LOAD:  # whose rows may be older than the proof
-                    self._doubts.sent(changed)
+                    self._doubts.sent(changed, update.marker)
+            if update.kind is UpdateKind.LOAD:
+                self._doubts.loaded(update.stands_on)
             self._check(update)
             self._follower.stats.doubted = len(self._doubts)
             self._newest = update
