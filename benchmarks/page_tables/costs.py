@@ -129,9 +129,9 @@ def age(page: Path) -> Table:
 STRETCHES = {"at first": "as it is", "8 times the ids": "eight times the ids"}
 
 
-def overhead(page: Path) -> Table:
+def overhead(page: Path, variant: str = "") -> Table:
     """The stretches of one job whose load changes."""
-    result = newest("overhead")
+    result = newest("overhead", variant)
     found = [[f"bound 1%, {result.said(page)}", "step", "overhead", "markers in steps"]]
     for name, row in result.facts.items():
         if isinstance(row, dict) and "overhead" in row:
