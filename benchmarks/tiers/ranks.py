@@ -114,7 +114,8 @@ class Runs:
             return (lambda _: None), (lambda: None)
         if variant == SAVE:
             return partial(self._save, job, folder / f"all-{self._rank}.pt"), (lambda: None)
-        far = f"kafka://{self._bootstrap}/run-{self._runs}" if self._bootstrap else f"file://{folder}/far"
+        topic = f"{dist.get_world_size()}-ranks-run-{self._runs}"  # a broker keeps those of fewer ranks, too
+        far = f"kafka://{self._bootstrap}/{topic}" if self._bootstrap else f"file://{folder}/far"
         config = StreamConfig(
             uri=(f"file://{folder}/near", far) if variant == BOTH else far,
             store=str(folder / "store"),
