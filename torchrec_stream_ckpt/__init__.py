@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges, RowChange
     from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
     from torchrec_stream_ckpt.evolve.row_maps import IdMap
-    from torchrec_stream_ckpt.follower.core import Follower, follow
+    from torchrec_stream_ckpt.follower.core import Follower
+    from torchrec_stream_ckpt.follower.follow import follow
     from torchrec_stream_ckpt.follower.tables import FollowedTables
     from torchrec_stream_ckpt.interchange.dcp_reader import StreamReader
     from torchrec_stream_ckpt.interchange.marker_rows import OpenMarker, open_marker
@@ -61,7 +62,7 @@ _LAZY = {
     "OpenMarker": "interchange.marker_rows",
     "StreamCheckpointer": "checkpointer",
     "StreamReader": "interchange.dcp_reader",
-    "follow": "follower.core",
+    "follow": "follower.follow",
     "open_marker": "interchange.marker_rows",
     "planner_constraints": "planner",
 }

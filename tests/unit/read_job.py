@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.synthetic import JOB, Image, Job
 from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.follower.core import follow
+from torchrec_stream_ckpt.follower.follow import follow
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import RowsView

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -194,75 +193,6 @@ def test_a_newer_proof_settles_what_was_doubted(losing: LosingJob, tmp_path: Pat
         losing.live[0].arrays[0][LOST] = sent[LOST]
         losing.commit()
         tables.advance()
-        assert is_true(losing, tables)
-
-
-@pytest.mark.parametrize("settled", ["sent", "sent in part", "proved", "an update that broke off"])
-def test_what_newer_rows_or_a_proof_have_settled_is_doubted_again_on_a_branch_from_before_them(
-    losing: LosingJob, tmp_path: Path, settled: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All rows are loaded again then, the wrong ones with them, and the branch's first marker proves others."""
-    with followed(losing, tmp_path) as tables:
-        tables.advance()
-        before = losing.live[0].arrays[0][LOST].copy()
-        lose(losing)
-        bad = max(losing.truth)
-        for _ in range(2):
-            with pytest.raises(ProofMismatchError):
-                tables.advance()
-        if settled == "proved":
-            losing.live[0].arrays[0][LOST] = before
-        else:
-            losing.width = 1  # later markers prove one block of 65,536
-            losing.send(np.arange(64, 100 if settled == "sent in part" else 128))
-        losing.commit()
-        if settled == "an update that broke off":
-            break_off(tables, monkeypatch)
-        elif settled == "sent in part":
-            with pytest.raises(ProofMismatchError):
-                tables.advance()
-        else:
-            tables.advance()
-            assert is_true(losing, tables)
-        losing.width = 1
-        losing.go_on(bad)
-        for ids in (np.array([300]), np.arange(100, 128)):
-            losing.send(ids)
-            losing.commit()
-            with pytest.raises(ProofMismatchError, match=r"t_a weights rows \[64, 128\) \(proved by 1:2"):
-                tables.advance()
-        losing.send(np.arange(64, 128))
-        losing.commit()
-        tables.advance()
-        assert is_true(losing, tables)
-
-
-def break_off(tables: FollowedTables, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next update is left when all of its rows have been placed."""
-    with monkeypatch.context() as patched:
-        patched.setattr(FollowedTables, "_check", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            tables.advance()
-
-
-def test_what_was_settled_stays_so_when_all_rows_are_loaded_again_on_the_same_branch(
-    losing: LosingJob, tmp_path: Path
-) -> None:
-    with followed(losing, tmp_path) as tables:
-        tables.advance()
-        lose(losing)
-        with pytest.raises(ProofMismatchError):
-            tables.advance()
-        losing.width = 1
-        losing.send(np.arange(64, 128))
-        losing.commit()
-        with contextlib.suppress(ProofMismatchError):
-            tables.advance()
-        losing.send(np.array([300]))
-        losing.commit()
-        tables.follower.load_anew("the test wants it")
-        (update,) = tables.advance()
-        assert update.kind is UpdateKind.LOAD
         assert is_true(losing, tables)
 
 

@@ -32,7 +32,7 @@ from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.control.trim import trim_log
 from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
-from torchrec_stream_ckpt.follower.core import follow
+from torchrec_stream_ckpt.follower.follow import follow
 from torchrec_stream_ckpt.format.segment import parse_front
 from torchrec_stream_ckpt.interchange.rows import MarkerRows, TableReader
 from torchrec_stream_ckpt.layout import DATA_DIR, dropped_name, manifest_name

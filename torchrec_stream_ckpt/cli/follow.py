@@ -20,7 +20,8 @@ from rich.text import Text
 from torchrec_stream_ckpt.cli.common import plain, stopping
 from torchrec_stream_ckpt.cli.options import DAY_S, Globs, JobOptions
 from torchrec_stream_ckpt.errors import ConfigError, printable
-from torchrec_stream_ckpt.follower.core import Follower, follow
+from torchrec_stream_ckpt.follower.core import Follower
+from torchrec_stream_ckpt.follower.follow import follow
 from torchrec_stream_ckpt.follower.serve import ServingWriter
 from torchrec_stream_ckpt.follower.updates import Changed, Update, UpdateKind
 from torchrec_stream_ckpt.units import age, clock

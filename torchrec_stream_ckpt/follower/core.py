@@ -6,14 +6,13 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
 from torchrec_stream_ckpt.errors import (
-    ConfigError,
     CorruptionError,
     LogUnavailableError,
     MarkerNotFoundError,
@@ -22,16 +21,16 @@ from torchrec_stream_ckpt.errors import (
     StreamLostError,
     TrimmedError,
 )
+from torchrec_stream_ckpt.follower.aim import Aim
 from torchrec_stream_ckpt.follower.source import UNREADABLE, FollowedJob, handed_out
 from torchrec_stream_ckpt.follower.stats import FollowStats, Outages
 from torchrec_stream_ckpt.follower.tail import Tail
 from torchrec_stream_ckpt.follower.updates import Changed, Update, UpdateKind
-from torchrec_stream_ckpt.follower.way import astray, changed_tables
+from torchrec_stream_ckpt.follower.way import astray, changed_tables, includes
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.remarks import Outcome
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.proofs.weights import WeightProof
 from torchrec_stream_ckpt.types import MarkerId, TableSpec
 
@@ -62,8 +61,7 @@ class Follower:
         self._tail: Tail | None = None
         self._anew = ""
         """Why all rows are to be loaded at the next look, whatever the replica has: until a load has been applied."""
-        self._passed: frozenset[MarkerId] = frozenset()
-        """Markers that were given up, or to which nothing can be taken back: the follower goes to a newer one."""
+        self._aim = Aim()
         self.stats = FollowStats()
         """Counts and positions so far; may be read on any thread."""
         self._outages = Outages(self.stats)
@@ -90,11 +88,22 @@ class Follower:
         """Tell whether a table is one of those that were asked for."""
         return self._source.wants(table)
 
-    def load_anew(self, why: str) -> None:
-        """Load every row at the next look instead of what has changed; of the update that is being applied, too."""
+    def load_anew(self, why: str, first: MarkerId | None = None) -> None:
+        """Load every row at the next look instead of what has changed; of the update that is being applied, too.
+
+        Args:
+            why: For people.
+            first: A marker to load before newer ones, if it can be; None: nothing is said of that.
+        """
         if why != self._anew:
             log.warning("all rows are loaded again: %s", why)
         self._anew = why
+        if first is not None:
+            self._aim.load_first(first)
+
+    def passes(self, marker: MarkerId) -> bool:
+        """Tell whether the next look goes to another marker than this one, which could not be loaded."""
+        return self._aim.passes(marker)
 
     def pause(self) -> bool:
         """Wait as between two looks at the log; whether it was stopped."""
@@ -168,9 +177,12 @@ class Follower:
             try:
                 yield from self._move(lineage, target)
                 break
-            except MarkerNotFoundError as error:
+            except UNREADABLE as error:
+                if isinstance(error, MarkerNotFoundError):
+                    self._aim.pass_over({target.id} | self._source.given_up(lineage, self._at))
+                elif not self._aim.skip(target.id):
+                    raise
                 log.warning("marker %s is passed over: %s", target.id, error.headline)
-                self._passed |= {target.id} | self._source.given_up(lineage, self._at)
         if self.mode == "rows" and self._at is not None and self._is_whole:
             yield from self._follow_rows(lineage, self._at)
 
@@ -181,17 +193,11 @@ class Follower:
 
     def _target(self, lineage: Lineage) -> Commit | None:
         """The marker to go to; None: the replica is there, or has to wait for another one."""
-        at, newest = self._at, lineage.newest
-        if newest is None:
+        if lineage.newest is None:
             return None
-        if at is None:
-            return self._source.newest_offered(lineage, self._passed)
-        if newest.id in self._passed:
-            left = next((each for each in reversed(lineage.commits) if each not in self._passed), None)
-            if left is None or left < at.id:
-                return None
-            newest = lineage.commits[left]
-        return newest if newest.id != at.id or not self._is_whole else None
+        if self._at is None:
+            return self._source.newest_offered(lineage, self._aim.passed)
+        return self._aim.next(lineage, self._at.id, is_whole=self._is_whole)
 
     def _move(self, lineage: Lineage, target: Commit) -> Iterator[Update]:
         """From where the replica stands to a marker."""
@@ -209,9 +215,8 @@ class Follower:
         with self._source.whole(lineage, target) as given:
             if self._at is not None:
                 self.load_anew(why)  # if it breaks off, the next one has to be a load, wherever that leads
-            leading = frozenset(lineage.leading_to(target.id))
-            update = self._update(UpdateKind.LOAD, target, schema, given.changes, why, given.proof)
-            yield replace(update, stands_on=leading.__contains__)
+            holds = partial(includes, lineage.way(target.id))
+            yield self._update(UpdateKind.LOAD, target, schema, given.changes, why, given.proof, includes=holds)
 
     def _change(self, lineage: Lineage, at: Commit, target: Commit, schema: Schema) -> Generator[Update, None, str]:
         """Go to a marker by what has changed. Returns why that cannot be; empty: it is done."""
@@ -306,7 +311,7 @@ class Follower:
     def _end_generation(self, lineage: Lineage, at: Commit) -> Iterator[Update]:
         """The generation is over: what no marker of the old one has will be in none."""
         assert self._tail is not None
-        mine = [each for each in lineage.commits if each.generation == at.generation and each not in self._passed]
+        mine = [each for each in lineage.commits if each.generation == at.generation and each not in self._aim.passed]
         if mine and mine[-1] > at.id and not self._tail.is_undone:
             try:
                 yield from self._move(lineage, lineage.commits[mine[-1]])
@@ -340,7 +345,7 @@ class Follower:
     def _cannot_undo(self, at: MarkerId, error: StreamCkptError) -> None:
         """Rows that no marker has stay until all rows of a newer marker are loaded."""
         self.load_anew(f"rows after marker {at} cannot be undone: {error.headline}")
-        self._passed |= {at}
+        self._aim.pass_over([at])
 
     def _is_last(self, marker: MarkerId) -> bool:
         """Tell whether the job is finished at a marker: no newer one will come."""
@@ -359,6 +364,7 @@ class Follower:
         proof: Callable[[], WeightProof | None] = lambda: None,
         *,
         is_provisional: bool = False,
+        includes: Callable[[MarkerId], bool] = lambda _: True,
     ) -> Update:
         def counted() -> Iterator[Changed]:
             try:
@@ -372,13 +378,15 @@ class Follower:
         def dense() -> Path:
             return self._source.dense(commit)
 
-        return Update(kind, commit, handed_out(schema), why, counted, dense, proof, is_provisional)
+        return Update(kind, commit, handed_out(schema), why, counted, dense, proof, is_provisional, includes)
 
     def _broke_off(self, kind: UpdateKind, marker: MarkerId, error: StreamCkptError) -> None:
         """Rows of an update cannot be read: it would break off there again."""
         if kind is UpdateKind.ROLLBACK and not self._is_last(marker):
             self._cannot_undo(marker, error)
-        elif kind is not UpdateKind.LOAD:
+        elif kind is UpdateKind.LOAD:
+            self._aim.skip(marker)
+        else:
             self.load_anew(f"what has changed cannot be read: {error.headline}")
 
     def _took(self, update: Update) -> None:
@@ -394,6 +402,7 @@ class Follower:
         if update.kind is UpdateKind.LOAD:
             stats.reloads += self._at is not None
             self._tail, self._anew = None, ""
+            self._aim.loaded()
         elif self._tail is not None:
             if self._tail.reaches(update.commit):
                 self._tail.committed(update.commit)
@@ -402,49 +411,3 @@ class Follower:
         stats.markers += 1
         self._at, self._towards, self._schema = update.commit, None, update.schema
         stats.marker, stats.step, stats.committed_s = update.marker, update.step, update.commit.time_s
-
-
-def follow(
-    uri: str,
-    *,
-    store: str | None = None,
-    mode: FollowMode = "markers",
-    tables: Sequence[str] = ("*",),
-    states: bool = False,
-    poll_s: float = 0.5,
-    outage_s: float = 300.0,
-    at_change: AtChange = "load",
-    scratch: Path | str | None = None,
-    store_options: Options = None,
-    kafka_options: Options = None,
-    commit_key_file: Path | str | None = None,
-) -> Follower:
-    """Follow a job's stream; reads only, touches nothing until :meth:`Follower.updates` is used.
-
-    Args:
-        uri: ``file://DIR`` or ``kafka://HOST:PORT/JOB``. The log need not be there yet.
-        store: The job's store, as of ``StreamConfig``. None: where the job says that it keeps it.
-        mode: ``markers``: after each update the tables are those of a committed marker, bit for bit. ``rows``: rows
-            as they come, also those that no marker has yet and that may never be in one (read uncommitted).
-        tables: Globs of the tables that are wanted, such as ``sparse.ebc.t_*``.
-        states: Hand out optimizer states, too.
-        poll_s: Seconds between two looks at the log.
-        outage_s: How long log or store may not answer before :meth:`Follower.updates` raises.
-        at_change: What to do where the job goes on with a changed model: ``load`` every row of the new tables at the
-            first marker of its generation, or ``stop`` with :class:`SchemaMismatchError`.
-        scratch: A folder for what only the log has, while it is handed out; default: that of the system.
-        store_options: As of ``StreamConfig``.
-        kafka_options: As of ``StreamConfig``.
-        commit_key_file: As of ``StreamConfig``.
-
-    Raises:
-        ConfigError: the URI, the store or an option is wrong.
-    """
-    if mode not in ("markers", "rows"):
-        raise ConfigError(f"mode must be 'markers' or 'rows', it is {mode!r}")
-    if at_change not in ("load", "stop"):
-        raise ConfigError(f"at_change must be 'load' or 'stop', it is {at_change!r}")
-    if not poll_s > 0 or not outage_s >= 0:
-        raise ConfigError("poll_s must be positive, and outage_s not negative")
-    source = FollowedJob(uri, store, store_options, kafka_options, commit_key_file, tables, scratch, states=states)
-    return Follower(source, mode, poll_s, outage_s, at_change)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -18,21 +18,24 @@ from torchrec_stream_ckpt.types import MarkerId, TableSpec
 
 log = logging.getLogger(__name__)
 
-Block = tuple[str, int]
-"""(name of a table, number of a block)."""
-
 
 @dataclass(slots=True)
 class _Doubt:
-    """What is known of a block that a marker proved otherwise. It stays known once it is settled."""
+    """A block that a marker proved otherwise. It stays known once it is settled."""
 
     named: UnprovedBlock
-    missing: npt.NDArray[np.bool_]
-    """The cells that have not come again, shape (rows, dim)."""
-    is_open: bool = True
-    """Whether the block is in doubt."""
+    dim: int
+    missing: npt.NDArray[np.bool_] | None = None
+    """The cells that have not come again, shape (rows, dim); None: it is settled."""
     by: MarkerId | None = None
-    """The newest marker whose rows or proof have taken some of the doubt away."""
+    """The newest marker whose rows or proof have taken from the doubt; None: nothing was taken from it."""
+
+    def reopen(self) -> None:
+        self.missing, self.by = np.ones((self.named.end - self.named.begin, self.dim), np.bool_), None
+
+
+_Blocks = dict[int, dict[int, _Doubt]]
+"""Id of a table -> number of a block."""
 
 
 class Doubts:
@@ -40,69 +43,97 @@ class Doubts:
 
     Newer rows or a newer proof settle a block for as long as the replica stays on their branch. If the trainer goes on
     from before them, all rows are loaded anew, and log and store give the block as they did: it is in doubt again.
+    Tables go by their ids: a name may pass to another table, and a branch may bring back a table that was dropped.
     """
 
     def __init__(self) -> None:
-        self._known: dict[Block, _Doubt] = {}
+        self._open: _Blocks = {}
+        self._settled: _Blocks = {}
+        self._names: dict[int, str] = {}
+        """Of the tables that the replica holds. Blocks of others stay known and count for nothing."""
 
     def __len__(self) -> int:
-        return sum(doubt.is_open for doubt in self._known.values())
+        return sum(len(self._open.get(table, ())) for table in self._names)
+
+    def keep(self, tables: Iterable[TableSpec]) -> None:
+        """The replica holds these tables now, and no other ones: call it before the other methods."""
+        self._names = {table.id: table.name for table in tables if table.id is not None}
 
     def add(self, table: TableSpec, found: Iterable[UnprovedBlock]) -> None:
         """Add blocks of a table that differ."""
+        assert table.id is not None  # tables without an id are not proved
         for each in found:
-            missing = np.ones((each.end - each.begin, table.dim), np.bool_)
-            self._known[table.name, each.begin // BLOCK_ROWS] = _Doubt(each, missing)
+            block = each.begin // BLOCK_ROWS
+            self._settled.get(table.id, {}).pop(block, None)
+            doubt = self._open.setdefault(table.id, {})[block] = _Doubt(each, table.dim)
+            doubt.reopen()
 
-    def has(self, found: Iterable[UnprovedBlock]) -> bool:
-        """Tell whether all of these blocks are in doubt already."""
-        doubts = [self._known.get((each.table, each.begin // BLOCK_ROWS)) for each in found]
-        return all(doubt is not None and doubt.is_open for doubt in doubts)
+    def has(self, table: TableSpec, found: Iterable[UnprovedBlock]) -> bool:
+        """Tell whether all of these blocks of a table are in doubt already."""
+        known = self._open.get(table.id, {}) if table.id is not None else {}
+        return all(each.begin // BLOCK_ROWS in known for each in found)
 
     def sent(self, changed: Changed, marker: MarkerId) -> None:
         """Note rows of ``marker`` that are newer than the proof: a block with all rows new is as it was sent."""
-        for (table, block), doubt in self._known.items():
-            if table != changed.table.name or not doubt.is_open:
-                continue
-            rows = changed.ids - block * BLOCK_ROWS
-            rows = rows[(rows >= 0) & (rows < len(doubt.missing))]
-            if not len(rows):
-                continue
-            doubt.missing[rows, changed.col0 : changed.col0 + changed.weights.shape[1]] = False
-            doubt.is_open, doubt.by = bool(doubt.missing.any()), marker
+        table = changed.table.id
+        if table is None or not (known := self._open.get(table)):
+            return
+        for block in known.keys() & set(np.unique(changed.ids // BLOCK_ROWS).tolist()):
+            missing = known[block].missing
+            assert missing is not None
+            rows = changed.ids[changed.ids // BLOCK_ROWS == block] - block * BLOCK_ROWS
+            missing[rows, changed.col0 : changed.col0 + changed.weights.shape[1]] = False
+            known[block].by = marker
+            if not missing.any():
+                self._settle(table, block, marker)
 
-    def proved(self, proof: WeightProof) -> None:
-        """Settle blocks that a newer marker proves and that fit: call it before :meth:`add` for those that do not."""
-        for (table, block), doubt in self._known.items():
-            blocks, _ = proof.tables.get(table, (np.empty(0, np.int64), None))
-            if doubt.is_open and np.isin(block, blocks):
-                doubt.is_open, doubt.by = False, proof.marker
-
-    def loaded(self, stands_on: Callable[[MarkerId], bool]) -> None:
-        """All rows were loaded anew: what newer rows or a proof had settled is settled only where they are among them.
+    def proved(self, proof: WeightProof, *, is_load: bool) -> None:
+        """Settle all blocks that a marker proves: call :meth:`add` after it for those that do not fit.
 
         Args:
-            stands_on: Whether the marker that was loaded stands on another one.
+            proof: What the marker proves. All of these blocks were compared.
+            is_load: Whether all rows have just been loaded. If a block fits the very proof that it did not fit before,
+                log and store have it, the replica alone had not, and it is forgotten.
         """
-        for doubt in self._known.values():
-            if doubt.by is not None and not stands_on(doubt.by):
-                doubt.missing[:] = True
-                doubt.is_open, doubt.by = True, None
+        for table, name in self._names.items():
+            blocks, _ = proof.tables.get(name, (np.empty(0, np.int64), None))
+            for block in set(self._open.get(table, ())) & set(blocks.tolist()):
+                if is_load and self._open[table][block].named.proved == proof.marker:
+                    del self._open[table][block]
+                else:
+                    self._settle(table, block, proof.marker)
 
-    def keep(self, tables: Iterable[TableSpec]) -> None:
-        """The replica has these tables now; of others there is nothing to doubt."""
-        dims = {table.name: table.dim for table in tables}
-        for key in list(self._known):
-            if dims.get(key[0]) != self._known[key].missing.shape[1]:
-                del self._known[key]
+    def loaded(self, includes: Callable[[MarkerId], bool]) -> None:
+        """All rows were loaded anew: what newer rows or a proof have taken from a doubt holds only on their branch.
+
+        Args:
+            includes: Whether the rows of another marker are among those that were loaded.
+        """
+        for table, blocks in self._settled.items():
+            for block, doubt in list(blocks.items()):
+                if doubt.by is not None and not includes(doubt.by):
+                    self._open.setdefault(table, {})[block] = blocks.pop(block)
+                    doubt.reopen()
+        for doubt in (each for blocks in self._open.values() for each in blocks.values()):
+            if doubt.by is not None and not includes(doubt.by):
+                doubt.reopen()
+
+    def _settle(self, table: int, block: int, by: MarkerId) -> None:
+        doubt = self._settled.setdefault(table, {})[block] = self._open[table].pop(block)
+        doubt.missing, doubt.by = None, by
 
     @property
     def unproved(self) -> Unproved | None:
         """All doubted blocks; None if there are none."""
-        blocks = tuple(doubt.named for _, doubt in sorted(self._known.items()) if doubt.is_open)
-        if not blocks:
+        names = {table: name for table, name in self._names.items() if self._open.get(table)}
+        if not names:
             return None
-        return Unproved(len(blocks), blocks, tuple(sorted({each.table for each in blocks})))
+        blocks = [
+            replace(doubt.named, table=name)
+            for table, name in sorted(names.items(), key=lambda each: each[1])
+            for _, doubt in sorted(self._open[table].items())
+        ]
+        return Unproved(len(blocks), tuple(blocks), tuple(sorted(names.values())))
 
 
 IN_TABLES = (

@@ -1,4 +1,4 @@
-"""Tables of a replica as plain torch tensors, and a gate that lets no reader see half of an update."""
+"""Tables of a replica as plain torch tensors, of which no reader sees half of an update."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.follower.core import Follower
 from torchrec_stream_ckpt.follower.doubts import Doubts, proof_of, refusal
+from torchrec_stream_ckpt.follower.gate import Gate
 from torchrec_stream_ckpt.follower.source import UNREADABLE
 from torchrec_stream_ckpt.follower.stats import values_of
 from torchrec_stream_ckpt.follower.updates import Changed, Update, UpdateKind
@@ -61,43 +62,6 @@ class Served:
     @property
     def age_s(self) -> float:
         return max(0.0, time.time() - self.committed_s)
-
-
-class Gate:
-    """Many readers or one writer; a writer that waits goes before new readers."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._readers = 0
-        self._writers = 0
-        self._writing = False
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Not to be entered twice by one thread: a writer may wait in between."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._writers)
-            self._readers += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._readers -= 1
-                self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        with self._changed:
-            self._writers += 1
-            self._changed.wait_for(lambda: not self._readers and not self._writing)
-            self._writing = True
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._writing = False
-                self._writers -= 1
-                self._changed.notify_all()
 
 
 class FollowedTables:
@@ -214,11 +178,11 @@ class FollowedTables:
                     raise
 
     def _applies(self, update: Update) -> bool:
-        """Apply an update; returns False if its rows cannot be read, and the next one loads all rows."""
+        """Apply an update; returns False if its rows cannot be read, and the next one loads all rows of a marker."""
         try:
             self._apply(update)
         except UNREADABLE as error:
-            if update.kind is UpdateKind.LOAD:
+            if update.kind is UpdateKind.LOAD and not self._follower.passes(update.marker):
                 raise
             log.warning("an update broke off: %s", error.headline)
             return False
@@ -301,24 +265,29 @@ class FollowedTables:
     # Writing.
 
     def _apply(self, update: Update) -> None:
-        others = self._others(update.schema)
+        others, stats = self._others(update.schema), self._follower.stats
         with self._gate.writing(), torch.no_grad():
             self._half = "an update of this replica broke off half way"
             if others is not None:
                 self._tensors = others
                 self._planes = {name: Plane(tensor) for name, tensor in others.items()}
                 self._schema = update.schema
-                self._doubts.keep(table for _, table in update.schema.live)
+            self._doubts.keep(table for _, table in update.schema.live if table.name in self._planes)
             for changed in update.changes():
                 self._put(changed)
                 if update.kind is not UpdateKind.LOAD:  # whose rows may be older than the proof
                     self._doubts.sent(changed, update.marker)
             if update.kind is UpdateKind.LOAD:
-                self._doubts.loaded(update.stands_on)
+                self._doubts.loaded(update.includes)
+            found = stats.unproved
             self._check(update)
-            self._follower.stats.doubted = len(self._doubts)
+            stats.doubted = len(self._doubts)
             self._newest = update
             self._half = ""
+        doubted = self._doubts.unproved
+        if doubted is not None and (update.kind is UpdateKind.LOAD or stats.unproved > found):
+            what = "served as they are" if self._accept else "nothing is served"
+            log.error("%s: %s", what, refusal(doubted, update.marker).headline)
 
     def _check(self, update: Update) -> None:
         """Compare the weights that are held with what the marker proves of them.
@@ -339,18 +308,20 @@ class FollowedTables:
         blocks = tuple(block for _, unproved in differing for block in unproved.blocks)
         stats.unproved += len(blocks)
         # What a load has not brought either, another one does not bring.
-        if not (update.kind is UpdateKind.LOAD or self._accept or self._doubts.has(blocks)):
+        known = all(self._doubts.has(table, unproved.blocks) for table, unproved in differing)
+        if not (update.kind is UpdateKind.LOAD or self._accept or known):
+            for table, unproved in differing:  # the next load may be of a marker that proves others
+                self._doubts.add(table, unproved.blocks)
+            stats.doubted = len(self._doubts)
             error = refusal(Unproved(len(blocks), blocks, tuple(table.name for table, _ in differing)), update.marker)
             self._half = error.message
-            self._follower.load_anew(f"rows are not as marker {update.marker} proved them")
+            why = f"rows are not as marker {update.marker} proved them"
+            self._follower.load_anew(why, first=update.marker)
             raise error
-        self._doubts.proved(proof)
+        self._doubts.proved(proof, is_load=update.kind is UpdateKind.LOAD)
         for table, unproved in differing:
             self._doubts.add(table, unproved.blocks)
         stats.proofs += 1
-        if differing and (doubted := self._doubts.unproved) is not None:
-            what = "served as they are" if self._accept else "nothing is served"
-            log.error("%s: %s", what, refusal(doubted, update.marker).headline)
 
     def _compare(self, proof: WeightProof, table: TableSpec) -> Compared:
         """Compare the blocks of one table that are held whole."""

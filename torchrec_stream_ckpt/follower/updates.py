@@ -71,9 +71,8 @@ class Update:
     is_provisional: bool = False
     """(``rows`` mode) Whether after this update the tables hold rows that are newer than its marker: no marker had
     them when they were handed out."""
-    stands_on: Callable[[MarkerId], bool] = lambda marker: True
-    """(LOAD) Whether another marker is this one, or on the way to it; not so if the trainer has gone on from before it,
-    or it was given up."""
+    includes: Callable[[MarkerId], bool] = lambda marker: True
+    """(LOAD) Whether the rows of another marker are among these: it is this one, or on the way to it."""
 
     @property
     def marker(self) -> MarkerId:

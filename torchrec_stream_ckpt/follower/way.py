@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torchrec_stream_ckpt.errors import SchemaMismatchError
 from torchrec_stream_ckpt.follower.source import handed_out
 from torchrec_stream_ckpt.format.changed import in_words
@@ -27,6 +29,11 @@ def astray(lineage: Lineage, target: MarkerId, at: MarkerId, towards: MarkerId |
     if towards is not None and towards not in leading:
         return f"rows of marker {towards} may have been applied, and the trainer went on from an older one"
     return ""
+
+
+def includes(way: Iterable[MarkerId], marker: MarkerId) -> bool:
+    """Tell whether a marker is on a way (:meth:`Lineage.way`). Its COMMIT may be gone, as after a trim."""
+    return any(each.generation == marker.generation and marker <= each for each in way)
 
 
 def changed_tables(lineage: Lineage, at: MarkerId, held: Schema, target: MarkerId, *, may_change: bool) -> str:
