@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
-from tests.unit.test_pages import ROOT, check, kaggle, newest, numbers, page
+from tests.unit.test_pages import ROOT, check, check_sentences, kaggle, newest, numbers, page
 
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "papers").glob("*.md"))
 INCRCP = "docs/papers/incrcp.md"
@@ -91,6 +93,26 @@ def test_training_logs_are_the_same_bytes() -> None:
         (of_ranks,) = {tuple(each) for each in digests.values()}
         assert len(set(of_ranks)) == int(ranks[0])
     assert "the same bytes on 1, 2 and 4 ranks" in page("docs/papers/scr_exa.md")
+
+
+def test_what_checkpoints_add_over_ranks() -> None:
+    result, name = newest("tiers", "ranks"), "docs/papers/scr_exa.md"
+    one, two = (result.point(ranks) for ranks in ("1 rank", "2 ranks"))
+    longer = [1 / two.variants[way]["ratio"] for way in ("torch.save", "far", "near, far")]
+    steps, every = result.facts["steps"], result.facts["steps a checkpoint"]
+    bare = [point.median("none") / steps for point in (one, two)]
+    said: dict[str, Iterable[float]] = {
+        r"(\d+) steps of (\d+) ms on one rank and (\d+) on two": [steps, *(1e3 * each for each in bare)],
+        r"takes ([\d.]+) times as long as a run .* ours ([\d.]+) times with .* and ([\d.]+) with both": longer,
+        r"(\d+)% with a checkpoint every ([\d.]+) s on one rank, (\d+)% every ([\d.]+) s on two": [
+            100 * (1 / one.variants["near, far"]["ratio"] - 1),
+            bare[0] * every,
+            100 * (longer[-1] - 1),
+            bare[1] * every,
+        ],
+    }
+    check_sentences(name, said)
+    assert two.median("torch.save") < two.median("near, far")  # the page says so
 
 
 @pytest.mark.parametrize("name", PAGES)
