@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import cases, costs, goals, papers, scaleout, store
+from . import cases, costs, goals, papers, scale, scaleout, store
 from .results import Table
 
 TABLES: dict[str, Callable[..., Table]] = {
@@ -31,6 +31,8 @@ TABLES: dict[str, Callable[..., Table]] = {
     "overhead": costs.overhead,
     "points": cases.points,
     "results": cases.results,
+    "scale-check": scale.check,
+    "scale-clusters": scale.clusters,
     "scaleout": scaleout.workers,
     "scaleout-day": scaleout.day,
     "steps": costs.steps,

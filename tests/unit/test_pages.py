@@ -298,45 +298,6 @@ def test_plans_over_a_far_store() -> None:
     check_sentences("benchmarks/merge/README.md", said)
 
 
-SCALE = "benchmarks/scale/README.md"
-
-
-def test_how_far_the_model_of_scale_is_off() -> None:
-    jobs, rows = newest("scale").found["check"], rows_of(SCALE, "## How far it is off")
-    names = {
-        "bytes a step": ("step_bytes", 1e-6),
-        "step with streaming": ("step_s", 1e3),
-        "of which streaming added": ("added_s", 1e3),
-        "mark to COMMIT": ("marker_s", 1e3),
-        "restore, log": ("log_restore_s", 1e3),
-        "restore, store": ("store_restore_s", 1e3),
-        "restore, HEAD": ("head_restore_s", 1e3),
-    }
-    for first, (name, unit) in names.items():
-        found = [jobs[ranks][name] for ranks in ("1", "2", "4")]
-        values = [each for row in found for each in (unit * row["measured"], unit * row["predicted"], row["ratio"])]
-        check(numbers(*rows[first]), values)
-    told = [job[name]["ratio"] for job in jobs.values() for name, _ in names.values() if name != "added_s"]
-    near = [each for each in told if 0.75 <= each <= 1.25]
-    check_sentences(SCALE, {r"Within 25%: (\d+) of the (\d+) values above": [len(near), len(told)]})
-
-
-def test_what_the_model_says_of_8_and_of_1024_gpus() -> None:
-    filed, rows = newest("scale").found["scale"], rows_of(SCALE, "## 8 to 1024 GPUs")
-    for column, size in enumerate((filed[0], filed[-1])):
-        restore = size["restore"]
-        wanted: dict[str, Iterable[float]] = {
-            "step, a drain at every step / every 10": [100 * each for each in size["overhead"].values()],
-            "lost by a failure, mean, a marker every 10 / 30 / 120 s": size["loss_mean_s"].values(),
-            "restore: cold / cached / HEAD": [restore[name] for name in ("cold_s", "warm_s", "head_s")],
-            "restore from a log alone, a day old": [restore["log_s"] / 3600],
-        }
-        for first, values in wanted.items():
-            check(numbers(rows[first][column]), values)
-        (head,) = (cells for cells in rows.items() if not cells[0])
-        check(numbers(head[1][column]), [size["gpus"], size["table_bytes"] / 1e12])
-
-
 def test_what_the_page_on_evolving_says_of_times() -> None:
     result = newest("evolve")
     plain, first = result.point("restore").variants, result.point("to first marker").variants
