@@ -319,6 +319,23 @@ def test_what_the_page_on_evolving_says_of_times() -> None:
     check_sentences("docs/evolve.md", said)
 
 
+def test_what_the_performance_page_says_of_synthetic_runs() -> None:
+    result, ways = newest("thesis", "synthetic"), ("ours", "torch.save", "thesis")
+    one, two = (result.point(f"synthetic, {ranks}, every 1") for ranks in ("1 rank", "2 ranks"))
+    free = result.point("synthetic, 1 rank, every 1, without fsync")
+    said: dict[str, Iterable[float]] = {
+        r"on one rank takes ([\d.]+) s, by `torch.save` ([\d.]+), by the thesis ([\d.]*\d)": [
+            one.median(way) for way in ways
+        ],
+        r"without any checkpoint took ([\d.]+) and ([\d.]*\d)": [one.median(way) for way in ("none", "none again")],
+        r"ours is the slowest\*\*: ([\d.]+) s, `torch.save` ([\d.]+), the thesis ([\d.]*\d)": [
+            two.median(way) for way in ways
+        ],
+        r"fastest of the three on one rank \(([\d.]+), ([\d.]+), ([\d.]+) s\)": [free.median(way) for way in ways],
+    }
+    check_sentences("docs/performance.md", said)
+
+
 def test_what_the_restore_case_says_of_another_run_of_its_day() -> None:
     point = newest("restore").point("log, on 1")
     copies = [newest("limits", variant).point("limits").median("copy, 1 thread") for variant in ("evening", "")]
