@@ -162,6 +162,9 @@ def test_what_the_performance_page_says_in_words() -> None:
     assert sum(row["overhead"] > 0.01 for row in stretches) == 3  # the page says so
     wanted = {
         r"noise alone reaches ([\d.]+)% in one of three rounds": [100 * (again["ratio_max_until_all_is_sent"] - 1)],
+        r"two blocks without streaming differ by up to (\d+)% in single rounds": [
+            100 * (1 - newest("step_time", "2-ranks").found["variants"]["off again"]["ratio_min"])
+        ],
         r"Ours takes ([\d.]+) ms for 26.8 MB, gather \+ pickle ([\d.]*\d)": [
             gather.median("ours"),
             gather.median("pickle"),
