@@ -322,6 +322,35 @@ def test_what_the_page_on_evolving_says_of_times() -> None:
     check_sentences("docs/evolve.md", said)
 
 
+def test_how_far_the_model_of_scale_is_off_in_words() -> None:
+    result = newest("scale")
+    jobs, parts = result.found["check"], result.found["parts"]
+    off = {
+        name: {ranks: 1 / job[name]["ratio"] for ranks, job in jobs.items()}
+        for name in jobs["1"]
+        if isinstance(jobs["1"][name], dict)
+    }
+    names = [name for name in off if name != "added_s"]
+    near = [0.75 <= 1 / each <= 1.25 for name in names for each in off[name].values()]
+    said: dict[str, Iterable[float]] = {
+        r"not\*\*: (\d+) of the (\d+) values above are within 25%": [sum(near), len(near)],
+        r"\*restore, store\* takes ([\d.]+) to ([\d.]+) times as long": _ends(off["store_restore_s"].values()),
+        r"\*restore, log\* on 2 and 4 ranks ([\d.]+) to ([\d.]+) times": _ends(
+            off["log_restore_s"][each] for each in ("2", "4")
+        ),
+        r"frames of 1 MB: (\d+) MB/s. CRC-32C (\d+) GB/s, append ([\d.]+) GB/s, .* a megabyte ([\d.]+) ms": [
+            parts["broker_produce_megabytes_a_second"],
+            parts["crc32c_gigabytes_a_second"],
+            parts["append_gigabytes_a_second"],
+            parts["append_and_sync_a_megabyte_ms"],
+        ],
+    }
+    check_sentences("benchmarks/scale/README.md", said)
+    for ranks in ("2", "4"):
+        pattern = r"takes ([\d.]+) times as long as predicted on 2 ranks and on 4"
+        check_sentences("benchmarks/scale/README.md", {pattern: [off["marker_s"][ranks]]})
+
+
 def test_what_the_performance_page_says_of_synthetic_runs() -> None:
     result, ways = newest("thesis", "synthetic"), ("ours", "torch.save", "thesis")
     one, two = (result.point(f"synthetic, {ranks}, every 1") for ranks in ("1 rank", "2 ranks"))
