@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,13 @@ def no_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     monkeypatch.setattr(os, "fdatasync", lambda fd: None)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Executor]:
+    """Threads that read a store."""
+    with ThreadPoolExecutor(2) as threads:
+        yield threads
 
 
 @pytest.fixture(scope="session")

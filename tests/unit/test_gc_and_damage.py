@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -30,12 +30,6 @@ from torchrec_stream_ckpt.types import MarkerId
 
 NEWEST = MarkerId(1, 6)
 BASE = "-m00000006-from-root"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Executor]:
-    with ThreadPoolExecutor(2) as threads:
-        yield threads
 
 
 class Stepped(HeldObjects):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
 
@@ -23,12 +22,6 @@ from torchrec_stream_ckpt.materialize.rounds import PROBE_S
 from torchrec_stream_ckpt.store.api import KeepsTime
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.types import MarkerId
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Executor]:
-    with ThreadPoolExecutor(2) as threads:
-        yield threads
 
 
 def test_nothing_goes_before_the_grace_period_is_over(tmp_path: Path, pool: Executor) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 
 import pytest
@@ -48,12 +48,6 @@ class Crowded(Small):
     def delete(self, name: str) -> None:
         super().delete(name)
         self.free = 0
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Executor]:
-    with ThreadPoolExecutor(2) as threads:
-        yield threads
 
 
 def run(history: stores.History, small: Small, pool: Executor) -> GcPlan:

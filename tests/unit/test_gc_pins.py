@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
 
@@ -25,12 +25,6 @@ from torchrec_stream_ckpt.route.holdings import Holdings
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.pins import pin, unpin
 from torchrec_stream_ckpt.types import MarkerId
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Executor]:
-    with ThreadPoolExecutor(2) as threads:
-        yield threads
 
 
 def test_a_pinned_marker_stays_until_its_pin_is_gone(tmp_path: Path, pool: Executor) -> None:

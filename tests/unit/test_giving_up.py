@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,6 @@ from torchrec_stream_ckpt.types import MarkerId
 
 FIFTH = "g00000001-r00000-m00000005-p000.seg"
 BOTH = ("--give-up", "1:5", "--give-up", "1:6")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Executor]:
-    with ThreadPoolExecutor(2) as threads:
-        yield threads
 
 
 @pytest.fixture

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,12 +35,6 @@ from torchrec_stream_ckpt.types import MarkerId
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
 HOUR = 3600.0
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Executor]:
-    with ThreadPoolExecutor(2) as threads:
-        yield threads
 
 
 class Watched(HeldObjects):

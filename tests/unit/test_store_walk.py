@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
 
@@ -309,12 +309,6 @@ class Walk(History):
         claims = self.lineage.claims
         catalog = Catalog.load(self.held, self.lineage.job) if claims else None  # type: ignore[arg-type]
         return set(catalog.markers - catalog.dropped) if catalog is not None else set()
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Executor]:
-    with ThreadPoolExecutor(2) as threads:
-        yield threads
 
 
 def walks(root: Path, seed: int, pool: Executor, *, destroying: bool) -> int:

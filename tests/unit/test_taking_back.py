@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,6 @@ pytestmark = pytest.mark.usefixtures("no_syncs")
 
 POINTS = ("readings.taken_back",)
 READ = tuple(ReadUnit(FoldName(builders.JOB, MarkerId(1, marker), None).name, 7, 1) for marker in (1, 2, 3))
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Executor]:
-    with ThreadPoolExecutor(2) as threads:
-        yield threads
 
 
 @pytest.fixture
