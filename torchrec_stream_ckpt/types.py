@@ -68,6 +68,10 @@ class TableSpec:
     """Which table it is, below 2^53, whatever it is called later; None until a generation was claimed for it, and in
     logs of format version 1. Two specs are equal without it."""
 
+    def __hash__(self) -> int:
+        # Of the name alone: layouts are looked up by their table for each frame that is read.
+        return hash(self.name)
+
     @property
     def has_row_state(self) -> bool:
         """Whether some state holds one value a row, and so depends on the column split."""

@@ -30,7 +30,7 @@ def filled(weights: torch.Tensor, sums: torch.Tensor, rows: list[int]) -> tuple[
     return tuple(buffer.array[b : b + n].tobytes() for b, n in zip(begins, lengths, strict=True))
 
 
-@pytest.mark.parametrize("rows", [[], [49], [3, 0, 49, 7], list(range(ROWS))])
+@pytest.mark.parametrize("rows", [[], [49], [3, 0, 49, 7], [7, 8, 9], [1, 3, 2, 4], [4, 3], list(range(ROWS))])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("whole", [True, False], ids=["contiguous", "strided"])
 def test_small_and_large_frames_have_the_same_bytes(
@@ -49,8 +49,8 @@ def test_small_and_large_frames_have_the_same_bytes(
 
 
 @pytest.mark.parametrize("limit", [staging.SMALL, -1], ids=["small", "large"])
-@pytest.mark.parametrize("row", [-1, ROWS])
-def test_a_row_outside_the_shard_is_no_row_of_it(row: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [[0, -1], [0, ROWS], [-1, 0], [-2, -1], [ROWS - 1, ROWS], [ROWS, ROWS + 1]])
+def test_a_row_outside_the_shard_is_no_row_of_it(rows: list[int], limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "SMALL", limit)
     with pytest.raises(IndexError):
-        filled(torch.rand(ROWS, DIM), torch.rand(ROWS), [0, row])
+        filled(torch.rand(ROWS, DIM), torch.rand(ROWS), rows)

@@ -13,7 +13,7 @@ import torch
 from torchrec_stream_ckpt.adapter import LocalShard
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind
 from torchrec_stream_ckpt.format.ring import Bytes, FrameBuffer
-from torchrec_stream_ckpt.format.rows import RowLayout, Section
+from torchrec_stream_ckpt.format.rows import RowLayout, Section, largest
 
 SMALL = 1024
 """Rows of a frame up to which calls take longer than bytes."""
@@ -47,6 +47,7 @@ class RowStager:
         self._table = table
         self._identity = identity
         self._layout = RowLayout.of(shard.table, shard.cols)
+        self._row0 = np.array(shard.row0)  # of a Python number, numpy makes this anew each time
         self._views: dict[int, tuple[int, npt.NDArray[Any]]] = {}
 
     @property
@@ -127,9 +128,9 @@ class RowStager:
         picked, arrays = rows.numpy(), [self._view(*source) for source in enumerate(sources)]
         count, most = len(picked), len(arrays[0])
         # As unsigned numbers, negative rows are beyond every table. "clip" below would hide one.
-        if count and np.maximum.reduce(picked.view(np.uint64)) >= most:
+        if count and largest(picked.view(np.uint64)) >= most:
             raise IndexError(f"a row is outside [0, {most})")
-        np.add(picked, self._shard.row0, out=np.ndarray(count, np.int64, frame, HEADER_LEN))
+        np.add(picked, self._row0, np.ndarray(count, np.int64, frame, HEADER_LEN))
         for offset, array in zip(offsets[1:], arrays, strict=True):
             target = np.ndarray((count, *array.shape[1:]), array.dtype, frame, HEADER_LEN + offset)
             array.take(picked, 0, target, "clip")

@@ -49,7 +49,6 @@ class Kind(IntEnum):
     BASE = 23  # first in a control file that was cut: the offset of the record after it
 
 
-_KINDS = {int(kind): kind for kind in Kind}
 _SINCE = {Kind.IDS: 2, Kind.END: 2, Kind.NOTE: 2, Kind.SNAPSHOT: 2, Kind.BASE: 2}
 """The version from which on a kind exists; 1 for the others."""
 _OF_NEWEST = frozenset({Kind.HELLO, Kind.CLAIM, Kind.SERVE})
@@ -75,6 +74,12 @@ UNUSED_FIELDS: dict[Kind, tuple[str, ...]] = {
 }
 """Fields of the header that mean nothing in a kind, and are 0 there."""
 _WITH_TABLE = frozenset({Kind.ROWS, Kind.IDS})
+_KINDS = {
+    int(kind): (kind, _SINCE.get(kind, 1), UNUSED_FIELDS.get(kind, ()), kind in _WITH_TABLE, kind in _OF_NEWEST)
+    for kind in Kind
+}
+"""What the sets above say of a number: looked up once for each frame that is read, since an enum is slow to hash."""
+_NO_KIND = (None, 1, (), False, False)
 
 # Numbers are on disk: never changed, never reused.
 DTYPE_CODES = {
@@ -227,10 +232,9 @@ def parse_header(data: Buffer) -> Header:
         raise CorruptionError("header checksum does not match")
     generation, table, seq, step, marker, rows, col0, cols, schema_crc, dtypes, *tail = rest
     offsets, (payload_len, raw_len, payload_crc, chain, reserved) = tail[:8], tail[8:]
-    named = _KINDS.get(kind)
-    known = version >= 1 and header_len == HEADER_LEN and not flags and codec == CODEC_NONE and not reserved
-    known = known and (version <= VERSION or named in _OF_NEWEST)
-    if named is None or not known or version < _SINCE.get(named, 1):
+    named, since, unused, has_table, of_newest = _KINDS.get(kind, _NO_KIND)
+    known = version >= since and header_len == HEADER_LEN and not flags and codec == CODEC_NONE and not reserved
+    if named is None or not known or (version > VERSION and not of_newest):
         raise CorruptionError("header has an unknown version, kind, flag or codec")
     if count > MAX_SECTIONS or payload_len % ALIGNMENT or raw_len != payload_len:
         raise CorruptionError("header has impossible lengths")
@@ -259,17 +263,12 @@ def parse_header(data: Buffer) -> Header:
         version=version,
         header_crc=crc,
     )
-    _check_unused(header)
-    return header
-
-
-def _check_unused(header: Header) -> None:
-    """A field that a kind does not use has the one value that the format gives it."""
-    used = [name for name in UNUSED_FIELDS.get(header.kind, ()) if getattr(header, name)]
-    if header.table != NO_TABLE and header.kind not in _WITH_TABLE:
+    used = [name for name in unused if getattr(header, name)]
+    if table != NO_TABLE and not has_table:
         used.append("table")
     if used:
-        raise CorruptionError(f"the header of {header.kind.name} sets {', '.join(used)}: not a field of this kind")
+        raise CorruptionError(f"the header of {named.name} sets {', '.join(used)}: not a field of this kind")
+    return header
 
 
 def seal(header: Header, frame: bytearray | memoryview) -> None:
