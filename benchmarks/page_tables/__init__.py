@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import cases, costs, goals, papers, scale, scaleout, store
+from . import cases, costs, goals, papers, scale, scaleout, store, thesis
 from .results import Table
 
 TABLES: dict[str, Callable[..., Table]] = {
@@ -22,6 +22,7 @@ TABLES: dict[str, Callable[..., Table]] = {
     "figure-14a": papers.figure_14a,
     "figure-14b": papers.figure_14b,
     "figure-15": papers.figure_15,
+    "figure-15-times": papers.figure_15_times,
     "figure-17": papers.figure_17,
     "first-loads": store.first_loads,
     "four": costs.four,
@@ -37,6 +38,8 @@ TABLES: dict[str, Callable[..., Table]] = {
     "scaleout-day": scaleout.day,
     "steps": costs.steps,
     "store-goals": store.store_goals,
-    "thesis-recoveries": goals.recoveries,
-    "thesis-runs": goals.runs,
+    "thesis-recoveries": thesis.recoveries,
+    "thesis-runs": thesis.runs,
+    "thesis-size-recoveries": thesis.size_recoveries,
+    "thesis-sizes": thesis.sizes,
 }

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .results import Table, newest
+from .results import Table, code, newest, three
 
 
 def _figure(name: str) -> dict[str, Any]:
@@ -58,6 +58,22 @@ def figure_15(page: Path) -> Table:
     for name, row in _figure("15")["layouts"].items():
         read = [row["restored_of_naive"][marker] for marker in ("20", "50", "80", "100")]
         found.append([name, *_two([row["written_of_naive"], row["stored_of_naive"], *read])])
+    return found
+
+
+def figure_15_times(page: Path) -> Table:
+    """Whole restores, in the rounds of naive's."""
+    result = newest("recovery", "figure-15")
+    workloads = result.found["workloads"]
+    layouts = [(name, found["groups"]["new bases"]) for name, found in workloads.items()]
+    markers = list(layouts[0][1]["naive"]["warm"])
+    found = [[f"ms (of naive's time); {result.said(page)}", *(f"marker {marker}" for marker in markers)]]
+    for workload, schemes in layouts:
+        for state in ("warm", "cold"):
+            for scheme, row in schemes.items():
+                each = [row[state].get(marker) for marker in markers]
+                cells = [f"{three(x['whole_ms'])} ({1 / x['whole_naive_ratio']:.2f})" if x else "" for x in each]
+                found.append([f"{workload}, {state}: {code(scheme)}", *cells])
     return found
 
 

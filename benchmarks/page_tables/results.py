@@ -134,7 +134,7 @@ class Result:
     def said(self, page: Path) -> str:
         """Date, machine and load, for the head of a table; and whether more ran than a case that was just over."""
         load = "" if self.load is None else f", load {self.load:.1f}"
-        busy = self.load is not None and self.load > 2 * self.machine.get("cores", self.load)
+        busy = self.load is not None and self.load > 1.5 * self.machine.get("cores", self.load)
         idle = ": **a busy machine**" if busy else ": **not idle**" if "not idle" in self.facts else ""
         return f"{self.link(page, self.date)}, {self.cpu}{load}{idle}"
 

@@ -28,7 +28,8 @@ CASES = {
 """Those that file what ``common.Report`` makes of them."""
 
 POINTS = {
-    "encode": {"gather", "gather, speed", "small, write", "small, read", "large, write", "large, read"},
+    "encode": {"gather", "gather, speed"}
+    | {f"{size}, {way}" for size in ("small", "medium", "varying", "large") for way in ("write", "read")},
     "evolve": {"restore", "restore, cold", "to first marker"},
     "hooks": {"CPU time of a small step"},
     "limits": {"limits"},

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
-from page_tables import cases, costs, goals, results, store  # noqa: E402
+from page_tables import cases, costs, goals, results, store, thesis  # noqa: E402
 from page_tables.results import NotFiledError, Point, Result, newest  # noqa: E402
 from pages import lines, written  # noqa: E402
 
@@ -163,10 +163,10 @@ def test_a_run_that_was_not_measured_is_not_missed(filed: Any) -> None:
     for workload in ("criteo", "synthetic"):
         found = {"points": {f"{job}, every 1": point("s", none=1, thesis=3, ours=2)}, "goals": []}
         filed("thesis", f"2026-01-01_a-box_{workload}", found)
-    row = next(row for row in goals.runs(PAGE) if row[0] == f"{job}, 1")
+    row = next(row for row in thesis.runs(PAGE) if row[0] == f"{job}, 1")
     assert row[1:6] == ["1", "not measured", "3", "2 s (2-2)", "not measured"]
-    assert [row[:2] for row in goals.runs(PAGE)[2:3]] == [["criteo, 2 ranks", "not measured: no such point"]]
-    assert ["synthetic, 1 rank", "not measured: no such goal"] in [[row[0], row[3]] for row in goals.recoveries(PAGE)]
+    assert [row[:2] for row in thesis.runs(PAGE)[2:3]] == [["criteo, 2 ranks", "not measured: no such point"]]
+    assert ["synthetic, 1 rank", "not measured: no such goal"] in [[row[0], row[3]] for row in thesis.recoveries(PAGE)]
 
 
 def test_a_recovery_goal_of_another_form_is_not_dropped(filed: Any) -> None:
@@ -174,7 +174,7 @@ def test_a_recovery_goal_of_another_form_is_not_dropped(filed: Any) -> None:
         found = {"points": {}, "goals": [goal(f"{workload}, 1 rank, recovery, ours: torch.load / ours")]}
         filed("thesis", f"2026-01-01_a-box_{workload}", found)
     with pytest.raises(NotFiledError, match="no row has the goal 'criteo, 1 rank, recovery, ours"):
-        goals.recoveries(PAGE)
+        thesis.recoveries(PAGE)
 
 
 def test_a_restore_stands_beside_the_fastest_way_that_the_result_has() -> None:

@@ -1,0 +1,122 @@
+"""Whole runs and recoveries of the thesis' shapes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from .goals import OURS, check, wanted
+from .results import ALL, VERDICT, NotFiledError, Result, Table, code, is_filed, newest, three
+
+SIZES = {"sizes": ("synthetic-10k", "synthetic-25k", "synthetic-50k")}
+SIZES["kafka"] = ("synthetic-10k", "synthetic")
+"""The variant under which results are filed -> its jobs, on one rank."""
+SERVICE = "thesis, loading service"
+RECOVERED = ("torch.load + copy", "torch.load, mmap + copy", SERVICE)
+
+
+def runs(page: Path) -> Table:
+    """Its two jobs."""
+    return _runs(page, thesis())
+
+
+def sizes(page: Path) -> Table:
+    """Its smaller tables, and all of its synthetic ones over a broker."""
+    return _runs(page, _sized())
+
+
+def _runs(page: Path, jobs: Iterable[tuple[Result, str]]) -> Table:
+    head = [
+        "job, ranks, a checkpoint every so many epochs",
+        "none",
+        "`torch.save`",
+        "thesis",
+        "ours (range)",
+        "below both",
+    ]
+    head += ["added by `torch.save`, thesis, ours", "ours <= 10% of `torch.save`'s", "result"]
+    found = [head]
+    for result, job in jobs:
+        points = [point for point in result.points() if point.name.startswith(f"{job}, every ")]
+        if not points:
+            why = result.left_out.get(ALL, "no such point")
+            filed = result.link(page, result.path.stem[11:])
+            found.append([job, f"not measured: {why}", *[""] * (len(head) - 3), filed])
+        for point in points:
+            goals = [result.goal(f"{point.name}: {of} run / ours") for of in ("torch.save's", "the thesis'")]
+            less = [None if goal is None else goal["met"] for goal in goals]
+            share = result.goal(f"{point.name}: added, of what torch.save adds")
+            extra = result.facts.get(f"{point.name}: seconds added", {})
+            below = None if None in less else all(less)
+            cells = [
+                point.name.replace("every ", ""),
+                *(three(point.median(x)) if point.has(x) else "not measured" for x in ("none", "torch.save", "thesis")),
+            ]
+            cells += [
+                point.taken(OURS),
+                VERDICT[below],
+                ", ".join(three(extra[x]) if x in extra else "-" for x in ("torch.save", "thesis", OURS)),
+            ]
+            verdict = f"{share['found'].replace(' %', '%') or '-'}: {VERDICT[share['met']]}" if share else "-"
+            found.append([*cells, verdict, result.link(page, result.path.stem[11:])])
+    return found
+
+
+def recoveries(page: Path) -> Table:
+    """Those of the two jobs: one row a goal."""
+    found = [["recovery", "baselines", "goal", "found (range)", "", "result"]]
+    for result, job in thesis():
+        goals = [goal for goal in result.found.get("goals", ()) if goal["what"].startswith(f"{job}, recovery")]
+        if not goals:
+            why = result.left_out.get(ALL, "no such goal")
+            filed = result.link(page, result.path.stem[11:])
+            found.append([job, "-", "-", f"not measured: {why}", VERDICT[None], filed])
+        for goal in goals:
+            parts = re.fullmatch(rf"({job}, recovery.*?), ours, (\w+): (.*) / ours", goal["what"])
+            if not parts:
+                raise NotFiledError(f"{result.path.name}: no row has the goal '{goal['what']}'")
+            name, source, base = parts.groups()
+            point = result.point(name if result.has(name) else f"{name}, {'log' if source == 'log' else 'store'}")
+            what = f"{name.replace(', recovery', '')}: {source}"
+            rivals = [each for each in point.variants if not each.startswith((OURS, SERVICE))]
+            said = point.times(base, f"ours, {source}")
+            check(goal, said)
+            others = point.others(*rivals, unit=False)
+            others += f", {SERVICE} {point.taken(SERVICE)}" if SERVICE in point.variants else f" {point.unit}"
+            goal_text = f"{wanted(goal['wanted'])}, against {code(base)}"
+            found.append(
+                [what, others, goal_text, said, VERDICT[goal["met"]], result.link(page, result.path.stem[11:])]
+            )
+    return found
+
+
+def thesis() -> Iterator[tuple[Result, str]]:
+    """Each job on each number of ranks, from the newest result that is filed for it."""
+    for workload in ("criteo", "synthetic"):
+        for ranks in ("1 rank", "2 ranks"):
+            own = f"{workload}_{ranks.replace(' ', '-')}"
+            yield newest("thesis", own if is_filed("thesis", own) else workload), f"{workload}, {ranks}"
+            if is_filed("thesis", f"{own}_long"):
+                yield newest("thesis", f"{own}_long"), f"{workload}, {ranks}"
+
+
+def size_recoveries(page: Path) -> Table:
+    """Those of the smaller tables, in milliseconds."""
+    found = [["job", *map(code, RECOVERED), "ours: log", "store", "HEAD", "result"]]
+    for result, job in _sized():
+        for state in ("", ", cold"):
+            name = f"{job}, recovery{state}"
+            if not result.has(name):
+                raise NotFiledError(f"{result.path.name} has no point '{name}'")
+            point = result.point(name)
+            ways = (*RECOVERED, *(f"{OURS}, {source}" for source in ("log", "store", "HEAD")))
+            cells = [three(point.median(way)) if point.has(way) else "not measured" for way in ways]
+            found.append([job + state, *cells, result.link(page, result.path.stem[11:])])
+    return found
+
+
+def _sized() -> Iterator[tuple[Result, str]]:
+    for variant, jobs in SIZES.items():
+        for job in jobs:
+            yield newest("thesis", variant), f"{job}, 1 rank"
