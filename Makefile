@@ -130,8 +130,13 @@ docs: $(DOCS_STAMP) ## Build the documentation site into build/site; a broken li
 deploy-check: $(DEPLOY_STAMP) ## Check deploy/: kustomize, schemas of Kubernetes, systemd, promtool, hadolint
 	@bash scripts/check_deploy.sh $(DEPLOY_VENV)
 
-bench: $(STAMP) ## Run benchmarks/*/run.py (BENCH=NAME for one, BENCH_ARGS=...)
-	@failed=; begin=$$(date +%s); for script in benchmarks/$(BENCH)/run.py; do \
+# Programs of cases that have more than one: "make bench" runs them, too, and BENCH=dense/weak one of them alone.
+BENCH_MORE := dense/weak dense/pymm thesis/parts tiers/ranks recovery/figures
+BENCH_SCRIPTS = $(if $(findstring /,$(BENCH)),benchmarks/$(BENCH).py,benchmarks/$(BENCH)/run.py \
+  $(if $(filter *,$(BENCH)),$(BENCH_MORE:%=benchmarks/%.py)))
+
+bench: $(STAMP) ## Run all benchmarks (BENCH=NAME for one, BENCH_ARGS=...)
+	@failed=; begin=$$(date +%s); for script in $(BENCH_SCRIPTS); do \
 	  [ -f "$$script" ] || { echo "make bench: no $$script" >&2; exit 1; }; \
 	  echo "== $$script"; $(PY) "$$script" $(BENCH_ARGS) || failed="$$failed $$script"; \
 	  echo "== $$script: minutes so far: $$(( ($$(date +%s) - begin) / 60 ))"; \

@@ -4,8 +4,8 @@
 
 A result names the commit that it was measured at (``machine.commit``). If it names none, or one that this repository
 does not have (commits get other names when they are moved), the commit that filed it counts. ``commits`` is how many
-later ones changed the case itself or a part of the package that it measures. A result with none is as good as new; one
-with many may still be true, and nobody knows.
+later ones changed the case itself, what cases share, or a part of the package that it measures. A result with none is
+as good as new; one with many may still be true, and nobody knows. A commit with ``+`` had changes beside it.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "tracker": ("capture", "adapter"),
 }
 """Case -> what of the package stands in its figures."""
+_SHARED = ("common", "start", "allocator", "at_hand", "brokers", "cache", "data", "device", "holes", "job")
+"""Modules of this folder that cases are built of: jobs, clocks, caches. The others make pages and pictures."""
 
 
 class Filed(NamedTuple):
@@ -75,12 +77,14 @@ def results(cases: list[str]) -> Iterator[Filed]:
             continue
         found = json.loads(path.read_text())
         machine = found["machine"] if isinstance(found.get("machine"), dict) else {}
-        commit = _commit_of(path, machine.get("commit", "").rstrip("+"))
-        measured = [f"benchmarks/{case}/*.py", *(f"torchrec_stream_ckpt/{each}" for each in MEASURES[case])]
+        named = machine.get("commit", "")
+        commit = _commit_of(path, named.rstrip("+"))
+        measured = [f"benchmarks/{case}/*.py", *(f"benchmarks/{each}.py" for each in _SHARED)]
+        measured += [f"torchrec_stream_ckpt/{each}" for each in MEASURES[case]]
         since = _git("log", "--format=%h", f"{commit}..HEAD", "--", *measured).split()
         load = machine.get("load_average", found.get("load", found.get("load_average_before")))
         shown = "unknown" if load is None else f"{load:.1f}"
-        yield Filed(case, path.stem, path.stem[:10], commit, len(since), shown)
+        yield Filed(case, path.stem, path.stem[:10], commit + "+" * named.endswith("+"), len(since), shown)
 
 
 def _commit_of(path: Path, measured_at: str) -> str:

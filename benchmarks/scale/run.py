@@ -60,6 +60,7 @@ def measure_units(
         try:
             found["broker_produce_megabytes_a_second"] = broker_produce()
         except StreamCkptError as error:
+            found["not measured"] = {"broker_produce_megabytes_a_second": str(error)}
             print(f"broker: not measured: {error}", file=sys.stderr)
     samples = {}
     shapes = {name: (ranks, dataclasses.replace(shape, device=args.device)) for name, (ranks, shape) in shapes.items()}
@@ -137,6 +138,7 @@ def extrapolate(costs: UnitCosts) -> list[dict[str, Any]]:
 def main() -> None:
     args = parse(options(), ranks=[1], rounds=1)
     refuse_small_machine("scale", args, "probe jobs and those that are predicted", memory=6 << 30, disk=4 << 30)
+    refuse_small_machine("scale", args, "their HEADs in /dev/shm", disk=1 << 30, folder=Path("/dev/shm"))
     here = machine()
     with (
         tempfile.TemporaryDirectory(prefix="scale-", dir=os.environ.get("BENCH_DIR")) as scratch,

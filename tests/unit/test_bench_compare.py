@@ -1,0 +1,59 @@
+"""Two results of a case beside each other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+from compare import compared  # noqa: E402
+
+
+def result(case: str, ours: tuple[float, ...], ratio: tuple[float, ...]) -> dict[str, Any]:
+    row = {"median": ours[0], "min": ours[1], "max": ours[2], "ratio": ratio[0], "ratio_range": list(ratio[1:])}
+    base = {"median": 9.0, "min": 8.0, "max": 10.0, "ratio": 1.0, "ratio_range": [1.0, 1.0]}
+    lost = {"unavailable": "not installed"}
+    return {"case": case, "points": {"p": {"baseline": "base", "variants": {"base": base, "ours": row, "lost": lost}}}}
+
+
+def told(tmp_path: Path, *found: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    paths = [tmp_path / f"{number}.json" for number in range(len(found))]
+    for path, each in zip(paths, found, strict=True):
+        path.write_text(json.dumps(each))
+    command = [sys.executable, ROOT / "benchmarks" / "compare.py", *paths]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_ranges_meet_or_lie_apart() -> None:
+    old, new = result("c", (5.0, 4.0, 6.0), (1.5, 1.4, 1.6)), result("c", (7.0, 6.0, 8.0), (1.2, 1.1, 1.39))
+    found = {(each.what, each.kind): each.meet for each in compared(old, new)}
+    assert found == {("p: base", "time"): True, ("p: ours", "time"): True, ("p: ours", "ratio"): False}
+
+
+def test_it_says_how_many_meet(tmp_path: Path) -> None:
+    old, new = result("c", (5.0, 4.0, 6.0), (1.5, 1.4, 1.6)), result("c", (7.0, 6.5, 8.0), (1.2, 1.1, 1.4))
+    said = told(tmp_path, old, new)
+    assert said.returncode == 0, said.stderr
+    assert "ranges of ratios that meet: 1 of 1" in said.stdout
+    assert "ranges of times that meet: 1 of 2" in said.stdout
+
+
+@pytest.mark.parametrize(
+    ("old", "why"),
+    [
+        (result("other", (1.0, 1.0, 1.0), (1.0, 1.0, 1.0)), "0.json is of 'other', 1.json of 'c'"),
+        ({"case": "c", "not measured": "no memory"}, "has no points"),
+    ],
+)
+def test_what_cannot_be_compared_is_told(old: dict[str, Any], why: str, tmp_path: Path) -> None:
+    said = told(tmp_path, old, result("c", (1.0, 1.0, 1.0), (1.0, 1.0, 1.0)))
+    assert said.returncode != 0
+    assert why in said.stderr
+    assert "Traceback" not in said.stderr
