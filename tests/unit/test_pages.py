@@ -156,7 +156,6 @@ def test_what_the_performance_page_says_in_words() -> None:
     added = hooks["added by the hooks to a kernel's lookup and update, us (medians, fastest tenths)"]
     dense = newest("dense")
     durable = [dense.point(f"{size}, {ranks} ranks, durable") for size in ("100 MB", "600 MB") for ranks in (2, 4)]
-    criteo = newest("step_time", "criteo_1-rank").found["variants"]
     bound, older = newest("overhead"), newest("marker", "ours")
     two = newest("overhead", "2-ranks")
     stretches, of_two = (
@@ -172,12 +171,10 @@ def test_what_the_performance_page_says_in_words() -> None:
             gather.median("ours"),
             gather.median("pickle"),
         ],
-        r"They take ([\d.]+) us; the goal allows (\d+), where pickle takes (\d+)": [
-            small.median("ours"),
-            0.07 * small.median("pickle"),
-            small.median("pickle"),
+        r"Small ones take ([\d.]+) us, where pickle takes (\d+) and the goal allows (\d+);": [
+            part * small.median(name) for name, part in (("ours", 1), ("pickle", 1), ("pickle", 0.1))
         ],
-        r"alone takes 0.6 of our ([\d.]*\d)": [encode.point("large, read").median("ours") / 1e3],
+        r"copy and checksum alone take ([\d.]*\d)": [small.median("copy, CRC32C")],
         r"take us ([\d.]+) ms, TorchRec's tracker ([\d.]*\d)": [tracker.median("ours"), tracker.median("tracker")],
         r"512 MB take (\d+) ms where a raw append takes (\d+), both synced": [
             stream.point("file").median(name) for name in ("ours", "raw")
@@ -198,10 +195,6 @@ def test_what_the_performance_page_says_in_words() -> None:
         r"it has ([\d.]+) to ([\d.]+) times its speed \(the rows": _ends(
             point.variants["ours"]["ratio"] for point in durable
         ),
-        r"of which single rounds reach ([\d.]+)%. With a marker every 10 steps they took ([\d.]+)% longer": [
-            100 * (1 - criteo["off again"]["ratio_min"]),
-            100 * (criteo["marker every 10"]["ratio_median_until_all_is_sent"] - 1),
-        ],
         r"All together ([\d.]+)%: \*\*reached\*\* on one rank, at steps of (\d+) to (\d+) ms": [
             float(bound.found["goals"][0]["found"].split()[0]),
             *_ends(row["step ms"] for row in stretches),
@@ -386,12 +379,6 @@ def test_what_the_restore_case_says_of_another_run_of_its_day() -> None:
         r"one thread copied ([\d.]+) GB/s .* where it had copied ([\d.]+) GB/s": copies,
     }
     check_sentences("benchmarks/restore/README.md", said)
-
-
-def test_the_load_and_the_noise_of_criteo_on_one_rank() -> None:
-    load = newest("step_time", "criteo_1-rank").load
-    assert load is not None
-    check_sentences("docs/performance.md", {r"one rank began at a load average of ([\d.]+) on two cores": [load]})
 
 
 def test_what_the_store_says_in_words() -> None:
