@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import platform
 import random
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -168,7 +169,7 @@ def command_of(case: str, script: str = "run.py") -> str:
         if word != "--out" and not word.startswith("--out=") and not skip:
             words.append(word)
         skip = word == "--out"
-    return " ".join([f"python benchmarks/{case}/{script}", *words])
+    return f"python benchmarks/{case}/{script} {shlex.join(words)}".rstrip()
 
 
 @dataclass

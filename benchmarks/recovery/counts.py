@@ -22,7 +22,7 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[2] / part) for part in ("b
 
 import start  # noqa: E402, F401
 import numpy as np  # noqa: E402
-from common import at_least, machine  # noqa: E402
+from common import at_least, command_of, machine  # noqa: E402
 from lists import RATIO, Asked, Chunk, Filters, Lists  # noqa: E402
 from radix import Layout  # noqa: E402
 from workload import WORKLOADS, Ids, Workload, shaped  # noqa: E402
@@ -260,7 +260,7 @@ def main() -> None:
         "case": "recovery",
         "what": "rows, counted by their ids; nothing is timed",
         "date": time.strftime("%Y-%m-%d"),
-        "command": f"python benchmarks/recovery/counts.py {' '.join(sys.argv[1:])}".rstrip(),
+        "command": command_of("recovery", "counts.py"),
         "machine": machine(),
         "workloads": {},
     }

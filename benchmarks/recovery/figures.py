@@ -29,7 +29,7 @@ from typing import Any
 sys.path[1:1] = [str(Path(__file__).resolve().parents[2] / part) for part in ("benchmarks", "benchmarks/merge", "")]
 
 import start  # noqa: E402, F401
-from common import at_least, machine  # noqa: E402
+from common import at_least, command_of, machine  # noqa: E402
 from counts import ALL, Counted, differential, incrcp, naive, spans  # noqa: E402
 from lists import RATIO, Filters  # noqa: E402
 from workload import WORKLOADS, Workload  # noqa: E402
@@ -169,7 +169,7 @@ def main() -> None:
         "case": "recovery",
         "what": "rows and files, counted by the rows' ids; nothing is timed",
         "date": time.strftime("%Y-%m-%d"),
-        "command": f"python benchmarks/recovery/figures.py {' '.join(sys.argv[1:])}".rstrip(),
+        "command": command_of("recovery", "figures.py"),
         "machine": machine(),
         "part": QUICK_PART if args.quick else args.part,
         "figures": {},

@@ -30,7 +30,7 @@ import torch  # noqa: E402
 from baselines import Differential, DifferentialWithResets, Naive, NaiveByIndexCopy  # noqa: E402
 from cache import STATES, can_drop_caches  # noqa: E402
 from common import UnavailableError as Unavailable  # noqa: E402
-from common import at_least, check_memory, machine, parse, unmeasured  # noqa: E402
+from common import at_least, check_memory, command_of, machine, parse, unmeasured  # noqa: E402
 from death_index import compare  # noqa: E402
 from incrcp import IncrCp, IncrCpWithResets, resetting_every  # noqa: E402
 from measure import Make, Measured, Plan, run_group  # noqa: E402
@@ -98,7 +98,7 @@ def main() -> None:
     report: dict[str, Any] = {
         "case": "recovery",
         "date": time.strftime("%Y-%m-%d"),
-        "command": f"python benchmarks/recovery/run.py {' '.join(sys.argv[1:])}".rstrip(),
+        "command": command_of("recovery"),
         "machine": machine(),
         "load_average_before": start.LOAD,
         "rounds": {"warm": args.rounds, "cold": args.cold_rounds, "cold_by": args.cold_by},

@@ -214,6 +214,39 @@ def test_rows_that_the_store_reads_beside_incrcp() -> None:
     assert 12 < more["50"] < 17  # a seventh
 
 
+def test_small_rows_of_figure_15() -> None:
+    workloads = newest("recovery", "figure-15").found["workloads"]
+    groups = [workloads[name]["groups"]["new bases"] for name in ("deepfm", "pnn")]
+    default, chain, lists = "store, by default", "Check-N-Run", "IncrCP, base every N"
+
+    def whole(rows: dict[str, Any], name: str, state: str = "warm") -> float:
+        return 1 / float(rows[name][state]["100"]["whole_naive_ratio"])
+
+    def rest(rows: dict[str, Any], name: str) -> float:
+        times = rows[name]["warm"]["100"]
+        return float(times["whole_ms"] - times["delta_ms"])
+
+    def written(name: str) -> list[float]:
+        return sorted(rows[name]["written"][-1] / rows["naive"]["written"][-1] for rows in groups)
+
+    said = {
+        r"while files are in the page cache\*\*: ([\d.]+) times .* of `deepfm`, ([\d.]+) times of `pnn`": [
+            whole(rows, default) for rows in groups
+        ],
+        r"the rest takes (\d+) and (\d+) ms": [rest(rows, default) for rows in groups],
+        r"ms, where naive takes (\d+) and (\d+): it reads": [rest(rows, "naive") for rows in groups],
+        r"reads a base of (\d+) or (\d+) MB": [each["rows"] * each["row_bytes"] / 1e6 for each in workloads.values()],
+        r"where IncrCP writes ([\d.]+) to ([\d.]+) times and": written(lists),
+        r"and Check-N-Run ([\d.]+) to ([\d.]+) times. IncrCP": written(chain),
+    }
+    check_sentences("docs/papers/incrcp.md", said)
+    for rows in groups:
+        assert 0.15 < whole(rows, chain) < 0.25  # a fifth
+        assert 0.45 < 1 / rows[default]["warm"]["100"]["delta_naive_ratio"] < 0.55  # half
+        assert 0.9 < whole(rows, default, "cold") < 1.1
+    assert [round(each, 1) for each in written(default)] == [1.9, 1.9]
+
+
 def test_the_load_before_the_case_of_merging() -> None:
     load = newest("merge").load
     assert load is not None
