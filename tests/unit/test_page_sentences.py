@@ -247,6 +247,12 @@ def test_small_rows_of_figure_15() -> None:
     assert [round(each, 1) for each in written(default)] == [1.9, 1.9]
 
 
+def test_what_a_core_folds_beside_what_the_plan_counts_on() -> None:
+    costs = newest("scaleout").found["unit_costs"]
+    rates = [1e-6 / costs[name] for name in ("fold_s_per_byte", "merge_s_per_byte")]
+    check_sentences("docs/sizing.md", {r"where the filed result has (\d+) and (\d+) MB/s": rates})
+
+
 def test_the_load_before_the_case_of_merging() -> None:
     load = newest("merge").load
     assert load is not None
