@@ -109,6 +109,29 @@ def test_what_a_criteo_step_pays() -> None:
     check_sentences("docs/performance.md", said)
 
 
+def test_criteo_runs_of_sixty_epochs() -> None:
+    result = newest("thesis", "criteo")
+    assert "--epochs" not in result.found["command"]  # 60 by default
+    one, two = (f"criteo, {ranks}, every 1" for ranks in ("1 rank", "2 ranks"))
+    bare = result.point(one)
+
+    def added(point: str, *ways: str) -> list[float]:
+        return [result.facts[f"{point}: seconds added"][way] for way in ways]
+
+    said = {
+        r"differ by more \(([\d.]+) and ([\d.]+) s\) than": [bare.median(way) for way in ("none", "none again")],
+        r"ours adds, and `torch.save` adds ([\d.]+) s; on two": added(one, "torch.save"),
+        r"thesis add ([\d.]+) s each and `torch.save` ([\d.]+), which": added(two, "ours", "torch.save"),
+        r"thesis adds less there \(([\d.]+) against ([\d.]+) s\)": added(f"{two}, without fsync", "thesis", "ours"),
+    }
+    check_sentences("docs/performance.md", said)
+    noise = bare.median("none again") - bare.median("none")
+    assert all(
+        each < noise for every in (1, 2, 3) for each in added(f"criteo, 1 rank, every {every}", "thesis", "ours")
+    )
+    assert round(added(two, "thesis")[0], 1) == round(added(two, "ours")[0], 1)
+
+
 def test_a_restore_from_kafka_and_the_memory_of_its_day() -> None:
     restore = newest("restore")
     one, two = restore.point("kafka, on 1"), restore.point("kafka, on 2")
