@@ -30,6 +30,7 @@ NUMBER = re.compile(r"[\d.]+")
 _EASY = {"drain every 10": 1.035, "drain every step": 1.035, "marker every 10": 1.035}
 STEP_GOALS = {
     "thesis, 1 rank": {"drain every 10": 1.035, "drain every step": 1.06, "marker every 10": 1.06},
+    "thesis, 2 ranks": {"drain every 10": 1.035, "drain every step": 1.12, "marker every 10": 1.12},
     "criteo, 1 rank": _EASY,
     "criteo, 2 ranks": _EASY,
 }

@@ -81,6 +81,13 @@ def test_what_stands_beside_a_bound_that_is_held() -> None:
         r"two blocks without streaming differ by -([\d.]+) to ([\d.]+)%": more(two, "off again", "min", "max"),
         r"and ([\d.]+)% on one rank \(-([\d.]+) to ([\d.]+)%; \[steps": more(one, auto, "median", "min", "max"),
         r"far above that: (\d+) to (\d+)%": more(two, "drain every step", "min", "max"),
+        r"They take (\d+)% longer, and (\d+)% with a marker every 10": [
+            more(two, name, "median")[0] for name in ("drain every step", "marker every 10")
+        ],
+        r"sync of (\d+) MB a rank and step": [two["drain every step"]["megabytes_a_step"]],
+        r"adds ([\d.]+)%, a drain every 10 steps ([\d.]+)%": [
+            more(two, name, "median")[0] for name in (auto, "drain every 10")
+        ],
         r"more work, the rounds spread from (\d+) to (\d+)%": more(two, "marker every 10", "min", "max"),
     }
     check_sentences("docs/performance.md", said)
