@@ -130,8 +130,8 @@ docs: $(DOCS_STAMP) ## Build the documentation site into build/site; a broken li
 deploy-check: $(DEPLOY_STAMP) ## Check deploy/: kustomize, schemas of Kubernetes, systemd, promtool, hadolint
 	@bash scripts/check_deploy.sh $(DEPLOY_VENV)
 
-# Programs of cases that have more than one: "make bench" runs them, too, and BENCH=dense/weak one of them alone.
-BENCH_MORE := dense/weak dense/pymm thesis/parts tiers/ranks recovery/figures
+# What cases file by more than one program: "make bench" runs it all, BENCH=dense run.py alone, BENCH=dense/weak that one.
+BENCH_MORE := dense/weak dense/pymm thesis/parts tiers/ranks recovery/counts recovery/figures
 BENCH_SCRIPTS = $(if $(findstring /,$(BENCH)),benchmarks/$(BENCH).py,benchmarks/$(BENCH)/run.py \
   $(if $(filter *,$(BENCH)),$(BENCH_MORE:%=benchmarks/%.py)))
 

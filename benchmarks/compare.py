@@ -24,7 +24,7 @@ class Compared(NamedTuple):
 
     what: str
     kind: str
-    """``time`` or ``ratio``."""
+    """``ratio``, ``time``, or the unit of something else."""
     old: tuple[float, float, float]
     """Median, smallest and largest round."""
     new: tuple[float, float, float]
@@ -34,18 +34,26 @@ class Compared(NamedTuple):
         return self.old[1] <= self.new[2] and self.new[1] <= self.old[2]
 
 
-def compared(old: dict[str, Any], new: dict[str, Any]) -> Iterator[Compared]:
-    """Every variant of every point that both have."""
-    for name, point in new["points"].items():
-        before = old["points"].get(name, {"variants": {}})["variants"]
+def figures(result: dict[str, Any]) -> dict[tuple[str, str], tuple[float, float, float]]:
+    """(what, kind) -> median, smallest and largest round."""
+    found = {}
+    for name, point in result["points"].items():
+        base, unit = point.get("baseline"), point.get("unit", "s")
+        kind = "time" if unit in ("s", "ms", "us") else unit
         for variant, row in point["variants"].items():
-            rows = (before.get(variant, {}), row)
-            if all("median" in each for each in rows):
-                times = [(each["median"], each["min"], each["max"]) for each in rows]
-                yield Compared(f"{name}: {variant}", "time", *times)
-            if all("ratio" in each for each in rows) and variant != point.get("baseline"):
-                ratios = [(each["ratio"], *each["ratio_range"]) for each in rows]
-                yield Compared(f"{name}: {variant}", "ratio", *ratios)
+            if "median" in row:
+                found[f"{name}: {variant}, {unit}", kind] = (row["median"], row["min"], row["max"])
+            if "ratio" in row and variant != base:
+                found[f"{name}: {base} / {variant}", "ratio"] = (row["ratio"], *row["ratio_range"])
+    return found
+
+
+def compared(old: dict[str, Any], new: dict[str, Any]) -> Iterator[Compared]:
+    """Every figure that both have, of the same unit or against the same baseline."""
+    before, after = figures(old), figures(new)
+    for what, kind in after:
+        if (what, kind) in before:
+            yield Compared(what, kind, before[what, kind], after[what, kind])
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -75,12 +83,16 @@ def main() -> None:
     table = Table("figure", "", "old (range)", "new (range)", "new / old", "ranges", box=None)
     for each in rows:
         said = [f"{middle:.4g} ({least:.4g}-{most:.4g})" for middle, least, most in (each.old, each.new)]
-        table.add_row(each.what, each.kind, *said, f"{each.new[0] / each.old[0]:.2f}", "meet" if each.meet else "APART")
+        times = f"{each.new[0] / each.old[0]:.2f}" if each.old[0] else "-"
+        table.add_row(each.what, each.kind, *said, times, "meet" if each.meet else "APART")
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
-    for kind in ("ratio", "time"):
+    for kind in dict.fromkeys(each.kind for each in rows):
         of = [each.meet for each in rows if each.kind == kind]
-        console.print(f"ranges of {kind}s that meet: {sum(of)} of {len(of)}")
+        console.print(f"ranges that meet, {kind}: {sum(of)} of {len(of)}")
+    for path, (own, other) in ((args.old, (old, new)), (args.new, (new, old))):
+        if alone := sorted({what for what, _ in figures(own).keys() - figures(other).keys()}):
+            console.print(f"in {path.name} alone: {'; '.join(alone)}")
 
 
 if __name__ == "__main__":

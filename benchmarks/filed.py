@@ -53,6 +53,8 @@ MEASURES: dict[str, tuple[str, ...]] = {
 """Case -> what of the package stands in its figures."""
 _SHARED = ("common", "start", "allocator", "at_hand", "brokers", "cache", "data", "device", "holes", "job")
 """Modules of this folder that cases are built of: jobs, clocks, caches. The others make pages and pictures."""
+_BESIDE = {"merge": "recovery", "recovery": "merge"}
+"""Cases that are built of parts of another one."""
 
 
 class Filed(NamedTuple):
@@ -79,12 +81,14 @@ def results(cases: list[str]) -> Iterator[Filed]:
         machine = found["machine"] if isinstance(found.get("machine"), dict) else {}
         named = machine.get("commit", "")
         commit = _commit_of(path, named.rstrip("+"))
-        measured = [f"benchmarks/{case}/*.py", *(f"benchmarks/{each}.py" for each in _SHARED)]
+        measured = [f"benchmarks/{each}/*.py" for each in (case, _BESIDE.get(case)) if each]
+        measured += [f"benchmarks/{each}.py" for each in _SHARED]
         measured += [f"torchrec_stream_ckpt/{each}" for each in MEASURES[case]]
         since = _git("log", "--format=%h", f"{commit}..HEAD", "--", *measured).split()
         load = machine.get("load_average", found.get("load", found.get("load_average_before")))
         shown = "unknown" if load is None else f"{load:.1f}"
-        yield Filed(case, path.stem, path.stem[:10], commit + "+" * named.endswith("+"), len(since), shown)
+        dirty = "+" * (named == f"{commit}+")
+        yield Filed(case, path.stem, path.stem[:10], commit + dirty, len(since), shown)
 
 
 def _commit_of(path: Path, measured_at: str) -> str:

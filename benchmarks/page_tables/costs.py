@@ -156,8 +156,8 @@ def four(page: Path) -> Table:
     return [
         ["", "good", "less good"],
         [
-            "a step, a marker every 10",
-            f"{_short(one['marker every 10'])} times as long, one rank (noise {noise:.2f})",
+            "a step",
+            f"{_short(one['marker every 10'])} times as long with a marker every 10, one rank (noise {noise:.2f})",
             f"{_short(two[worst])} on two ranks, no core free, {STEPS[worst]}",
         ],
         [

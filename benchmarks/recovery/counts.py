@@ -254,7 +254,10 @@ def main() -> None:
     parser.add_argument("--batch", type=at_least(1), help="samples a step")
     parser.add_argument("--ratios", type=float, nargs="*", default=list(RATIOS), help="R of IncrCP; 0.02 always is one")
     parser.add_argument("--out", type=Path, help="file the result as JSON")
+    parser.add_argument("--quick", action="store_true", help="small sizes, seconds: no figure means anything then")
     args = parser.parse_args()
+    if args.quick:
+        args.rows, args.markers, args.batch = args.rows or 30_000, args.markers or 16, args.batch or 64
     ratios = sorted({RATIO, *args.ratios})
     report: dict[str, Any] = {
         "case": "recovery",

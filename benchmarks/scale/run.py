@@ -138,7 +138,8 @@ def extrapolate(costs: UnitCosts) -> list[dict[str, Any]]:
 def main() -> None:
     args = parse(options(), ranks=[1], rounds=1)
     refuse_small_machine("scale", args, "probe jobs and those that are predicted", memory=6 << 30, disk=4 << 30)
-    refuse_small_machine("scale", args, "their HEADs in /dev/shm", disk=1 << 30, folder=Path("/dev/shm"))
+    shared = 1 << (25 if args.quick else 30)
+    refuse_small_machine("scale", args, "their HEADs in /dev/shm", disk=shared, folder=Path("/dev/shm"))
     here = machine()
     with (
         tempfile.TemporaryDirectory(prefix="scale-", dir=os.environ.get("BENCH_DIR")) as scratch,
@@ -179,7 +180,7 @@ def show(report: dict[str, Any]) -> None:
     for name, value in report["unit_costs"].items():
         print(f"  {name:28}{value:12.3g}")
     for name, value in report["parts"].items():
-        if name != "probes":
+        if value is None or isinstance(value, float):
             print(f"  {name:40}{'not measured' if value is None else f'{value:.2f}'}")
     print(f"{'ranks':>6} {'value':18}{'measured':>12}{'predicted':>12}{'ratio':>8}")
     for ranks, rows in report["check"].items():

@@ -281,7 +281,7 @@ def measure_all(args: argparse.Namespace, report: Report, bootstrap: str) -> Non
         # A run's chunks and a run's log lie side by side; a broker deletes those of the runs before a minute late.
         runs = (4 if bootstrap else 2) * args.epochs
         check_disk((1 << 28) + (8 + runs) * table_bytes, f"{workload}: two runs of {args.epochs} checkpoints")
-        check_disk((1 << 28) + 2 * table_bytes, f"{workload}: its HEAD in /dev/shm", Path("/dev/shm"))
+        check_disk((1 << 24) + 2 * table_bytes, f"{workload}: its HEAD in /dev/shm", Path("/dev/shm"))
         for ranks in args.ranks:
             fsync = tuple(args.fsync)
             setting = Setting(workload, args.rounds, args.epochs, args.ids, args.quick, fsync, bootstrap)

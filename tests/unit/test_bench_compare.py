@@ -34,15 +34,26 @@ def told(tmp_path: Path, *found: dict[str, Any]) -> subprocess.CompletedProcess[
 def test_ranges_meet_or_lie_apart() -> None:
     old, new = result("c", (5.0, 4.0, 6.0), (1.5, 1.4, 1.6)), result("c", (7.0, 6.0, 8.0), (1.2, 1.1, 1.39))
     found = {(each.what, each.kind): each.meet for each in compared(old, new)}
-    assert found == {("p: base", "time"): True, ("p: ours", "time"): True, ("p: ours", "ratio"): False}
+    assert found == {("p: base, s", "time"): True, ("p: ours, s", "time"): True, ("p: base / ours", "ratio"): False}
+
+
+def test_a_speed_is_no_time_and_another_baseline_no_ratio_of_the_same_kind(tmp_path: Path) -> None:
+    old, new = result("c", (5.0, 4.0, 6.0), (1.5, 1.4, 1.6)), result("c", (0.0, 0.0, 0.0), (1.5, 1.4, 1.6))
+    new["points"]["p"] |= {"unit": "GB/s", "baseline": "lost"}
+    assert list(compared(old, new)) == []
+    old["points"]["p"] |= {"unit": "GB/s", "baseline": "lost"}
+    assert {each.kind for each in compared(old, new)} == {"GB/s", "ratio"}
+    said = told(tmp_path, new, result("c", (0.0, 0.0, 0.0), (1.5, 1.4, 1.6)))
+    assert said.returncode == 0, said.stderr
+    assert "in 0.json alone: p: base, GB/s" in said.stdout
 
 
 def test_it_says_how_many_meet(tmp_path: Path) -> None:
     old, new = result("c", (5.0, 4.0, 6.0), (1.5, 1.4, 1.6)), result("c", (7.0, 6.5, 8.0), (1.2, 1.1, 1.4))
     said = told(tmp_path, old, new)
     assert said.returncode == 0, said.stderr
-    assert "ranges of ratios that meet: 1 of 1" in said.stdout
-    assert "ranges of times that meet: 1 of 2" in said.stdout
+    assert "ranges that meet, ratio: 1 of 1" in said.stdout
+    assert "ranges that meet, time: 1 of 2" in said.stdout
 
 
 @pytest.mark.parametrize(

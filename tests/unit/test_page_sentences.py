@@ -44,8 +44,8 @@ def test_first_loads_of_fresh_processes() -> None:
     default = [share("new bases", state, "store, by default") for state in ("warm", "cold")]
     bare = [share("one base", state, "store") for state in ("warm", "cold")]
     said = {
-        r"is ([\d.]+) times `torch.load` \+ copy warm, in ranges that overlap, and ([\d.]+) times cold": default,
-        r"slower than it in both: ([\d.]+) and ([\d.]+) times": bare,
+        r"([\d.]+) times as long as `torch.load` \+ copy warm, in ranges that overlap, and ([\d.]+) times": default,
+        r"takes longer than it in both: ([\d.]+) and ([\d.]+) times": bare,
     }
     check_sentences("docs/store.md", said)
     warm = first["new bases"]["warm"]
@@ -80,6 +80,7 @@ def test_what_stands_beside_a_bound_that_is_held() -> None:
         r"adds ([\d.]+)% on two ranks of two cores \(([\d.]+) to ([\d.]+)%": more(two, auto, "median", "min", "max"),
         r"two blocks without streaming differ by -([\d.]+) to ([\d.]+)%": more(two, "off again", "min", "max"),
         r"and ([\d.]+)% on one rank \(-([\d.]+) to ([\d.]+)%; \[steps": more(one, auto, "median", "min", "max"),
+        r"by its median; single rounds go from ([\d.]+) to ([\d.]+)%": more(one, "marker every 10", "min", "max"),
         r"far above that: (\d+) to (\d+)%": more(two, "drain every step", "min", "max"),
         r"They take (\d+)% longer, and (\d+)% with a marker every 10": [
             more(two, name, "median")[0] for name in ("drain every step", "marker every 10")
@@ -91,7 +92,6 @@ def test_what_stands_beside_a_bound_that_is_held() -> None:
         r"more work, the rounds spread from (\d+) to (\d+)%": more(two, "marker every 10", "min", "max"),
     }
     check_sentences("docs/performance.md", said)
-    assert one["marker every 10"][key.format("min")] > 1.02
     assert one["marker every 10, no proof"][key.format("median")] > one["marker every 10"][key.format("median")]
 
 
@@ -125,11 +125,15 @@ def test_criteo_runs_of_sixty_epochs() -> None:
     def added(point: str, *ways: str) -> list[float]:
         return [result.facts[f"{point}: seconds added"][way] for way in ways]
 
+    third, unsynced = two.replace("every 1", "every 3"), f"{two}, without fsync"
     said = {
-        r"differ by more \(([\d.]+) and ([\d.]+) s\) than": [bare.median(way) for way in ("none", "none again")],
-        r"ours adds, and `torch.save` adds ([\d.]+) s; on two": added(one, "torch.save"),
-        r"thesis add ([\d.]+) s each and `torch.save` ([\d.]+), which": added(two, "ours", "torch.save"),
-        r"thesis adds less there \(([\d.]+) against ([\d.]+) s\)": added(f"{two}, without fsync", "thesis", "ours"),
+        r"two runs without checkpoints took ([\d.]+) and ([\d.]+) s": [bare.median(x) for x in ("none", "none again")],
+        r"that difference; `torch.save` adds ([\d.]+) s": added(one, "torch.save"),
+        r"thesis add ([\d.]+) s each, a quarter and not a tenth of what `torch.save` adds \(([\d.]+)\)": added(
+            two, "ours", "torch.save"
+        ),
+        r"every third epoch ours adds ([\d.]+) s and the thesis ([\d.]+);": added(third, "ours", "thesis"),
+        r"anybody's fsync ([\d.]+) and ([\d.]+) s. Verdicts": added(unsynced, "ours", "thesis"),
     }
     check_sentences("docs/performance.md", said)
     noise = bare.median("none again") - bare.median("none")
@@ -172,8 +176,15 @@ def test_what_serializing_takes() -> None:
         return 100 * encode.point(f"large, {way}").ratios(limit, "ours")[0]
 
     read, sizes = encode.point("large, read"), ("small", "medium", "varying")
+    gather = encode.point("gather").variants
+    rounds = [a / b for a, b in zip(gather["pickle"]["rounds"], gather["ours"]["rounds"], strict=True)]
     said = {
-        r"ratios of its rounds go from ([\d.]+) to ([\d.]+);": encode.point("gather").ratios("pickle", "ours")[1:],
+        r"single rounds go from ([\d.]+) to ([\d.]+), but for the first one, which has ([\d.]+)": [
+            *(sorted(rounds)[end] for end in (0, -2)),
+            rounds[0],
+        ],
+        r"Large layers save ([\d.]+)% of": less("large", "write"),
+        r"ms; ([\d.]+)% less than pickle": less("large", "read"),
         r"reached for small layers: ([\d.]+)% less than pickle, ([\d.]+)% for medium ones and ([\d.]+)% for varying": [
             value for size in sizes for value in less(size, "read")
         ],
@@ -192,6 +203,12 @@ def test_a_load_beside_a_restore() -> None:
         point = newest("restore").point(f"{source}, on {ranks}{state}")
         return paired(point, f"StreamReader, {source}", f"ours, {source}")
 
+    def ends(source: str, state: str) -> list[float]:
+        rows = newest("restore").point(f"{source}, on 1{state}").variants
+        names = (f"StreamReader, {source}", f"ours, {source}")
+        each = [a / b for a, b in zip(*(rows[name]["rounds"] for name in names), strict=True)]
+        return [min(each), max(each)]
+
     said = {
         r"takes ([\d.]+) times as long as `restore\(\)` of the same marker from the log": [share("log", 2)],
         r"and ([\d.]+) times from the store; cold ([\d.]+) and ([\d.]+) times": [
@@ -199,9 +216,10 @@ def test_a_load_beside_a_restore() -> None:
             share("log", 2, ", cold"),
             share("store", 2, ", cold"),
         ],
-        r"from the store, ([\d.]+) times, and cold from the log, ([\d.]+) times": [
-            share("store", 1),
+        r"took ([\d.]+) times as long from the store \(([\d.]+) to ([\d.]+)\)": [share("store", 1), *ends("store", "")],
+        r"cold from the log ([\d.]+) times in three pairs that show nothing \(([\d.]+) to ([\d.]+)\)": [
             share("log", 1, ", cold"),
+            *ends("log", ", cold"),
         ],
     }
     check_sentences("docs/read.md", said)
@@ -249,32 +267,46 @@ def test_small_rows_of_figure_15() -> None:
     groups = [workloads[name]["groups"]["new bases"] for name in ("deepfm", "pnn")]
     default, chain, lists = "store, by default", "Check-N-Run", "IncrCP, base every N"
 
-    def whole(rows: dict[str, Any], name: str, state: str = "warm") -> float:
-        return 1 / float(rows[name][state]["100"]["whole_naive_ratio"])
+    def whole(name: str, marker: str = "100", state: str = "warm") -> list[float]:
+        return [1 / float(rows[name][state][marker]["whole_naive_ratio"]) for rows in groups]
 
-    def rest(rows: dict[str, Any], name: str) -> float:
-        times = rows[name]["warm"]["100"]
-        return float(times["whole_ms"] - times["delta_ms"])
+    def rest(name: str) -> list[float]:
+        return [each["whole_ms"] - each["delta_ms"] for each in (rows[name]["warm"]["100"] for rows in groups)]
 
     def written(name: str) -> list[float]:
         return sorted(rows[name]["written"][-1] / rows["naive"]["written"][-1] for rows in groups)
 
+    def base(name: str) -> list[int]:
+        return [rows[name]["reads"]["100"]["base_bytes"] for rows in groups]
+
+    goal = "newest marker, warm: store, by default / torch.load + copy"
+    newest_marker = [
+        float(each["found"].split()[0])
+        for found in workloads.values()
+        for each in found["goals"]
+        if each["what"] == goal
+    ]
     said = {
-        r"while files are in the page cache\*\*: ([\d.]+) times .* of `deepfm`, ([\d.]+) times of `pnn`": [
-            whole(rows, default) for rows in groups
+        r"takes ([\d.]+) times naive's time for `deepfm` and ([\d.]+) times for `pnn`": whole(default),
+        r"At marker 20 it takes ([\d.]+) and ([\d.]+) times": whole(default, "20"),
+        r"newest marker takes ([\d.]+) and ([\d.]+) times as long as `torch.load`": newest_marker,
+        r"Cold it takes ([\d.]+) and ([\d.]+) times naive's time": whole(default, "100", "cold"),
+        r"The rest of a restore takes (\d+) and (\d+) ms": rest(default),
+        r"Naive needs (\d+) and (\d+). The store": rest("naive"),
+        r"which is (\d+) and (\d+)% larger": [
+            100 * (own / other - 1) for own, other in zip(base(default), base("naive"), strict=True)
         ],
-        r"the rest takes (\d+) and (\d+) ms": [rest(rows, default) for rows in groups],
-        r"ms, where naive takes (\d+) and (\d+): it reads": [rest(rows, "naive") for rows in groups],
-        r"reads a base of (\d+) or (\d+) MB": [each["rows"] * each["row_bytes"] / 1e6 for each in workloads.values()],
-        r"where IncrCP writes ([\d.]+) to ([\d.]+) times and": written(lists),
-        r"and Check-N-Run ([\d.]+) to ([\d.]+) times. IncrCP": written(chain),
+        r"IncrCP writes ([\d.]+) to ([\d.]+) times, Check": written(lists),
+        r"Check-N-Run ([\d.]+) to ([\d.]+) times. Warm": written(chain),
     }
     check_sentences("docs/papers/incrcp.md", said)
-    for rows in groups:
-        assert 0.15 < whole(rows, chain) < 0.25  # a fifth
-        assert 0.45 < 1 / rows[default]["warm"]["100"]["delta_naive_ratio"] < 0.55  # half
-        assert 0.9 < whole(rows, default, "cold") < 1.1
+    assert all(0.15 < each < 0.25 for each in whole(chain))  # a fifth
     assert [round(each, 1) for each in written(default)] == [1.9, 1.9]
+    assert {round(each, 1) for each in whole(default, "20", "cold")} == {1.3}
+    assert max(whole(lists)) < 1 < min(whole(lists, "20") + whole(lists, "80"))
+    for rows in groups:
+        assert 0.45 < 1 / rows[default]["warm"]["100"]["delta_naive_ratio"] < 0.55  # half
+        assert rows[default]["warm"]["20"]["delta_naive_ratio"] < 1
 
 
 def test_what_a_core_folds_beside_what_the_plan_counts_on() -> None:

@@ -66,7 +66,7 @@ def test_times_of_a_dense_state(row: str, ends: str) -> None:
 
 def test_what_the_thesis_page_repeats() -> None:
     found, encode = table("docs/papers/thesis.md"), newest("encode")
-    sizes = ("small", "medium", "varying")
+    sizes = ("small", "medium", "varying", "large")
     less = {
         way: [100 * (1 - 1 / encode.point(f"{size}, {way}").variants["ours"]["ratio"]) for size in sizes]
         for way in ("write", "read")
