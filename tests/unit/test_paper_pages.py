@@ -101,6 +101,30 @@ def test_what_the_thesis_page_repeats() -> None:
     check_sentences("docs/papers/thesis.md", said)
 
 
+def test_what_runs_and_recoveries_of_smaller_tables_take() -> None:
+    result, small = newest("thesis", "sizes"), newest("thesis", "sizes").point("synthetic-10k, 1 rank, recovery")
+    runs = [point for point in result.points() if ", every " in point.name]
+    bare = [(point.median("none"), point.median("none again")) for point in runs]
+    assert max(abs(one - other) for one, other in bare) < 0.2
+    ways = ("torch.save", "thesis", "ours")
+    more = (point.median(way) - sum(pair) / 2 for point, pair in zip(runs, bare, strict=True) for way in ways)
+    assert max(map(abs, more)) < 0.6
+    own = [small.median(f"ours, {source}") for source in ("log", "store", "HEAD")]
+    said = {
+        r"smallest ones (\d+) to (\d+) ms warm": [min(own), max(own)],
+        r"`torch.load` and a copy takes (\d+) and the thesis' service (\d+)\.": [
+            small.median("torch.load + copy"),
+            small.median("thesis, loading service"),
+        ],
+    }
+    check_sentences("docs/papers/thesis.md", said)
+    for point in (point for point in result.points() if "recovery" in point.name and "cold" not in point.name):
+        others = [
+            point.median(way) for way in ("torch.load + copy", "torch.load, mmap + copy", "thesis, loading service")
+        ]
+        assert max(others) < min(point.median(f"ours, {source}") for source in ("log", "store", "HEAD"))
+
+
 def test_training_logs_are_the_same_bytes() -> None:
     facts = newest("tiers", "training-logs").facts
     for ranks in ("1 rank", "2 ranks", "4 ranks"):
