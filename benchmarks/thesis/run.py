@@ -97,7 +97,9 @@ class Runs:
         self._own.mkdir(exist_ok=True)
         self._state = State.of(self.job)
         self._mine = [number for number in range(len(shape.rows)) if number % world == rank]
-        topic = (setting.bootstrap, f"thesis-{rank}") if setting.bootstrap else None
+        self._name = f"{setting.workload}-{world}"
+        """Of this job's topics: a broker meets all of them."""
+        topic = (setting.bootstrap, f"thesis-{self._name}-{rank}") if setting.bootstrap else None
         self._pipeline = Pipeline(list(self._state.tables.values()), self._state.rest, self._own, topic)
         self._runs = 0
         self._broker_syncs: bool | None = None
@@ -181,7 +183,7 @@ class Runs:
             from confluent_kafka.admin import AdminClient
 
             admin = AdminClient({"bootstrap.servers": self.setting.bootstrap})
-            mine = re.compile(rf"run-{self._runs}(?!\d)")
+            mine = re.compile(rf"{self._name}-run-{self._runs}(?!\d)")
             old = [topic for topic in admin.list_topics().topics if mine.match(topic)]
             for deleted in admin.delete_topics(old).values():
                 deleted.result(60)
@@ -190,7 +192,7 @@ class Runs:
     def uri(self) -> str:
         """Of the log of the newest run of ours."""
         bootstrap = self.setting.bootstrap
-        return f"kafka://{bootstrap}/run-{self._runs}" if bootstrap else f"file://{self.shared}/log"
+        return f"kafka://{bootstrap}/{self._name}-run-{self._runs}" if bootstrap else f"file://{self.shared}/log"
 
 
 def name(variant: str, every: int, fsync: bool = True) -> str:
