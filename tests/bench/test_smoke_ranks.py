@@ -135,8 +135,10 @@ def test_whole_runs_and_recoveries(workload: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.kafka
-def test_whole_runs_over_a_broker_on_two_ranks(tmp_path: Path) -> None:
-    report = run("thesis/run.py", "--quick --log kafka --workload synthetic-10k --ranks 2", tmp_path)
+def test_whole_runs_of_several_jobs_over_one_broker(tmp_path: Path) -> None:
+    jobs = "--workload synthetic-10k synthetic-25k --ranks 1 2"
+    report = run("thesis/run.py", f"--quick --log kafka {jobs} --fsync with", tmp_path)
+    assert len(report["points"]) == 4 * 5
     assert all("rounds" in row for rows in report["points"].values() for row in rows["variants"].values())
 
 

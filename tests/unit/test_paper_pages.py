@@ -125,6 +125,19 @@ def test_what_runs_and_recoveries_of_smaller_tables_take() -> None:
         assert max(others) < min(point.median(f"ours, {source}") for source in ("log", "store", "HEAD"))
 
 
+def test_what_runs_over_a_broker_take() -> None:
+    result = newest("thesis", "kafka")
+    run, recovery = (result.point(f"synthetic-10k, 1 rank, {each}") for each in ("every 1", "recovery"))
+    own = [recovery.median(f"ours, {source}") for source in ("log", "store", "HEAD")]
+    said = {
+        r"every epoch: ([\d.]+) s, the thesis ([\d.]+), `torch.save` \(which goes to a file\) ([\d.]+). Its": [
+            run.median(way) for way in ("ours", "thesis", "torch.save")
+        ],
+        r"Its recoveries take (\d+) to (\d+) ms there": [min(own), max(own)],
+    }
+    check_sentences("docs/papers/thesis.md", said)
+
+
 def test_training_logs_are_the_same_bytes() -> None:
     facts = newest("tiers", "training-logs").facts
     for ranks in ("1 rank", "2 ranks", "4 ranks"):
