@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from .goals import OURS, check, wanted
-from .results import ALL, VERDICT, NotFiledError, Result, Table, code, is_filed, newest, three
+from .results import ALL, VERDICT, NotFiledError, Result, Table, code, newest, three
 
 SIZES = {"sizes": ("synthetic-10k", "synthetic-25k", "synthetic-50k")}
 SIZES["kafka"] = ("synthetic-10k",)
@@ -92,13 +92,10 @@ def recoveries(page: Path) -> Table:
 
 
 def thesis() -> Iterator[tuple[Result, str]]:
-    """Each job on each number of ranks, from the newest result that is filed for it."""
+    """Each job on each number of ranks, from the newest result of its workload."""
     for workload in ("criteo", "synthetic"):
         for ranks in ("1 rank", "2 ranks"):
-            own = f"{workload}_{ranks.replace(' ', '-')}"
-            yield newest("thesis", own if is_filed("thesis", own) else workload), f"{workload}, {ranks}"
-            if is_filed("thesis", f"{own}_long"):
-                yield newest("thesis", f"{own}_long"), f"{workload}, {ranks}"
+            yield newest("thesis", workload), f"{workload}, {ranks}"
 
 
 def size_recoveries(page: Path) -> Table:

@@ -8,10 +8,9 @@ from typing import Any
 from tests.unit.test_pages import check_sentences, kaggle, newest
 
 
-def paired(point: Any, of: str, base: str) -> float:
-    """Median over rounds of ``of`` / ``base``."""
-    rounds = zip(point.variants[of]["rounds"], point.variants[base]["rounds"], strict=True)
-    return statistics.median(own / other for own, other in rounds)
+def longer(rows: dict[str, Any], name: str, *ends: str) -> list[float]:
+    """Per cent that a variant of ``step_time`` adds or saves until all is sent: its median, min or max."""
+    return [abs(100 * (rows[name][f"ratio_{end}_until_all_is_sent"] - 1)) for end in ends]
 
 
 def test_any_marker_beside_incrcp_and_naive() -> None:
@@ -71,25 +70,22 @@ def test_what_stands_beside_a_bound_that_is_held() -> None:
     key = "ratio_{}_until_all_is_sent"
     one, two = (newest("step_time", variant).found["variants"] for variant in ("1-rank", "2-ranks"))
 
-    def more(rows: dict[str, Any], name: str, *ends: str) -> list[float]:
-        return [abs(100 * (rows[name][key.format(end)] - 1)) for end in ends]
-
     auto = "auto, max_overhead 1%"
     said = {
         r"steps below 100 ms alone have ([\d.]+)% on one rank and ([\d.]+)% on two": short,
-        r"adds ([\d.]+)% on two ranks of two cores \(([\d.]+) to ([\d.]+)%": more(two, auto, "median", "min", "max"),
-        r"two blocks without streaming differ by -([\d.]+) to ([\d.]+)%": more(two, "off again", "min", "max"),
-        r"and ([\d.]+)% on one rank \(-([\d.]+) to ([\d.]+)%; \[steps": more(one, auto, "median", "min", "max"),
-        r"by its median; single rounds go from ([\d.]+) to ([\d.]+)%": more(one, "marker every 10", "min", "max"),
-        r"far above that: (\d+) to (\d+)%": more(two, "drain every step", "min", "max"),
+        r"adds ([\d.]+)% on two ranks of two cores \(([\d.]+) to ([\d.]+)%": longer(two, auto, "median", "min", "max"),
+        r"two blocks without streaming differ by -([\d.]+) to ([\d.]+)%": longer(two, "off again", "min", "max"),
+        r"and ([\d.]+)% on one rank \(-([\d.]+) to ([\d.]+)%; \[steps": longer(one, auto, "median", "min", "max"),
+        r"by its median; single rounds go from ([\d.]+) to ([\d.]+)%": longer(one, "marker every 10", "min", "max"),
+        r"far above that: (\d+) to (\d+)%": longer(two, "drain every step", "min", "max"),
         r"They take (\d+)% longer, and (\d+)% with a marker every 10": [
-            more(two, name, "median")[0] for name in ("drain every step", "marker every 10")
+            longer(two, name, "median")[0] for name in ("drain every step", "marker every 10")
         ],
         r"sync of (\d+) MB a rank and step": [two["drain every step"]["megabytes_a_step"]],
         r"adds ([\d.]+)%, a drain every 10 steps ([\d.]+)%": [
-            more(two, name, "median")[0] for name in (auto, "drain every 10")
+            longer(two, name, "median")[0] for name in (auto, "drain every 10")
         ],
-        r"more work, the rounds spread from (\d+) to (\d+)%": more(two, "marker every 10", "min", "max"),
+        r"more work, the rounds spread from (\d+) to (\d+)%": longer(two, "marker every 10", "min", "max"),
     }
     check_sentences("docs/performance.md", said)
     assert one["marker every 10, no proof"][key.format("median")] > one["marker every 10"][key.format("median")]
@@ -99,19 +95,16 @@ def test_what_a_criteo_step_pays() -> None:
     one, two = (newest("step_time", f"criteo_{ranks}").found["variants"] for ranks in ("1-rank", "2-ranks"))
     key = "ratio_{}_until_all_is_sent"
 
-    def more(rows: dict[str, Any], name: str, *ends: str) -> list[float]:
-        return [abs(100 * (rows[name][key.format(end)] - 1)) for end in ends]
-
     medians = [100 * (row[key.format("median")] - 1) for name, row in one.items() if not name.startswith("off")]
     said = {
         r"step takes (\d+) ms on one rank, .* DLRM, and (\d+) on two": [x["off"]["step_ms_median"] for x in (one, two)],
-        r"differ by -([\d.]+) to ([\d.]+)% in single rounds, and every": more(one, "off again", "min", "max"),
+        r"differ by -([\d.]+) to ([\d.]+)% in single rounds, and every": longer(one, "off again", "min", "max"),
         r"of ours lies between -([\d.]+) and ([\d.]+)%": [-min(medians), max(medians)],
-        r"same two blocks differ by -([\d.]+) to ([\d.]+)%": more(two, "off again", "min", "max"),
-        r"at each of them, adds ([\d.]+)% \(([\d.]+) to ([\d.]+)\)": more(
+        r"same two blocks differ by -([\d.]+) to ([\d.]+)%": longer(two, "off again", "min", "max"),
+        r"at each of them, adds ([\d.]+)% \(([\d.]+) to ([\d.]+)\)": longer(
             two, "marker every 10", "median", "min", "max"
         ),
-        r"draining alone ([\d.]+)% \(-([\d.]+) to ([\d.]+)\)": more(two, "drain every step", "median", "min", "max"),
+        r"draining alone ([\d.]+)% \(-([\d.]+) to ([\d.]+)\)": longer(two, "drain every step", "median", "min", "max"),
     }
     check_sentences("docs/performance.md", said)
 
@@ -199,15 +192,12 @@ def test_what_serializing_takes() -> None:
 
 
 def test_a_load_beside_a_restore() -> None:
-    def share(source: str, ranks: int, state: str = "") -> float:
+    def shares(source: str, ranks: int, state: str = "") -> list[float]:
         point = newest("restore").point(f"{source}, on {ranks}{state}")
-        return paired(point, f"StreamReader, {source}", f"ours, {source}")
+        return point.ratios(f"StreamReader, {source}", f"ours, {source}")
 
-    def ends(source: str, state: str) -> list[float]:
-        rows = newest("restore").point(f"{source}, on 1{state}").variants
-        names = (f"StreamReader, {source}", f"ours, {source}")
-        each = [a / b for a, b in zip(*(rows[name]["rounds"] for name in names), strict=True)]
-        return [min(each), max(each)]
+    def share(source: str, ranks: int, state: str = "") -> float:
+        return shares(source, ranks, state)[0]
 
     said = {
         r"takes ([\d.]+) times as long as `restore\(\)` of the same marker from the log": [share("log", 2)],
@@ -216,11 +206,10 @@ def test_a_load_beside_a_restore() -> None:
             share("log", 2, ", cold"),
             share("store", 2, ", cold"),
         ],
-        r"took ([\d.]+) times as long from the store \(([\d.]+) to ([\d.]+)\)": [share("store", 1), *ends("store", "")],
-        r"cold from the log ([\d.]+) times in three pairs that show nothing \(([\d.]+) to ([\d.]+)\)": [
-            share("log", 1, ", cold"),
-            *ends("log", ", cold"),
-        ],
+        r"took ([\d.]+) times as long from the store \(([\d.]+) to ([\d.]+)\)": shares("store", 1),
+        r"cold from the log ([\d.]+) times in three pairs that show nothing \(([\d.]+) to ([\d.]+)\)": shares(
+            "log", 1, ", cold"
+        ),
     }
     check_sentences("docs/read.md", said)
 
