@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -78,9 +78,26 @@ class Job:
         for pipe in self.pipes:
             if pipe in ready:
                 try:
-                    said[silent[pipe]] = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+                    said[silent[pipe]] = _received(pipe)
                 except EOFError:
                     raise RankFailed(f"rank {silent[pipe]} died") from None
+
+    def wait_for(self, path: Path, timeout_s: float = 300.0) -> None:
+        """Wait until rank 0 has made a file.
+
+        Raises:
+            RankFailed: it has ended without, or took too long.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise RankFailed(f"rank 0 did not make {path.name} in {timeout_s} s")
+            if self.pipes[0].poll(0.01) and not path.exists():
+                try:
+                    said = _received(self.pipes[0])[1]
+                except EOFError:
+                    said = "it died"
+                raise RankFailed(f"rank 0 has ended without {path.name}:\n{said}")
 
     def reap(self) -> None:
         """Collect killed ranks."""
@@ -133,6 +150,11 @@ def _send(pipe: Connection, value: object) -> None:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     pipe.send_bytes(buffer.getvalue())
+
+
+def _received(pipe: Connection) -> tuple[bool, Any]:
+    """What a rank has sent: whether it has ended well, and what it returned or raised."""
+    return cast("tuple[bool, Any]", torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False))
 
 
 def _rank_main(

@@ -236,7 +236,7 @@ def test_every_benchmark_has_a_smoke_test() -> None:
         for path in (ROOT / "benchmarks").rglob("*.py")
         if '__name__ == "__main__"' in path.read_text()
     }
-    others = [ROOT / "tests" / "unit" / "test_pages.py"]
+    others = [ROOT / "tests" / "unit" / name for name in ("test_pages.py", "test_bench_compare.py")]
     tests = "".join(path.read_text() for path in [*Path(__file__).parent.glob("*.py"), *others])
     named = {script for script in scripts if f'"{script}"' in tests or script.removesuffix("/run.py") in CASES}
     named |= {script for script in scripts if " / ".join(f'"{part}"' for part in script.split("/")) in tests}

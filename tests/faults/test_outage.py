@@ -175,22 +175,17 @@ def _dies(uri: str, directory: Path) -> None:
     checkpointer.close(6)  # half of which the rest of the cut may wait for space: then it is given up
     error = future.exception(120)
     assert isinstance(error, MarkerFailedError)
-    (directory / "heard.txt").write_text(str(error))
+    (directory / "heard.new").write_text(str(error))
+    (directory / "heard.new").rename(directory / "heard.txt")
 
 
 def test_a_rank_that_dies_while_a_cut_is_frozen_leaves_the_last_marker(tmp_path: Path) -> None:
     uri = f"file://{tmp_path / 'log'}"
     job = ranks.start(2, _dies, uri, tmp_path)
     try:
-        deadline = time.monotonic() + 300
-        while not (tmp_path / "frozen").exists():
-            assert time.monotonic() < deadline
-            assert all(process.is_alive() for process in job.processes)
-            time.sleep(0.01)
+        job.wait_for(tmp_path / "frozen")
         job.kill([1])
-        while not (tmp_path / "heard.txt").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        job.wait_for(tmp_path / "heard.txt")
     finally:
         job.close()
     assert "a rank was lost while the marker was decided" in (tmp_path / "heard.txt").read_text()

@@ -80,7 +80,7 @@ class Roll:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        """Held where it begins and where it ends."""
+        """Held where the thread begins, where it ends, and where it is looked for."""
         self._start()
 
     @classmethod
@@ -96,16 +96,19 @@ class Roll:
         self._call, self._waits_in_call, self._closed = call, True, True
         self._ending.set()
         self._woken.set()
-        if (thread := self._thread) is not None:
+        with self._lock:  # another thread may just start it
+            thread = self._thread
+        if thread is not None:
             thread.join(_LAST_WORD_S)  # while the store is there
 
     def _start(self) -> None:
         """Have a thread, unless there is no other rank to talk to."""
         if self._thread is None and self._store is not None and self._world > 1:
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=_run, args=(weakref.ref(self), self._woken, self._ending), name="stream-ckpt-roll", daemon=True
             )
-            self._thread.start()
+            thread.start()
+            self._thread = thread  # only now: where a signal's handler raises before, it was never there
 
     def _is_over(self) -> bool:
         """(its thread) Whether it is no longer needed: a marker in flight may wait after a close as well."""
