@@ -164,8 +164,11 @@ class Team:
 
     def _all_gather(self, value: T, bound_s: float, what: str) -> list[T]:
         def act() -> list[T]:
+            group = self._group  # which is gone once this is closed, on one rank as well
+            if self.world == 1:
+                return [value]
             values: list[T | None] = [None] * self.world
-            dist.all_gather_object(values, value, group=self._group)
+            dist.all_gather_object(values, value, group=group)
             return cast("list[T]", values)
 
         return self._wait(act, bound_s, what)
@@ -218,7 +221,8 @@ class Team:
                 outcome[0] = action()
             except Exception as failure:  # as above
                 outcome[0] = self._carried(failure)
-        self._wait(lambda: dist.broadcast_object_list(outcome, src=0, group=self._group), self._bound_s, "")
+        if self.world > 1:
+            self._wait(lambda: dist.broadcast_object_list(outcome, src=0, group=self._group), self._bound_s, "")
         if isinstance(outcome[0], StreamCkptError):
             raise outcome[0]
         return cast("T", outcome[0])

@@ -269,22 +269,20 @@ class DenseState:
         """Fused tables with an id map of managed collision on this rank."""
         return frozenset(each.table for each in self._id_maps)
 
-    def check(self, path: Path, world: int, match: Match | None = None) -> None:
+    def check(self, saved: SavedDense, match: Match | None = None) -> None:
         """Refuse a marker that does not fit this job, before anything is written. Local.
 
         Compared are id maps, the parameters of the model by name, shape and dtype, and the names of the user's
         objects. What optimizers keep is compared when it is read, by :meth:`load`.
 
         Args:
-            path: Of its dense files.
-            world: How many ranks wrote it.
+            saved: What it holds, for this rank.
             match: What of it a changed model takes; None: all, by the same names.
 
         Raises:
             SchemaMismatchError: names the entry, or the table and the rows there and here.
             ConfigError: a per-rank object cannot take the changed number of ranks.
         """
-        saved = SavedDense(path, world, self._rank)
         self._read_id_maps(saved, match)
         self._check_world(saved, match)
         if match is None:
@@ -310,8 +308,8 @@ class DenseState:
         """Return what an imported marker has of the model."""
         return {f"model.{name}": value for name, value in self._view().state_dict().items()}
 
-    def load(self, path: Path, world: int, match: Match | None = None) -> Callable[[], None]:
-        """Load model and optimizers of a marker that ``world`` ranks wrote; its digests were compared. Local.
+    def load(self, saved: SavedDense, match: Match | None = None) -> Callable[[], None]:
+        """Load model and optimizers of a marker. Local.
 
         Random state and buffers come back on ranks that existed then; a new rank takes the buffers of rank 0
         and random state derived from the job's seed and its rank. With ``match``, what it does not name stays as it is.
@@ -323,7 +321,6 @@ class DenseState:
             SchemaMismatchError: the dense model or an optimizer differs; names the entry and both values.
             ConfigError: a per-rank object cannot take the changed number of ranks.
         """
-        saved = SavedDense(path, world, self._rank)
         if match is None:
             self._check_whole(saved)
         if saved.imported:
@@ -349,7 +346,7 @@ class DenseState:
         set_fused_values(self.kernels, [match.by_table(values) for values in fused])
         if different := told(self._given, given(self.kernels, self._optimizers)):
             log.warning("hyperparameters are those of the marker, not those that the code gives: %s", different)
-        return lambda: self._load_rest(blobs, known=self._rank < world)
+        return lambda: self._load_rest(blobs, known=self._rank < saved.world)
 
     def _all(self) -> Match:
         """All of a marker, by the same names."""

@@ -35,6 +35,7 @@ class SavedDense:
     """
 
     def __init__(self, path: Path, world: int, rank: int) -> None:
+        self.path = path
         self.reader = FileSystemReader(path)
         self.entries: Entries = self.reader.read_metadata().state_dict_metadata
         """DCP's metadata, by name."""
@@ -76,9 +77,23 @@ class SavedDense:
     @cached_property
     def buffers(self) -> dict[str, Any]:
         """Those of the rank."""
-        name = f"rank{self.source}.buffers"
-        found: dict[str, Any] = unblob(load_here({name: empty_blob(self.entries, name)}, self.reader)[name])
+        found: dict[str, Any] = unblob(self._blob(f"rank{self.source}.buffers"))
         return found
+
+    @cached_property
+    def _common(self) -> dict[str, torch.Tensor]:
+        """Blobs that every restore takes, whatever its model, read at once: each load of DCP's has a fixed price."""
+        own = (f"rank{self.source}.{name}" for name in ("random", "buffers", "optimizers"))
+        names = [name for name in ("shared.seed", "shared.wrappers", *own) if name in self.entries]
+        return load_here({name: empty_blob(self.entries, name) for name in names}, self.reader)
+
+    def _blob(self, name: str) -> torch.Tensor:
+        """One of these.
+
+        Raises:
+            SchemaMismatchError: the marker does not have it.
+        """
+        return self._common[name] if name in self._common else empty_blob(self.entries, name)
 
     def blobs(self, shared: Collection[str], per_rank: Collection[str]) -> dict[str, Any]:
         """Seed, random state, wrappers, and the state of some of the user's objects.
@@ -91,11 +106,11 @@ class SavedDense:
             wanted["wrappers"] = "shared.wrappers"
         common = {name: f"shared.stateful.{name}" for name in shared}
         own = {name: f"rank{self.source}.stateful.{name}" for name in per_rank}
-        names = (*wanted.values(), *common.values(), *own.values())
+        names = (*common.values(), *own.values())
         loaded = load_here({name: empty_blob(self.entries, name) for name in names}, self.reader)
         return {
             "wrappers": [],
-            **{name: unblob(loaded[entry]) for name, entry in wanted.items()},
+            **{name: unblob(self._blob(entry)) for name, entry in wanted.items()},
             "shared": {name: unblob(loaded[entry]) for name, entry in common.items()},
             "per_rank": {name: unblob(loaded[entry]) for name, entry in own.items()},
         }
@@ -106,7 +121,7 @@ class SavedDense:
         name = f"rank{self.source}.optimizers"
         if name not in self.entries:
             return None
-        found: dict[str, Any] = read_json(load_here({name: empty_blob(self.entries, name)}, self.reader)[name])
+        found: dict[str, Any] = read_json(self._blob(name))
         return found
 
     def described(self) -> tuple[tuple[DenseEntry, ...], tuple[DenseOptimizer, ...], tuple[str, ...]]:
@@ -154,10 +169,9 @@ class SavedDense:
         if self.tree is None:
             return self._older(parameters, whole=whole), []
         hyper = [entry for entry in self.entries if entry.startswith("rank") and entry.endswith(".fused")]
-        blobs = load_here({entry: empty_blob(self.entries, entry) for entry in hyper}, self.reader)
         room = optimizer_state.find_tensors(self.tree, self.entries, parameters, whole=whole)
-        tensors = load_here(room, self.reader)
-        fused = [tree.decode(read_json(blobs[entry]), tensors.__getitem__) for entry in hyper]
+        tensors = load_here(room | {entry: empty_blob(self.entries, entry) for entry in hyper}, self.reader)
+        fused = [tree.decode(read_json(tensors[entry]), tensors.__getitem__) for entry in hyper]
         return optimizer_state.read(self.tree, tensors, parameters), fused
 
     def _older(self, parameters: Parameters, *, whole: bool) -> dict[str, OptimizerState]:

@@ -143,10 +143,10 @@ class Check:
 
     def _wanted(self) -> Iterator[tuple[int, Said]]:
         """Yield what was said at each marker that proves a block here."""
-        wanted: set[int] = set()
+        wanted = np.zeros(len(self._path.chain), bool)
         for check in self.tables.values():
-            wanted |= set(np.unique(check.place[check.open[:, 0]]).tolist())
-        for place in sorted(wanted):
+            wanted[check.place[check.open[:, 0]]] = True
+        for place in np.flatnonzero(wanted).tolist():
             for said in self._marks.at(place).values():
                 if said.proof is not None:
                     yield place, said

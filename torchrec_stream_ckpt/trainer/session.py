@@ -137,6 +137,8 @@ class Session:
         """Whether the user has named the marker."""
         self._evolved: Evolved | None = None
         """What that makes of the marker that was planned last; None: it is of this model."""
+        self._planned: SavedDense | None = None
+        """The dense state that was planned by."""
         self.touched = False
         """Whether rows of the live tables have been written."""
 
@@ -251,8 +253,8 @@ class Session:
         if unproved is not None and team.rank == 0 and self._own:
             say_unproved(self._tier.objects, route.commit, unproved, schema)
         refuse_or_accept(unproved, plan.marker, accept=accept_unproved, say=team.rank == 0)
-        dense, match = self._finder.dense, new.match if new is not None else None
-        load_rest = team.together(lambda: self._dense.load(dense.local(route.commit), plan.world, match))
+        match = new.match if new is not None else None
+        load_rest = team.together(lambda: self._dense.load(self._saved(route), match))
         replicated = attached.replicated().tensors()
         compared = check_replicated(team, match.replicated(replicated) if match is not None else replicated, self._met)
         refuse_or_accept(compared.unproved, plan.marker, accept=accept_unproved, say=team.rank == 0)
@@ -262,7 +264,8 @@ class Session:
         attached.begin(swept)
         team.together(load_rest)  # what the user's objects change from here on is captured
         failpoint("restore.dense")
-        dense.release()
+        self._planned = None
+        self._finder.dense.release()
         return Loaded(
             (checked.compared + compared).share,
             tuple(sorted(merged)),
@@ -294,6 +297,7 @@ class Session:
     def _begin(self, marker: MarkerId | None, changes: Changes | None) -> None:
         given = self._team.together(lambda: declared(changes))
         self._finder.begin()
+        self._planned = None
         self._changes, self._named = given, marker is not None
         said = self._team.gather(given.digest if given is not None else None)
         if len(set(said)) > 1:
@@ -333,15 +337,18 @@ class Session:
         return evolved(route, schema, self._dense, saved, changes, collisions=collisions, again=self._named)
 
     def _saved(self, route: Route) -> SavedDense:
-        """The dense state of a marker."""
-        return self._dense.saved(self._finder.dense.local(route.commit), len(route.commit.ranks))
+        """The dense state of a marker; a restore plans by it, and then loads it."""
+        path = self._finder.dense.local(route.commit)
+        if self._planned is None or self._planned.path != path:
+            self._planned = self._dense.saved(path, len(route.commit.ranks))
+        return self._planned
 
     def _plan_plain(self, route: Route, *, merge: bool) -> RestorePlan:
         attached = self._attached
         try:
             plan = self._plain(route, merge=merge)
-            self._dense.check(self._finder.dense.local(route.commit), plan.world)
             saved = self._saved(route)
+            self._dense.check(saved)
             if saved.imported or saved.optimizers_named != self._dense.optimizers_named:
                 check_plain(route, attached.schema, self._dense, saved)  # said before a row is written
         except ColumnResplitError:
@@ -361,7 +368,7 @@ class Session:
     def _plan_evolved(self, route: Route, new: Evolved, *, merge: bool) -> RestorePlan:
         shards = self._attached.shards_in(new.schema)
         plan = plan_evolved(route, Views.make(new.tables, shards), shards, merge=merge)
-        self._dense.check(self._finder.dense.local(route.commit), plan.world, new.match)
+        self._dense.check(self._saved(route), new.match)
         return replace(plan, report=new.report)
 
     def _apply(self, plan: RestorePlan, route: Route) -> int:
