@@ -11,6 +11,7 @@ from tests.builders import JOB
 from torchrec_stream_ckpt.errors import CorruptionError, UnsupportedError
 from torchrec_stream_ckpt.format.frame import (
     ALIGNMENT,
+    DATA_KINDS,
     HEADER_LEN,
     MAX_FRAME_BYTES,
     MAX_SECTIONS,
@@ -34,10 +35,11 @@ SECTIONS = st.lists(
 @st.composite
 def headers(draw: st.DrawFn) -> Header:
     sections = draw(SECTIONS)
+    kind = draw(st.sampled_from(Kind))
     header = Header(
-        kind=draw(st.sampled_from(Kind)),
+        kind=kind,
         job=draw(st.binary(min_size=16, max_size=16)),
-        generation=draw(U32),
+        generation=draw(st.integers(int(kind in DATA_KINDS), 2**32 - 1)),
         rank=draw(U32),
         seq=draw(U64),
         step=draw(U64),
@@ -144,6 +146,12 @@ def test_payload_error_says_where_the_frame_stands() -> None:
     with pytest.raises(CorruptionError) as refused:
         read(bytes(frame))
     assert refused.value.where == {"generation": 3, "rank": 1, "seq": 9}
+
+
+@pytest.mark.parametrize("kind", sorted(DATA_KINDS))
+def test_generations_of_a_data_partition_count_from_1(kind: Kind) -> None:
+    with pytest.raises(CorruptionError, match=f"the header of {kind.name} has generation 0: the first one is 1"):
+        parse_header(json_frame(Header(kind, JOB, 0), b""))
 
 
 def test_header_crc_is_what_the_next_frame_chains_to() -> None:

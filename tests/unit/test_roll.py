@@ -10,32 +10,81 @@ import torch.distributed as dist
 from torchrec_stream_ckpt.commit.roll import Roll
 from torchrec_stream_ckpt.errors import RankLostError
 
+NAME = "stream-ckpt-roll"
 WAIT_S = 60.0
 
 
-def test_a_close_waits_for_a_thread_that_another_one_just_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a rank dies: the commit thread asks for it once more, and the training thread closes meanwhile."""
+@pytest.fixture
+def closed() -> Roll:
+    """Its thread has ended: the next wait starts another one, as when a rank is lost while this one closes."""
     roll = Roll(dist.HashStore(), rank=0, world=2)
-    roll.close("between calls")  # its thread has ended: the next wait starts another one
+    roll.close()
+    return roll
+
+
+def ask(roll: Roll) -> None:
+    with pytest.raises(RankLostError):
+        roll.wait(lambda _: False, 0.0, "marker 1")
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == NAME]
+
+
+def test_a_close_waits_for_a_thread_that_another_one_just_starts(closed: Roll, monkeypatch: pytest.MonkeyPatch) -> None:
     starting, closing = threading.Event(), threading.Event()
     real = threading.Thread.start
 
     def start(thread: threading.Thread) -> None:
-        if thread.name == "stream-ckpt-roll":
+        if thread.name == NAME:
             starting.set()
             closing.wait(WAIT_S)
-            closing.wait(0.2)
+            threading.Event().wait(0.2)  # so that a close which does not wait for the start joins too early
         real(thread)
 
-    def asks() -> None:
-        with pytest.raises(RankLostError):
-            roll.wait(lambda _: False, 0.0, "marker 1")
-
     monkeypatch.setattr(threading.Thread, "start", start)
-    asking = threading.Thread(target=asks)
+    asking = threading.Thread(target=ask, args=[closed])
     asking.start()
     assert starting.wait(WAIT_S)
-    monkeypatch.setattr(roll._ending, "set", closing.set)
-    roll.close()
+    monkeypatch.setattr(closed._ending, "set", closing.set)
+    closed.close()
     asking.join(WAIT_S)
     assert not asking.is_alive()
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_start_that_is_interrupted_is_made_again_and_leaves_no_wait_behind(
+    closed: Roll, started: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if started:
+            real(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            closed.wait(lambda _: False, 0.0, "marker 1")
+    ask(closed)
+    closed.close()
+    for thread in threads():
+        thread.join(WAIT_S)
+    assert not threads()
+
+
+def test_an_interrupt_while_a_wait_begins_leaves_no_wait_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    roll = Roll(dist.HashStore(), rank=0, world=2)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(roll._woken, "set", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            roll.wait(lambda _: False, 0.0, "marker 1")
+    roll.close()
+    for thread in threads():
+        thread.join(WAIT_S)
+    assert not threads()

@@ -68,7 +68,8 @@ class Roll:
         """The collective call that the training thread is in; empty between calls."""
         self._call_ends_s: float | None = None
         self._waits_in_call = False
-        self._waiting = 0
+        self._waiting: set[object] = set()
+        """One a wait: whatever a signal's handler raises where it begins, it is taken off again."""
         self._asked = False
         self._alarm = ""
         self._beat = 0
@@ -98,17 +99,17 @@ class Roll:
         self._woken.set()
         with self._lock:  # another thread may just start it
             thread = self._thread
-        if thread is not None:
+        if thread is not None and thread.is_alive():
             thread.join(_LAST_WORD_S)  # while the store is there
 
     def _start(self) -> None:
         """Have a thread, unless there is no other rank to talk to."""
-        if self._thread is None and self._store is not None and self._world > 1:
-            thread = threading.Thread(
+        begun = self._thread is not None and self._thread.is_alive()  # not if its start was interrupted
+        if not begun and self._store is not None and self._world > 1:
+            self._thread = threading.Thread(
                 target=_run, args=(weakref.ref(self), self._woken, self._ending), name="stream-ckpt-roll", daemon=True
             )
-            thread.start()
-            self._thread = thread  # only now: where a signal's handler raises before, it was never there
+            self._thread.start()
 
     def _is_over(self) -> bool:
         """(its thread) Whether it is no longer needed: a marker in flight may wait after a close as well."""
@@ -257,16 +258,17 @@ class Roll:
             for seen in self._seen.values():
                 seen.changed_s = seen.since_s = now
             self._answered_s = now
-        with self._lock:
-            self._waiting += 1
-            self._start()
-        self._waits_in_call = self._waits_in_call or in_call
-        self._woken.set()
+        mine = object()
         try:
+            with self._lock:
+                self._waiting.add(mine)
+                self._start()
+            self._waits_in_call = self._waits_in_call or in_call
+            self._woken.set()
             yield
         finally:
             with self._lock:
-                self._waiting -= 1
+                self._waiting.discard(mine)
             if in_call:
                 self._waits_in_call = False
 

@@ -236,6 +236,8 @@ def parse_header(data: Buffer) -> Header:
     known = version >= since and header_len == HEADER_LEN and not flags and codec == CODEC_NONE and not reserved
     if named is None or not known or (version > VERSION and not of_newest):
         raise CorruptionError("header has an unknown version, kind, flag or codec")
+    if not generation and kind < Kind.CLAIM:
+        raise CorruptionError(f"the header of {named.name} has generation 0: the first one is 1")
     if count > MAX_SECTIONS or payload_len % ALIGNMENT or raw_len != payload_len:
         raise CorruptionError("header has impossible lengths")
     if any(dtypes[count:]) or any(offsets[count:]):
