@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -44,7 +46,8 @@ def figures(result: dict[str, Any]) -> dict[tuple[str, str], tuple[float, float,
             if "median" in row:
                 found[f"{name}: {variant}, {unit}", kind] = (row["median"], row["min"], row["max"])
             if "ratio" in row and variant != base:
-                found[f"{name}: {base} / {variant}", "ratio"] = (row["ratio"], *row["ratio_range"])
+                least, most = row["ratio_range"]
+                found[f"{name}: {base} / {variant}", "ratio"] = (row["ratio"], least, most)
     return found
 
 
@@ -60,14 +63,23 @@ def read(path: Path) -> dict[str, Any]:
     """One result.
 
     Raises:
-        SystemExit: it cannot be read, or it has no points; the message says what.
+        SystemExit: it cannot be read, or it has no figures to compare; the message says what.
     """
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SystemExit(f"Error: {path}: {error}") from None
     if not isinstance(found, dict) or not isinstance(found.get("points"), dict):
-        raise SystemExit(f"Error: {path} has no points: only results of cases that print points can be compared")
+        why = found.get("not measured") if isinstance(found, dict) else None
+        no_points = "has no points: only results of cases that print points can be compared"
+        said = f"was not measured: {why}" if why else no_points
+        raise SystemExit(f"Error: {path} {said}")
+    try:
+        known = [math.isfinite(value) for row in figures(found).values() for value in row]
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
+        raise SystemExit(f"Error: {path}: a point is not as cases file it: {type(error).__name__}: {error}") from None
+    if not known or not all(known):
+        raise SystemExit(f"Error: {path} has {'figures that are no numbers' if known else 'no figures'}")
     return found
 
 
@@ -84,15 +96,17 @@ def main() -> None:
     for each in rows:
         said = [f"{middle:.4g} ({least:.4g}-{most:.4g})" for middle, least, most in (each.old, each.new)]
         times = f"{each.new[0] / each.old[0]:.2f}" if each.old[0] else "-"
-        table.add_row(each.what, each.kind, *said, times, "meet" if each.meet else "APART")
+        table.add_row(escape(each.what), escape(each.kind), *said, times, "meet" if each.meet else "APART")
     console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(table)
     for kind in dict.fromkeys(each.kind for each in rows):
         of = [each.meet for each in rows if each.kind == kind]
-        console.print(f"ranges that meet, {kind}: {sum(of)} of {len(of)}")
+        console.print(f"ranges that meet, {kind}: {sum(of)} of {len(of)}", markup=False)
     for path, (own, other) in ((args.old, (old, new)), (args.new, (new, old))):
         if alone := sorted({what for what, _ in figures(own).keys() - figures(other).keys()}):
-            console.print(f"in {path.name} alone: {'; '.join(alone)}")
+            console.print(f"in {path.name} alone: {'; '.join(alone)}", markup=False)
+    if not rows:
+        raise SystemExit(f"Error: {args.old.name} and {args.new.name} have no figure in common")
 
 
 if __name__ == "__main__":

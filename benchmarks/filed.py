@@ -5,7 +5,8 @@
 A result names the commit that it was measured at (``machine.commit``). If it names none, or one that this repository
 does not have (commits get other names when they are moved), the commit that filed it counts. ``commits`` is how many
 later ones changed the case itself, what cases share, or a part of the package that it measures. A result with none is
-as good as new; one with many may still be true, and nobody knows. A commit with ``+`` had changes beside it.
+as good as new; one with many may still be true, and nobody knows. A commit with ``+`` had changes beside it. A result
+that is not filed yet, and names no commit of this repository, has ``?``.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,7 +31,7 @@ _FOLD = ("materialize", "store", "format", "log", "control", "route")
 MEASURES: dict[str, tuple[str, ...]] = {
     "age": ("control", "route", "format", "log", "cli", "trainer"),
     "dense": ("commit", "trainer", "checkpointer.py"),
-    "encode": ("capture/staging.py", "format/frame.py", "format/rows.py"),
+    "encode": ("capture/staging.py", "format/frame.py", "format/ring.py", "format/rows.py"),
     "evolve": (*_RESTORE, "evolve"),
     "head": (*_RESTORE, "materialize/head.py"),
     "hooks": ("adapter", "capture"),
@@ -51,6 +53,8 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "tracker": ("capture", "adapter"),
 }
 """Case -> what of the package stands in its figures."""
+_ALL = ("types.py", "layout.py")
+"""What every part of the package is built on."""
 _SHARED = ("common", "start", "allocator", "at_hand", "brokers", "cache", "data", "device", "holes", "job")
 """Modules of this folder that cases are built of: jobs, clocks, caches. The others make pages and pictures."""
 _BESIDE = {"merge": "recovery", "recovery": "merge"}
@@ -65,34 +69,47 @@ class Filed(NamedTuple):
     date: str
     commit: str
     """It was measured at, or filed by."""
-    commits: int
-    """Later ones that changed what it measures."""
+    commits: int | str
+    """Later ones that changed what it measures; ``?`` where its own is not known."""
     load: str
     """Average over the minute before it."""
 
 
+def _filed(cases: list[str]) -> list[Path]:
+    paths = sorted(ROOT.glob("benchmarks/*/results/*.json"))
+    return [path for path in paths if not cases or path.parts[-3] in cases]
+
+
 def results(cases: list[str]) -> Iterator[Filed]:
     """All of these cases, oldest case by name first."""
-    for path in sorted(ROOT.glob("benchmarks/*/results/*.json")):
+    for path in _filed(cases):
         case = path.parts[-3]
-        if cases and case not in cases:
-            continue
-        found = json.loads(path.read_text())
+        found = _read(path)
         machine = found["machine"] if isinstance(found.get("machine"), dict) else {}
-        named = machine.get("commit", "")
+        named = str(machine.get("commit") or "")
         commit = _commit_of(path, named.rstrip("+"))
         measured = [f"benchmarks/{each}/*.py" for each in (case, _BESIDE.get(case)) if each]
         measured += [f"benchmarks/{each}.py" for each in _SHARED]
-        measured += [f"torchrec_stream_ckpt/{each}" for each in MEASURES[case]]
-        since = _git("log", "--format=%h", f"{commit}..HEAD", "--", *measured).split()
+        measured += [f"torchrec_stream_ckpt/{each}" for each in (*MEASURES[case], *_ALL)]
+        since = _git("log", "--format=%h", f"{commit}..HEAD", "--", *measured).split() if commit else []
         load = machine.get("load_average", found.get("load", found.get("load_average_before")))
-        shown = "unknown" if load is None else f"{load:.1f}"
+        shown = f"{load:.1f}" if isinstance(load, int | float) else "unknown"
         dirty = "+" * (named == f"{commit}+")
-        yield Filed(case, path.stem, path.stem[:10], commit + dirty, len(since), shown)
+        yield Filed(case, path.stem, path.stem[:10], (commit or "?") + dirty, len(since) if commit else "?", shown)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise SystemExit(f"Error: {path}: {error}") from None
+    if not isinstance(found, dict):
+        raise SystemExit(f"Error: {path} is no result of a case")
+    return found
 
 
 def _commit_of(path: Path, measured_at: str) -> str:
-    """A commit with the code of a result: ``measured_at`` if this repository has it, or the one that filed it."""
+    """A commit with the code of a result: ``measured_at`` if it is known here, or the one that filed it, if any."""
     if measured_at and _git("rev-parse", "--verify", "--quiet", f"{measured_at}^{{commit}}", missing=True):
         return measured_at
     return _git("log", "-1", "--format=%h", "--", str(path))
@@ -100,7 +117,10 @@ def _commit_of(path: Path, measured_at: str) -> str:
 
 def _git(*arguments: str, missing: bool = False) -> str:
     """What git says; ``missing``: nothing if it does not know what it was asked for."""
-    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise SystemExit(f"Error: git cannot be run: {error.strerror}") from None
     if done.returncode and not missing:
         raise SystemExit(f"Error: git {' '.join(arguments)[:80]}: {done.stderr.strip()}")
     return done.stdout.strip()
@@ -112,9 +132,13 @@ def main() -> None:
     cases = parser.parse_args().cases
     if unknown := sorted(set(cases) - set(MEASURES)):
         parser.error(f"no case {', '.join(unknown)}: there are {', '.join(MEASURES)}")
+    if _git("rev-parse", "--is-shallow-repository") == "true":
+        raise SystemExit("Error: this clone has no history to count commits in. Try: git fetch --unshallow")
+    if strange := sorted({path.parts[-3] for path in _filed(cases)} - set(MEASURES)):
+        raise SystemExit(f"Error: MEASURES in {Path(__file__).name} does not name case {', '.join(strange)}")
     table = Table("case", "result", "date", "commit", "later commits", "load", box=None)
     for each in results(cases):
-        table.add_row(*map(str, each))
+        table.add_row(*(escape(str(cell)) for cell in each))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 

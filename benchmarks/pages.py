@@ -13,6 +13,7 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -53,9 +54,16 @@ def written(page: Path) -> str:
         if name not in TABLES:
             raise SystemExit(f"Error: {page}: no table '{name}'. Try: {', '.join(TABLES)}")
         try:
-            return begin + lines(TABLES[name](page, *rest)) + end
+            bound = signature(TABLES[name]).bind(page, *rest)
+        except TypeError as error:
+            raise SystemExit(f"Error: {page}: table '{words}': its words: {error}") from None
+        try:
+            return begin + lines(TABLES[name](*bound.args)) + end
         except NotFiledError as error:
             raise SystemExit(f"Error: {page}: table '{words}': {error}") from None
+        except LookupError as error:
+            said = f"a result that it is made of has no {error}; was that measured?"
+            raise SystemExit(f"Error: {page}: table '{words}': {said} Try: keep the result before it") from None
 
     return _MARKED.sub(table, text)
 

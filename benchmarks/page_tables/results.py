@@ -150,7 +150,7 @@ def newest(case: str, variant: str = "") -> Result:
     not timed, has ``counts`` or ``figures`` for its machine.
 
     Raises:
-        NotFiledError: there is none, or there are two of the newest day.
+        NotFiledError: there is none, there are two of the newest day, or it cannot be read.
     """
     found = _filed(case, variant)
     if not found:
@@ -158,7 +158,10 @@ def newest(case: str, variant: str = "") -> Result:
     same_day = [path.name for path in found if path.name[:10] == found[-1].name[:10]]
     if len(same_day) > 1:
         raise NotFiledError(f"benchmarks/{case}/results has {' and '.join(same_day)}: keep one of a day")
-    return Result(found[-1], json.loads(found[-1].read_text()))
+    try:
+        return Result(found[-1], json.loads(found[-1].read_text()))
+    except ValueError as error:
+        raise NotFiledError(f"{found[-1].name}: {error}") from None
 
 
 def is_filed(case: str, variant: str = "") -> bool:

@@ -218,8 +218,9 @@ def test_a_result_of_a_commit_that_is_not_here_is_as_old_as_the_commit_that_file
     git("add", ".")
     git("commit", "-qm", "filed")
     filed = git("log", "-1", "--format=%h").strip()
+    (case / "results" / "2026-01-04_unknown.json").write_text(json.dumps({"machine": {"commit": "0123456789ab"}}))
     (case / "run.py").write_text("# newer\n")
-    git("add", ".")
+    git("add", str(case / "run.py"))
     git("commit", "-qm", "newer")
     script = [sys.executable, str(case.parent / "filed.py"), "encode"]
     done = subprocess.run(script, capture_output=True, text=True, timeout=300, check=False)
@@ -227,6 +228,7 @@ def test_a_result_of_a_commit_that_is_not_here_is_as_old_as_the_commit_that_file
     assert [row[1:5] for row in rows] == [
         ["2026-01-02_moved", "2026-01-02", filed, "1"],
         ["2026-01-03_with-changes", "2026-01-03", filed, "1"],
+        ["2026-01-04_unknown", "2026-01-04", "?", "?"],
     ], done.stderr
 
 

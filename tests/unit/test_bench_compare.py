@@ -44,8 +44,17 @@ def test_a_speed_is_no_time_and_another_baseline_no_ratio_of_the_same_kind(tmp_p
     old["points"]["p"] |= {"unit": "GB/s", "baseline": "lost"}
     assert {each.kind for each in compared(old, new)} == {"GB/s", "ratio"}
     said = told(tmp_path, new, result("c", (0.0, 0.0, 0.0), (1.5, 1.4, 1.6)))
-    assert said.returncode == 0, said.stderr
+    assert (said.returncode, said.stderr) == (1, "Error: 0.json and 1.json have no figure in common\n")
     assert "in 0.json alone: p: base, GB/s" in said.stdout
+
+
+def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
+    named = result("c", (5.0, 4.0, 6.0), (1.5, 1.4, 1.6))
+    named["points"] = {"p [/x]": named["points"]["p"], "w [warm]": named["points"]["p"]}
+    said = told(tmp_path, named, named)
+    assert said.returncode == 0, said.stderr
+    assert "p [/x]: ours, s" in said.stdout
+    assert "w [warm]: ours, s" in said.stdout
 
 
 def test_it_says_how_many_meet(tmp_path: Path) -> None:
@@ -60,7 +69,13 @@ def test_it_says_how_many_meet(tmp_path: Path) -> None:
     ("old", "why"),
     [
         (result("other", (1.0, 1.0, 1.0), (1.0, 1.0, 1.0)), "0.json is of 'other', 1.json of 'c'"),
-        ({"case": "c", "not measured": "no memory"}, "has no points"),
+        ({"case": "c", "not measured": "no memory"}, "was not measured: no memory"),
+        ({"case": "c"}, "has no points"),
+        ({"case": "c", "points": {}}, "has no figures"),
+        ({"case": "c", "points": {"p": []}}, "a point is not as cases file it"),
+        ({"case": "c", "points": {"p": {"variants": {"ours": 1}}}}, "a point is not as cases file it"),
+        (result("c", ("1", 1, 1), (1.0, 1.0, 1.0)), "a point is not as cases file it"),  # type: ignore[arg-type]
+        (result("c", (float("nan"), 1, 1), (1.0, 1.0, 1.0)), "figures that are no numbers"),
     ],
 )
 def test_what_cannot_be_compared_is_told(old: dict[str, Any], why: str, tmp_path: Path) -> None:

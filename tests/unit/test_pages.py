@@ -83,6 +83,13 @@ def test_a_page_is_written_anew_and_a_wrong_name_is_told(tmp_path: Path, monkeyp
     mine.write_text("<!-- figures: points limits gone -->\n<!-- end -->\n")
     with pytest.raises(SystemExit, match=r"limits/results has no DATE_MACHINE_gone\.json"):
         written(mine)
+    mine.write_text("<!-- figures: twice 7 8 -->\n<!-- end -->\n")
+    with pytest.raises(SystemExit, match="table 'twice 7 8': its words: too many"):
+        written(mine)
+    monkeypatch.setitem(TABLES, "lacking", lambda _: {"not measured": "no disk"}["points"])
+    mine.write_text("<!-- figures: lacking -->\n<!-- end -->\n")
+    with pytest.raises(SystemExit, match="table 'lacking': a result that it is made of has no 'points'; was that"):
+        written(mine)
     with pytest.raises(ValueError, match="2 columns"):
         lines([["a", "b"], ["1"]])
 
