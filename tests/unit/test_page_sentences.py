@@ -280,6 +280,10 @@ def test_small_rows_of_figure_15() -> None:
         r"At marker 20 it takes ([\d.]+) and ([\d.]+) times": whole(default, "20"),
         r"newest marker takes ([\d.]+) and ([\d.]+) times as long as `torch.load`": newest_marker,
         r"Cold it takes ([\d.]+) and ([\d.]+) times naive's time": whole(default, "100", "cold"),
+        r"but ([\d.]+) and ([\d.]+) times at marker 20": whole(default, "20", "cold"),
+        r"at marker 100, in ([\d.]+) and ([\d.]+) of the time": [
+            1 / rows[default]["warm"]["100"]["delta_naive_ratio"] for rows in groups
+        ],
         r"The rest of a restore takes (\d+) and (\d+) ms": rest(default),
         r"Naive needs (\d+) and (\d+). The store": rest("naive"),
         r"which is (\d+) and (\d+)% larger": [
@@ -291,10 +295,8 @@ def test_small_rows_of_figure_15() -> None:
     check_sentences("docs/papers/incrcp.md", said)
     assert all(0.15 < each < 0.25 for each in whole(chain))  # a fifth
     assert [round(each, 1) for each in written(default)] == [1.9, 1.9]
-    assert {round(each, 1) for each in whole(default, "20", "cold")} == {1.3}
     assert max(whole(lists)) < 1 < min(whole(lists, "20") + whole(lists, "80"))
     for rows in groups:
-        assert 0.45 < 1 / rows[default]["warm"]["100"]["delta_naive_ratio"] < 0.55  # half
         assert rows[default]["warm"]["20"]["delta_naive_ratio"] < 1
 
 

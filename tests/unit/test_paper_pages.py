@@ -105,10 +105,10 @@ def test_what_runs_and_recoveries_of_smaller_tables_take() -> None:
     result, small = newest("thesis", "sizes"), newest("thesis", "sizes").point("synthetic-10k, 1 rank, recovery")
     runs = [point for point in result.points() if ", every " in point.name]
     bare = [(point.median("none"), point.median("none again")) for point in runs]
-    assert max(abs(one - other) for one, other in bare) < 0.2
+    assert 0.2 < max(abs(one - other) for one, other in bare) < 0.3
     ways = ("torch.save", "thesis", "ours")
     more = (point.median(way) - sum(pair) / 2 for point, pair in zip(runs, bare, strict=True) for way in ways)
-    assert max(map(abs, more)) < 0.6
+    assert max(map(abs, more)) < 0.4
     own = [small.median(f"ours, {source}") for source in ("log", "store", "HEAD")]
     said = {
         r"smallest ones (\d+) to (\d+) ms warm": [min(own), max(own)],
