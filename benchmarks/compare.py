@@ -9,13 +9,13 @@ of a run's rounds. Ranges that do not meet mean that the rounds of one run do no
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from filed import read
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -59,21 +59,17 @@ def compared(old: dict[str, Any], new: dict[str, Any]) -> Iterator[Compared]:
             yield Compared(what, kind, before[what, kind], after[what, kind])
 
 
-def read(path: Path) -> dict[str, Any]:
+def comparable(path: Path) -> dict[str, Any]:
     """One result.
 
     Raises:
         SystemExit: it cannot be read, or it has no figures to compare; the message says what.
     """
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise SystemExit(f"Error: {path}: {error}") from None
-    if not isinstance(found, dict) or not isinstance(found.get("points"), dict):
-        why = found.get("not measured") if isinstance(found, dict) else None
-        no_points = "has no points: only results of cases that print points can be compared"
-        said = f"was not measured: {why}" if why else no_points
-        raise SystemExit(f"Error: {path} {said}")
+    found = read(path)
+    if why := found.get("not measured"):
+        raise SystemExit(f"Error: {path} was not measured: {why}")
+    if not isinstance(found.get("points"), dict):
+        raise SystemExit(f"Error: {path} has no points: only results of cases that print points can be compared")
     try:
         known = [math.isfinite(value) for row in figures(found).values() for value in row]
     except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
@@ -88,7 +84,7 @@ def main() -> None:
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
     args = parser.parse_args()
-    old, new = read(args.old), read(args.new)
+    old, new = comparable(args.old), comparable(args.new)
     if old.get("case") != new.get("case"):
         parser.error(f"{args.old.name} is of '{old.get('case')}', {args.new.name} of '{new.get('case')}'")
     rows = list(compared(old, new))

@@ -75,16 +75,15 @@ class Filed(NamedTuple):
     """Average over the minute before it."""
 
 
-def _filed(cases: list[str]) -> list[Path]:
-    paths = sorted(ROOT.glob("benchmarks/*/results/*.json"))
-    return [path for path in paths if not cases or path.parts[-3] in cases]
-
-
 def results(cases: list[str]) -> Iterator[Filed]:
     """All of these cases, oldest case by name first."""
-    for path in _filed(cases):
+    for path in sorted(ROOT.glob("benchmarks/*/results/*.json")):
         case = path.parts[-3]
-        found = _read(path)
+        if cases and case not in cases:
+            continue
+        if case not in MEASURES:
+            raise SystemExit(f"Error: MEASURES in {Path(__file__).name} does not name case {case}")
+        found = read(path)
         machine = found["machine"] if isinstance(found.get("machine"), dict) else {}
         named = str(machine.get("commit") or "")
         commit = _commit_of(path, named.rstrip("+"))
@@ -98,7 +97,12 @@ def results(cases: list[str]) -> Iterator[Filed]:
         yield Filed(case, path.stem, path.stem[:10], (commit or "?") + dirty, len(since) if commit else "?", shown)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> dict[str, Any]:
+    """One result.
+
+    Raises:
+        SystemExit: it cannot be read; the message says what.
+    """
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
@@ -134,8 +138,6 @@ def main() -> None:
         parser.error(f"no case {', '.join(unknown)}: there are {', '.join(MEASURES)}")
     if _git("rev-parse", "--is-shallow-repository") == "true":
         raise SystemExit("Error: this clone has no history to count commits in. Try: git fetch --unshallow")
-    if strange := sorted({path.parts[-3] for path in _filed(cases)} - set(MEASURES)):
-        raise SystemExit(f"Error: MEASURES in {Path(__file__).name} does not name case {', '.join(strange)}")
     table = Table("case", "result", "date", "commit", "later commits", "load", box=None)
     for each in results(cases):
         table.add_row(*(escape(str(cell)) for cell in each))

@@ -28,7 +28,7 @@ def sizes(page: Path) -> Table:
 
 def _runs(page: Path, jobs: Iterable[tuple[Result, str]]) -> Table:
     head = [
-        "job, ranks, a checkpoint every so many epochs",
+        "job, ranks, a checkpoint every N epochs",
         "none",
         "`torch.save`",
         "thesis",
@@ -40,9 +40,7 @@ def _runs(page: Path, jobs: Iterable[tuple[Result, str]]) -> Table:
     for result, job in jobs:
         points = [point for point in result.points() if point.name.startswith(f"{job}, every ")]
         if not points:
-            why = result.left_out.get(ALL, "no such point")
-            filed = result.link(page, result.path.stem[11:])
-            found.append([job, f"not measured: {why}", *[""] * (len(head) - 3), filed])
+            found.append(_not_measured(result, job, page, len(head)))
         for point in points:
             goals = [result.goal(f"{point.name}: {of} run / ours") for of in ("torch.save's", "the thesis'")]
             less = [None if goal is None else goal["met"] for goal in goals]
@@ -102,18 +100,22 @@ def size_recoveries(page: Path) -> Table:
     """Those of the smaller tables, in milliseconds."""
     found = [["job", *map(code, RECOVERED), "ours: log", "store", "HEAD", "result"]]
     for result, job in _sized():
-        filed = result.link(page, result.path.stem[11:])
         for state in ("", ", cold"):
             name = f"{job}, recovery{state}"
-            if not result.has(name) and result.left_out:
-                why = "; ".join(result.left_out.values())
-                found.append([job + state, f"not measured: {why}", *[""] * (len(found[0]) - 3), filed])
+            if not result.has(name) and ALL in result.left_out:
+                found.append(_not_measured(result, job + state, page, len(found[0])))
                 continue
             point = result.point(name)
             ways = (*RECOVERED, *(f"{OURS}, {source}" for source in ("log", "store", "HEAD")))
             cells = [three(point.median(way)) if point.has(way) else "not measured" for way in ways]
-            found.append([job + state, *cells, filed])
+            found.append([job + state, *cells, result.link(page, result.path.stem[11:])])
     return found
+
+
+def _not_measured(result: Result, job: str, page: Path, columns: int) -> list[str]:
+    """The row of a job without figures."""
+    why = result.left_out.get(ALL, "no such point")
+    return [job, f"not measured: {why}", *[""] * (columns - 3), result.link(page, result.path.stem[11:])]
 
 
 def _sized() -> Iterator[tuple[Result, str]]:

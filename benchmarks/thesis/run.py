@@ -220,7 +220,7 @@ def run_all(setting: Setting, folder: Path, head: str) -> tuple[dict[str, Measur
 
 
 def cadences(setting: Setting) -> list[tuple[int, bool]]:
-    """Checkpoints every so many epochs, with fsync or without: without it only the most frequent ones."""
+    """Checkpoints every N epochs, with fsync or without: without it only the most frequent ones."""
     found = [(every, True) for every in EVERY if WITH_FSYNC in setting.fsync]
     return found + [(1, False)] * (WITHOUT_FSYNC in setting.fsync)
 

@@ -53,7 +53,7 @@ def test_a_close_waits_for_a_thread_that_another_one_just_starts(closed: Roll, m
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_a_start_that_is_interrupted_is_made_again_and_leaves_no_wait_behind(
+def test_a_start_that_is_interrupted_is_made_again_and_its_wait_is_over(
     closed: Roll, started: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = threading.Thread.start
@@ -74,7 +74,7 @@ def test_a_start_that_is_interrupted_is_made_again_and_leaves_no_wait_behind(
     assert not threads()
 
 
-def test_an_interrupt_while_a_wait_begins_leaves_no_wait_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_is_interrupted_while_it_begins_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     roll = Roll(dist.HashStore(), rank=0, world=2)
 
     def interrupted() -> None:

@@ -193,7 +193,8 @@ class Team:
     def add(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """(all ranks) The sum over ranks of arrays of one shape."""
         total = torch.from_numpy(np.array(numbers))
-        self._wait(lambda: dist.all_reduce(total, group=self._group), self._bound_s, "")
+        if self.world > 1:
+            self._wait(lambda: dist.all_reduce(total, group=self._group), self._bound_s, "")
         return cast("npt.NDArray[np.int64]", total.numpy())
 
     def together(self, action: Callable[[], T]) -> T:

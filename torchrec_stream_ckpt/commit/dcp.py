@@ -132,6 +132,13 @@ def read_json(saved: torch.Tensor) -> Any:
     return json.loads(saved.numpy().tobytes())
 
 
+def no_blob(name: str) -> SchemaMismatchError:
+    """Say that the marker lacks a blob."""
+    return SchemaMismatchError(
+        f"the marker holds no '{name}'", hint="hand over the same stateful objects as the job that wrote it"
+    )
+
+
 def empty_blob(entries: Entries, name: str) -> torch.Tensor:
     """Room for a blob of the marker.
 
@@ -140,7 +147,5 @@ def empty_blob(entries: Entries, name: str) -> torch.Tensor:
     """
     entry = entries.get(name)
     if not isinstance(entry, TensorStorageMetadata):
-        raise SchemaMismatchError(
-            f"the marker holds no '{name}'", hint="hand over the same stateful objects as the job that wrote it"
-        )
+        raise no_blob(name)
     return torch.empty(entry.size, dtype=torch.uint8, device="cpu")

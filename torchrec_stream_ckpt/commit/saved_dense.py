@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchrec_stream_ckpt.commit import optimizer_state, tree
-from torchrec_stream_ckpt.commit.dcp import Entries, empty_blob, load_here, read_json, unblob
+from torchrec_stream_ckpt.commit.dcp import Entries, empty_blob, load_here, no_blob, read_json, unblob
 from torchrec_stream_ckpt.commit.id_maps import PREFIX
 from torchrec_stream_ckpt.commit.match import PER_RANK, dense_entry, optimizer_entry
 from torchrec_stream_ckpt.commit.optimizer_state import OptimizerState, empty_like
@@ -93,7 +93,9 @@ class SavedDense:
         Raises:
             SchemaMismatchError: the marker does not have it.
         """
-        return self._common[name] if name in self._common else empty_blob(self.entries, name)
+        if name not in self._common:
+            raise no_blob(name)
+        return self._common[name]
 
     def blobs(self, shared: Collection[str], per_rank: Collection[str]) -> dict[str, Any]:
         """Seed, random state, wrappers, and the state of some of the user's objects.
