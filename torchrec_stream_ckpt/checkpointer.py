@@ -289,6 +289,7 @@ class StreamCheckpointer:
 
         Writes nothing.
         """
+        self._check_not_closed()
         return self._session.plan(chosen(self._team, self._job, marker, best), changes)
 
     def schema(self) -> ModelSchema:
@@ -416,13 +417,14 @@ class StreamCheckpointer:
 
     # What stands between a call and the parts that do it.
 
-    def _check_open(self) -> None:
+    def _check_not_closed(self) -> None:
         if self._closed:
             raise ConfigError("this StreamCheckpointer is closed")
-        if self._restoring.broken is not None:
-            raise ConfigError(
-                f"a restore or reshard failed half way ({self._restoring.broken})", hint="start the job anew"
-            )
+
+    def _check_open(self) -> None:
+        self._check_not_closed()
+        if (broken := self._restoring.broken) is not None:
+            raise ConfigError(f"a restore or reshard failed half way ({broken})", hint="start the job anew")
         self._streaming.check()
 
     def _ensure_stream(self) -> None:

@@ -98,6 +98,8 @@ def _marked(uri: str) -> tuple[list[str], list[str], list[str]]:
     with attach(trainer(PLAN_2), StreamConfig(uri=uri), paranoid=False) as checkpointer:
         newest = checkpointer.restore("latest")
         assert newest is not None
+    with pytest.raises(ConfigError, match="this StreamCheckpointer is closed"):
+        checkpointer.plan("latest")
     return refused, [str(committed.id) for committed in marked], [*found, str(restored.id), str(newest.id)]
 
 
