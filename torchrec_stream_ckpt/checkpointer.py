@@ -16,7 +16,8 @@ from torch import nn
 
 from torchrec_stream_ckpt.capture.staging import allocate
 from torchrec_stream_ckpt.commit.collective import meet
-from torchrec_stream_ckpt.commit.dense import DenseState, Stateful
+from torchrec_stream_ckpt.commit.dense import DenseState
+from torchrec_stream_ckpt.commit.live_dense import LiveDense, Stateful
 from torchrec_stream_ckpt.config import Source, StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
 from torchrec_stream_ckpt.evolve.changes import Changes
@@ -102,7 +103,7 @@ class StreamCheckpointer:
             self._attached = Attached(dmp, optimizer, self._team, paranoid=paranoid)
             shared, per_rank = stateful or {}, stateful_per_rank or {}
             self._dense = self._team.together(
-                lambda: DenseState(dmp, optimizer, shared, per_rank, self._attached.kernels, groups.dense)
+                lambda: DenseState(LiveDense(dmp, optimizer, shared, per_rank, self._attached.kernels), groups.dense)
             )
             handed = (*shared.values(), *per_rank.values())
             self._loaders = [item for item in handed if isinstance(item, TrackedLoader)]

@@ -21,7 +21,7 @@ from tests.ranks import RankFailed
 from tests.zoo import MARK, Marks
 from tests.zoo_models import Model, Place, Plan, Table
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig, failpoints
-from torchrec_stream_ckpt.commit.dense import DenseState
+from torchrec_stream_ckpt.commit.live_dense import LiveDense
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges
@@ -277,7 +277,7 @@ def renamed_collision(uri: str) -> tuple[collision.State, collision.State]:
     with collision.attach(job, uri, marker_every=None) as checkpointer:
         if dist.get_rank() == 1:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(DenseState, "collisions", frozenset())
+                patch.setattr(LiveDense, "collisions", frozenset())
                 checkpointer.restore(changes=RENAMED_COLLISION)
         else:
             checkpointer.restore(changes=RENAMED_COLLISION)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
-from torchrec_stream_ckpt.commit.dense import DenseState
+from torchrec_stream_ckpt.commit.live_dense import LiveDense
 from torchrec_stream_ckpt.commit.match import Match
 from torchrec_stream_ckpt.commit.saved_dense import SavedDense
 from torchrec_stream_ckpt.errors import ChangesError, MarkerNotFoundError, SchemaMismatchError, UnsupportedError
@@ -53,7 +53,7 @@ class Evolved:
         return self.model.tables.schema
 
 
-def model_schema(schema: Schema, dense: DenseState) -> ModelSchema:
+def model_schema(schema: Schema, dense: LiveDense) -> ModelSchema:
     """Describe the live model. Local."""
     return ModelSchema(tuple(table for _, table in schema.live), *dense.described())
 
@@ -82,7 +82,7 @@ def nothing_to_change(uri: str) -> MarkerNotFoundError:
     )
 
 
-def check_plain(route: Route, schema: Schema, dense: DenseState, saved: SavedDense) -> None:
+def check_plain(route: Route, schema: Schema, dense: LiveDense, saved: SavedDense) -> None:
     """Say all in which a model differs from a marker, and what would declare it.
 
     Raises:
@@ -94,7 +94,7 @@ def check_plain(route: Route, schema: Schema, dense: DenseState, saved: SavedDen
 def evolved(
     route: Route,
     schema: Schema,
-    dense: DenseState,
+    dense: LiveDense,
     saved: SavedDense,
     changes: Changes,
     *,
@@ -133,7 +133,7 @@ def evolved(
 
 
 def _resolved(
-    route: Route, schema: Schema, dense: DenseState, saved: SavedDense, changes: Changes, *, again: bool = False
+    route: Route, schema: Schema, dense: LiveDense, saved: SavedDense, changes: Changes, *, again: bool = False
 ) -> ModelEvolution:
     there = ModelSchema(route.schema.tables, *saved.described())
     made = route.lineage.changes_made(route.marker)

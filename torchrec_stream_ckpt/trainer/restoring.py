@@ -203,7 +203,7 @@ class Restoring:
             raise
         attached.unhook()
         attached.describe(attached.schema)
-        self._parts.dense.kernels = attached.kernels
+        self._parts.dense.live.kernels = attached.kernels
         attached.hook(hook)
         if parent is not None:
             after = attached.column_splits()

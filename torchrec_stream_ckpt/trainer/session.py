@@ -144,7 +144,7 @@ class Session:
 
     def schema(self) -> ModelSchema:
         """(each rank) What the live model holds."""
-        return model_schema(self._attached.schema, self._dense)
+        return model_schema(self._attached.schema, self._dense.live)
 
     def plan(self, marker: MarkerId | None, changes: Changes | None = None) -> RestorePlan | None:
         """Plan what a restore would do on this rank, as far as names and directories tell; None: no marker exists."""
@@ -254,7 +254,7 @@ class Session:
             say_unproved(self._tier.objects, route.commit, unproved, schema)
         refuse_or_accept(unproved, plan.marker, accept=accept_unproved, say=team.rank == 0)
         match = new.match if new is not None else None
-        load_rest = team.together(lambda: self._dense.load(self._saved(route), match))
+        load_rest = team.together(lambda: self._dense.loader.load(self._saved(route), match))
         replicated = attached.replicated().tensors()
         compared = check_replicated(team, match.replicated(replicated) if match is not None else replicated, self._met)
         refuse_or_accept(compared.unproved, plan.marker, accept=accept_unproved, say=team.rank == 0)
@@ -324,7 +324,7 @@ class Session:
 
     def _plan(self, route: Route) -> RestorePlan:
         merge = self._config.on_column_resplit == "merge"
-        here = self._team.gather(self._dense.collisions)
+        here = self._team.gather(self._dense.live.collisions)
         self._evolved = self._team.together(lambda: self._evolve(route, frozenset().union(*here)))
         if self._evolved is None:
             return self._team.together(lambda: self._plan_plain(route, merge=merge))
@@ -334,13 +334,13 @@ class Session:
         if self._changes is None:
             return None
         schema, saved, changes = self._attached.schema, self._saved(route), self._changes
-        return evolved(route, schema, self._dense, saved, changes, collisions=collisions, again=self._named)
+        return evolved(route, schema, self._dense.live, saved, changes, collisions=collisions, again=self._named)
 
     def _saved(self, route: Route) -> SavedDense:
         """The dense state of a marker; a restore plans by it, and then loads it."""
         path = self._finder.dense.local(route.commit)
         if self._planned is None or self._planned.path != path:
-            self._planned = self._dense.saved(path, len(route.commit.ranks))
+            self._planned = SavedDense(path, len(route.commit.ranks), self._team.rank)
         return self._planned
 
     def _plan_plain(self, route: Route, *, merge: bool) -> RestorePlan:
@@ -348,14 +348,14 @@ class Session:
         try:
             plan = self._plain(route, merge=merge)
             saved = self._saved(route)
-            self._dense.check(saved)
-            if saved.imported or saved.optimizers_named != self._dense.optimizers_named:
-                check_plain(route, attached.schema, self._dense, saved)  # said before a row is written
+            self._dense.loader.check(saved)
+            if saved.imported or saved.optimizers_named != self._dense.live.optimizers_named:
+                check_plain(route, attached.schema, self._dense.live, saved)  # said before a row is written
         except ColumnResplitError:
             raise
         except SchemaMismatchError:
             if self._changes is None:
-                check_plain(route, attached.schema, self._dense, self._saved(route))  # says all that differs
+                check_plain(route, attached.schema, self._dense.live, self._saved(route))  # says all that differs
             raise
         return plan
 
@@ -368,7 +368,7 @@ class Session:
     def _plan_evolved(self, route: Route, new: Evolved, *, merge: bool) -> RestorePlan:
         shards = self._attached.shards_in(new.schema)
         plan = plan_evolved(route, Views.make(new.tables, shards), shards, merge=merge)
-        self._dense.check(self._saved(route), new.match)
+        self._dense.loader.check(self._saved(route), new.match)
         return replace(plan, report=new.report)
 
     def _apply(self, plan: RestorePlan, route: Route) -> int:

@@ -1,0 +1,103 @@
+"""The live dense state of one rank: all of the job that is no fused shard, as training holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import starmap
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from torchrec_stream_ckpt.adapter import (
+    FusedKernel,
+    check_dense,
+    dense_optimizers,
+    dense_view,
+    id_maps,
+)
+from torchrec_stream_ckpt.commit import optimizer_state
+from torchrec_stream_ckpt.commit.data_parallel import at_rest, check_fully_sharded, check_replicas
+from torchrec_stream_ckpt.commit.match import PER_RANK, dense_entry, optimizer_entry
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, DenseOptimizer
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What the user hands over: a loader, a scheduler, a scaler."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+class LiveDense:
+    """The objects that hold the dense state of one rank.
+
+    Args:
+        model: The live model.
+        optimizer: What the job steps: a torch optimizer, or TorchRec's wrappers around some.
+        shared: Objects whose state on rank 0 serves all ranks (a loader that counts samples, a schedule).
+        per_rank: Objects that have a state of their own on every rank.
+        kernels: The fused kernels.
+
+    Raises:
+        UnsupportedError: the model or an optimizer holds something that cannot be captured exactly.
+        ConfigError: an object cannot be saved as a Stateful.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        shared: Mapping[str, Stateful],
+        per_rank: Mapping[str, Stateful],
+        kernels: Sequence[FusedKernel],
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.optimizers = dense_optimizers(optimizer)
+        """The optimizers of the dense parameters, by a name that does not depend on the plan."""
+        self.id_maps = id_maps(model)
+        self.shared = dict(shared)
+        self.per_rank = dict(per_rank)
+        self.kernels = kernels
+        """Replaced after a reshard, which builds new ones."""
+        for name, item in {**self.shared, **self.per_rank}.items():
+            if not isinstance(item, Stateful):
+                raise ConfigError(f"'{name}' ({type(item).__name__}) has no state_dict() and load_state_dict()")
+            if "." in name or not name:
+                raise ConfigError(f"'{name}' is no name for a Stateful", hint="use letters, digits and '_'")
+        check_fully_sharded(model)
+        check_dense(model, self.optimizers)
+        check_replicas(model, self.view())
+
+    def view(self) -> nn.Module:
+        """Return a module of the dense parameters and buffers, by the names that markers give them."""
+        at_rest(self.model)
+        return dense_view(self.model)
+
+    @property
+    def collisions(self) -> frozenset[str]:
+        """Fused tables with an id map of managed collision on this rank."""
+        return frozenset(each.table for each in self.id_maps)
+
+    def described(self) -> tuple[tuple[DenseEntry, ...], tuple[DenseOptimizer, ...], tuple[str, ...]]:
+        """Parameters and buffers, dense optimizers, and names of the user's objects, for a :class:`ModelSchema`."""
+        stateful = (*self.shared, *(f"{PER_RANK}{name}" for name in self.per_rank))
+        return tuple(starmap(dense_entry, self.view().state_dict().items())), self.optimizers_named, stateful
+
+    @property
+    def optimizers_named(self) -> tuple[DenseOptimizer, ...]:
+        """The dense optimizers: their classes, and the names of their parameters."""
+        names = names_of(self.view())
+        return tuple(
+            optimizer_entry(key, type(each).__name__, optimizer_state.named_groups(each, names))
+            for key, each in self.optimizers.items()
+        )
+
+
+def names_of(view: nn.Module) -> dict[int, str]:
+    """Names of the parameters of a view, by identity."""
+    return {id(parameter): name for name, parameter in view.named_parameters()}
