@@ -157,6 +157,7 @@ WITH_TORCH = frozenset(
         "commit/data_parallel.py",
         "commit/dcp.py",
         "commit/dense.py",
+        "commit/dense_digests.py",
         "commit/dense_loader.py",
         "commit/hyperparameters.py",
         "commit/id_maps.py",

@@ -1,0 +1,142 @@
+"""Digests of dense entries: bits count, parts add up, and a GPU is asked a fixed number of times."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchrec_stream_ckpt.commit import dense_digests
+from torchrec_stream_ckpt.commit.dense_digests import LocalBox, digests
+from torchrec_stream_ckpt.format.dense_proof import COLUMNS, MODULUS, SECTION, digest_words
+from torchrec_stream_ckpt.format.proof import column_keys, replicated_id, row_keys
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.int8,
+    torch.uint8,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+def random_tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Random bits of ``dtype``."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape)
+
+
+def by_the_definition(name: str, tensor: torch.Tensor) -> int:
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    words = np.frombuffer(data, f"<i{min(4, tensor.element_size())}")
+    columns = column_keys(0, COLUMNS)
+    rows = row_keys(replicated_id(name), SECTION, np.arange(len(words) // COLUMNS + 1, dtype=np.int64))
+    return (
+        sum(int(word) * int(rows[m // COLUMNS]) * int(columns[m % COLUMNS]) for m, word in enumerate(words)) % MODULUS
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_digest_is_that_of_the_definition(dtype: torch.dtype) -> None:
+    tensors = {f"{shape}": random_tensor(dtype, *shape) for shape in [(), (0,), (3,), (40, 70), (5, 0, 2)]}
+    assert digests(tensors) == {name: by_the_definition(name, tensor) for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gpu_finds_the_same_digests(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense_digests, "_PIECE_WORDS", 2 * COLUMNS)
+    tensors = {f"{shape}": random_tensor(dtype, *shape) for shape in [(), (0,), (3,), (40, 170), (1024,), (90, 91)]}
+    runs = [run for name, tensor in tensors.items() for run in dense_digests._runs(name, LocalBox.of(tensor))]
+    found = {run.name: digest for run, digest in zip(runs, dense_digests._on_device(runs), strict=True)}
+    assert {"(0,)": 0, **found} == digests(tensors)
+
+
+def test_memory_does_not_matter() -> None:
+    whole = torch.randn(40, 70)
+    assert digests({"a": whole.t().contiguous().t()}) == digests({"a": whole})
+    assert digests({"a": torch.ones(1).expand(3000)}) == digests({"a": torch.ones(3000)})
+    assert digests({"a": whole[:, ::3]}) == digests({"a": whole[:, ::3].clone()})
+    turned = torch.randn(30, dtype=torch.complex64)
+    assert digests({"a": turned.conj()}) == digests({"a": turned.conj().resolve_conj()})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_flipped_bit_changes_the_digest(dtype: torch.dtype) -> None:
+    tensor = random_tensor(dtype, 1100)
+    before = digests({"a": tensor})
+    raw = tensor.view(torch.uint8)
+    for byte in [0, 1, len(raw) // 2, len(raw) - 1]:
+        for bit in range(1 if dtype == torch.bool else 8):
+            raw[byte] ^= 1 << bit
+            assert digests({"a": tensor}) != before
+            raw[byte] ^= 1 << bit
+    assert digests({"a": tensor}) == before
+
+
+def test_zeros_of_two_signs_and_nans_of_two_payloads_differ() -> None:
+    assert digests({"a": torch.tensor([0.0])}) != digests({"a": torch.tensor([-0.0])})
+    nans = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert digests({"a": nans[:1]}) != digests({"a": nans[1:]})
+    assert digests({"a": nans}) == digests({"a": nans.clone()})
+
+
+def test_signs_of_any_two_elements_do_not_cancel() -> None:
+    """Two flips of the highest bit cancel if a word has eight bytes: its key is odd."""
+    tensor = torch.zeros(64, dtype=torch.float64)
+    tensor[3] = tensor[40] = -0.0
+    assert digests({"a": tensor}) != digests({"a": torch.zeros(64, dtype=torch.float64)})
+
+
+@pytest.mark.parametrize("box", [(3, 5, 0, 70), (0, 40, 1, 69), (0, 1, 0, 70), (39, 40, 69, 70), (5, 5, 0, 70)])
+def test_parts_add_up(box: tuple[int, int, int, int]) -> None:
+    """Whatever is cut out of a tensor: the box and what is left of it."""
+    whole = torch.randn(40, 70, dtype=torch.float64)
+    row, row_end, column, column_end = box
+    rest = whole.clone()
+    rest[row:row_end, column:column_end] = 0
+    part = LocalBox(whole[row:row_end, column:column_end], (40, 70), (row, column))
+    digest = sum(digest_words("a", run.words.numpy(), run.first) for run in dense_digests._runs("a", part))
+    assert (digest + digests({"a": rest})["a"]) % MODULUS == digests({"a": whole})["a"]
+    if row < row_end:
+        assert (len(list(part.runs())) == 1) == (column_end - column == 70 or row_end - row == 1)
+
+
+def test_the_name_counts() -> None:
+    tensor = torch.randn(10)
+    assert digests({"a": tensor})["a"] != digests({"b": tensor})["b"]
+
+
+class Counted(TorchDispatchMode):
+    """Counts operators of torch, views apart: each is a launch on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_launches_do_not_grow_with_the_number_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _tensor: True))
+    counted = []
+    for number in (3, 300):
+        tensors = {f"{dtype}{each}": random_tensor(dtype, 7, 9) for dtype in DTYPES for each in range(number)}
+        with Counted() as mode:
+            digests(tensors)
+        counted.append(mode.calls)
+    assert counted[0] == counted[1]
+    assert sum(counted[0].values()) < 20

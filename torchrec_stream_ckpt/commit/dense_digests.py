@@ -1,0 +1,157 @@
+"""Digests of live dense tensors: on the CPU without a copy of them, on a GPU with a number of launches that depends on
+their bytes and not on how many they are.
+
+Bits are added up, so NaN is what it was and -0.0 is not 0.0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torchrec_stream_ckpt.format.dense_proof import (
+    COLUMNS,
+    MODULUS,
+    digest_rows,
+    digest_words,
+    words_per_element,
+)
+from torchrec_stream_ckpt.format.proof import column_keys
+
+_SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_PIECE_WORDS = 1 << 24
+"""Words of a GPU that are added up at a time: their products take eight bytes each."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalBox:
+    """What one rank has of an entry: a box of the whole tensor."""
+
+    local: torch.Tensor
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offsets: tuple[int, ...]
+    """First element of the box in each dimension."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> LocalBox:
+        """The whole of a plain tensor; of a DTensor the shard of this rank."""
+        if not isinstance(tensor, DTensor):
+            return cls(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
+        (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        return cls(tensor.to_local().detach(), tuple(tensor.shape), tuple(chunk.offsets))
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """(first element in the box, first one in the whole tensor, how many): consecutive ones in both."""
+        box = tuple(self.local.shape)
+        if not (elements := math.prod(box)):
+            return
+        cut = max((dim for dim, size in enumerate(box) if size != self.shape[dim]), default=0)
+        length = math.prod(box[cut:])
+        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(box))]
+        for begin in range(0, elements, length):
+            place, rest = 0, begin
+            for dim, stride in enumerate(strides):
+                index, rest = divmod(rest, math.prod(box[dim + 1 :]))
+                place += (self.offsets[dim] + index) * stride
+            yield begin, place, length
+
+
+@dataclass(frozen=True, slots=True)
+class WordRun:
+    """Consecutive words of an entry."""
+
+    name: str
+    words: torch.Tensor
+    first: int
+
+
+def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Return the digest of each entry: of its whole tensor, or of the part that this rank has of a DTensor.
+
+    Local: no collective. What is on a GPU is read back once, for which the host waits. Parts that replicate each other
+    have equal digests; parts that share no element have digests that add up to the digest of the whole.
+
+    Args:
+        tensors: By the name of their entry.
+    """
+    found = dict.fromkeys(tensors, 0)
+    on_device: dict[torch.device, list[WordRun]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        for run in _runs(name, LocalBox.of(tensor)):
+            if run.words.is_cuda:
+                on_device[run.words.device].append(run)
+            else:
+                found[name] += digest_words(name, run.words.numpy(), run.first)
+    for runs in on_device.values():
+        for run, digest in zip(runs, _on_device(runs), strict=True):
+            found[run.name] += digest
+    return {name: digest % MODULUS for name, digest in found.items()}
+
+
+def _runs(name: str, part: LocalBox) -> Iterator[WordRun]:
+    words, width = _words(part.local), words_per_element(part.local.element_size())
+    for begin, place, length in part.runs():
+        yield WordRun(name, words[begin * width : (begin + length) * width], place * width)
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bits as signed integers, in logical order; no copy if it is contiguous."""
+    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(_SIGNED[min(4, flat.element_size())])
+
+
+def _on_device(runs: Sequence[WordRun]) -> list[int]:
+    """Digests of runs that are on one GPU: rows are padded to their columns, and the sums of all rows come back."""
+    device = runs[0].words.device
+    keys = _columns(device)
+    rows = [-(-(run.first % COLUMNS + len(run.words)) // COLUMNS) for run in runs]
+    sums: list[torch.Tensor] = []
+    order: list[int] = []
+    for size in sorted({run.words.element_size() for run in runs}):
+        alike = [place for place, run in enumerate(runs) if run.words.element_size() == size]
+        order += alike
+        for matrix in _matrices([runs[place] for place in alike]):
+            sums.append(torch.mul(matrix, keys).sum(1))
+    together = torch.cat(sums).cpu().numpy()
+    found, begin = [0] * len(runs), 0
+    for place in order:
+        run = runs[place]
+        found[place] = digest_rows(run.name, together[begin : begin + rows[place]], run.first // COLUMNS)
+        begin += rows[place]
+    return found
+
+
+def _matrices(runs: Sequence[WordRun]) -> Iterator[torch.Tensor]:
+    """The runs, of one word size, as (rows, columns), each of them in rows of its own, in pieces of bounded bytes."""
+    zeros = torch.zeros(COLUMNS, dtype=runs[0].words.dtype, device=runs[0].words.device)
+    piece: list[torch.Tensor] = []
+    free = _PIECE_WORDS
+    for words in (words for run in runs for words in _padded(run, zeros)):
+        begin = 0
+        while begin < len(words):
+            piece.append(words[begin : begin + free])
+            begin += len(piece[-1])
+            free -= len(piece[-1])
+            if not free:
+                yield torch.cat(piece).view(-1, COLUMNS)
+                piece, free = [], _PIECE_WORDS
+    if piece:
+        yield torch.cat(piece).view(-1, COLUMNS)
+
+
+def _padded(run: WordRun, zeros: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Whole rows: zeros add nothing to a digest."""
+    before = run.first % COLUMNS
+    return zeros[:before], run.words, zeros[: -(before + len(run.words)) % COLUMNS]
+
+
+@cache
+def _columns(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(column_keys(0, COLUMNS)).to(device)

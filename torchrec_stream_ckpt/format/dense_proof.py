@@ -1,0 +1,76 @@
+"""Digests of the dense state: one number for each entry, which adds up over parts of a tensor.
+
+An entry is seen as its elements in row-major order, whatever memory they are in. Word ``m`` of it is in row
+``m // 1024`` and column ``m % 1024``; keys and sums are those of *The proof* in ``docs/format.md``. So the digests of
+the parts that FSDP2 shards have add up, modulo 2^64, to the digest of the whole tensor.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+
+import numpy as np
+
+from torchrec_stream_ckpt.format.proof import Ints, Words, column_keys, replicated_id, row_keys
+
+SECTION = 63
+"""No table has so many states, so no other section has the same keys."""
+COLUMNS = 1024
+"""Words in a row."""
+MODULUS = 1 << 64
+_SMALL_ROWS = 16
+"""Row keys of small tensors are kept: to make them costs more than the sum does."""
+
+
+def words_per_element(itemsize: int) -> int:
+    """How many words an element of ``itemsize`` bytes is: those of 8 and 16 bytes are words of 4."""
+    return max(1, itemsize // 4)
+
+
+def digest_words(name: str, words: Words, first_word: int = 0) -> int:
+    """Return the digest of a run of words of one entry, below 2^64.
+
+    Args:
+        name: Name of the entry.
+        words: Consecutive words as signed integers of 1, 2 or 4 bytes, shape (n,), little-endian.
+        first_word: Which word of the entry the first one is.
+    """
+    first_row, column = divmod(first_word, COLUMNS)
+    head = min(-first_word % COLUMNS, len(words))
+    whole = (len(words) - head) // COLUMNS
+    sums = np.empty(bool(head) + whole + 1, np.int64)
+    if head:
+        sums[0] = words[:head].astype(np.int64) @ _columns()[column : column + head]
+    middle = words[head : head + whole * COLUMNS].reshape(whole, COLUMNS)
+    # einsum converts as it goes, in a buffer that stays in a cache: nothing as large as the tensor is made.
+    np.einsum("ij,j->i", middle, _columns(), out=sums[bool(head) : bool(head) + whole])
+    tail = words[head + whole * COLUMNS :]
+    sums[-1] = tail.astype(np.int64) @ _columns()[: len(tail)]
+    return digest_rows(name, sums, first_row)
+
+
+def digest_rows(name: str, sums: Ints, first_row: int = 0) -> int:
+    """Return the digest of some rows of an entry: each row's sum of word times column key, times the key of the row.
+
+    Args:
+        name: Name of the entry.
+        sums: One number a row, modulo 2^64.
+        first_row: Which row of the entry the first one is.
+    """
+    small = first_row + len(sums) <= _SMALL_ROWS
+    keys = _first_rows(name)[first_row : first_row + len(sums)] if small else _rows(name, first_row, len(sums))
+    return int(sums @ keys) % MODULUS
+
+
+@cache
+def _columns() -> Ints:
+    return column_keys(0, COLUMNS)
+
+
+@lru_cache(maxsize=1 << 14)
+def _first_rows(name: str) -> Ints:
+    return _rows(name, 0, _SMALL_ROWS)
+
+
+def _rows(name: str, first_row: int, rows: int) -> Ints:
+    return row_keys(replicated_id(name), SECTION, np.arange(first_row, first_row + rows, dtype=np.int64))
