@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 from torchrec_stream_ckpt.config import Source, StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import TORCH_HINT, StreamCkptError
-from torchrec_stream_ckpt.loader import GlobalBatches, TrackedLoader
 from torchrec_stream_ckpt.types import Committed, MarkerId, MarkerReport, Restored
 
 if TYPE_CHECKING:
@@ -16,8 +15,11 @@ if TYPE_CHECKING:
     from torchrec_stream_ckpt.follower.core import Follower
     from torchrec_stream_ckpt.follower.follow import follow
     from torchrec_stream_ckpt.follower.tables import FollowedTables
+    from torchrec_stream_ckpt.global_samples import GlobalBatches, GlobalSampler, sample_generator
+    from torchrec_stream_ckpt.global_stream import GlobalStream
     from torchrec_stream_ckpt.interchange.dcp_reader import StreamReader
     from torchrec_stream_ckpt.interchange.marker_rows import OpenMarker, open_marker
+    from torchrec_stream_ckpt.loader import TrackedLoader
     from torchrec_stream_ckpt.planner import planner_constraints
 
 __all__ = [
@@ -27,6 +29,8 @@ __all__ = [
     "FollowedTables",
     "Follower",
     "GlobalBatches",
+    "GlobalSampler",
+    "GlobalStream",
     "IdMap",
     "MarkerId",
     "MarkerReport",
@@ -44,6 +48,7 @@ __all__ = [
     "follow",
     "open_marker",
     "planner_constraints",
+    "sample_generator",
 ]
 
 __version__ = "0.1.0"
@@ -56,15 +61,20 @@ _LAZY = {
     "DenseChanges": "evolve.changes",
     "FollowedTables": "follower.tables",
     "Follower": "follower.core",
+    "GlobalBatches": "global_samples",
+    "GlobalSampler": "global_samples",
+    "GlobalStream": "global_stream",
     "IdMap": "evolve.row_maps",
     "ModelSchema": "evolve.model_schema",
     "RowChange": "evolve.changes",
     "OpenMarker": "interchange.marker_rows",
     "StreamCheckpointer": "checkpointer",
     "StreamReader": "interchange.dcp_reader",
+    "TrackedLoader": "loader",
     "follow": "follower.follow",
     "open_marker": "interchange.marker_rows",
     "planner_constraints": "planner",
+    "sample_generator": "global_samples",
 }
 
 

@@ -7,26 +7,17 @@ restored from it would never train them.
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.positions import StatefulLoader, position_source
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
-
-
-class StatefulLoader(Protocol[T_co]):
-    """What can be tracked: torchdata's ``StatefulDataLoader``, or any iterable that knows its position."""
-
-    def __iter__(self) -> Iterator[T_co]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +31,13 @@ class _Position:
 
 
 class TrackedLoader(Generic[T]):
-    """A loader whose state is that of the last *trained* batch, however many a pipeline has fetched.
+    """A loader whose state is that of the last *trained* batch, however many a pipeline or workers have fetched.
 
-    It keeps the wrapped loader's state after each batch in flight. Hand it over as a ``Stateful``;
-    ``StreamCheckpointer.step()`` then tells it that a batch has been trained::
+    Hand it over as a ``Stateful``; ``StreamCheckpointer.step()`` then tells it that a batch has been trained::
 
-        loader = TrackedLoader(StatefulDataLoader(dataset, batch_size=64))
-        ckpt = StreamCheckpointer(dmp, optimizer, config=config, stateful_per_rank={"loader": loader})
+        sampler = GlobalSampler(len(data), batch_size=4096, rank=rank, world=world, shuffle=True)
+        loader = TrackedLoader(DataLoader(data, batch_sampler=sampler, num_workers=4))
+        ckpt = StreamCheckpointer(dmp, optimizer, config=config, stateful={"loader": loader})
         ckpt.restore()
         for epoch in range(loader.epoch, epochs):
             batches = iter(loader)
@@ -55,19 +46,38 @@ class TrackedLoader(Generic[T]):
                     pipeline.progress(batches)
                     ckpt.step()
 
-    A plain ``for batch in loader`` works as well, and has the same positions. torch's loaders draw a seed from torch's
-    random state whenever a pass begins, and again when one is resumed: give them a ``generator`` of their own.
+    A plain ``for batch in loader`` works as well, and has the same positions. Attributes that it does not have are
+    those of the wrapped loader, and ``len()`` is its length: batches of a whole epoch.
+
+    ==========================================  ===================  =============================================
+    wrapped loader                              position             restored on another number of ranks
+    ==========================================  ===================  =============================================
+    torch's ``DataLoader`` over a               of the whole job     yes
+    ``GlobalSampler`` or ``GlobalStream``
+    ``GlobalBatches``                           of the whole job     yes
+    has ``state_dict()`` (torchdata's           of one rank, unless  refused; if it says ``position_of = "job"``,
+    ``StatefulDataLoader``)                     it says otherwise    yes
+    any other, with ``skip=True``               of one rank          refused
+    ==========================================  ===================  =============================================
 
     Args:
-        loader: An iterable with ``state_dict()`` and ``load_state_dict()``, whose state may be taken after every
-            batch: it is copied each time, so a large state (a shuffle buffer) makes fetching slow.
+        loader: One of these. The state of one with ``state_dict()`` is copied after every batch, so a large state (a
+            shuffle buffer) makes fetching slow.
         max_in_flight: How many batches may be fetched and not trained; more are an error.
+        skip: For a loader that does not know its position and gives the same batches in every pass, or those of an
+            epoch that it is told: batches are counted, and a resumed pass fetches and drops as many as were trained.
+            That takes as long as it took to fetch them.
+
+    Raises:
+        ConfigError: the loader does not know its position, or draws its order anew in each pass.
     """
 
-    def __init__(self, loader: StatefulLoader[T], *, max_in_flight: int = 16) -> None:
+    def __init__(self, loader: Iterable[T], *, max_in_flight: int = 16, skip: bool = False) -> None:
         if max_in_flight < 1:
             raise ConfigError(f"max_in_flight must be at least 1, it is {max_in_flight}")
-        self._loader = loader
+        self._wrapped: Any = loader
+        self._loader: StatefulLoader[T] = position_source(loader, skip=skip)
+        self._of_rank = getattr(self._loader, "position_of", "rank") == "rank"
         self._max_in_flight = max_in_flight
         self._trained: _Position | None = None
         """None until a pass begins: the wrapped loader stands where training does."""
@@ -78,6 +88,16 @@ class TrackedLoader(Generic[T]):
         self._pass: object | None = None
         """The pass that is being fetched."""
         self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch, as the wrapped loader counts them."""
+        return len(self._wrapped)
+
+    def __getattr__(self, name: str) -> Any:
+        """What a TrackedLoader does not have is the wrapped loader's: ``dataset``, ``batch_size``, ``sampler``."""
+        if name.startswith("_"):  # a copy that is being made has nothing wrapped yet
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        return getattr(self._wrapped, name)
 
     @property
     def epoch(self) -> int:
@@ -138,10 +158,38 @@ class TrackedLoader(Generic[T]):
     def state_dict(self) -> dict[str, Any]:
         """The position after the last trained batch."""
         at = self._trained or self._position(batches=0)
-        return {"epoch": at.epoch, "loader": copy.deepcopy(at.state)}
+        world = {"world": _world()} if self._of_rank else {}
+        return {"epoch": at.epoch, "loader": copy.deepcopy(at.state), **world}
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse a saved position that this loader cannot go to; changes nothing.
+
+        Raises:
+            ConfigError: it is the position of one rank, saved on another number of ranks, or one in other data.
+        """
+        if not {"epoch", "loader"} <= state_dict.keys():
+            raise ConfigError(
+                "the marker's loader state was not saved by a TrackedLoader",
+                hint="hand over the loader as the job did that wrote the marker",
+            )
+        before, world = state_dict.get("world"), _world()
+        if self._of_rank and before not in (None, world):
+            raise ConfigError(
+                f"the position of {type(self._wrapped).__name__} is that of one rank of {before}: "
+                f"on {world} ranks samples would be trained twice, or never",
+                hint=f"restore on {before} ranks; or use a DataLoader over a GlobalSampler (or GlobalStream), whose "
+                "position is the whole job's",
+            )
+        if (check := getattr(self._loader, "check", None)) is not None:
+            check(state_dict["loader"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to a saved position; passes that have begun before are over."""
+        """Go to a saved position; passes that have begun before are over.
+
+        Raises:
+            ConfigError: as :meth:`check_state_dict`.
+        """
+        self.check_state_dict(state_dict)
         with self._lock:
             self._loader.load_state_dict(copy.deepcopy(state_dict["loader"]))
             self._epoch, self._pass = state_dict["epoch"], None
@@ -158,7 +206,10 @@ class TrackedLoader(Generic[T]):
                 )
             if broken_off:
                 self._epoch += 1
-            source = iter(self._loader)
+            try:
+                source = iter(self._loader)
+            except StopIteration:  # torchdata's, resumed where its epoch is over: nothing is left of this pass
+                source = iter(())
             if not self.in_flight and self._ahead:
                 self._trained = self._ahead.pop()  # the end of the last pass, with all of its batches trained
                 self._ahead.clear()
@@ -191,94 +242,9 @@ class TrackedLoader(Generic[T]):
         return _Position(copy.deepcopy(self._loader.state_dict()), self._epoch, batches)
 
 
-class GlobalBatches(Generic[T]):
-    """Global batches of numbered samples, cut over the ranks: any number of ranks trains the same batches.
-
-    The position counts samples, never batches of one rank, so it is one state for all ranks (``stateful={...}``) and
-    means the same to a job of another size. Where the ranks do not divide the batch, parts differ by one sample:
-    ``make`` fills them up to ``size`` with samples that weigh nothing, and the loss of a rank is its weighted sum times
-    ``world / batch_size``, whose mean over the ranks is that of the global batch::
-
-        loader = TrackedLoader(GlobalBatches(make, samples=len(data), batch_size=256, rank=rank, world=world))
-
-    Args:
-        make: Called as ``make(epoch, rows, size)``; returns this rank's batch: the samples ``rows`` of an epoch, a pure
-            function of both, filled up to ``size`` samples.
-        samples: How many an epoch has; an incomplete last batch is left out.
-        batch_size: Samples of a global batch.
-        rank: This rank.
-        world: Number of ranks.
-        data_name: What the samples are of, such as the name of a file. A position in data of another name is refused.
-
-    Raises:
-        ConfigError: an epoch has less than one batch, or a batch has less than one sample a rank.
-    """
-
-    def __init__(
-        self,
-        make: Callable[[int, range, int], T],
-        *,
-        samples: int,
-        batch_size: int,
-        rank: int,
-        world: int,
-        data_name: str | None = None,
-    ) -> None:
-        if samples < batch_size:
-            raise ConfigError(
-                f"the data hold {samples} samples, less than one batch of {batch_size}", hint="take a smaller batch"
-            )
-        if batch_size < world:
-            raise ConfigError(
-                f"a global batch of {batch_size} leaves some of {world} ranks without a sample",
-                hint="take a larger batch, or fewer ranks",
-            )
-        self._make = make
-        self._count, self._batch_size = samples, batch_size
-        self._begin, self._end = batch_size * rank // world, batch_size * (rank + 1) // world
-        self._size = -(-batch_size // world)
-        self._data_name = data_name
-        self._epoch, self._samples = 0, 0
-
-    @property
-    def batches(self) -> int:
-        """Batches of a whole epoch."""
-        return self._count // self._batch_size
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the next batch, and of the rest of a pass."""
-        return self._epoch
-
-    def __iter__(self) -> Iterator[T]:
-        """One epoch, or what a loaded position leaves of it."""
-        while (first := self._samples) + self._batch_size <= self._count:
-            rows = range(first + self._begin, first + self._end)
-            batch = self._make(self._epoch, rows, self._size)
-            self._samples = first + self._batch_size
-            yield batch
-        self._epoch, self._samples = self._epoch + 1, 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position: the epoch, and how many samples of it the whole job has read."""
-        named = {} if self._data_name is None else {"data_name": self._data_name}
-        return {"epoch": self._epoch, "samples": self._samples, **named}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to a saved position.
-
-        Raises:
-            ConfigError: it is a position in data of another name, or this data has fewer samples.
-        """
-        held = state_dict.get("data_name")
-        if None not in (held, self._data_name) and held != self._data_name:
-            raise ConfigError(
-                f"the marker stands in '{held}', the data are '{self._data_name}'",
-                hint="give the data that the job was trained on",
-            )
-        if state_dict["samples"] > self._count:
-            raise ConfigError(
-                f"the marker stands after {state_dict['samples']} samples of its epoch, the data hold {self._count}",
-                hint="give the data that the job was trained on",
-            )
-        self._epoch, self._samples = state_dict["epoch"], state_dict["samples"]
+def _world() -> int:
+    """Number of ranks of this job; 1 where there is no process group."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return 1
+    return int(distributed.get_world_size())

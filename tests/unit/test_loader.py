@@ -137,7 +137,7 @@ def test_a_position_is_a_copy() -> None:
     loader = TrackedLoader(Numbers(2))
     before = loader.state_dict()
     assert list(plain(loader, 0, 1)) == [0, 1]
-    assert before == {"epoch": 0, "loader": {"next": 0, "passes": [0]}}
+    assert before == {"epoch": 0, "loader": {"next": 0, "passes": [0]}, "world": 1}
 
 
 def test_more_trained_than_fetched_is_an_error() -> None:
@@ -167,7 +167,7 @@ def test_a_pass_that_was_broken_off_must_say_what_becomes_of_its_batches() -> No
     with pytest.raises(ConfigError, match="another pass begins while 2 batches of an unfinished one are not trained"):
         next(iter(loader))
     loader.drop_in_flight()
-    assert loader.state_dict() == {"epoch": 0, "loader": {"next": 1, "passes": [0]}}
+    assert loader.state_dict()["loader"] == {"next": 1, "passes": [0]}
     assert next(iter(loader)) == 3  # this loader goes on where it is
     assert loader.epoch == 1
     assert loader.state_dict()["loader"]["next"] == 3
@@ -271,7 +271,7 @@ def test_a_position_in_data_of_another_name_is_refused() -> None:
 
     old = loader("day_0")
     next(iter(old))
-    assert old.state_dict() == {"epoch": 0, "samples": 5, "data_name": "day_0"}
+    assert old.state_dict() == {"epoch": 0, "samples": 5, "batch_size": 5, "data_name": "day_0"}
     for same in (loader("day_0"), loader(None)):
         same.load_state_dict(old.state_dict())
         assert list(same) == [range(5, 10)]

@@ -1,0 +1,198 @@
+"""How a loader says where it stands: by its own state, by the samples of the whole job, or by counting batches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, Protocol, TypeVar
+
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.global_samples import Deal, GlobalSampler, seed_of
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class StatefulLoader(Protocol[T_co]):
+    """An iterable that knows its position. If it has ``position_of = "job"``, its state serves any number of ranks."""
+
+    def __iter__(self) -> Iterator[T_co]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+class DealtLoader:
+    """torch's ``DataLoader`` over samples that are dealt out: counts the global batches that it has given.
+
+    Args:
+        loader: The ``DataLoader``. If it has no generator, it gets one: torch's own draws a seed for its workers from
+            the random state of the job at the beginning of each pass, once more if a pass is resumed.
+        deal: Its ``GlobalSampler`` or ``GlobalStream``.
+    """
+
+    position_of: Literal["job"] = "job"
+
+    def __init__(self, loader: Any, deal: Deal) -> None:
+        self._loader, self._deal = loader, deal
+        self._at = (0, 0)
+        self._seeds = loader.generator is None
+        if self._seeds:
+            import torch  # which the DataLoader has imported
+
+            loader.generator = torch.Generator()
+
+    def __iter__(self) -> Iterator[Any]:
+        """One epoch, or what a loaded position leaves of it."""
+        epoch, samples = self._at
+        if self._seeds:
+            self._loader.generator.manual_seed(seed_of(epoch))
+        self._deal.begin(epoch, samples)
+        for batch in self._loader:
+            samples += self._deal.batch_size
+            self._at = (epoch, samples)
+            yield batch
+        self._go_to(epoch + 1, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: the epoch, and how many samples of it the whole job has read."""
+        return self._deal.at(*self._at)
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Refuse a position in other data, or in another order of them.
+
+        Raises:
+            ConfigError: it is one.
+        """
+        self._deal.check(state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to a saved position."""
+        self._go_to(*self._deal.check(state_dict))
+
+    def _go_to(self, epoch: int, samples: int) -> None:
+        self._at = (epoch, samples)
+        self._deal.begin(epoch, samples)
+
+
+class CountedLoader:
+    """A loader that does not know its position: batches are counted, and those before a position fetched and dropped.
+
+    Args:
+        loader: Gives the same batches in each pass, or those of an epoch that it is told.
+    """
+
+    position_of: Literal["rank"] = "rank"
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self._loader = loader
+        self._batches = self._skip = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        """One pass without the batches before a loaded position.
+
+        Raises:
+            ConfigError: the pass is shorter than that.
+        """
+        skip, self._skip = self._skip, 0
+        self._batches = number = 0
+        for number, batch in enumerate(self._loader, 1):
+            if number > skip:
+                self._batches = number
+                yield batch
+        if number < skip:
+            raise ConfigError(
+                f"the marker stands after {skip} batches of a pass, this loader gives {number}",
+                hint="give the data that the job was trained on",
+            )
+        self._batches = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: how many batches of the pass were fetched."""
+        return {"batches": max(self._batches, self._skip)}
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Refuse a state that is no count of batches.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if state.keys() != {"batches"}:
+            raise ConfigError(
+                f"the marker's loader state is no count of batches: it has {', '.join(map(str, state))}",
+                hint="restore it with the loader that wrote it",
+            )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The next pass begins after as many batches."""
+        self._batches = self._skip = state_dict["batches"]
+
+
+def position_source(loader: Any, *, skip: bool) -> StatefulLoader[Any]:
+    """Return what says where ``loader`` stands: itself, or something around it.
+
+    Raises:
+        ConfigError: nothing can.
+    """
+    if not hasattr(loader, "__iter__"):
+        raise ConfigError(f"TrackedLoader needs an iterable, {type(loader).__name__} is not one")
+    for deal in (getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None), loader):
+        if isinstance(deal, Deal) and deal is loader and not hasattr(loader, "state_dict"):
+            raise ConfigError(
+                f"TrackedLoader needs a loader, {type(loader).__name__} only deals samples out",
+                hint="wrap the DataLoader that it was given to",
+            )
+        if isinstance(deal, Deal) and deal is not loader:
+            _check_dealt(loader, deal)
+            return DealtLoader(loader, deal)
+    if isinstance(getattr(loader, "sampler", None), Deal):
+        raise ConfigError(
+            f"{type(loader.sampler).__name__} gives whole batches, it was passed as sampler=",
+            hint="pass it as batch_sampler=",
+        )
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        if skip:
+            raise ConfigError(
+                f"{type(loader).__name__} knows its position: it is not to be skipped over", hint="leave skip=True out"
+            )
+        return loader  # type: ignore[no-any-return]
+    if not skip:
+        raise ConfigError(
+            f"TrackedLoader needs a loader that knows its position, {type(loader).__name__} does not",
+            hint="give the DataLoader batch_sampler=GlobalSampler(len(data), batch_size=..., rank=..., world=...); "
+            "for an IterableDataset use GlobalStream; or count and skip its batches with skip=True",
+        )
+    _check_order(loader)
+    return CountedLoader(loader)
+
+
+def _check_dealt(loader: Any, deal: Deal) -> None:
+    if not isinstance(deal, GlobalSampler) and getattr(loader, "batch_sampler", None) is not None:
+        raise ConfigError(
+            "GlobalStream gives whole batches, and the DataLoader would batch them again",
+            hint="pass batch_size=None to the DataLoader",
+        )
+    collate = getattr(deal, "collate_fn", None) or getattr(loader, "collate_fn", None)
+    data = sys.modules.get("torch.utils.data")
+    if not deal.smallest_part and data is not None and collate is data.default_collate:
+        raise ConfigError(
+            f"a rank can get a batch without a sample ({deal.world} ranks, global batches of {deal.batch_size}), and "
+            "torch's default_collate fails for it",
+            hint="pass a collate_fn that makes an empty batch of [], or drop_last=True and a batch of at least one "
+            "sample a rank",
+        )
+    if isinstance(deal, GlobalSampler) and hasattr(loader.dataset, "__len__") and len(loader.dataset) < deal.samples:
+        raise ConfigError(
+            f"the sampler deals {deal.samples} samples, the data hold {len(loader.dataset)}",
+            hint="make the sampler of len(data)",
+        )
+
+
+def _check_order(loader: Any) -> None:
+    """Refuse torch's own shuffling: its order comes from the random state of the job, and differs in a resumed pass."""
+    data = sys.modules.get("torch.utils.data")
+    if data is not None and isinstance(getattr(loader, "sampler", None), data.RandomSampler):
+        raise ConfigError(
+            "this DataLoader draws its order anew in each pass (shuffle=True), so a resumed pass has another one",
+            hint="shuffle by batch_sampler=GlobalSampler(len(data), shuffle=True, ...)",
+        )
