@@ -10,17 +10,19 @@ from __future__ import annotations
 import base64
 import struct
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import numpy as np
 from crc32c import crc32c
 
+from torchrec_stream_ckpt.format.announced import KNOWN, ObjectEnd
 from torchrec_stream_ckpt.format.changed import ClaimChanges
 from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark, Serve, TableScalars, Trim
 from torchrec_stream_ckpt.format.dense_files import DenseFile, listed
+from torchrec_stream_ckpt.format.entry_digests import DenseProof, scalars_digest
 from torchrec_stream_ckpt.format.folding import Folded, snapshot_of
-from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, seal
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, NEWEST_VERSION, Header, Kind, json_frame, pad_frame, seal
 from torchrec_stream_ckpt.format.ids import IdEvent, IdEvents, encode_ids
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.mac import CommitKey
@@ -136,12 +138,41 @@ def frames() -> dict[str, bytes]:
     control["claim_changed"] = claim_changed().to_frame()
     changed = Header(Kind.HELLO, JOB, 3, schema_crc=CHANGED.crc, version=Hello(1, CHANGED, ()).version)
     stream["hello_changed"] = bytes(json_frame(changed, Hello(1, CHANGED, CHANGED_SHARDS).to_json()))
+    stream |= version_4(mark, scalars)
+    control["claim_announcing"] = claim_announcing().to_frame()
+    control["commit_objects"] = replace(commit(end), generation=4, nonce="62" * 16, ranks=(of_objects(end),)).to_frame()
     control |= {"end": end_record().to_frame(), "note": note().to_frame()}
     signed |= {"end_signed": KEY.sign(end_record()).to_frame(), "note_signed": KEY.sign(note()).to_frame()}
     (part,) = snapshot_of(folded(end), INCARNATION)
     control |= {"snapshot": part.to_frame(), "base": Base(JOB, 1024).to_frame()}
     signed["snapshot_signed"] = KEY.sign(part).to_frame()
     return stream | control | signed
+
+
+def version_4(mark: Header, scalars: tuple[TableScalars, ...]) -> dict[str, bytes]:
+    """What may follow on the golden MARK in a generation that announces it: padding, and a MARK with digests."""
+    pad = Header(Kind.PAD, JOB, 1, seq=5, schema_crc=SCHEMA.crc, chain=mark.header_crc, version=NEWEST_VERSION)
+    found = {"pad": bytes(pad_frame(pad, 192))}
+    said = Mark(5, 2_048, scalars, PROOF, dense_proof(scalars))
+    header = Header(Kind.MARK, JOB, 1, seq=6, step=STEP + 1, marker=MARKER + 1, schema_crc=SCHEMA.crc)
+    header.chain, header.version = pad.header_crc, said.version
+    return found | {"mark_dense": bytes(json_frame(header, said.to_json()))}
+
+
+def dense_proof(scalars: tuple[TableScalars, ...]) -> DenseProof:
+    """Digests of no entries in particular, and the one of the scalars."""
+    digests = {"model.over.weight": 2**64 - 1, "shared.seed": 1, "rank0.random": 2**32}
+    return DenseProof.of(digests, scalars_digest(map(astuple, scalars)))
+
+
+def of_objects(end: RankEnd) -> RankEnd:
+    """The same end in a log of objects: its stream ends in byte 4096 of object 3."""
+    return replace(end, begin=ObjectEnd(0, 0).pack(), end=ObjectEnd(3, 4096).pack())
+
+
+def claim_announcing() -> Claim:
+    """Opens a generation with all that version 4 has."""
+    return brief(replace(claim(), generation=4, nonce="62" * 16, announces=KNOWN), {})
 
 
 def id_events() -> IdEvents:
@@ -218,7 +249,7 @@ def bad_frames(good: bytes) -> dict[str, bytes]:
         "bad_magic": lambda frame: frame.__setitem__(slice(0, 4), b"LTX1"),
         "bad_header_crc": lambda frame: frame.__setitem__(40, frame[40] ^ 1),
         "bad_payload_crc": lambda frame: frame.__setitem__(HEADER_LEN, frame[HEADER_LEN] ^ 1),
-        "bad_newer_version": lambda frame: _put(frame, "H", 4, 4),
+        "bad_newer_version": lambda frame: _put(frame, "H", 4, 5),
         "bad_version_zero": lambda frame: _put(frame, "H", 4, 0),
         "bad_header_len": lambda frame: _put(frame, "H", 6, 192),
         "bad_kind": lambda frame: _put(frame, "B", 8, 99),
@@ -246,6 +277,38 @@ def bad_frames(good: bytes) -> dict[str, bytes]:
         damage(frame)
         frames[name] = bytes(frame)
     return frames
+
+
+def bad_version_4(good: dict[str, bytes]) -> dict[str, bytes]:
+    """Ways in which frames of version 4 can be wrong, one each; all checksums are good."""
+    digests = dense_proof(()).digests()
+    reverse = np.array(sorted(digests.items(), reverse=True), "<u8").tobytes()
+    sorted_ = np.array(sorted(digests.items()), "<u8").tobytes()
+    wrong = {
+        "bad_pad_holds_something": ("pad", bytes(64), bytes(63) + b"\x01"),
+        "bad_pad_of_version_2": ("pad", b"", b""),
+        "bad_mark_of_version_3": ("mark_dense", b"", b""),
+        "bad_mark_rate": ("mark_dense", b"0.025", b"0.024"),
+        "bad_mark_iteration": ("mark_dense", b'"iteration":100', b'"iteration":101'),
+        "bad_mark_entries_order": ("mark_dense", base64_of(sorted_).encode(), base64_of(reverse).encode()),
+        "bad_mark_entries_cut": ("mark_dense", base64_of(sorted_).encode(), base64_of(sorted_[:-8]).encode()),
+        "bad_mark_entries_text": ("mark_dense", base64_of(sorted_).encode()[:8], b"--------"),
+        "bad_claim_announces_unknown": ("claim_announcing", b'"aligned"', b'"rounded"'),
+        "bad_claim_announces_order": ("claim_announcing", b'"aligned","dense_proof"', b'"dense_proof","aligned"'),
+        "bad_claim_announces_nothing": ("claim_announcing", b'"aligned","dense_proof","ids","objects"', b""),
+        "bad_claim_of_version_3": ("claim_announcing", b"", b""),
+    }
+    found = {}
+    for name, (of, old, new) in wrong.items():
+        payload = good[of][HEADER_LEN:]
+        assert old in payload
+        payload = payload.rstrip(b" ").replace(old, new, 1)
+        frame = bytearray(good[of][:HEADER_LEN]) + payload + b" " * (-len(payload) % 64)
+        version = int(name[-1]) if "_of_version_" in name else NEWEST_VERSION
+        _put(frame, "H", 4, version)
+        _put(frame, "III", 104, len(frame) - HEADER_LEN, len(frame) - HEADER_LEN, crc32c(frame[HEADER_LEN:]))
+        found[name] = bytes(frame)
+    return found
 
 
 def _put(frame: bytearray, layout: str, offset: int, *values: int) -> None:
@@ -338,7 +401,7 @@ def undump(text: str) -> bytes:
 def all_files() -> dict[str, bytes]:
     """Every golden file of the log by its name without suffix."""
     good = frames()
-    return good | bad_frames(good["rows"])
+    return good | bad_frames(good["rows"]) | bad_version_4(good)
 
 
 def main() -> None:

@@ -234,7 +234,7 @@ def bad_segments(good: bytes) -> dict[str, bytes]:
         "magic": lambda data: data.__setitem__(slice(0, 4), b"TRSC"),
         "header_crc": lambda data: data.__setitem__(40, data[40] ^ 1),
         "directory_crc": lambda data: data.__setitem__(HEADER_LEN, data[HEADER_LEN] ^ 1),
-        "newer_version": lambda data: put(data, "H", 4, 3),
+        "newer_version": lambda data: put(data, "H", 4, 4),
         "version_zero": lambda data: put(data, "H", 4, 0),
         "header_len": lambda data: put(data, "H", 6, 64),
         "kind": lambda data: put(data, "B", 8, 3),

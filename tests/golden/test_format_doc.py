@@ -14,6 +14,7 @@ import pytest
 from tests.golden import make, make_store
 from torchrec_stream_ckpt import layout
 from torchrec_stream_ckpt.format import (
+    announced,
     changed,
     control,
     dense_files,
@@ -27,6 +28,7 @@ from torchrec_stream_ckpt.format import (
     summary,
 )
 from torchrec_stream_ckpt.format.compared import Comparison
+from torchrec_stream_ckpt.format.entry_digests import DenseProof
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Proof, ReplicatedProof
 from torchrec_stream_ckpt.format.reading import Reading, ReadUnit
 from torchrec_stream_ckpt.format.scrub_place import MAX_DAMAGED, ScrubPlace
@@ -49,6 +51,10 @@ def cells(title: str) -> list[list[str]]:
     """The body of the table under a heading."""
     lines = [line for line in section(title).splitlines() if line.startswith("|")]
     return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_every_announcement_is_documented() -> None:
+    assert [row[0] for row in cells("announcements")] == list(announced.KNOWN)
 
 
 def test_header_table_is_the_layout_of_the_code() -> None:
@@ -99,6 +105,7 @@ def test_kinds_and_dtypes_are_those_of_the_code() -> None:
         ("scalars", control.TableScalars),
         ("proof", Proof),
         ("replicated", ReplicatedProof),
+        ("dense proof", DenseProof),
         ("rank end", RankEnd),
         ("dense file", dense_files.DenseFile),
         ("dense list", dense_files.DenseList),

@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 
 from tests.golden import make, make_store
-from torchrec_stream_ckpt.errors import CorruptionError, ServingStreamError
+from torchrec_stream_ckpt.errors import CorruptionError, ServingStreamError, UnsupportedError
+from torchrec_stream_ckpt.format.announced import KNOWN, ObjectEnd
 from torchrec_stream_ckpt.format.changed import TableChange, changes_of
-from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, parse_control
+from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark, parse_control
 from torchrec_stream_ckpt.format.folding import lineage_of
-from torchrec_stream_ckpt.format.frame import Kind, parse_header, payload_of
+from torchrec_stream_ckpt.format.frame import Kind, check_pad, parse_header, payload_of
 from torchrec_stream_ckpt.format.ids import decode_ids
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.proof import replicated_id
 from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
 from torchrec_stream_ckpt.format.snapshot import Base, Snapshot, unpack
 from torchrec_stream_ckpt.log.files import FileLog
@@ -47,6 +49,10 @@ GOOD = (
     "snapshot",
     "snapshot_signed",
     "base",
+    "pad",
+    "mark_dense",
+    "claim_announcing",
+    "commit_objects",
 )
 
 
@@ -213,7 +219,7 @@ BAD = {
     "bad_magic": "not a frame of torchrec_stream_ckpt",
     "bad_header_crc": "header checksum does not match",
     "bad_payload_crc": "payload checksum does not match",
-    "bad_newer_version": "frame has format version 4, this program reads up to 3",
+    "bad_newer_version": "frame has format version 5, this program reads up to 4",
     "bad_version_zero": UNKNOWN,
     "bad_header_len": UNKNOWN,
     "bad_kind": UNKNOWN,
@@ -244,5 +250,104 @@ def test_bad_bytes_are_refused_with_the_reason(name: str) -> None:
     assert refused.value.message == BAD[name]
 
 
+RATES = "MARK.scalars: iterations or learning rates are not as the kernels had them at the cut"
+BAD_4 = {
+    "bad_pad_holds_something": "the payload of PAD is not zeros",
+    "bad_pad_of_version_2": UNKNOWN,
+    "bad_mark_of_version_3": UNKNOWN,
+    "bad_mark_rate": RATES,
+    "bad_mark_iteration": RATES,
+    "bad_mark_entries_order": "MARK.dense_proof: entries are not sorted by id",
+    "bad_mark_entries_cut": "MARK.dense_proof: entries of 40 bytes are not pairs",
+    "bad_mark_entries_text": "MARK.dense_proof: entries are not base64",
+    "bad_claim_announces_unknown": "CLAIM.announces: this program does not know 'rounded'",
+    "bad_claim_announces_order": "CLAIM.announces is not sorted",
+    "bad_claim_announces_nothing": "CLAIM.announces is not sorted",
+    "bad_claim_of_version_3": "CLAIM has fields",
+}
+
+
+def read_version_4(frame: bytes) -> object:
+    header = parse_header(frame)
+    payload = payload_of(header, frame)
+    if header.kind is Kind.PAD:
+        return check_pad(header, payload)
+    return Mark.from_json(payload, header.version) if header.kind is Kind.MARK else parse_control(frame)
+
+
+@pytest.mark.parametrize("name", sorted(BAD_4))
+def test_bad_bytes_of_version_4_are_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(CorruptionError) as refused:
+        read_version_4(golden(name))
+    assert refused.value.message.startswith(BAD_4[name])
+
+
+def test_golden_frames_of_version_4_read_as_written() -> None:
+    for name in ("pad", "mark_dense", "claim_announcing"):
+        assert parse_header(golden(name)).version == 4
+        read_version_4(golden(name))
+    mark = read_version_4(golden("mark_dense"))
+    assert isinstance(mark, Mark)
+    assert mark.dense_proof == make.dense_proof(mark.scalars)
+    assert mark.dense_proof.digests()[replicated_id("rank0.random")] == 2**32
+    claim = parse_control(golden("claim_announcing"))
+    assert isinstance(claim, Claim)
+    assert claim.announces == KNOWN == ("aligned", "dense_proof", "ids", "objects")
+    assert claim.to_frame() == golden("claim_announcing")
+
+
+def test_a_program_of_version_3_refuses_a_generation_at_its_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrec_stream_ckpt.format.frame.NEWEST_VERSION", 3)
+    with pytest.raises(CorruptionError, match="frame has format version 4, this program reads up to 3"):
+        parse_control(golden("claim_announcing"))
+
+
+def test_a_log_of_objects_is_refused_by_name_and_its_ends_are_objects_and_bytes() -> None:
+    with pytest.raises(UnsupportedError, match="does not read a log of objects"):
+        Lineage.of([parse_control(golden("claim_announcing"))])
+    commit = parse_control(golden("commit_objects"))
+    assert isinstance(commit, Commit)
+    (end,) = commit.ranks
+    assert (ObjectEnd.unpack(end.begin), ObjectEnd.unpack(end.end)) == (ObjectEnd(0, 0), ObjectEnd(3, 4096))
+    assert ObjectEnd(2**24 - 1, 2**40 - 1).pack() == 2**64 - 1
+    for beyond in (ObjectEnd(2**24, 0), ObjectEnd(0, 2**40), ObjectEnd(0, -1)):
+        with pytest.raises(UnsupportedError, match="does not fit an end"):
+            beyond.pack()
+
+
+def test_padding_is_read_as_any_frame_of_the_stream(tmp_path: Path) -> None:
+    log = FileLog(tmp_path)
+    log.prepare(1)
+    writer = log.open_writer(1, 0, 0)
+    names = (*STREAM, "pad", "mark_dense")
+    for name in names:
+        writer.send(memoryview(golden(name)))
+    assert len(writer.poll(60)) == len(names)
+    writer.close()
+    first = parse_control(golden("commit"))
+    assert isinstance(first, Commit)
+    sent = sum(len(golden(name)) for name in names)
+    end = replace(first.ranks[0], end=sent, frames=len(names), chain=parse_header(golden("mark_dense")).header_crc)
+    commit = replace(first, marker=make.MARKER + 1, step=make.STEP + 1, ranks=(end,))
+    kinds = [header.kind for header, _ in read_stream(log, commit, end, first.ranks[0])]
+    assert kinds == [Kind.PAD, Kind.MARK]
+
+
+def test_padding_that_holds_something_is_refused_in_a_stream(tmp_path: Path) -> None:
+    log = FileLog(tmp_path)
+    log.prepare(1)
+    writer = log.open_writer(1, 0, 0)
+    frames = [golden(name) for name in STREAM] + [golden("bad_pad_holds_something")]
+    for frame in frames:
+        writer.send(memoryview(frame))
+    assert len(writer.poll(60)) == len(frames)
+    writer.close()
+    first = parse_control(golden("commit"))
+    assert isinstance(first, Commit)
+    end = replace(first.ranks[0], end=sum(map(len, frames)), frames=len(frames), chain=0)
+    with pytest.raises(CorruptionError, match="the payload of PAD is not zeros"):
+        list(read_stream(log, replace(first, ranks=(end,)), end, first.ranks[0]))
+
+
 def test_every_bad_file_is_tested() -> None:
-    assert {name for name in make.all_files() if name.startswith("bad_")} == BAD.keys()
+    assert {name for name in make.all_files() if name.startswith("bad_")} == BAD.keys() | BAD_4.keys()

@@ -179,7 +179,7 @@ BAD_SEGMENTS = {
     "magic": "not a segment of torchrec_stream_ckpt",
     "header_crc": "segment header's checksum does not match",
     "directory_crc": "segment directory's checksum does not match",
-    "newer_version": "segment has format version 3, this program reads up to 2",
+    "newer_version": "segment has format version 4, this program reads up to 3",
     "version_zero": UNKNOWN,
     "header_len": UNKNOWN,
     "kind": UNKNOWN,

@@ -315,6 +315,7 @@ def nobodys(lineage: Lineage, generation: int, nonce: str, time_s: float, **more
         "world": 0,
         "swept": (),
         "changes": None,
+        "announces": None,
         "mac": "",
         "version": min(newest.version, VERSION),
     }

@@ -21,7 +21,7 @@ from torchrec_stream_ckpt.follower.doubts import IN_A_STREAM, proof_of, refusal
 from torchrec_stream_ckpt.follower.updates import Update, UpdateKind
 from torchrec_stream_ckpt.format.changed import ClaimChanges, changes_of
 from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, Serve
-from torchrec_stream_ckpt.format.frame import NEWEST_VERSION, VERSION, Header, Kind, json_frame
+from torchrec_stream_ckpt.format.frame import CHANGED_VERSION, VERSION, Header, Kind, json_frame
 from torchrec_stream_ckpt.format.rows import Array, RowLayout
 from torchrec_stream_ckpt.format.schema import Schema, canonical
 from torchrec_stream_ckpt.format.serving import Encoding, encode, rows_frame, served_schema, to_float32
@@ -131,7 +131,7 @@ class ServingWriter:
             swept=tuple(range(len(self._schema.tables))),
             time_s=time.time(),
             changes=served if changed else None,
-            version=NEWEST_VERSION if changed else VERSION,
+            version=CHANGED_VERSION if changed else VERSION,
         )
         self._job.control.claim(claim)
         if self._open is not None:

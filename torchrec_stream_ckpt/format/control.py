@@ -6,15 +6,25 @@ Readers refuse unknown shapes by name and never trust a length. Fields that the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from sys import intern
 from typing import Any, ClassVar, TypeAlias
 
 from torchrec_stream_ckpt.errors import CorruptionError, ServingStreamError
 from torchrec_stream_ckpt.format.changed import ClaimChanges
 from torchrec_stream_ckpt.format.dense_files import DenseFile, DenseList, check_files
+from torchrec_stream_ckpt.format.entry_digests import DenseProof
 from torchrec_stream_ckpt.format.fields import Fields
-from torchrec_stream_ckpt.format.frame import NEWEST_VERSION, VERSION, Buffer, Header, Kind, parse_header, payload_of
+from torchrec_stream_ckpt.format.frame import (
+    CHANGED_VERSION,
+    NEWEST_VERSION,
+    VERSION,
+    Buffer,
+    Header,
+    Kind,
+    parse_header,
+    payload_of,
+)
 from torchrec_stream_ckpt.format.proof import Proof
 from torchrec_stream_ckpt.format.rank_ends import RankEnds
 from torchrec_stream_ckpt.format.rank_shards import RankShards
@@ -39,7 +49,7 @@ class Hello:
     @property
     def version(self) -> int:
         """Format version of the frame that it takes."""
-        return VERSION if self.schema.is_sorted else NEWEST_VERSION
+        return VERSION if self.schema.is_sorted else CHANGED_VERSION
 
     def to_json(self) -> bytes:
         return canonical(plain(self))
@@ -84,6 +94,13 @@ class Mark:
     scalars: tuple[TableScalars, ...]
     proof: Proof | None = None
     """Digests of live rows, taken at the cut; None in version 1, and where proofs are switched off."""
+    dense_proof: DenseProof | None = None
+    """Digests of dense state and of the scalars, taken at the cut; None before version 4, and as with the proof."""
+
+    @property
+    def version(self) -> int:
+        """Format version of the frame that it takes."""
+        return VERSION if self.dense_proof is None else NEWEST_VERSION
 
     def to_json(self) -> bytes:
         return canonical(plain(self))
@@ -92,7 +109,10 @@ class Mark:
     def from_json(cls, data: Buffer | dict[str, Any], version: int = VERSION) -> Mark:
         """Read the payload of a MARK, or the object that stands in notes; raises CorruptionError."""
         raw = Fields(data, "MARK", cls, version)
-        return cls(raw.take("rows", int), raw.take("num_bytes", int), raw.each("scalars", TableScalars), raw.proof())
+        scalars, dense = raw.each("scalars", TableScalars), raw.dense_proof()
+        if dense is not None:
+            dense.check_scalars(map(astuple, scalars), "MARK.scalars")
+        return cls(raw.take("rows", int), raw.take("num_bytes", int), scalars, raw.proof(), dense)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,6 +149,8 @@ class Claim(Record):
     """The record leaves the layout to the CLAIM of its parent's generation, which has this checksum."""
     changes: ClaimChanges | None = None
     """What the restore was told of a changed model; None where all is as it was."""
+    announces: tuple[str, ...] | None = None
+    """What programs of version 3 do not know of this generation, by the names of ``announced.py``; None: nothing."""
     version: int = field(default=VERSION, compare=False)
     """Format version of the frame that it came in: so its bytes can be made again."""
 
@@ -168,6 +190,7 @@ class Claim(Record):
             same_schema=raw.optional("same_schema", int),
             same_layout=raw.optional("same_layout", int),
             changes=raw.changed("changes"),
+            announces=raw.announced("announces"),
             version=header.version,
         )
         claim._check()

@@ -11,16 +11,21 @@ from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
+from torchrec_stream_ckpt.format.announced import check_announced
 from torchrec_stream_ckpt.format.changed import MAX_EARLIER, ClaimChanges
 from torchrec_stream_ckpt.format.dense_files import DenseList
-from torchrec_stream_ckpt.format.frame import DTYPE_BYTES, VERSION, Buffer
+from torchrec_stream_ckpt.format.entry_digests import DenseProof
+from torchrec_stream_ckpt.format.frame import DTYPE_BYTES, NEWEST_VERSION, VERSION, Buffer
 from torchrec_stream_ckpt.format.proof import MAX_ID, Proof, ReplicatedProof
 from torchrec_stream_ckpt.format.rank_ends import RankEnds
 from torchrec_stream_ckpt.format.record import Meta, meta_of
-from torchrec_stream_ckpt.format.schema import OPTIONAL, SINCE_3, Schema
+from torchrec_stream_ckpt.format.schema import OPTIONAL, SINCE_3, SINCE_4, Schema
 from torchrec_stream_ckpt.types import TOMBSTONE, MarkerId, RankEnd, StateSpec, TableSpec
 
 T = TypeVar("T")
+
+_OPTIONAL_OF = {1: set[str](), 2: OPTIONAL - SINCE_3 - SINCE_4, 3: OPTIONAL - SINCE_4, NEWEST_VERSION: OPTIONAL}
+"""Optional fields that a payload may have, by the version of its frame."""
 
 
 class Fields:
@@ -30,7 +35,7 @@ class Fields:
         data: The payload, or an object that :meth:`take` gave of another one.
         what: Its kind, for messages.
         kind: The dataclass whose fields it must have, no more and no less. Optional ones may be missing.
-        version: Of the frame: a payload of version 1 has no optional field, one of version 2 none of a change.
+        version: Of the frame: which optional fields it may have.
         same: What the header says of fields that stand in both.
     """
 
@@ -52,9 +57,7 @@ class Fields:
 
     @property
     def _optional(self) -> set[str]:
-        if self._version > 2:
-            return OPTIONAL
-        return OPTIONAL - SINCE_3 if self._version > 1 else set()
+        return _OPTIONAL_OF[min(self._version, NEWEST_VERSION)]
 
     def take(self, name: str, kind: type[T]) -> T:
         return _typed(self._raw[name], kind, f"{self._what}.{name}")
@@ -109,6 +112,24 @@ class Fields:
         proof = _record(raw, Proof, what, replicated=replicated)
         proof.check(what)
         return proof
+
+    def dense_proof(self) -> DenseProof | None:
+        """Digests of dense state of a MARK; None where they are left out."""
+        if "dense_proof" not in self._raw:
+            return None
+        what = f"{self._what}.dense_proof"
+        proof = _record(self._raw["dense_proof"], DenseProof, what)
+        proof.check(what)
+        return proof
+
+    def announced(self, name: str) -> tuple[str, ...] | None:
+        """Read what a CLAIM announces; None where it is left out."""
+        if name not in self._raw:
+            return None
+        what = f"{self._what}.{name}"
+        names = tuple(_typed(item, str, what) for item in self.take(name, list))
+        check_announced(names, what)
+        return names
 
     def meta(self, name: str) -> Meta:
         """Metadata of a marker."""

@@ -20,9 +20,11 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 MAGIC = b"TRSC"
 VERSION = 2
-"""What is written, but for frames of a schema that was changed. Every version up to :data:`NEWEST_VERSION` is read."""
-NEWEST_VERSION = 3
-"""Of a HELLO, CLAIM or SERVE that says what no version 2 can: a changed schema."""
+"""Version of a frame that needs no newer one. Every version up to :data:`NEWEST_VERSION` is read."""
+CHANGED_VERSION = 3
+"""Version of a HELLO, CLAIM or SERVE with a changed schema."""
+NEWEST_VERSION = 4
+"""Version of a CLAIM that announces something, of a MARK with digests of dense state, and of padding."""
 HEADER_LEN = 128
 ALIGNMENT = 64
 MAX_FRAME_BYTES = 1_000_000  # one Kafka record under the default broker limit, header included
@@ -39,6 +41,7 @@ class Kind(IntEnum):
     ROWS = 2  # rows of one table shard, with their optimizer state
     MARK = 3  # this rank has sent all that belongs to a marker
     IDS = 4  # raw ids that were assigned to rows of one table shard, or evicted from them
+    PAD = 5  # zeros, so that the next frame begins at a multiple of a block
     CLAIM = 16  # control: a trainer opens a generation
     COMMIT = 17  # control: a marker exists
     TRIM = 18  # control: log data up to a marker may be gone, a store holds it
@@ -49,12 +52,22 @@ class Kind(IntEnum):
     BASE = 23  # first in a control file that was cut: the offset of the record after it
 
 
-_SINCE = {Kind.IDS: 2, Kind.END: 2, Kind.NOTE: 2, Kind.SNAPSHOT: 2, Kind.BASE: 2}
-"""The version from which on a kind exists; 1 for the others."""
-_OF_NEWEST = frozenset({Kind.HELLO, Kind.CLAIM, Kind.SERVE})
-"""Kinds that there are of version 3."""
+_OLDEST = (1, 2)
+_VERSIONS: dict[Kind, tuple[int, ...]] = {
+    Kind.HELLO: (1, 2, CHANGED_VERSION),
+    Kind.MARK: (1, 2, NEWEST_VERSION),
+    Kind.IDS: (2,),
+    Kind.PAD: (NEWEST_VERSION,),
+    Kind.CLAIM: (1, 2, CHANGED_VERSION, NEWEST_VERSION),
+    Kind.SERVE: (1, 2, CHANGED_VERSION),
+    Kind.END: (2,),
+    Kind.NOTE: (2,),
+    Kind.SNAPSHOT: (2,),
+    Kind.BASE: (2,),
+}
+"""The versions that there are of a kind; 1 and 2 of the others."""
 
-DATA_KINDS = frozenset({Kind.HELLO, Kind.ROWS, Kind.MARK, Kind.IDS})
+DATA_KINDS = frozenset({Kind.HELLO, Kind.ROWS, Kind.MARK, Kind.IDS, Kind.PAD})
 """What a data partition holds; all others are control records."""
 
 _NO_ROWS = ("rows", "col0", "cols", "dtypes")
@@ -63,6 +76,7 @@ UNUSED_FIELDS: dict[Kind, tuple[str, ...]] = {
     Kind.HELLO: (*_NO_ROWS, "marker"),
     Kind.MARK: _NO_ROWS,
     Kind.IDS: ("col0", "cols"),
+    Kind.PAD: (*_NO_ROWS, "step", "marker"),
     Kind.CLAIM: (*_NO_STREAM, "step", "marker"),
     Kind.SERVE: (*_NO_STREAM, "step", "marker"),
     Kind.COMMIT: _NO_STREAM,
@@ -75,11 +89,10 @@ UNUSED_FIELDS: dict[Kind, tuple[str, ...]] = {
 """Fields of the header that mean nothing in a kind, and are 0 there."""
 _WITH_TABLE = frozenset({Kind.ROWS, Kind.IDS})
 _KINDS = {
-    int(kind): (kind, _SINCE.get(kind, 1), UNUSED_FIELDS.get(kind, ()), kind in _WITH_TABLE, kind in _OF_NEWEST)
-    for kind in Kind
+    int(kind): (kind, _VERSIONS.get(kind, _OLDEST), UNUSED_FIELDS.get(kind, ()), kind in _WITH_TABLE) for kind in Kind
 }
 """What the sets above say of a number: looked up once for each frame that is read, since an enum is slow to hash."""
-_NO_KIND = (None, 1, (), False, False)
+_NO_KIND: tuple[None, tuple[int, ...], tuple[str, ...], bool] = (None, (), (), False)
 
 # Numbers are on disk: never changed, never reused.
 DTYPE_CODES = {
@@ -232,9 +245,9 @@ def parse_header(data: Buffer) -> Header:
         raise CorruptionError("header checksum does not match")
     generation, table, seq, step, marker, rows, col0, cols, schema_crc, dtypes, *tail = rest
     offsets, (payload_len, raw_len, payload_crc, chain, reserved) = tail[:8], tail[8:]
-    named, since, unused, has_table, of_newest = _KINDS.get(kind, _NO_KIND)
-    known = version >= since and header_len == HEADER_LEN and not flags and codec == CODEC_NONE and not reserved
-    if named is None or not known or (version > VERSION and not of_newest):
+    named, versions, unused, has_table = _KINDS.get(kind, _NO_KIND)
+    known = version in versions and header_len == HEADER_LEN and not flags and codec == CODEC_NONE and not reserved
+    if named is None or not known:
         raise CorruptionError("header has an unknown version, kind, flag or codec")
     if not generation and kind < Kind.CLAIM:
         raise CorruptionError(f"the header of {named.name} has generation 0: the first one is 1")
@@ -290,6 +303,32 @@ def payload_of(header: Header, frame: Buffer) -> memoryview:
     if crc32c(payload) != header.payload_crc:
         raise CorruptionError("payload checksum does not match", **header.place())
     return payload
+
+
+def pad_frame(header: Header, num_bytes: int) -> bytearray:
+    """A sealed frame of zeros.
+
+    Args:
+        header: Of kind PAD and the newest version.
+        num_bytes: Length of the whole frame: a multiple of 64, from 128 to ``MAX_FRAME_BYTES``.
+    """
+    assert header.kind is Kind.PAD
+    assert num_bytes == aligned(num_bytes)
+    assert HEADER_LEN <= num_bytes <= MAX_FRAME_BYTES
+    header.payload_len = num_bytes - HEADER_LEN
+    frame = bytearray(num_bytes)
+    seal(header, frame)
+    return frame
+
+
+def check_pad(header: Header, payload: memoryview) -> None:
+    """Refuse padding that is not zeros.
+
+    Raises:
+        CorruptionError: it holds something.
+    """
+    if any(payload):
+        raise CorruptionError("the payload of PAD is not zeros", **header.place())
 
 
 def json_frame(header: Header, text: bytes) -> bytearray:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
+from torchrec_stream_ckpt.format.announced import check_readable
 from torchrec_stream_ckpt.format.changed import ClaimChanges, in_words
 from torchrec_stream_ckpt.format.commits import Commits, Place
 from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Trim
@@ -253,6 +254,7 @@ def _claim(lineage: Lineage, claim: Claim) -> None:
     if claim.generation <= lineage.newest_generation:
         lineage.stale += 1
         return
+    check_readable(claim.announces or (), claim.generation)
     claim = resolved(claim, lineage.claims)
     before = lineage.claims.get(lineage.newest_generation)
     if before is not None:  # a thousand generations keep tables and layouts once

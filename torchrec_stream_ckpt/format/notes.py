@@ -8,6 +8,7 @@ from functools import lru_cache
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Mark
 from torchrec_stream_ckpt.format.fields import Fields
+from torchrec_stream_ckpt.format.frame import NEWEST_VERSION
 from torchrec_stream_ckpt.format.schema import canonical, plain
 from torchrec_stream_ckpt.types import TableShard
 
@@ -54,7 +55,7 @@ class _OfShards:
 
 def _as_one(data: bytes) -> Notes:
     fields = Fields(data, "notes", Notes)
-    return Notes(fields.each("shards", TableShard), Mark.from_json(fields.take("mark", dict)))
+    return Notes(fields.each("shards", TableShard), Mark.from_json(fields.take("mark", dict), NEWEST_VERSION))
 
 
 def _in_two(data: bytes) -> Notes | None:
@@ -65,7 +66,8 @@ def _in_two(data: bytes) -> Notes | None:
     at = data.rfind(b',"shards":')
     try:
         shards = _shards(b"{" + data[at + 1 :])
-        return Notes(shards, Mark.from_json(Fields(data[:at] + b"}", "notes", _OfMark).take("mark", dict)))
+        mark = Fields(data[:at] + b"}", "notes", _OfMark).take("mark", dict)
+        return Notes(shards, Mark.from_json(mark, NEWEST_VERSION))
     except CorruptionError:
         return None
 

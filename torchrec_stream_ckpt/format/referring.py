@@ -11,7 +11,7 @@ from dataclasses import replace
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.changed import check_follows
 from torchrec_stream_ckpt.format.control import Claim
-from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES, NEWEST_VERSION, VERSION
+from torchrec_stream_ckpt.format.frame import CHANGED_VERSION, MAX_FRAME_BYTES, NEWEST_VERSION, VERSION
 from torchrec_stream_ckpt.format.schema import canonical
 
 _ROOM = MAX_FRAME_BYTES - 1024
@@ -39,10 +39,11 @@ def brief(claim: Claim, claims: Mapping[int, Claim]) -> Claim:
 
 def _versioned(claim: Claim) -> Claim:
     """In a frame of the version that can say what it says."""
+    if claim.version < VERSION:
+        return claim
     sorted_ = claim.same_schema is not None or claim.schema.is_sorted
-    if claim.version == VERSION and not (sorted_ and claim.changes is None):
-        return replace(claim, version=NEWEST_VERSION)
-    return claim
+    least = VERSION if sorted_ and claim.changes is None else CHANGED_VERSION
+    return replace(claim, version=max(claim.version, least if claim.announces is None else NEWEST_VERSION))
 
 
 def _fitting(claim: Claim) -> Claim:

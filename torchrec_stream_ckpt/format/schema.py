@@ -20,7 +20,9 @@ from torchrec_stream_ckpt.types import TableShard, TableSpec
 
 SINCE_3 = {"changes", "text", "origin", "earlier"}
 """Optional fields that no payload of version 2 has."""
-OPTIONAL = {"proof", "id", "meta", "given_up", "dense_list", "layout", "same_schema", "same_layout", *SINCE_3}
+SINCE_4 = {"announces", "dense_proof"}
+"""Optional fields that no payload of version 3 has."""
+OPTIONAL = {"proof", "id", "meta", "given_up", "dense_list", "layout", "same_schema", "same_layout", *SINCE_3, *SINCE_4}
 """Fields that are left out where they have no value. No payload of version 1 has one."""
 
 

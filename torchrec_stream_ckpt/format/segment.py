@@ -24,8 +24,9 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.types import MarkerId
 
 MAGIC = b"TRSS"
-VERSION = 2
-"""The newest one. A segment with a proof in its notes has 2, every other one 1, so that older readers take it."""
+VERSION = 3
+"""The newest one. A segment has 3 with a dense proof in its notes, 2 with a proof alone, otherwise 1: older readers take
+it."""
 HEADER_LEN = 128
 
 _HEADER = struct.Struct(
@@ -172,7 +173,7 @@ def pack_front(
         schema_crc: Checksum of the schema of its generation.
         directory: Its chunks; offsets count from the segment's first byte.
         notes: JSON that goes with the last part.
-        version: 2 if a proof is among the notes.
+        version: 2 if a proof is among the notes, 3 if a dense proof is.
     """
     described = directory.tobytes() + notes
     end = int(directory["offset"][-1]) + int(directory["num_bytes"][-1]) if len(directory) else 0

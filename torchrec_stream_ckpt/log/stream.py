@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark
-from torchrec_stream_ckpt.format.frame import DATA_KINDS, Buffer, Header, Kind, parse_header, payload_of
+from torchrec_stream_ckpt.format.frame import DATA_KINDS, Buffer, Header, Kind, check_pad, parse_header, payload_of
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.types import LogSpan, RankEnd, TableShard
 
@@ -105,6 +105,8 @@ def read_stream(
             schema_crc = header.schema_crc
         if header.schema_crc != schema_crc:
             raise _located(CorruptionError("the schema changes inside a generation"), commit, end, seq, offset)
+        if header.kind is Kind.PAD:
+            check_pad(header, checked_payload(header, frame, commit, end))
         chain = header.header_crc
         seen.append(chain)
         yield header, frame
@@ -151,7 +153,11 @@ def check_hello(header: Header, frame: memoryview, claim: Claim, commit: Commit,
 
 def read_mark(header: Header, frame: memoryview, commit: Commit, end: RankEnd) -> Mark:
     """The payload of a MARK frame."""
-    return Mark.from_json(checked_payload(header, frame, commit, end), header.version)
+    payload = checked_payload(header, frame, commit, end)
+    try:
+        return Mark.from_json(payload, header.version)
+    except CorruptionError as error:
+        raise _located(error, commit, end, header.seq, None) from None
 
 
 def checked_payload(header: Header, frame: memoryview, commit: Commit, end: RankEnd) -> memoryview:

@@ -11,6 +11,7 @@ from concurrent.futures import Executor, Future, wait
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.failpoints import failpoint
+from torchrec_stream_ckpt.format.announced import check_kept
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.interval import Interval
 from torchrec_stream_ckpt.format.manifest import SegmentRef
@@ -80,7 +81,7 @@ class SegmentWriter:
             part: The number of the part; None: parts are counted from 0.
         """
         text = notes.to_json() if notes is not None else b""
-        version = 2 if notes is not None and notes.mark.proof is not None else 1
+        version = version_of(notes)
         self.finish()
         chunks, part = rows.chunks(), part if part is not None else len(self.refs)
         if self._background is None:
@@ -109,6 +110,13 @@ class SegmentWriter:
         failpoint("fold.segment_put")
         front = parse_front(parts[0], self._name(part))
         self.refs.append(SegmentRef(self._name(part), front.num_bytes, front_bytes, crc, front.rows))
+
+
+def version_of(notes: Notes | None) -> int:
+    """Format version of a segment: the least that can have these notes."""
+    if notes is None or notes.mark.proof is None:
+        return 1
+    return 2 if notes.mark.dense_proof is None else 3
 
 
 def fold_interval(
@@ -150,6 +158,7 @@ def begin_fold(
         StoreUnavailableError: a segment was not written.
     """
     commit, end, schema = interval.commit, interval.end, interval.claim.schema
+    check_kept(interval.claim.announces or (), commit.generation)
     schema_crc = schema.crc
     writer = SegmentWriter(objects, schema, interval.name, interval.segment, background)
     rows = RowSorter(schema)

@@ -1,0 +1,94 @@
+"""What a CLAIM of version 4 announces: what older programs do not know of its generation. Specified in docs/format.md.
+
+An older program refuses the generation at its CLAIM, and not after it has read or deleted a part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torchrec_stream_ckpt.errors import CorruptionError, UnsupportedError
+
+ALIGNED = "aligned"
+"""There may be PAD frames."""
+DENSE_PROOF = "dense_proof"
+"""A MARK may have digests of dense state."""
+IDS = "ids"
+"""There may be IDS frames, which a store has to keep."""
+OBJECTS = "objects"
+"""Offsets in data partitions are (object, byte), as :class:`ObjectEnd` packs them."""
+KNOWN = (ALIGNED, DENSE_PROOF, IDS, OBJECTS)
+"""All names, sorted."""
+
+_BYTE_BITS = 40
+
+
+class ObjectEnd(NamedTuple):
+    """A place in a stream whose unit is an object."""
+
+    object: int
+    """Number of the object, from 0, below 2^24."""
+    byte: int
+    """Byte in it, below 2^40. Just after its last byte, this is the length of the object."""
+
+    def pack(self) -> int:
+        """The place as one number, in the order of the stream.
+
+        Raises:
+            UnsupportedError: a number is too large.
+        """
+        if not (0 <= self.object < 1 << 64 - _BYTE_BITS and 0 <= self.byte < 1 << _BYTE_BITS):
+            raise UnsupportedError(
+                f"object {self.object}, byte {self.byte} does not fit an end of a log of objects",
+                hint="begin a new generation, with larger objects",
+            )
+        return self.object << _BYTE_BITS | self.byte
+
+    @classmethod
+    def unpack(cls, packed: int) -> ObjectEnd:
+        """The place that a number of 64 bits packs."""
+        return cls(packed >> _BYTE_BITS, packed & ((1 << _BYTE_BITS) - 1))
+
+
+def check_announced(names: Sequence[str], what: str) -> None:
+    """Refuse a list that no writer makes.
+
+    Raises:
+        CorruptionError: a name is unknown, or the names are not sorted, each once, one at least.
+    """
+    if unknown := sorted(set(names) - set(KNOWN)):
+        raise CorruptionError(
+            f"{what}: this program does not know {unknown[0]!r:.80}",
+            hint="upgrade torchrec_stream_ckpt on the reading side",
+        )
+    if not names or list(names) != sorted(set(names)):
+        raise CorruptionError(f"{what} is not sorted, each name once, one at least")
+
+
+def check_readable(names: Sequence[str], generation: int) -> None:
+    """Refuse a generation whose log this program cannot read.
+
+    Raises:
+        UnsupportedError: its unit is an object.
+    """
+    if OBJECTS in names:
+        raise UnsupportedError(
+            "this program does not read a log of objects",
+            hint="upgrade torchrec_stream_ckpt on the reading side",
+            generation=generation,
+        )
+
+
+def check_kept(names: Sequence[str], generation: int) -> None:
+    """Refuse to put a generation into a store, which would lose a part of it.
+
+    Raises:
+        UnsupportedError: it has raw ids.
+    """
+    if IDS in names:
+        raise UnsupportedError(
+            "the stream has raw ids, and this program does not put them into a store",
+            hint="upgrade torchrec_stream_ckpt where the rows are materialized",
+            generation=generation,
+        )

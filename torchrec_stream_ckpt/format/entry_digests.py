@@ -1,0 +1,91 @@
+"""Digests of a rank's part of the dense state, as its MARK has them. Specified in docs/format.md, *dense proof*."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.dense_proof import MODULUS, digest_words
+from torchrec_stream_ckpt.format.proof import MAX_ID, replicated_id
+
+PAIR_BYTES = 16 * 4 / 3
+"""Length of the text of one entry in MARK."""
+SCALARS = "scalars"
+"""Stands for the name of an entry in the digest of a MARK's scalars."""
+_SCALARS = struct.Struct("<6Q3d")
+
+
+Scalars: TypeAlias = Iterable[tuple[int | float, ...]]
+"""Fields of the scalars of a MARK, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class DenseProof:
+    """Digests that a MARK has of the dense state that its rank saves, and of its own scalars."""
+
+    entries: str
+    """(id, digest) of each entry, ascending by id, as 16 little-endian bytes each, in base64."""
+    scalars: int
+    """Digest of the scalars, which were read from the kernels for it alone."""
+
+    @classmethod
+    def of(cls, digests: Mapping[str, int], scalars: int) -> DenseProof:
+        """Pack digests, by the names of their entries."""
+        pairs = sorted((replicated_id(name), digest) for name, digest in digests.items())
+        return cls(base64.b64encode(np.array(pairs, "<u8").tobytes()).decode("ascii"), scalars)
+
+    def digests(self) -> dict[int, int]:
+        """Digests by the ids of their entries: ``replicated_id`` of the name."""
+        pairs = np.frombuffer(base64.b64decode(self.entries), "<u8").reshape(-1, 2)
+        return dict(pairs.tolist())
+
+    def check(self, what: str) -> None:
+        """Refuse what no writer makes.
+
+        Raises:
+            CorruptionError: the entries are not pairs in canonical base64, or not in order.
+        """
+        try:
+            data = base64.b64decode(self.entries, validate=True)
+        except (binascii.Error, ValueError):
+            raise CorruptionError(f"{what}: entries are not base64") from None
+        if len(data) % 16 or base64.b64encode(data).decode("ascii") != self.entries:
+            raise CorruptionError(f"{what}: entries of {len(data)} bytes are not pairs in canonical base64")
+        ids = np.frombuffer(data, "<u8")[::2]
+        if bool((ids[1:] <= ids[:-1]).any()) or (len(ids) and int(ids[-1]) >= MAX_ID):
+            raise CorruptionError(f"{what}: entries are not sorted by id, each once, below {MAX_ID}")
+
+    def check_scalars(self, scalars: Scalars, what: str) -> None:
+        """Compare the scalars of the same MARK with their digest.
+
+        Raises:
+            CorruptionError: they were changed between the kernels and this reader.
+        """
+        if (found := scalars_digest(scalars)) != self.scalars:
+            raise CorruptionError(
+                f"{what}: iterations or learning rates are not as the kernels had them at the cut: "
+                f"their digest is {found:016x}, {self.scalars:016x} was proved",
+                hint="restore another marker",
+            )
+
+
+def scalars_digest(scalars: Scalars) -> int:
+    """Digest of the scalars of a MARK: numbers of 8 bytes, whole ones as u64 and the others as float64."""
+    data = b"".join(_SCALARS.pack(*each) for each in scalars)
+    return digest_words(SCALARS, np.frombuffer(data, "<i4"))
+
+
+def bytes_digest(name: str, data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:
+    """Digest of an entry that is bytes: words of 4 bytes after padding with zeros, then the number of bytes."""
+    whole = len(data) // 4
+    words = np.frombuffer(memoryview(data)[: whole * 4], "<i4")
+    tail = np.array([*data[whole * 4 :], *bytes(-len(data) % 4)], np.uint8).view("<i4")
+    end = np.concatenate([tail, np.array([len(data) & 0xFFFFFFFF], "<u4").view("<i4")])
+    return (digest_words(name, words) + digest_words(name, end, whole)) % MODULUS
