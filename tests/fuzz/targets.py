@@ -24,7 +24,7 @@ from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, St
 from torchrec_stream_ckpt.format.control import Hello, Mark, parse_control
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files
 from torchrec_stream_ckpt.format.dense_files import LIST_NAME, listed
-from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, parse_header, payload_of
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, check_pad, parse_header, payload_of
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Verdict
 from torchrec_stream_ckpt.format.notes import Notes
@@ -107,9 +107,11 @@ class Frames:
             return
         payload = payload_of(header, frame)
         if header.kind is Kind.HELLO:
-            Hello.from_json(payload)
+            Hello.from_json(payload, header.version)
         elif header.kind is Kind.MARK:
-            Mark.from_json(payload)
+            Mark.from_json(payload, header.version)
+        elif header.kind is Kind.PAD:
+            check_pad(header, payload)
         elif header.table < len(make.SCHEMA.tables):
             view = decode_rows(header, payload, make.SCHEMA.tables[header.table])
             table = make.SCHEMA.tables[header.table]

@@ -150,7 +150,7 @@ def test_a_newer_version_is_named_whatever_follows_it() -> None:
     data = bytearray(small())
     data[4:6] = (7).to_bytes(2, "little")
     data[6:] = bytes(len(data) - 6)
-    with pytest.raises(CorruptionError, match="format version 7, this program reads up to 2") as refused:
+    with pytest.raises(CorruptionError, match="format version 7, this program reads up to 3") as refused:
         parse_front(bytes(data), "s")
     assert refused.value.hint == "upgrade torchrec_stream_ckpt on the reading side"
 

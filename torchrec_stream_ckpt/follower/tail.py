@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import CorruptionError, StreamLostError
 from torchrec_stream_ckpt.format.control import Claim, Commit
-from torchrec_stream_ckpt.format.frame import Header, Kind, payload_of
+from torchrec_stream_ckpt.format.frame import Header, Kind, check_pad, payload_of
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
 from torchrec_stream_ckpt.log.api import Log
@@ -200,6 +200,8 @@ class Tail:
 
     def _decode(self, header: Header, frame: memoryview) -> RowsView | None:
         payload = payload_of(header, frame)
+        if header.kind is Kind.PAD:
+            check_pad(header, payload)
         if header.kind is not Kind.ROWS:
             return None
         if header.table >= len(self._claim.schema.tables):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.dense_proof import MODULUS, digest_words
@@ -82,10 +83,10 @@ def scalars_digest(scalars: Scalars) -> int:
     return digest_words(SCALARS, np.frombuffer(data, "<i4"))
 
 
-def bytes_digest(name: str, data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> int:
+def bytes_digest(name: str, data: npt.NDArray[np.uint8]) -> int:
     """Digest of an entry that is bytes: words of 4 bytes after padding with zeros, then the number of bytes."""
     whole = len(data) // 4
-    words = np.frombuffer(memoryview(data)[: whole * 4], "<i4")
+    words = data[: whole * 4].view("<i4")
     tail = np.array([*data[whole * 4 :], *bytes(-len(data) % 4)], np.uint8).view("<i4")
     end = np.concatenate([tail, np.array([len(data) & 0xFFFFFFFF], "<u4").view("<i4")])
     return (digest_words(name, words) + digest_words(name, end, whole)) % MODULUS

@@ -25,8 +25,7 @@ from torchrec_stream_ckpt.types import MarkerId
 
 MAGIC = b"TRSS"
 VERSION = 3
-"""The newest one. A segment has 3 with a dense proof in its notes, 2 with a proof alone, otherwise 1: older readers take
-it."""
+"""The newest one: 3 with a dense proof in the notes, 2 with a proof alone, otherwise 1, for older readers."""
 HEADER_LEN = 128
 
 _HEADER = struct.Struct(
