@@ -34,6 +34,7 @@ LEAVES = {
     "durable",
     "scratch",
     "signal_safe",
+    "interpreter_exit",
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -53,6 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "failpoints": {"errors"},
     "locks": set(),
     "signal_safe": set(),
+    "interpreter_exit": set(),
     "scratch": {"locks"},
     "service": {"errors"},
     "durable": set(),

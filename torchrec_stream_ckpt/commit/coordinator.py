@@ -141,7 +141,7 @@ class Coordinator:
         self._team = team
         self._timeout_s = timeout_s
         # One thread for all markers: to start one, the training thread would wait for it, and for the interpreter.
-        self._worker = Worker("stream-ckpt-commit")
+        self._worker = Worker("stream-ckpt-commit", self._leave)
         self._decider = Worker("stream-ckpt-outcome")
         """Rank 0's questions to log and store: one that hangs must not keep the other ranks from the outcome."""
         self._deciding: Future[None] | None = None
@@ -195,6 +195,10 @@ class Coordinator:
         for worker in (self._worker, self._decider):
             worker.close()
         return settled
+
+    def _leave(self) -> None:
+        """(training thread) The interpreter ends: rows that are not in the ring by now will not be sent."""
+        self._seal.fail("the process ends, no step follows")
 
     # The commit thread.
 

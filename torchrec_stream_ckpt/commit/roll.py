@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchrec_stream_ckpt.errors import ConfigError, RankLostError
+from torchrec_stream_ckpt.interpreter_exit import end_at_exit
 from torchrec_stream_ckpt.signal_safe import SafeEvent
 
 log = logging.getLogger(__name__)
@@ -106,10 +107,17 @@ class Roll:
         """Have a thread, unless there is no other rank to talk to."""
         begun = self._thread is not None and self._thread.is_alive()  # not if its start was interrupted
         if not begun and self._store is not None and self._world > 1:
+            left, woken = SafeEvent(), self._woken
             self._thread = threading.Thread(
-                target=_run, args=(weakref.ref(self), self._woken, self._ending), name="stream-ckpt-roll", daemon=True
+                target=_run, args=(weakref.ref(self), woken, self._ending, left), name="stream-ckpt-roll", daemon=True
             )
             self._thread.start()
+
+            def leave() -> None:
+                left.set()
+                woken.set()
+
+            end_at_exit(self._thread, leave)
 
     def _is_over(self) -> bool:
         """(its thread) Whether it is no longer needed: a marker in flight may wait after a close as well."""
@@ -316,14 +324,14 @@ class Roll:
             seen.said, seen.changed_s = said, now
 
 
-def _run(of: weakref.ref[Roll], woken: threading.Event, ending: threading.Event) -> None:
+def _run(of: weakref.ref[Roll], woken: threading.Event, ending: threading.Event, left: threading.Event) -> None:
     """The thread of a roll: ends with it, also if it is never closed."""
     heard: set[str] = set()
     while True:
         woken.wait(TICK_S)
         woken.clear()
         roll = of()
-        if roll is None:
+        if roll is None or left.is_set():
             return
         try:
             roll._tick(heard)

@@ -33,6 +33,7 @@ from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.interchange.dense_state import DenseTensors, read_dense
 from torchrec_stream_ckpt.interchange.names import TorchRecName
+from torchrec_stream_ckpt.interpreter_exit import end_at_exit
 from torchrec_stream_ckpt.metrics import FOLLOWER_METRICS, labels_of, serve_metrics
 from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved
 from torchrec_stream_ckpt.proofs.weights import WeightProof
@@ -152,6 +153,7 @@ class FollowedTables:
             raise ConfigError("these tables follow already")
         self._thread = threading.Thread(target=self._run, name="stream-ckpt-follow", daemon=True)
         self._thread.start()
+        end_at_exit(self._thread, self._follower.stop)
 
     def _run(self) -> None:
         try:
