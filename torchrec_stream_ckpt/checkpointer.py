@@ -105,8 +105,7 @@ class StreamCheckpointer:
             self._dense = self._team.together(
                 lambda: DenseState(LiveDense(dmp, optimizer, shared, per_rank, self._attached.kernels), groups.dense)
             )
-            handed = (*shared.values(), *per_rank.values())
-            self._loaders = [item for item in handed if isinstance(item, TrackedLoader)]
+            self._loaders = [item for item in (*shared.values(), *per_rank.values()) if isinstance(item, TrackedLoader)]
             # What this job writes to: its only log, or the inner one of two tiers.
             how = {"signs": self._team.rank == 0, "spare": config.outer is None}
             self._tier = self._team.together(lambda: open_tier(self._config, **how))
@@ -120,6 +119,7 @@ class StreamCheckpointer:
             self._session = Session(restored)
             self._attached.hook(self._reshard)
             undo.callback(self._attached.unhook)
+            self._dense.live.watch()
             self._telemetry = Telemetry(self._team.rank, config.restore_bytes_per_s)
             device = self._attached.device
             if device.type == "cuda" and self._team.rank == 0:

@@ -261,7 +261,7 @@ class _Lines(logging.Handler):
 def _restore(uri: str, **fused: Any) -> tuple[list[dict[str, float]], dict[str, Any], list[str]]:
     """(fused hyperparameters, the param group, what was logged of them)"""
     logging.disable(logging.NOTSET)
-    seen, logger = _Lines(), logging.getLogger("torchrec_stream_ckpt.commit.dense")
+    seen, logger = _Lines(), logging.getLogger("torchrec_stream_ckpt.commit.dense_loader")
     logger.addHandler(seen)
     try:
         job = build("Adam", **fused)

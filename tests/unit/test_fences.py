@@ -164,6 +164,7 @@ WITH_TORCH = frozenset(
         "commit/dcp.py",
         "commit/dense.py",
         "commit/dense_digests.py",
+        "commit/dense_guard.py",
         "commit/dense_loader.py",
         "commit/hyperparameters.py",
         "commit/id_maps.py",

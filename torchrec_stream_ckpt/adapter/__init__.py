@@ -17,6 +17,12 @@ of ``torch.nn.Module`` (torch 2.11 is the oldest that was looked at):
 ``_state_dict_hooks``                                 2.11   whether a module saves what only its own code knows
 of ``torch.Tensor``:
 ``_version``                                          2.11   whether something has written in place
+of a ``DistributedDataParallel`` and its reducer:
+``reducer``, ``_get_ddp_logging_data``                2.11   how many parameters it averages the gradients of
+``_get_zeros_like_grad_buckets``                      2.11   which ones
+of a module of FSDP2, its state and its groups of parameters:
+``_get_fsdp_state``, ``_fsdp_param_group``            2.11   the groups; several of them since 2.14
+``fsdp_params``, ``_partial_reduce_output``           2.11   gradients that are this rank's own
 of ``torch.optim.Optimizer``:
 ``_optimizer_state_dict_post_hooks``                  2.11   the same of an optimizer
 of ``torch``, ``torch._C`` and ``torch.autograd.Variable``:
@@ -97,6 +103,14 @@ from torchrec_stream_ckpt.adapter.dense import (
     has_own_state_dict,
     named_states,
 )
+from torchrec_stream_ckpt.adapter.dense_standing import DensePrint, optimizer_parts, reduced_parameters
+from torchrec_stream_ckpt.adapter.gradients import (
+    GradientVersion,
+    unreduced,
+    watch_no_sync,
+    watch_steps,
+    watch_zero_grad,
+)
 from torchrec_stream_ckpt.adapter.kernels import FusedKernel, LocalShard
 from torchrec_stream_ckpt.adapter.lookups import FusedUpdate, Key, Lookup
 from torchrec_stream_ckpt.adapter.modules import fused_kernels, sharded_embeddings
@@ -114,8 +128,10 @@ __all__ = [
     "COUNTERS",
     "NO_ID",
     "CollisionMap",
+    "DensePrint",
     "FusedKernel",
     "FusedUpdate",
+    "GradientVersion",
     "Key",
     "LocalShard",
     "Lookup",
@@ -133,9 +149,15 @@ __all__ = [
     "is_per_row",
     "load_wrapper_states",
     "named_states",
+    "optimizer_parts",
     "optimizer_states",
+    "reduced_parameters",
     "sharded_embeddings",
+    "unreduced",
+    "watch_no_sync",
     "watch_outside_writes",
+    "watch_steps",
+    "watch_zero_grad",
     "wrapper_parameters",
     "wrapper_states",
 ]

@@ -156,7 +156,10 @@ def check_dense(model: nn.Module, optimizers: dict[str, torch.optim.Optimizer]) 
                 )
     for name, parameter in view.named_parameters():
         if hasattr(parameter, "_in_backward_optimizers"):
-            raise UnsupportedError(f"the dense parameter {name} is updated in the backward: this is not captured yet")
+            raise UnsupportedError(
+                f"the dense parameter {name} is updated in the backward: this is not captured yet",
+                hint="apply optimizers in the backward to tables only; step the dense ones, and hand them over",
+            )
         if parameter.requires_grad and id(parameter) not in stepped:
             raise UnsupportedError(
                 f"the dense parameter {name} is trained by no optimizer that was handed over",

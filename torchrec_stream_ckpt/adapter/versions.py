@@ -157,6 +157,11 @@ KERNEL = HookPoints(
     ),
 )
 TENSOR = HookPoints("tensor of a kernel", ("_version",))
+DDP = HookPoints("DDP wrapper", ("_get_ddp_logging_data", "reducer"))
+REDUCER = HookPoints("reducer of DDP", ("_get_zeros_like_grad_buckets",))
+FSDP_MODULE = HookPoints("module of FSDP2", ("_get_fsdp_state",))
+FSDP_STATE = HookPoints("state of FSDP2", ("_fsdp_param_group",))
+FSDP_GROUP = HookPoints("group of FSDP2's parameters", ("_partial_reduce_output", "fsdp_params"))
 COLLISION_WRAPPER = HookPoints("managed collision wrapper", ("_managed_collision_collection",))
 COLLISION_COLLECTION = HookPoints("managed collision collection", ("_env", "_managed_collision_modules"))
 ID_MAP = HookPoints(
@@ -198,6 +203,11 @@ HOOK_POINTS = (
     TABLE,
     KERNEL,
     TENSOR,
+    DDP,
+    REDUCER,
+    FSDP_MODULE,
+    FSDP_STATE,
+    FSDP_GROUP,
     COLLISION_WRAPPER,
     COLLISION_COLLECTION,
     ID_MAP,

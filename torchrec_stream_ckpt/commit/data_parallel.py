@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchrec_stream_ckpt.adapter import sharded_embeddings
+from torchrec_stream_ckpt.adapter import reduced_parameters, sharded_embeddings
 from torchrec_stream_ckpt.errors import UnsupportedError
 
 
@@ -41,8 +41,14 @@ def check_fully_sharded(model: nn.Module) -> None:
             )
 
 
-def check_replicas(model: nn.Module, view: nn.Module) -> None:
+def check_replicas(model: nn.Module, view: nn.Module, *, since_attach: bool = False) -> None:
     """One copy of a parameter is saved for all ranks: DDP or FSDP2 must keep them equal.
+
+    Args:
+        model: The live model.
+        view: Its dense part.
+        since_attach: Whether the model has changed since it was checked: DDP does not average the gradients of a layer
+            that was frozen when DDP was built.
 
     Raises:
         UnsupportedError: names the parameter.
@@ -50,11 +56,10 @@ def check_replicas(model: nn.Module, view: nn.Module) -> None:
     if dist.get_world_size() == 1:
         return
     replicated = {
-        id(parameter)
+        parameter
         for wrapper in model.modules()
         if isinstance(wrapper, DistributedDataParallel)
-        for name, parameter in wrapper.module.named_parameters()
-        if name not in wrapper.parameters_to_ignore
+        for parameter in reduced_parameters(wrapper, exactly=since_attach)
     }
     for _, module in sharded_embeddings(model):
         replicated |= {id(table) for table in module.parameters()}  # TorchRec puts its data-parallel lookups under DDP
@@ -63,5 +68,5 @@ def check_replicas(model: nn.Module, view: nn.Module) -> None:
             raise UnsupportedError(
                 f"neither DDP nor FSDP2 holds the dense parameter {name}: ranks may differ in it",
                 hint="let the DataParallelWrapper of DMP take in every parameter; without DMP, put the dense layers in "
-                "DistributedDataParallel, or call fully_shard on them",
+                "DistributedDataParallel, or call fully_shard on them; DDP holds only what is trained when it is built",
             )

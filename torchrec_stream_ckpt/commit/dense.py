@@ -133,7 +133,7 @@ class DenseState:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
         fused = fused_values(self.live.kernels)
-        view = self.live.view()
+        view = self.live.checked_view()
         parameters = dict(view.named_parameters())
         model = view.state_dict()
         dense = {f"model.{name}": value for name, value in model.items() if name in parameters}
@@ -180,7 +180,8 @@ class DenseState:
         save_together(staged, path, self._group)
 
     def end(self) -> None:
-        """Nothing is saved any more: let go of the thread and the group."""
+        """Nothing is saved any more: let go of the thread, the group and the hooks."""
+        self.live.unwatch()
         self.saver.close()
         del self._group
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import starmap
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,13 +11,14 @@ from torch import nn
 
 from torchrec_stream_ckpt.adapter import (
     FusedKernel,
-    check_dense,
     dense_optimizers,
     dense_view,
     id_maps,
+    watch_steps,
 )
 from torchrec_stream_ckpt.commit import optimizer_state
-from torchrec_stream_ckpt.commit.data_parallel import at_rest, check_fully_sharded, check_replicas
+from torchrec_stream_ckpt.commit.data_parallel import at_rest
+from torchrec_stream_ckpt.commit.dense_guard import DenseGuard
 from torchrec_stream_ckpt.commit.match import PER_RANK, dense_entry, optimizer_entry
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, DenseOptimizer
@@ -69,9 +70,28 @@ class LiveDense:
                 raise ConfigError(f"'{name}' ({type(item).__name__}) has no state_dict() and load_state_dict()")
             if "." in name or not name:
                 raise ConfigError(f"'{name}' is no name for a Stateful", hint="use letters, digits and '_'")
-        check_fully_sharded(model)
-        check_dense(model, self.optimizers)
-        check_replicas(model, self.view())
+        self._guard = DenseGuard(model, optimizer, self.optimizers, self.view())
+        self._unwatch: Callable[[], None] | None = None
+
+    def watch(self) -> None:
+        """Begin to notice optimizers that step and were not handed over; until :meth:`unwatch`."""
+        self._unwatch = watch_steps(self._guard.begins, self._guard.stepped)
+
+    def unwatch(self) -> None:
+        """Remove the hooks of :meth:`watch`."""
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
+
+    def checked_view(self) -> nn.Module:
+        """(each cut) Return :meth:`view`, after the checks of the attach.
+
+        Raises:
+            UnsupportedError: the dense part has changed so that a marker would not hold all of it; names what.
+        """
+        view = self.view()
+        self._guard.check(view)
+        return view
 
     def view(self) -> nn.Module:
         """Return a module of the dense parameters and buffers, by the names that markers give them."""
