@@ -60,7 +60,7 @@ class StreamCheckpointer:
         config: Where to stream, and how often.
         stateful: Objects with ``state_dict()`` and ``load_state_dict()`` whose state on rank 0 serves all
             ranks: a loader that counts samples (within a ``TrackedLoader`` for pipelines, which fetch ahead), a
-            schedule of the dense optimizer (one over all param groups has a list that fits its own rank and plan only).
+            schedule (one over the groups of fused tables is saved by their names).
         stateful_per_rank: The same for objects with a state of their own on every rank; they can only be
             restored on as many ranks.
         paranoid: At every marker, compare the state that the stream implies with the live tables, bit by bit, and

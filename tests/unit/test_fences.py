@@ -175,6 +175,7 @@ WITH_TORCH = frozenset(
         "commit/random_state.py",
         "commit/replicas.py",
         "commit/roll.py",
+        "commit/schedules.py",
         "commit/tree.py",
         "follower/tables.py",
         "interchange/checkpoint.py",

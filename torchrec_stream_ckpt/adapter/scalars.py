@@ -82,6 +82,11 @@ class KernelScalars:
         """Rate in the fused optimizer's param group: the kernel takes it over at the next ``step``."""
         return float(self.optimizer.param_groups[0]["lr"])
 
+    @property
+    def is_scheduled(self) -> bool:
+        """True if a schedule of torch holds the param group: it leaves ``initial_lr`` there."""
+        return "initial_lr" in self.optimizer.param_groups[0]
+
     def put_back(self, iteration: int, max_counter: float, learning_rate: float, next_learning_rate: float) -> None:
         """Set what the properties of these names said."""
         # set_optimizer_step() sets `iter` only, while the kernels count on in `iter_cpu`.

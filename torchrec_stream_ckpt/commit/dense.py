@@ -7,6 +7,7 @@
 ``rank<r>.optimizers``            JSON: all else of that state, as ``optimizer_state.py`` says
 ``rank<r>.fused``                 JSON: hyperparameters of the fused kernels, by table
 ``shared.<name>``                 one blob a ``Stateful`` that serves all ranks, of rank 0
+``rank<r>.schedule.<name>``       one blob a schedule over groups of fused tables, by names
 ``rank<r>.<name>``                random state, buffers and per-rank ``Stateful`` of rank r
 ``collision.<table>.<row0>``      the id map of one table shard (managed collision)
 ``shared.imported``               says that the marker was imported from a checkpoint of DCP:
@@ -161,6 +162,8 @@ class DenseState:
             f"rank{self._rank}.random": blob(random_state()),
             f"rank{self._rank}.buffers": blob(buffers),
         }
+        for name, schedule in self.live.schedules.items():
+            state[f"rank{self._rank}.schedule.{name}"] = blob(schedule.state())
         for name, item in self.live.per_rank.items():
             state[f"rank{self._rank}.stateful.{name}"] = _blob_of(name, item)
         if self._rank == 0:

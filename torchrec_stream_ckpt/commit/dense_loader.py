@@ -59,7 +59,7 @@ class DenseLoader:
         if saved.imported:
             check_entries(self._imported(), saved.entries)
             return
-        check_stateful(saved.stateful("shared"), self._live.shared)
+        check_stateful(saved.stateful("shared"), self._live.handed)
         check_stateful(saved.stateful("per_rank"), self._live.per_rank)
         check_entries(_model(self._live.view()), saved.entries)
 
@@ -99,6 +99,7 @@ class DenseLoader:
         view = self._live.view()
         names, parameters = names_of(view), dict(view.named_parameters())
         check_wrappers(self._live.optimizer, blobs["wrappers"])
+        schedules = self._merged_schedules(saved, blobs, whole=whole)
         states, fused = saved.optimizers(match.there(parameters), whole=whole)
         if whole:
             check_names(view.state_dict().keys() - parameters.keys(), saved.buffers.keys())
@@ -113,13 +114,23 @@ class DenseLoader:
         set_fused_values(self._live.kernels, [match.by_table(values) for values in fused])
         if different := told(self._given, given(self._live.kernels, self._live.optimizers)):
             log.warning("hyperparameters are those of the marker, not those that the code gives: %s", different)
-        return lambda: self._load_rest(blobs, known=dist.get_rank() < saved.world)
+        return lambda: self._load_rest(blobs, schedules, known=dist.get_rank() < saved.world)
+
+    def _merged_schedules(self, saved: SavedDense, blobs: dict[str, Any], *, whole: bool) -> dict[str, Any]:
+        """What each live schedule takes of the marker; nothing is changed."""
+        found = {}
+        for name, schedule in self._live.schedules.items():
+            if name in blobs["schedules"]:
+                found[name] = schedule.merged(blobs["schedules"][name], saved.source, whole=whole)
+            elif name in blobs["shared"]:
+                found[name] = schedule.older(blobs["shared"].pop(name))
+        return found
 
     def _all(self) -> Match:
         """All of a marker, by the same names."""
         names = {name: name for name in self._live.view().state_dict()}
         states = {key: {name: (key, name) for name in names} for key in self._live.optimizers}
-        return Match(names, states, self._live.shared, self._live.per_rank)
+        return Match(names, states, self._live.handed, self._live.per_rank)
 
     def _load_model(self, saved: SavedDense, view: nn.Module, match: Match, buffers: Mapping[str, Any]) -> None:
         """Parameters, id maps and buffers; what is not matched is copied onto itself."""
@@ -133,8 +144,10 @@ class DenseLoader:
         found = {name: room[f"model.{match.entries[name]}"] for name in of_files}
         view.load_state_dict({**live, **found, **match.here(buffers)})
 
-    def _load_rest(self, blobs: dict[str, Any], *, known: bool) -> None:
+    def _load_rest(self, blobs: dict[str, Any], schedules: dict[str, Any], *, known: bool) -> None:
         """The user's objects, then random state, of which their code may have drawn."""
+        for name, state in schedules.items():
+            self._live.schedules[name].load(state)
         for name, state in blobs["shared"].items():
             self._live.shared[name].load_state_dict(state)
         for name, state in blobs["per_rank"].items():

@@ -15,6 +15,8 @@ import torch
 from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError
 
+_SCHEDULED = {"lr", "momentum", "betas"}
+"""What a schedule sets in the groups that it holds: it comes back with the schedule."""
 Values = dict[str, dict[str, float]]
 """By table."""
 
@@ -66,17 +68,20 @@ def set_fused_values(kernels: Iterable[FusedKernel], saved: Iterable[Values]) ->
 
 
 def given(kernels: Iterable[FusedKernel], optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, str]:
-    """All of this rank, as text: what the code gives, or what the marker has given. Name -> value."""
+    """All of this rank, as text: what the code gives, or what the marker has given. Name -> value.
+
+    Without what a schedule sets: the code gives the beginning of the schedule, so it differs after each restart.
+    """
     found = {}
     for kernel in kernels:
         first = next((shard for shard in kernel.held if not shard.row0), None)
         if first is not None:  # tables that share a kernel share all of these
-            rates = {"lr": kernel.scalars.next_learning_rate}
+            rates = {} if kernel.scalars.is_scheduled else {"lr": kernel.scalars.next_learning_rate}
             for name, value in {**rates, **kernel.scalars.hyperparameters}.items():
                 found[f"{first.table.name} {name}"] = repr(value)
     for key, optimizer in optimizers.items():
         for number, group in enumerate(optimizer.param_groups):
-            for name in group.keys() - {"params"}:
+            for name in group.keys() - {"params"} - (_SCHEDULED if "initial_lr" in group else set()):
                 found[f"{key} group {number} {name}"] = _text(group[name])
     return found
 

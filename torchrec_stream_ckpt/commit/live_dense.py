@@ -20,6 +20,7 @@ from torchrec_stream_ckpt.commit import optimizer_state
 from torchrec_stream_ckpt.commit.data_parallel import at_rest
 from torchrec_stream_ckpt.commit.dense_guard import DenseGuard
 from torchrec_stream_ckpt.commit.match import PER_RANK, dense_entry, optimizer_entry
+from torchrec_stream_ckpt.commit.schedules import NamedSchedule
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, DenseOptimizer
 
@@ -61,11 +62,14 @@ class LiveDense:
         self.optimizers = dense_optimizers(optimizer)
         """The optimizers of the dense parameters, by a name that does not depend on the plan."""
         self.id_maps = id_maps(model)
-        self.shared = dict(shared)
+        schedules = ((name, NamedSchedule.of(name, item)) for name, item in shared.items())
+        self.schedules = {name: schedule for name, schedule in schedules if schedule is not None}
+        """Those of the shared objects whose state depends on the plan: schedules over groups of fused tables."""
+        self.shared = {name: item for name, item in shared.items() if name not in self.schedules}
         self.per_rank = dict(per_rank)
         self.kernels = kernels
         """Replaced after a reshard, which builds new ones."""
-        for name, item in {**self.shared, **self.per_rank}.items():
+        for name, item in {**shared, **per_rank}.items():
             if not isinstance(item, Stateful):
                 raise ConfigError(f"'{name}' ({type(item).__name__}) has no state_dict() and load_state_dict()")
             if "." in name or not name:
@@ -99,13 +103,18 @@ class LiveDense:
         return dense_view(self.model)
 
     @property
+    def handed(self) -> tuple[str, ...]:
+        """Names of the objects that serve all ranks, schedules included."""
+        return (*self.shared, *self.schedules)
+
+    @property
     def collisions(self) -> frozenset[str]:
         """Fused tables with an id map of managed collision on this rank."""
         return frozenset(each.table for each in self.id_maps)
 
     def described(self) -> tuple[tuple[DenseEntry, ...], tuple[DenseOptimizer, ...], tuple[str, ...]]:
         """Parameters and buffers, dense optimizers, and names of the user's objects, for a :class:`ModelSchema`."""
-        stateful = (*self.shared, *(f"{PER_RANK}{name}" for name in self.per_rank))
+        stateful = (*self.handed, *(f"{PER_RANK}{name}" for name in self.per_rank))
         return tuple(starmap(dense_entry, self.view().state_dict().items())), self.optimizers_named, stateful
 
     @property

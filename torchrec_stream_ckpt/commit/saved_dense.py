@@ -71,8 +71,17 @@ class SavedDense:
 
     def stateful(self, owner: str) -> set[str]:
         """The user's objects whose state it has: ``shared`` ones, or those ``per_rank``."""
-        prefix = f"{'shared' if owner == 'shared' else f'rank{self.source}'}.stateful."
-        return {entry.removeprefix(prefix) for entry in self.entries if entry.startswith(prefix)}
+        prefixes = (
+            ("shared.stateful.", self._schedule(self.source, ""))
+            if owner == "shared"
+            else (f"rank{self.source}.stateful.",)
+        )
+        return {entry.removeprefix(each) for each in prefixes for entry in self.entries if entry.startswith(each)}
+
+    @staticmethod
+    def _schedule(rank: int, name: str) -> str:
+        """Name of the entry of a schedule that has tables in its groups."""
+        return f"rank{rank}.schedule.{name}"
 
     @cached_property
     def buffers(self) -> dict[str, Any]:
@@ -106,14 +115,17 @@ class SavedDense:
         wanted = {"seed": "shared.seed", "random": f"rank{self.source}.random"}
         if "shared.wrappers" in self.entries:
             wanted["wrappers"] = "shared.wrappers"
-        common = {name: f"shared.stateful.{name}" for name in shared}
+        schedules = {name for name in shared if self._schedule(self.source, name) in self.entries}
+        common = {name: f"shared.stateful.{name}" for name in shared if name not in schedules}
         own = {name: f"rank{self.source}.stateful.{name}" for name in per_rank}
-        names = (*common.values(), *own.values())
+        scheduled = {name: [self._schedule(rank, name) for rank in range(self.world)] for name in schedules}
+        names = (*common.values(), *own.values(), *(entry for entries in scheduled.values() for entry in entries))
         loaded = load_here({name: empty_blob(self.entries, name) for name in names}, self.reader)
         return {
             "wrappers": [],
             **{name: unblob(self._blob(entry)) for name, entry in wanted.items()},
             "shared": {name: unblob(loaded[entry]) for name, entry in common.items()},
+            "schedules": {name: [unblob(loaded[entry]) for entry in entries] for name, entries in scheduled.items()},
             "per_rank": {name: unblob(loaded[entry]) for name, entry in own.items()},
         }
 

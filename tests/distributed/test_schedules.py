@@ -1,0 +1,190 @@
+"""Schedules over the param groups of fused tables: each table and parameter has its rate, on any ranks and plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.optim import lr_scheduler
+
+from tests import ranks, warm
+from tests.model import PLAN_1, PLAN_2, PLAN_2_OTHER, PLAN_3, Trainer, trainer
+from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt.errors import SchemaMismatchError
+
+pytestmark = pytest.mark.distributed
+
+STEPS, MARKED = 8, 3
+PLANS = {"1": PLAN_1, "2": PLAN_2, "2 other": PLAN_2_OTHER, "3": PLAN_3}
+
+
+class Own(lr_scheduler.LRScheduler):
+    """A schedule of the user's, with a list that nobody knows."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.factors = [0.5 + number for number in range(len(optimizer.param_groups))]
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        return [base * factor for base, factor in zip(self.base_lrs, self.factors, strict=True)]
+
+
+class Falling:
+    """A rate with a state of its own, as LambdaLR saves it."""
+
+    def __init__(self) -> None:
+        self.slope = 1.0
+
+    def __call__(self, step: int) -> float:
+        return 1 / (1 + self.slope * step)
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "lambda with state": lambda o: lr_scheduler.LambdaLR(o, Falling()),
+    "multiplicative": lambda o: lr_scheduler.MultiplicativeLR(o, lambda _: 0.9),
+    "step": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+    "multi step": lambda o: lr_scheduler.MultiStepLR(o, [2, 5], 0.5),
+    "exponential": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "sequential": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, 1.0, 4), lr_scheduler.CosineAnnealingLR(o, 6)], [4]
+    ),
+    "chained": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ConstantLR(o, 0.5, 4), lr_scheduler.PolynomialLR(o, 10)], o
+    ),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=20, cycle_momentum=False),
+    "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.2, 3, cycle_momentum=False),
+    "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1, factor=0.5, min_lr=0.001),
+    "own": Own,
+}
+
+
+def _build(kind: str, plan: str) -> tuple[Trainer, Any]:
+    job = trainer(PLANS[plan])
+    for number, group in enumerate(job.dense.param_groups):
+        group["lr"] = 0.01 * (number + 1)
+    return job, SCHEDULES[kind](job.optimizer)
+
+
+def _rates(job: Trainer) -> dict[str, float]:
+    """The next rate of each table and parameter of this rank."""
+    optimizer: Any = job.optimizer
+    names = {id(member): name for name, member in optimizer.params.items()}
+    return {names[id(member)]: group["lr"] for group in optimizer.param_groups for member in group["params"]}
+
+
+def _go_on(job: Trainer, schedule: Any, checkpointer: StreamCheckpointer, begin: int) -> list[dict[str, float]]:
+    found = []
+    for step in range(begin, STEPS):
+        job.step()
+        schedule.step(*([1.0] if isinstance(schedule, lr_scheduler.ReduceLROnPlateau) else []))
+        checkpointer.step()
+        if step + 1 == MARKED and not begin:
+            checkpointer.mark().result(60)
+        found.append(_rates(job))
+    return found
+
+
+def _attach(job: Trainer, schedule: Any, uri: str) -> StreamCheckpointer:
+    config = StreamConfig(uri=uri, marker_every=None)
+    return StreamCheckpointer(job.dmp, job.optimizer, config=config, stateful={"loader": job, "schedule": schedule})
+
+
+def _train(kinds: list[str], uri: str, plan: str) -> list[list[dict[str, float]]]:
+    found = []
+    for kind in kinds:
+        job, schedule = _build(kind, plan)
+        with _attach(job, schedule, f"{uri}/{kind}") as checkpointer:
+            found.append(_go_on(job, schedule, checkpointer, 0))
+    return found
+
+
+def _resume(kinds: list[str], uri: str, plan: str) -> list[list[dict[str, float]] | str]:
+    """From the marker on, in a job that has never stepped; the text of what refuses it."""
+    found: list[list[dict[str, float]] | str] = []
+    for kind in kinds:
+        job, schedule = _build(kind, plan)
+        with _attach(job, schedule, f"{uri}/{kind}") as checkpointer:
+            try:
+                assert checkpointer.restore() is not None
+            except SchemaMismatchError as error:
+                found.append(str(error))
+            else:
+                found.append([_rates(job), *_go_on(job, schedule, checkpointer, MARKED)])
+    return found
+
+
+def _united(of_ranks: list[list[dict[str, float]]]) -> list[dict[str, float]]:
+    """The rates of all tables and parameters at each step; ranks agree where they share one."""
+    united = []
+    for step in zip(*of_ranks, strict=True):
+        rates: dict[str, float] = {}
+        for each in step:
+            assert all(rates.setdefault(name, rate) == rate for name, rate in each.items())
+        united.append(rates)
+    return united
+
+
+def test_each_table_goes_on_with_its_rate_on_other_ranks(tmp_path: Path) -> None:
+    kinds, uri = list(SCHEDULES), f"file://{tmp_path}"
+    trained = warm.run(2, _train, kinds, uri, "2")
+    for plan, refusal in {
+        "1": "(Own) keeps lists that are not known by name",
+        "2 other": "more than one learning rate for tables that share a kernel under this plan",
+        "3": "(Own) keeps lists that are not known by name",
+    }.items():
+        resumed = warm.run(int(plan[0]), _resume, kinds, uri, plan)
+        for number, kind in enumerate(kinds):
+            found = [rank[number] for rank in resumed]
+            if kind == "own":
+                assert all(refusal in said for said in found)
+            else:
+                assert _united(found) == _united([rank[number] for rank in trained])[MARKED - 1 :], (plan, kind)
+
+
+def test_a_schedule_of_the_users_comes_back_under_the_same_plan(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    trained = warm.run(2, _train, ["own"], uri, "2")
+    resumed = warm.run(2, _resume, ["own"], uri, "2")
+    assert [rank[0] for rank in resumed] == [rank[0][MARKED - 1 :] for rank in trained]
+
+
+def _change(uri: str) -> str:
+    job, _ = _build("step", "1")
+    with _attach(job, SCHEDULES["exponential"](job.optimizer), uri) as checkpointer:
+        with pytest.raises(SchemaMismatchError) as refused:
+            checkpointer.restore()
+        return str(refused.value)
+
+
+def test_another_schedule_is_refused(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    warm.run(1, _train, ["step"], uri, "1")
+    (said,) = warm.run(1, _change, f"{uri}/step")
+    assert "the schedule 'schedule' is StepLR in the marker and ExponentialLR in this job" in said
+
+
+def _warned(uri: str) -> str:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torchrec_stream_ckpt").addHandler(handler)
+    job, schedule = _build("step", "1")
+    for group in job.dense.param_groups:
+        group["eps"] = 0.5
+    with _attach(job, schedule, f"{uri}/step") as checkpointer:
+        checkpointer.restore()
+    return "\n".join(line for line in lines if "hyperparameters" in line)
+
+
+def test_rates_that_a_schedule_holds_are_no_news_after_a_restart(tmp_path: Path) -> None:
+    """Other hyperparameters that the code gives otherwise still are."""
+    uri = f"file://{tmp_path}"
+    warm.run(1, _train, ["step"], uri, "1")
+    (said,) = ranks.run(1, _warned, uri)
+    assert "eps" in said
+    assert "lr" not in said
