@@ -46,9 +46,9 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from torchrec_stream_ckpt import GlobalBatches
 from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
 from torchrec_stream_ckpt.flags import FlagParser, add_flags, config_from, positive, restore_from, whole
-from torchrec_stream_ckpt import GlobalBatches
 from torchrec_stream_ckpt.recipes.data import IGNORED, add_data_flags, make_batches, open_clicks
 from torchrec_stream_ckpt.recipes.files import COUNTS, HASHES, UserError
 
