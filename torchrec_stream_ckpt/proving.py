@@ -212,6 +212,24 @@ class Room:
         return self._memory[begin : begin + size].view(section.dtype).view(rows, *section.shape)
 
 
+class SplitTensors:
+    """Live views of the shards of some kernels. FBGEMM splits all of a kernel at once, however few are wanted.
+
+    To be kept while nothing moves the tables: a split once for each shard takes time with the square of the tables.
+    """
+
+    def __init__(self, kernels: Sequence[FusedKernel]) -> None:
+        self._kernels = kernels
+        self._found: dict[int, tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]]]] = {}
+
+    def of(self, number: int) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]]]:
+        """(weights, states) of all shards of a kernel."""
+        if number not in self._found:
+            kernel = self._kernels[number]
+            self._found[number] = kernel.weights(), kernel.states()
+        return self._found[number]
+
+
 class CopiedRows:
     """Copies of the live rows of some pieces; on a GPU they may be on their way.
 
@@ -222,6 +240,7 @@ class CopiedRows:
         pieces: Of ``kernels`` and of ``replicated``.
         replicated: Tensors of replicated tables, by the position of their pieces.
         room: Where the copies go.
+        split: Views of the shards, if they were split before.
     """
 
     @torch.no_grad()
@@ -231,18 +250,25 @@ class CopiedRows:
         pieces: Sequence[BlockRows],
         replicated: Sequence[torch.Tensor],
         room: Room,
+        split: SplitTensors | None = None,
     ) -> None:
+        split = split or SplitTensors(kernels)
         self._copies: list[tuple[BlockRows, list[torch.Tensor]]] = list(zip(pieces, room.targets, strict=True))
         self._waits: list[tuple[torch.device, torch.cuda.Event]] = []
         for number, group in groupby(self._copies, lambda copy: copy[0].kernel):
             if number < 0:
                 self._copy_replicated(group, replicated)
             else:
-                self._copy_kernel(kernels[number], group)
+                self._copy_kernel(kernels[number], group, *split.of(number))
 
-    def _copy_kernel(self, kernel: FusedKernel, copies: Iterable[tuple[BlockRows, list[torch.Tensor]]]) -> None:
+    def _copy_kernel(
+        self,
+        kernel: FusedKernel,
+        copies: Iterable[tuple[BlockRows, list[torch.Tensor]]],
+        weights: Sequence[torch.Tensor],
+        states: Sequence[tuple[torch.Tensor, ...]],
+    ) -> None:
         with kernel.order.reading():
-            weights, states = kernel.weights(), kernel.states()
             for piece, (first, *others) in copies:
                 at = piece.position
                 _copy(weights[at], piece.rows, first, partial(kernel.newest, at))
@@ -307,11 +333,11 @@ def digests(kernels: Sequence[FusedKernel], schema: Schema, blocks_of: BlocksOf)
         schema: Of a generation, so that its tables have ids.
         blocks_of: Which blocks, such as ``window.blocks``.
     """
-    index = schema.index()
+    index, split = schema.index(), SplitTensors(kernels)
     for number, position, shard, id_ in _held(kernels, schema):
         blocks = blocks_of(id_, shard.row0, shard.row0 + shard.rows)
         pieces = map(partial(_shard_piece, kernels, number, position, id_), _parts(blocks))
-        found = [np.empty((0, 1 + len(shard.table.states)), np.uint64), *_digested(kernels, pieces, ())]
+        found = [np.empty((0, 1 + len(shard.table.states)), np.uint64), *_digested(kernels, pieces, (), split)]
         yield ShardDigests(shard.table_shard(index), blocks, np.concatenate(found))
 
 
@@ -330,12 +356,15 @@ def _parts(blocks: Ints) -> Iterator[Ints]:
 
 
 def _digested(
-    kernels: Sequence[FusedKernel], pieces: Iterable[BlockRows], replicated: Sequence[torch.Tensor]
+    kernels: Sequence[FusedKernel],
+    pieces: Iterable[BlockRows],
+    replicated: Sequence[torch.Tensor],
+    split: SplitTensors | None = None,
 ) -> Iterator[Digests]:
     room: Room | None = None
     for piece in pieces:
         device = kernels[piece.kernel].device if kernels else replicated[0].device
         room = room or Room(pinned=device.type == "cuda")
         room.reserve([piece])
-        for _, found in CopiedRows(kernels, [piece], replicated, room).digests():
+        for _, found in CopiedRows(kernels, [piece], replicated, room, split).digests():
             yield found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 
 from tests.plain_proof import plain_digest, plain_digests, shards_of
 from torchrec_stream_ckpt.adapter import FusedKernel, modules
+from torchrec_stream_ckpt.capture.oracle import Oracle
 from torchrec_stream_ckpt.capture.shards import local_shards, merge_schema
 from torchrec_stream_ckpt.format.proof import POSITIONS, Window, replicated_id
 from torchrec_stream_ckpt.format.schema import Schema
@@ -125,3 +127,25 @@ def test_shards_stand_in_the_order_of_hello_and_empty_ones_are_left_out() -> Non
     found = [each.shard for each in digests([kernel], schema, WHOLE.blocks)]
     assert tuple(found) == local_shards([kernel], schema)
     assert len(found) == 2
+
+
+@pytest.mark.parametrize("tables", [4, 40])
+def test_a_kernel_is_split_once_however_many_tables_it_has(tables: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FBGEMM splits all tables of a kernel at once: a split for each table takes time with the square of them."""
+    kernel = kernel_of([(0, 8, 0, DIM)] * tables)
+    schema, splits = schema_of(kernel), Counter[str]()
+    for name in ("split_embedding_weights", "split_optimizer_states"):
+        real = getattr(SplitTableBatchedEmbeddingBagsCodegen, name)
+
+        def counted(tbe: Any, real: Any = real, name: str = name) -> Any:
+            splits[name] += 1
+            return real(tbe)
+
+        monkeypatch.setattr(SplitTableBatchedEmbeddingBagsCodegen, name, counted)
+    assert len(as_lists(kernel, schema, WHOLE)) == tables
+    assert set(splits.values()) == {1}
+    oracle = Oracle([kernel], schema)
+    for act in (lambda: oracle.begin(()), oracle.hold, oracle.let_go, lambda: oracle.compare(())):
+        splits.clear()
+        act()
+        assert set(splits.values()) <= {1}

@@ -24,6 +24,7 @@ from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind
 from torchrec_stream_ckpt.format.ring import FrameBuffer
 from torchrec_stream_ckpt.format.rows import Array, RowLayout, RowsView, decode_rows
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.proving import SplitTensors
 
 Bytes = npt.NDArray[np.uint8]
 """Shape (rows, bytes of one row)."""
@@ -51,8 +52,8 @@ class Difference:
 class _ShardCopy:
     """One shard as the stream has it."""
 
-    def __init__(self, kernel: FusedKernel, position: int) -> None:
-        self._kernel = kernel
+    def __init__(self, number: int, kernel: FusedKernel, position: int) -> None:
+        self._number = number
         self._position = position
         self.shard = kernel.shards[position]
         table, rows = self.shard.table, self.shard.rows
@@ -73,26 +74,26 @@ class _ShardCopy:
             copy[local] = _bytes_of(values)[here]
         return len(local)
 
-    def take_live(self) -> None:
+    def take_live(self, split: SplitTensors) -> None:
         """Start from what the table holds now."""
-        for copy, live in zip(self._values, self._live(), strict=True):
+        for copy, live in zip(self._values, self._live(split), strict=True):
             for begin, end in self._chunks():
                 copy[begin:end] = _bytes_of_tensor(live[begin:end])
         self._arrived[:] = True
 
-    def hold(self) -> None:
+    def hold(self, split: SplitTensors) -> None:
         """Compare with what the table holds now, whatever it holds by then."""
-        self._held = [values.detach().to("cpu", copy=True) for values in self._live()]
+        self._held = [values.detach().to("cpu", copy=True) for values in self._live(split)]
 
     def let_go(self) -> None:
         """Compare with the live table again."""
         self._held = None
 
-    def compare(self) -> tuple[Difference | None, int]:
+    def compare(self, split: SplitTensors) -> tuple[Difference | None, int]:
         """The first row that differs, and how many do."""
         first: Difference | None = None
         count = 0
-        live = self._held if self._held is not None else self._live()
+        live = self._held if self._held is not None else self._live(split)
         for begin, end in self._chunks():
             found = self._differing(begin, end, live)
             count += len(found)
@@ -109,9 +110,10 @@ class _ShardCopy:
                 differ |= (copy[begin:end] != values).any(1)
         return differ.nonzero()[0]
 
-    def _live(self) -> list[torch.Tensor]:
+    def _live(self, split: SplitTensors) -> list[torch.Tensor]:
         """Weights and states as a reader of the model finds them: views."""
-        return [self._kernel.weights()[self._position], *self._kernel.states()[self._position]]
+        weights, states = split.of(self._number)
+        return [weights[self._position], *states[self._position]]
 
     def _chunks(self) -> list[tuple[int, int]]:
         """Rows that are compared at a time: what it takes beside the copy stays small."""
@@ -160,13 +162,14 @@ class Oracle:
         index = self._schema.index()
         self._copies, self._unreadable = {}, None
         self._flush()
-        for kernel in self._kernels:
+        split = SplitTensors(self._kernels)
+        for number, kernel in enumerate(self._kernels):
             for position, shard in enumerate(kernel.shards):
                 if shard.rows and shard.cols:
-                    table, copy = index[shard.table.name], _ShardCopy(kernel, position)
+                    table, copy = index[shard.table.name], _ShardCopy(number, kernel, position)
                     self._copies.setdefault((table, shard.col0, shard.cols), []).append(copy)
                     if table not in swept:
-                        copy.take_live()
+                        copy.take_live(split)
 
     def listening(self, submit: Callable[[FrameBuffer], int]) -> Callable[[FrameBuffer], int]:
         """``submit``, with this oracle reading each frame first, as long as the buffer is the caller's."""
@@ -199,8 +202,9 @@ class Oracle:
     def hold(self) -> None:
         """A cut was made here that is not sent yet: the next ``compare`` is about the tables as they are now."""
         self._flush()
+        split = SplitTensors(self._kernels)
         for copy in self._all_copies():
-            copy.hold()
+            copy.hold(split)
 
     def let_go(self) -> None:
         """``compare`` is about the live tables again."""
@@ -220,8 +224,9 @@ class Oracle:
         self._flush()
         first: Difference | None = None
         rows: Counter[str] = Counter()
+        split = SplitTensors(self._kernels)
         for copy in self._all_copies():
-            found, count = copy.compare()
+            found, count = copy.compare(split)
             first = first or found
             rows[copy.shard.table.name] += count
         if first is None:
