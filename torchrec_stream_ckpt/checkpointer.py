@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from torchrec_stream_ckpt.capture.staging import allocate
-from torchrec_stream_ckpt.commit.collective import meet
 from torchrec_stream_ckpt.commit.dense import DenseState
 from torchrec_stream_ckpt.commit.live_dense import LiveDense, Stateful
+from torchrec_stream_ckpt.commit.meeting import meet
 from torchrec_stream_ckpt.config import Source, StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
 from torchrec_stream_ckpt.evolve.changes import Changes
@@ -94,7 +94,7 @@ class StreamCheckpointer:
         self._config = config.inner
         signals = Signals(config.on_signal, config.signal_s)
         signals.check()
-        meet(config.commit_timeout_s + PEERS_S)
+        meet(dmp, optimizer, config.commit_timeout_s + PEERS_S)
         with ExitStack() as undo:
             self._groups = groups = Groups(config.commit_timeout_s)
             undo.callback(self._end_groups)

@@ -225,3 +225,8 @@ class Restored:
     def id(self) -> MarkerId:
         """The marker's name, ``GENERATION:MARKER``."""
         return MarkerId(self.generation, self.marker)
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter or table without the parts ``_orig_mod`` that ``torch.compile`` adds."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")

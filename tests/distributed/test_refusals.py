@@ -44,6 +44,8 @@ def _refusals(directory: Path) -> dict[str, str]:
     expect("unknown wrapper", UnsupportedError, job.dmp, OptimizerWrapper(job.optimizer.optimizers[1][1]))
     fused = torch.optim.SGD(job.dmp.parameters(), lr=0.1)
     expect("fused parameter", UnsupportedError, job.dmp, fused)
+    foreign = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
+    expect("foreign parameter", UnsupportedError, job.dmp, foreign)
     expect("no DMP", UnsupportedError, nn.Linear(2, 2))
     expect("no state_dict", ConfigError, job.dmp, job.optimizer, stateful={"loader": object()})
     expect("dense kernel", UnsupportedError, _dense_kernel())
@@ -94,7 +96,11 @@ def _dense_kernel() -> DistributedModelParallel:
 def test_what_cannot_be_captured_is_refused_at_attach_by_name(tmp_path: Path) -> None:
     said = ranks.run(2, _refusals, tmp_path)[0]
     assert "the optimizer OptimizerWrapper may have state that is not captured" in said["unknown wrapper"]
-    assert "in_backward_optimizer_filter" in said["fused parameter"]
+    assert "hand over the optimizers that OptimizerWrapper wraps, and its own counters" in said["unknown wrapper"]
+    assert "SGD (optimizer0) holds ebc.embedding_bags.t_" in said["fused parameter"]
+    assert "and 1 more: the backward updates these fused tables" in said["fused parameter"]
+    assert "dict(in_backward_optimizer_filter(dmp.named_parameters()))" in said["fused parameter"]
+    assert "1 parameters that are not in the model, the first of shape (3,)" in said["foreign parameter"]
     assert "Linear is not a DistributedModelParallel" in said["no DMP"]
     assert "'loader' (object)" in said["no state_dict"]
     assert "compute_kernel='fused'" in said["dense kernel"]

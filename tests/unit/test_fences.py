@@ -159,6 +159,8 @@ WITH_TORCH = frozenset(
         "checkpointer.py",
         "commit/cadence.py",
         "commit/collective.py",
+        "commit/comm_hooks.py",
+        "commit/meeting.py",
         "commit/coordinator.py",
         "commit/data_parallel.py",
         "commit/dcp.py",

@@ -15,6 +15,10 @@ of ``torch.nn.Module`` (torch 2.11 is the oldest that was looked at):
 ``_non_persistent_buffers_set``                       2.11   which buffers are state
 ``_modules``                                          2.11   whether a kernel was replaced
 ``_state_dict_hooks``                                 2.11   whether a module saves what only its own code knows
+of what ``torch.compile`` makes of a module:
+``_orig_mod``                                         2.11   the module inside, whose names markers have
+of ``torch.nn.parallel.DistributedDataParallel``:
+``_comm_hooks``                                       2.11   whether gradients pass through code with a state
 of ``torch.Tensor``:
 ``_version``                                          2.11   whether something has written in place
 of a ``DistributedDataParallel`` and its reducer:
@@ -95,8 +99,10 @@ in 1.2.
 
 from torchrec_stream_ckpt.adapter.claimed import check_free, claim
 from torchrec_stream_ckpt.adapter.collision import COUNTERS, NO_ID, CollisionMap, id_maps
+from torchrec_stream_ckpt.adapter.comm_hooks import comm_hooks
 from torchrec_stream_ckpt.adapter.dense import (
     ReplicatedTables,
+    check_data_parallel,
     check_dense,
     dense_optimizers,
     dense_view,
@@ -137,10 +143,12 @@ __all__ = [
     "Lookup",
     "ReplicatedTables",
     "Standing",
+    "check_data_parallel",
     "check_dense",
     "check_free",
     "check_wrappers",
     "claim",
+    "comm_hooks",
     "dense_optimizers",
     "dense_view",
     "fused_kernels",

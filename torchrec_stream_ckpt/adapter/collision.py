@@ -12,7 +12,6 @@ from torch import nn
 from torchrec.distributed.mc_embedding import ShardedManagedCollisionEmbeddingCollection
 from torchrec.distributed.mc_embeddingbag import ShardedManagedCollisionEmbeddingBagCollection
 from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
-from torchrec.distributed.model_parallel import get_unwrapped_module
 from torchrec.modules.mc_modules import (
     DistanceLFU_EvictionPolicy,
     LFU_EvictionPolicy,
@@ -21,7 +20,9 @@ from torchrec.modules.mc_modules import (
 )
 
 from torchrec_stream_ckpt.adapter import versions
+from torchrec_stream_ckpt.adapter.compiled import unwrapped
 from torchrec_stream_ckpt.errors import UnsupportedError
+from torchrec_stream_ckpt.types import plain_name
 
 COLLISION_WRAPPERS = (ShardedManagedCollisionEmbeddingBagCollection, ShardedManagedCollisionEmbeddingCollection)
 _POLICIES = (LFU_EvictionPolicy, LRU_EvictionPolicy, DistanceLFU_EvictionPolicy)
@@ -152,12 +153,12 @@ def id_maps(model: nn.Module) -> list[CollisionMap]:
         UnsupportedError: a managed collision module or an eviction policy whose state is not known here.
     """
     maps = []
-    for path, wrapper in get_unwrapped_module(model).named_modules():
+    for path, wrapper in unwrapped(model).named_modules():
         if type(wrapper) in COLLISION_WRAPPERS:
             versions.COLLISION_WRAPPER.require(wrapper, module=path)
             collection = wrapper._managed_collision_collection
             versions.COLLISION_COLLECTION.require(collection, module=path)
-            inner = f"{path}._embedding_module".lstrip(".")
+            inner = f"{plain_name(path)}._embedding_module".lstrip(".")
             for table, module in collection._managed_collision_modules.items():
                 maps.append(_id_map(inner, table, module, collection._env))
     return maps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,9 +18,11 @@ from torchrec.optim.warmup import WarmupOptimizer
 
 from torchrec_stream_ckpt.adapter import versions
 from torchrec_stream_ckpt.adapter.collision import holds_id_maps
-from torchrec_stream_ckpt.adapter.modules import is_sharded_embedding, sharded_embeddings, unwrapped
+from torchrec_stream_ckpt.adapter.compiled import is_compiled, original, unwrapped
+from torchrec_stream_ckpt.adapter.modules import is_sharded_embedding, sharded_embeddings
 from torchrec_stream_ckpt.adapter.wrappers import walk
 from torchrec_stream_ckpt.errors import UnsupportedError
+from torchrec_stream_ckpt.types import plain_name
 
 _KNOWN = (KeyedOptimizerWrapper, WarmupOptimizer, GradientClippingOptimizer)
 
@@ -29,7 +31,7 @@ def dense_view(model: nn.Module) -> nn.Module:
     """A throw-away module that shares everything of the model that is no fused shard, under the same names.
 
     ``torch.distributed.checkpoint.state_dict`` works on it where it raises on a DMP. Data-parallel tables
-    are in it.
+    are in it. Names have no part of ``torch.compile``.
     """
     return _view(unwrapped(model))
 
@@ -39,9 +41,11 @@ def _view(module: nn.Module) -> nn.Module:
         return _data_parallel_tables(module)
     if holds_id_maps(module):
         return nn.Module()  # they are saved by row range, not by rank
-    if not any(isinstance(child, ShardedModule) for child in module.modules()):
+    module = original(module)
+    if any(isinstance(child, ShardedModule) for child in module.modules()):
+        _check_state_is_known(module)
+    elif _own_state(module) or not any(is_compiled(child) for child in module.modules()):
         return module
-    _check_state_is_known(module)
     view = nn.Module()
     for name, parameter in module.named_parameters(recurse=False):
         view.register_parameter(name, parameter)
@@ -58,6 +62,15 @@ def _check_state_is_known(module: nn.Module) -> None:
     Raises:
         UnsupportedError: it has such code; names it.
     """
+    if what := _own_state(module):
+        raise UnsupportedError(
+            f"{type(module).__name__} has {what[0]} and holds a sharded module: this is not captured yet",
+            hint="hand its state over as a Stateful, or move it to a child without embeddings",
+        )
+
+
+def _own_state(module: nn.Module) -> list[str]:
+    """What saves state of a module beside parameters and buffers, in words."""
     what = [
         f"its own {method}()"
         for method in ("_save_to_state_dict", "state_dict")
@@ -67,11 +80,7 @@ def _check_state_is_known(module: nn.Module) -> None:
         what.append("extra state")
     if module._state_dict_hooks and not isinstance(module, ShardedModule):
         what.append("a state dict hook")
-    if what:
-        raise UnsupportedError(
-            f"{type(module).__name__} has {what[0]} and holds a sharded module: this is not captured yet",
-            hint="hand its state over as a Stateful, or move it to a child without embeddings",
-        )
+    return what
 
 
 def _data_parallel_tables(module: Any) -> nn.Module:
@@ -147,13 +156,7 @@ def check_dense(model: nn.Module, optimizers: dict[str, torch.optim.Optimizer]) 
         for parameter in group["params"]
     }
     for kind, optimizer in optimizers.items():
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            if id(parameter) not in names:
-                raise UnsupportedError(
-                    f"the dense {type(optimizer).__name__} ({kind}) holds a parameter of shape "
-                    f"{tuple(parameter.shape)} that is a fused table or is not in the model",
-                    hint="build it from in_backward_optimizer_filter(model.named_parameters())",
-                )
+        _check_dense_alone(model, kind, optimizer, names.keys())
     for name, parameter in view.named_parameters():
         if hasattr(parameter, "_in_backward_optimizers"):
             raise UnsupportedError(
@@ -165,8 +168,52 @@ def check_dense(model: nn.Module, optimizers: dict[str, torch.optim.Optimizer]) 
                 f"the dense parameter {name} is trained by no optimizer that was handed over",
                 hint="pass the optimizer of the dense part, or set requires_grad_(False) on what is not trained",
             )
-    if stepped and isinstance(model, DistributedModelParallel) and not model._ddp_wrapped:
-        raise UnsupportedError("the dense part is not data parallel yet", hint="call dmp.init_data_parallel() first")
+    check_data_parallel(model, next(iter(optimizers.values()), None))
+
+
+def _check_dense_alone(model: nn.Module, kind: str, optimizer: torch.optim.Optimizer, dense: Collection[int]) -> None:
+    """An optimizer of dense parameters holds no other ones.
+
+    Args:
+        model: The live model.
+        kind: Name of the optimizer.
+        optimizer: The optimizer.
+        dense: Ids of the dense parameters.
+    """
+    held = [
+        parameter for group in optimizer.param_groups for parameter in group["params"] if id(parameter) not in dense
+    ]
+    if not held:
+        return
+    names = {id(parameter): plain_name(name) for name, parameter in unwrapped(model).named_parameters()}
+    fused = [names[id(parameter)] for parameter in held if id(parameter) in names]
+    if fused:
+        more = f" and {len(fused) - 3} more" if len(fused) > 3 else ""
+        raise UnsupportedError(
+            f"the dense {type(optimizer).__name__} ({kind}) holds {', '.join(fused[:3])}{more}: the backward updates "
+            "these fused tables, and no dense optimizer may",
+            hint="build it without them: KeyedOptimizerWrapper(dict(in_backward_optimizer_filter("
+            f"dmp.named_parameters())), lambda params: torch.optim.{type(optimizer).__name__}(params, ...))",
+        )
+    raise UnsupportedError(
+        f"the dense {type(optimizer).__name__} ({kind}) holds {len(held)} parameters that are not in the model, the "
+        f"first of shape {tuple(held[0].shape)}",
+        hint="build it after the model was sharded and wrapped, from "
+        "in_backward_optimizer_filter(dmp.named_parameters())",
+    )
+
+
+def check_data_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """A DMP that holds dense parameters which are stepped must have made them data parallel.
+
+    Raises:
+        UnsupportedError: it has not.
+    """
+    waits = isinstance(model, DistributedModelParallel) and not getattr(model, "_ddp_wrapped", True)
+    if waits and any(group["params"] for each in dense_optimizers(optimizer).values() for group in each.param_groups):
+        raise UnsupportedError(
+            "the dense part is not data parallel yet", hint="call dmp.init_data_parallel() on all ranks first"
+        )
 
 
 def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
@@ -202,6 +249,7 @@ def _dense_leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
         elif not fused and not isinstance(part, CombinedOptimizer) and type(part) not in _KNOWN:
             raise UnsupportedError(
                 f"the optimizer {type(part).__name__} may have state that is not captured",
-                hint="pass a torch.optim optimizer, KeyedOptimizerWrapper, WarmupOptimizer, GradientClippingOptimizer "
-                "or CombinedOptimizer of those",
+                hint=f"hand over the optimizers that {type(part).__name__} wraps, and its own counters as a Stateful: "
+                "StreamCheckpointer(dmp, CombinedOptimizer([...]), stateful={'wrapper': ...}); known are torch.optim "
+                "optimizers, KeyedOptimizerWrapper, WarmupOptimizer, GradientClippingOptimizer and CombinedOptimizer",
             )

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
-from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection, get_unwrapped_module
+from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.types import ShardedModule
 from torchrec.optim.clipping import GradientClippingOptimizer
 from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -21,10 +21,11 @@ from torchrec.optim.warmup import WarmupOptimizer
 
 from torchrec_stream_ckpt.adapter import versions
 from torchrec_stream_ckpt.adapter.collision import COLLISION_WRAPPERS, holds_id_maps
+from torchrec_stream_ckpt.adapter.compiled import unwrapped
 from torchrec_stream_ckpt.adapter.kernels import FusedKernel, LocalShard
 from torchrec_stream_ckpt.adapter.optimizers import OPTIMIZERS, FusedOptimizer, describe, row_states
 from torchrec_stream_ckpt.errors import UnsupportedError
-from torchrec_stream_ckpt.types import StateSpec, TableSpec
+from torchrec_stream_ckpt.types import StateSpec, TableSpec, plain_name
 
 _WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _EMBEDDINGS = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
@@ -41,12 +42,6 @@ def is_replicated(lookup: nn.Module) -> bool:
     return isinstance(lookup, DistributedDataParallel)
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model without DMP and DDP around it: the paths of tables and of dense parameters begin there."""
-    inner: nn.Module = get_unwrapped_module(model)
-    return inner
-
-
 def sharded_embeddings(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """(path in the unwrapped model, module) of every sharded module that holds tables.
 
@@ -55,7 +50,7 @@ def sharded_embeddings(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """
     for path, module in unwrapped(model).named_modules():
         if is_sharded_embedding(module):
-            yield path, module
+            yield plain_name(path), module
         elif isinstance(module, ShardedModule) and not (type(module) in _WRAPPERS or holds_id_maps(module)):
             raise UnsupportedError(
                 f"{type(module).__name__} is not captured",

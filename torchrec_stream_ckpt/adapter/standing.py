@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from torchrec_stream_ckpt.adapter.modules import is_replicated, sharded_embeddings, unwrapped
+from torchrec_stream_ckpt.adapter.compiled import unwrapped
+from torchrec_stream_ckpt.adapter.modules import is_replicated, sharded_embeddings
 from torchrec_stream_ckpt.errors import UnsupportedError
 
 

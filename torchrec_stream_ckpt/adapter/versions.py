@@ -192,6 +192,8 @@ CUDA_OPERATORS = HookPoints("namespace torch.ops.fbgemm", ("linearize_cache_indi
 DENSE_OPTIMIZER = HookPoints("dense optimizer", ("_optimizer_state_dict_post_hooks",))
 OPTIMIZER_WRAPPER = HookPoints("wrapper of an optimizer", (), used_inside=("_optimizer",))
 WARM_UP = HookPoints("warm-up wrapper", ("_get_warmup_state",), used_inside=("_stages", "_warmup_param"))
+COMPILED = HookPoints("compiled module", ("_orig_mod",))
+REPLICATED = HookPoints("DistributedDataParallel", ("_comm_hooks",), used_inside=("_comm_hooks",))
 CLIPPING = HookPoints("clipping wrapper", (), used_inside=("_step_num",))
 HOOK_POINTS = (
     MODEL,
@@ -219,4 +221,6 @@ HOOK_POINTS = (
     OPTIMIZER_WRAPPER,
     WARM_UP,
     CLIPPING,
+    COMPILED,
+    REPLICATED,
 )

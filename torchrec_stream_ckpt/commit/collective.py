@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -15,15 +14,11 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from torchrec_stream_ckpt.commit.roll import WARN_S, Roll
+from torchrec_stream_ckpt.commit.roll import Roll
 from torchrec_stream_ckpt.errors import MarkerFailedError, RankLostError, StreamCkptError
 from torchrec_stream_ckpt.log.worker import Worker
 
 T = TypeVar("T")
-
-log = logging.getLogger(__name__)
-
-_MET = "stream-ckpt/met"
 
 
 def new_group(timeout_s: float) -> dist.ProcessGroup:
@@ -52,41 +47,6 @@ def outlast(group: dist.ProcessGroup) -> dist.ProcessGroup:
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     set_timeout(timedelta(days=365), group)
     return group
-
-
-def meet(bound_s: float) -> None:
-    """(all ranks) Wait until each rank has come to this call.
-
-    Raises:
-        RankLostError: some did not come; names them.
-    """
-    group = dist.group.WORLD
-    store = group.get_group_store() if group is not None and hasattr(group, "get_group_store") else None
-    if store is None:
-        return
-    rank, world, begin, told = dist.get_rank(), dist.get_world_size(), time.monotonic(), False
-    number = store.add(f"{_MET}/rank{rank}", 1)
-    store.add(f"{_MET}/{number}", 1)
-    while store.add(f"{_MET}/{number}", 0) < world:
-        waited_s = time.monotonic() - begin
-        if waited_s > bound_s or (waited_s > WARN_S and not told):
-            told = True
-            missing = [other for other in range(world) if store.add(f"{_MET}/rank{other}", 0) < number]
-            said = f"rank {rank} has waited {waited_s:.0f} s in StreamCheckpointer() for rank {_listed(missing)}"
-            if waited_s > bound_s:
-                raise RankLostError(
-                    said,
-                    hint="make the StreamCheckpointer on all ranks; look at that rank's output and host",
-                    rank=rank,
-                )
-            log.warning("%s", said)
-        time.sleep(min(0.5, 0.01 + waited_s / 10))
-
-
-def _listed(ranks: list[int]) -> str:
-    """At most eight of them."""
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return ", ".join(map(str, ranks[:8])) + more
 
 
 def end_group(group: dist.ProcessGroup) -> None:

@@ -17,6 +17,7 @@ from torchrec_stream_ckpt.adapter import (
     watch_steps,
 )
 from torchrec_stream_ckpt.commit import optimizer_state
+from torchrec_stream_ckpt.commit.comm_hooks import check_comm_hooks
 from torchrec_stream_ckpt.commit.data_parallel import at_rest
 from torchrec_stream_ckpt.commit.dense_guard import DenseGuard
 from torchrec_stream_ckpt.commit.match import PER_RANK, dense_entry, optimizer_entry
@@ -74,6 +75,7 @@ class LiveDense:
                 raise ConfigError(f"'{name}' ({type(item).__name__}) has no state_dict() and load_state_dict()")
             if "." in name or not name:
                 raise ConfigError(f"'{name}' is no name for a Stateful", hint="use letters, digits and '_'")
+        self._check_hooks()
         self._guard = DenseGuard(model, optimizer, self.optimizers, self.view())
         self._unwatch: Callable[[], None] | None = None
 
@@ -94,8 +96,12 @@ class LiveDense:
             UnsupportedError: the dense part has changed so that a marker would not hold all of it; names what.
         """
         view = self.view()
+        self._check_hooks()
         self._guard.check(view)
         return view
+
+    def _check_hooks(self) -> None:
+        check_comm_hooks(self.model, (*self.shared.values(), *self.per_rank.values()))
 
     def view(self) -> nn.Module:
         """Return a module of the dense parameters and buffers, by the names that markers give them."""

@@ -7,7 +7,7 @@ is JSON (``tree.py``) of each rank, for ranks may differ in it: LBFGS keeps the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -254,17 +254,45 @@ def check(optimizers: Optimizers, saved: Mapping[str, OptimizerState], names: Ma
         there = [group["params"] for group in saved[key].groups]
         if list(map(sorted, here)) != list(map(sorted, there)):
             raise SchemaMismatchError(
-                f"dense {key}: its parameter groups are {there!r:.200}, here {here!r:.200}",
+                f"dense {key}: {_other_group(there, here)}",
                 hint="give it the param groups that it had, in their order",
             )
         if here != there and _keeps_together(optimizer, saved[key]):
             fresh = {name: "fresh" for group in here for name in group}
             raise SchemaMismatchError(
-                f"dense {key}: the order of its parameters was {there!r:.200}, here {here!r:.200}, and "
-                f"{saved[key].kind} keeps state for all of them together",
+                f"dense {key}: {_other_order(there, here)}, and {saved[key].kind} keeps state for all of them together",
                 hint="keep the order, or let its state begin anew: "
                 f"restore(changes=Changes(dense=DenseChanges(optimizer={fresh!r})))",
             )
+
+
+def _other_group(there: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> str:
+    """Say which parameter groups differ, and by which parameters."""
+    if len(there) != len(here):
+        return f"it has {len(there)} parameter groups in the marker, {len(here)} here"
+    number = next(n for n, (old, new) in enumerate(zip(there, here, strict=True)) if sorted(old) != sorted(new))
+    old, new = set(there[number]), set(here[number])
+    sides = (("the marker", old - new), ("this job", new - old))
+    said = [f"only {side} has {_some(names)}" for side, names in sides if names]
+    return f"in parameter group {number}, " + "; ".join(said or ["a parameter stands in it twice"])
+
+
+def _some(names: Iterable[str]) -> str:
+    first = sorted(names)
+    more = f" and {len(first) - 3} more" if len(first) > 3 else ""
+    return ", ".join(map(repr, first[:3])) + more
+
+
+def _other_order(there: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> str:
+    """Say which parameters are the first that stand in another order."""
+    group, place = next(
+        (group, place)
+        for group, pair in enumerate(zip(there, here, strict=True))
+        for place, (old, new) in enumerate(zip(*pair, strict=True))
+        if old != new
+    )
+    old, new = there[group][place], here[group][place]
+    return f"parameter {place} of its group {group} is {old!r} in the marker and {new!r} here"
 
 
 def _keeps_together(optimizer: torch.optim.Optimizer, saved: OptimizerState) -> bool:

@@ -19,6 +19,7 @@ from torchrec_stream_ckpt.evolve.imported import ImportedOptimizers, States, imp
 from torchrec_stream_ckpt.evolve.labels import BY_RULE, DROPPED, EXACT, FRESH
 from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, DenseOptimizer, ModelSchema
 from torchrec_stream_ckpt.evolve.toml_file import nearest
+from torchrec_stream_ckpt.types import plain_name
 
 T = TypeVar("T")
 _PLAIN = re.compile(r"[\w.]+")
@@ -74,11 +75,14 @@ class _Entries:
 
     def outcomes(self) -> tuple[DenseOutcome, ...]:
         """Return what becomes of each."""
-        found, reshaped = [], self._declared.reshaped
+        found, reshaped, twins = [], self._declared.reshaped, self._compiled()
         for name, entry in self._here.items():
             source = self.sources.get(name)
             if source is None:
-                if name not in self._declared.fresh:
+                if name in twins:
+                    said = f"dense {name!r}: it is {twins[name]!r} in the marker, the name that torch.compile gave it"
+                    self._found.differs(said, "dense.renamed", twins[name], name)
+                elif name not in self._declared.fresh:
                     self._found.differs(f"dense {name!r}: only this model has it ({_of(entry)})", "dense.fresh", name)
             elif _of(self._saved[source]) != _of(entry):
                 if name not in reshaped:
@@ -88,7 +92,7 @@ class _Entries:
             elif name in reshaped:
                 self._found.problems.append(f"dense.reshaped: {name!r}: it is {_of(entry)} here and in the marker")
             found.append(DenseOutcome(name, source, entry, EXACT if source is not None else FRESH))
-        taken = set(self.sources.values())
+        taken = {*self.sources.values(), *twins.values()}
         for name, entry in self._saved.items():
             if name not in taken:
                 if name not in self._declared.dropped:
@@ -96,6 +100,13 @@ class _Entries:
                     self._found.differs(said, "dense.dropped", name)
                 found.append(DenseOutcome(name, None, entry, DROPPED))
         return tuple(found)
+
+    def _compiled(self) -> dict[str, str]:
+        """For parameters of this model that the marker has under a name of ``torch.compile`` alone, that name."""
+        declared = self._declared
+        twins = {plain_name(name): name for name in self._saved if name not in declared.dropped}
+        known = {*self.sources, *self._saved, *declared.fresh, *declared.renamed}
+        return {name: old for name, old in twins.items() if name in self._here and not known & {name}}
 
     def _sources(self) -> dict[str, str]:
         declared = self._declared

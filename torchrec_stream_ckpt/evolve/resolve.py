@@ -12,7 +12,7 @@ from torchrec_stream_ckpt.evolve.outcome import Evolution, TableOutcome
 from torchrec_stream_ckpt.evolve.row_maps import IdMap, RowMap
 from torchrec_stream_ckpt.evolve.toml_file import nearest
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.types import TOMBSTONE, StateSpec, TableSpec
+from torchrec_stream_ckpt.types import TOMBSTONE, StateSpec, TableSpec, plain_name
 
 TrainedRows = Callable[[int, RowMap], int | None]
 """Index of a table in the marker, the rows of it that are kept -> how many of the others were trained; None: nothing
@@ -151,8 +151,19 @@ class _Tables:
             stays = old in self._index and name not in changes.added and (old != name or old not in leaving)
             sources[name] = self._index[old] if stays else None
             if not stays and name not in changes.added and name not in new_names:
+                if (twin := self._compiled(name)) is not None:
+                    said = f"table {name!r}: it is {twin!r} in the marker, the name that torch.compile gave it"
+                    self._found.differs(said, "renamed", twin, name)
+                    continue
                 self._found.differs(f"table {name!r}: only this model has it ({_shape(spec)})", "added", name)
         return sources
+
+    def _compiled(self, name: str) -> str | None:
+        """The name that ``torch.compile`` gave a table of this model in the marker, which has no other name for it."""
+        if name not in self._here or name in (*self._index, *self._changes.added, *self._changes.renamed.values()):
+            return None
+        names = (old for old in self._index if plain_name(old) == name and old not in self._changes.dropped)
+        return next(names, None)
 
     def _gone(self, sources: Mapping[str, int | None]) -> dict[int, str]:
         """Tables of the marker that this model has not, by index."""
@@ -160,6 +171,8 @@ class _Tables:
         gone = {index: name for name, index in self._index.items() if index not in taken}
         for index, name in gone.items():
             if name not in self._changes.dropped and name not in self._changes.renamed:
+                if plain_name(name) != name and self._compiled(plain_name(name)) == name:
+                    continue
                 spec = self._saved.tables[index]
                 self._found.differs(f"table {name!r}: only the marker has it ({_shape(spec)})", "dropped", name)
         return gone
