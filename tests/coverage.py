@@ -144,6 +144,18 @@ HEADINGS = {
 }
 
 
+SHARDERS = """
+## Sharders of TorchRec
+
+All classes of sharders in the installed TorchRec, found by walking its modules (`tests/sharders.py`). A test fails if
+one is missing here. *Exact* holds for the kernels and plans above. A test of *refused* attaches to what the sharder
+makes.
+
+| sharder | what it makes is | test |
+|---|---|---|
+"""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Cell:
     """What one test says of one combination; "any" where a part makes no difference."""
@@ -170,6 +182,8 @@ class Suite:
     claims: list[Claim] = field(default_factory=list)
     pitfalls: dict[int, set[str]] = field(default_factory=dict)
     """Number -> tests that carry it."""
+    sharders: dict[str, set[tuple[str, str, str]]] = field(default_factory=dict)
+    """Sharder of TorchRec -> outcome, what the error says, and test."""
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """As a plugin of pytest: read the markers of everything collected."""
@@ -178,6 +192,11 @@ class Suite:
             for mark in item.iter_markers("pitfall"):
                 for number in mark.args:
                     self.pitfalls.setdefault(number, set()).add(test)
+            for mark in item.iter_markers("sharder"):
+                outcome, why = mark.kwargs.get("outcome", "exact"), mark.kwargs.get("why", "")
+                assert outcome == "exact" or (outcome == "refused" and why), f"{test}: exact, or refused and why"
+                for name in mark.args:
+                    self.sharders.setdefault(name, set()).add((outcome, why, test))
             for mark in item.iter_markers("covers"):
                 says = dict(mark.kwargs)
                 outcome, why = says.pop("outcome", "exact"), says.pop("why", "")
@@ -212,6 +231,10 @@ def render(suite: Suite) -> str:
         for cell, texts in rows.items():
             values = (cell.optimizer, cell.kernel, cell.plan, cell.module, cell.pipeline, "; ".join(texts))
             parts.append("| " + " | ".join(values) + " |\n")
+    parts.append(SHARDERS)
+    for name, said in sorted(suite.sharders.items()):
+        for outcome, why, test in sorted(said):
+            parts.append(f"| `{name}` | {outcome}{': ' + why if why else ''} | `{test}` |\n")
     parts.append("\n## Pitfalls\n\n| # | what goes wrong elsewhere | test |\n|---|---|---|\n")
     for number, text in PITFALLS.items():
         tests = "; ".join(map(_named, sorted(suite.pitfalls.get(number, ()))))

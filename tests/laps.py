@@ -29,6 +29,7 @@ MODULES = {
     "ebc": "EmbeddingBagCollection",
     "weighted": "EmbeddingBagCollection, weighted",
     "ec": "EmbeddingCollection",
+    "fused": "FusedEmbeddingBagCollection",
     "fp": "FeatureProcessedEmbeddingBagCollection, PositionWeightedModuleCollection",
     "fp_dict": "FeatureProcessedEmbeddingBagCollection, PositionWeightedModule",
 }

@@ -22,6 +22,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.fp_embeddingbag import FeatureProcessedEmbeddingBagCollectionSharder
+from torchrec.distributed.fused_embeddingbag import FusedEmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import (
     column_wise,
@@ -37,8 +38,10 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Emb
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.model import available
@@ -59,6 +62,8 @@ OPTIMIZERS = available(
 )
 """All that FBGEMM runs on a CPU."""
 POINTWISE = ("sgd", "adagrad")
+IN_FUSED_MODULES = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rowwise_adagrad": RowWiseAdagrad}
+"""What a FusedEmbeddingBagCollection takes for them."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,7 @@ class Part:
     """One embedding module."""
 
     kind: str
-    """ebc | weighted (EBC) | ec | fp (position weights, one collection) | fp_dict (one module a feature)."""
+    """ebc | fused (EBC) | weighted (EBC) | ec | fp (position weights, one collection) | fp_dict (one a feature)."""
     tables: tuple[Table, ...]
 
     def outputs(self) -> Iterator[tuple[str, Table]]:
@@ -136,7 +141,7 @@ class Net(nn.Module):
         self.model = model
         self.heads = nn.ModuleDict()
         for number, part in enumerate(model.parts):
-            self.add_module(f"part{number}", _embeddings(part))
+            self.add_module(f"part{number}", _embeddings(part, model.optimizer))
             for key, table in part.outputs():
                 self.heads[f"{number}_{key}"] = nn.Linear(table.dim, 1)
 
@@ -153,7 +158,7 @@ class Net(nn.Module):
         return loss
 
 
-def _embeddings(part: Part) -> nn.Module:
+def _embeddings(part: Part, optimizer: str) -> nn.Module:
     if part.kind == "ec":
         tables = [
             EmbeddingConfig(
@@ -177,6 +182,10 @@ def _embeddings(part: Part) -> nn.Module:
         )
         for t in part.tables
     ]
+    if part.kind == "fused":
+        rates = {"lr": 0.1, "eps": 1e-6} if optimizer != "sgd" else {"lr": 0.1}
+        meta = torch.device("meta")
+        return FusedEmbeddingBagCollection(bags, IN_FUSED_MODULES[optimizer], rates, device=meta)
     weighted = part.kind != "ebc"
     ebc = EmbeddingBagCollection(tables=bags, device=torch.device("meta"), is_weighted=weighted)
     lengths = {feature: MAX_LENGTH for table in part.tables for feature in table.features}
@@ -241,7 +250,7 @@ def build(model: Model, plan: Plan) -> Job:
 
 
 def _class(part: Part) -> str:
-    return {"ec": "ec", "fp": "fp", "fp_dict": "fp"}.get(part.kind, "ebc")
+    return {"ec": "ec", "fp": "fp", "fp_dict": "fp", "fused": "fused"}.get(part.kind, "ebc")
 
 
 def _sharders(model: Model) -> dict[str, Any]:
@@ -254,6 +263,7 @@ def _sharders(model: Model) -> dict[str, Any]:
     bags = partial(EmbeddingBagCollectionSharder, fused_params=fused)
     return {
         "ebc": bags(),
+        "fused": FusedEmbeddingBagCollectionSharder(),
         "ec": EmbeddingCollectionSharder(fused_params=fused, use_index_dedup=model.dedup),
         "fp": FeatureProcessedEmbeddingBagCollectionSharder(ebc_sharder=bags()),
     }

@@ -39,6 +39,11 @@ def _covering(case: str) -> Any:
     return pytest.param(case, marks=pytest.mark.covers(**cell))
 
 
+@pytest.mark.sharder(
+    "ManagedCollisionCollectionSharder",
+    "ManagedCollisionEmbeddingBagCollectionSharder",
+    "ManagedCollisionEmbeddingCollectionSharder",
+)
 @pytest.mark.pitfall(18, 19)
 @pytest.mark.parametrize("case", [_covering(case) for case in CASES])
 def test_a_marker_and_what_follows_it_come_back_bit_for_bit(case: str, tmp_path: Path) -> None:

@@ -41,6 +41,9 @@ def test_every_cell_has_a_test() -> None:
     assert len(CELLS) == 135
 
 
+@pytest.mark.sharder(
+    "EmbeddingBagCollectionSharder", "EmbeddingCollectionSharder", "FeatureProcessedEmbeddingBagCollectionSharder"
+)
 @pytest.mark.pitfall(12, 13, 22, 25, 28)
 @pytest.mark.parametrize(
     ("kind", "optimizer", "family"),

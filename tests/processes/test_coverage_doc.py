@@ -9,6 +9,7 @@ from tests.coverage import DOC, PITFALLS, Cell, Claim, Suite, collect, render
 
 pytest.importorskip("torch")  # the whole suite is collected, and most of it needs torch
 
+from tests.sharders import installed_sharders
 from torchrec_stream_ckpt.adapter.versions import TESTED, installed
 
 
@@ -27,6 +28,14 @@ def test_the_page_is_what_the_tests_say(suite: Suite) -> None:
 
 def test_every_pitfall_has_a_test(suite: Suite) -> None:
     assert suite.pitfalls.keys() == PITFALLS.keys()
+
+
+def test_every_sharder_of_torchrec_is_exact_or_refused_by_name(suite: Suite) -> None:
+    installed = forks.call(installed_sharders)
+    assert len(installed) > 15
+    assert installed - suite.sharders.keys() == set(), "show that these are exact, or refused by name"
+    contradicting = {name for name, said in suite.sharders.items() if len({outcome for outcome, _, _ in said}) > 1}
+    assert contradicting == set()
 
 
 def test_a_cell_is_one_row_with_all_its_tests() -> None:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
+from torchrec.distributed.fused_embeddingbag import ShardedFusedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.types import ShardedModule
 from torchrec.optim.clipping import GradientClippingOptimizer
@@ -28,7 +29,7 @@ from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.types import StateSpec, TableSpec, plain_name
 
 _WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_EMBEDDINGS = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
+_EMBEDDINGS = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection, ShardedFusedEmbeddingBagCollection)
 _WRAPPERS = (ShardedFeatureProcessedEmbeddingBagCollection, *COLLISION_WRAPPERS)
 
 
@@ -54,7 +55,7 @@ def sharded_embeddings(model: nn.Module) -> Iterator[tuple[str, Any]]:
         elif isinstance(module, ShardedModule) and not (type(module) in _WRAPPERS or holds_id_maps(module)):
             raise UnsupportedError(
                 f"{type(module).__name__} is not captured",
-                hint="shard EmbeddingBagCollection or EmbeddingCollection",
+                hint="shard EmbeddingBagCollection, FusedEmbeddingBagCollection or EmbeddingCollection",
                 module=path,
             )
 
@@ -107,6 +108,13 @@ def _kernels(path: str, module: Any) -> Iterator[FusedKernel]:
     for lookup in module._lookups:
         replicated = is_replicated(lookup)
         versions.LOOKUP.require(lookup.module if replicated else lookup, module=path)
+        if replicated and type(module) is ShardedFusedEmbeddingBagCollection:
+            raise UnsupportedError(
+                "data-parallel tables of a FusedEmbeddingBagCollection are not captured: the state of their optimizer "
+                "is inside of DDP",
+                hint="shard these tables otherwise, or use EmbeddingBagCollection",
+                module=path,
+            )
         if not replicated:
             yield from (_kernel(path, embedding) for embedding in lookup._emb_modules)
 
