@@ -14,8 +14,8 @@ from tests import ranks
 from tests.inside import inside
 from tests.model import PLAN_2, Trainer, trainer
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.commit.collective import meet
 from torchrec_stream_ckpt.commit.coordinator import Coordinator, CutOrder, MarkerVote
+from torchrec_stream_ckpt.commit.meeting import meet
 from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError, RankLostError, StreamCkptError
 from torchrec_stream_ckpt.trainer import groups
 
@@ -52,13 +52,13 @@ def test_ranks_in_different_calls_are_named_on_all_of_them(tmp_path: Path) -> No
 
 
 def _attaches_alone(done: Path) -> str:
-    meet(30)
+    meet(None, None, 30)
     if dist.get_rank() == 1:
         while not done.exists():
             time.sleep(0.05)
         return ""
     with pytest.raises(RankLostError) as caught:
-        meet(0.5)  # as a StreamCheckpointer does first of all
+        meet(None, None, 0.5)  # as a StreamCheckpointer does first of all
     done.touch()
     return str(caught.value)
 

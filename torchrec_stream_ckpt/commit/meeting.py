@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 _MET = "stream-ckpt/met"
 
 
-def meet(model: nn.Module, optimizer: torch.optim.Optimizer | None, bound_s: float) -> None:
+def meet(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, bound_s: float) -> None:
     """(all ranks) Wait until each rank has come to this call.
 
     A rank whose model is not data parallel yet says so first: the others may be inside ``init_data_parallel()``, which
@@ -32,7 +32,8 @@ def meet(model: nn.Module, optimizer: torch.optim.Optimizer | None, bound_s: flo
     rank = dist.get_rank()
     refusal: UnsupportedError | None = None
     try:
-        check_data_parallel(model, optimizer)
+        if model is not None:
+            check_data_parallel(model, optimizer)
     except UnsupportedError as error:
         refusal = UnsupportedError(error.message, hint=error.hint, **{**error.where, "rank": rank})
     group = dist.group.WORLD
