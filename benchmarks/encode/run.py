@@ -74,7 +74,7 @@ class Frames:
         most = stager.max_rows
         for some in rows.split(most) if rows.numel() > most else (rows,):
             buffer = self.buffers[self.used]
-            stager.fill(buffer, some, weights, states, newest=lambda _, values: values, step=1, marker=1)
+            stager.fill(buffer, some, weights, states, step=1, marker=1)
             assert buffer.header is not None
             buffer.header.seq, buffer.header.chain = self.used, self._chain
             seal(buffer.header, buffer.array.data)

@@ -202,7 +202,7 @@ def test_a_trainer_stages_the_golden_rows() -> None:
     live[ids], state[ids] = weights, momentum
     stager = RowStager(LocalShard(make.USER, 0, 4, 0, 4), 1, StreamIdentity(make.JOB, 1, 0, make.SCHEMA.crc))
     buffer = FrameBuffer(np.zeros(4096, np.uint8), pooled=True)
-    stager.fill(buffer, ids, live, (state,), newest=lambda _, values: values, step=make.STEP, marker=make.MARKER)
+    stager.fill(buffer, ids, live, (state,), step=make.STEP, marker=make.MARKER)
     assert buffer.header is not None
     buffer.header.seq, buffer.header.chain = 1, parse_header(golden("hello")).header_crc
     seal(buffer.header, buffer.array.data)

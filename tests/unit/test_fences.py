@@ -143,6 +143,7 @@ WITH_TORCH = frozenset(
     {
         *(source for source in SOURCES if source.startswith("adapter/")),
         "capture/counts.py",
+        "capture/device_areas.py",
         "capture/frozen.py",
         "capture/kernel_rows.py",
         "capture/hook.py",

@@ -23,7 +23,7 @@ def filled(weights: torch.Tensor, sums: torch.Tensor, rows: list[int]) -> tuple[
     stager = RowStager(LocalShard(spec, ROW0, ROWS, 0, DIM), 0, StreamIdentity(bytes(16), 1, 0, 0))
     buffer = FrameBuffer(np.full(stager.frame_bytes(len(rows)), 0xAA, np.uint8), pooled=False)
     picked = torch.tensor(rows, dtype=torch.int64)
-    stager.fill(buffer, picked, weights, (sums,), newest=lambda _, values: values, step=1, marker=1)
+    stager.fill(buffer, picked, weights, (sums,), step=1, marker=1)
     assert buffer.header is not None
     lengths = (8 * len(rows), weights.element_size() * DIM * len(rows), 4 * len(rows))
     begins = [HEADER_LEN + offset for offset in buffer.header.section_offsets]

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from torchrec_stream_ckpt.adapter import FusedKernel
+from torchrec_stream_ckpt.capture.device_areas import RUN_FRAMES, DeviceAreas
 from torchrec_stream_ckpt.capture.kernel_rows import KernelRows
 from torchrec_stream_ckpt.capture.staging import RowStager, StreamIdentity
 from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
@@ -52,6 +53,8 @@ class Sender:
         self.ring: FrameRing | None = None
         self.submit: Callable[[FrameBuffer], int] | None = None
         self._begun: Drain | None = None
+        self._areas: dict[torch.device, DeviceAreas] = {}
+        """(GPU) Where frames are laid out."""
         self._quota = 0
         """Frames that the drain in progress may still fill: acknowledgements that come meanwhile do not prolong it."""
 
@@ -86,24 +89,51 @@ class Sender:
             cuts = torch.searchsorted(rows, torch.tensor(kernel.bases, device=rows.device)).tolist()
         weights, states = kernel.weights(), kernel.states()
         for shard, stager in enumerate(self.stagers[position]):
-            for begin in range(cuts[shard], cuts[shard + 1], stager.max_rows):
-                local = rows[begin : min(begin + stager.max_rows, cuts[shard + 1])] - kernel.bases[shard]
-                buffer = self._buffer(drain, stager.frame_bytes(local.numel()))
-                if buffer is None:
+            begin, end = cuts[shard], cuts[shard + 1]
+            while begin < end:
+                buffers = self._run(drain, stager, end - begin, RUN_FRAMES if rows.is_cuda else 1)
+                if not buffers:
                     return begin
-                stager.fill(
-                    buffer,
-                    local,
-                    weights[shard],
-                    states[shard],
-                    newest=partial(kernel.newest, shard),
-                    step=drain.step,
-                    marker=drain.marker,
-                )
-                self.submit(buffer)
+                local = rows[begin : min(begin + len(buffers) * stager.max_rows, end)] - kernel.bases[shard]
+                if rows.is_cuda:
+                    stager.fill_run(
+                        buffers,
+                        local,
+                        weights[shard],
+                        states[shard],
+                        newest=partial(kernel.newest, shard),
+                        areas=self._areas_of(kernel.device),
+                        step=drain.step,
+                        marker=drain.marker,
+                    )
+                else:
+                    (buffer,) = buffers
+                    stager.fill(buffer, local, weights[shard], states[shard], step=drain.step, marker=drain.marker)
+                for buffer in buffers:
+                    self.submit(buffer)
+                begin += local.numel()
         return rows.numel()
 
-    def _buffer(self, drain: Drain, num_bytes: int) -> FrameBuffer | None:
+    def _areas_of(self, device: torch.device) -> DeviceAreas:
+        if device not in self._areas:
+            self._areas[device] = DeviceAreas(device)
+        return self._areas[device]
+
+    def _run(self, drain: Drain, stager: RowStager, rows: int, most: int) -> list[FrameBuffer]:
+        """Memory for the next frames of a shard, up to ``most``; waits, if at all, for the first one only.
+
+        The log makes space as frames are acknowledged: those of the run are submitted after it was filled.
+        """
+        buffers: list[FrameBuffer] = []
+        while rows > 0 and len(buffers) < most:
+            buffer = self._buffer(drain, stager.frame_bytes(min(rows, stager.max_rows)), wait=not buffers)
+            if buffer is None:
+                break
+            buffers.append(buffer)
+            rows -= stager.max_rows
+        return buffers
+
+    def _buffer(self, drain: Drain, num_bytes: int, *, wait: bool) -> FrameBuffer | None:
         """Memory for a frame, or None when there is none for this drain."""
         assert self.ring is not None
         if drain.saving:
@@ -112,4 +142,4 @@ class Sender:
             if not self._quota:
                 return None
             self._quota -= 1
-        return self.ring.acquire(extra=drain.extra, wait_s=drain.wait_s)
+        return self.ring.acquire(extra=drain.extra, wait_s=drain.wait_s if wait else 0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from torchrec_stream_ckpt.adapter import LocalShard
+from torchrec_stream_ckpt.capture.device_areas import DeviceAreas
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind
 from torchrec_stream_ckpt.format.ring import Bytes, FrameBuffer
 from torchrec_stream_ckpt.format.rows import RowLayout, Section, largest
@@ -70,21 +71,15 @@ class RowStager:
         weights: torch.Tensor,
         states: tuple[torch.Tensor, ...],
         *,
-        newest: Newest,
         step: int,
         marker: int,
     ) -> None:
-        """Gather ``rows`` (local, at most ``max_rows``) of the live tensors into ``buffer``.
-
-        On a CPU the rows are in the buffer on return. On a GPU the gather is queued on the current stream,
-        before any later update, and the buffer's ``ready`` waits for the copy; ``newest`` replaces gathered weights
-        by those that the UVM cache holds.
-        """
+        """(CPU) Gather ``rows`` (local, at most ``max_rows``) of the live tensors into ``buffer``."""
         shard, layout = self._shard, self._layout
         count = rows.numel()
         offsets, length = layout.offsets(count)
         sources = (weights, *states)
-        if count <= SMALL and not rows.is_cuda and all(map(_whole, sources)):
+        if count <= SMALL and all(map(_whole, sources)):
             self._gather_small(buffer.array, offsets, rows, sources)
         else:
             frame = tensor_of(buffer.array)
@@ -92,19 +87,67 @@ class RowStager:
                 _section(frame, section, offset, count)
                 for section, offset in zip(layout.sections, offsets, strict=True)
             )
-            if rows.is_cuda:
-                ids.copy_(rows + shard.row0, non_blocking=True)
-                gathered = [source.index_select(0, rows) for source in sources]
-                gathered[0] = newest(rows, gathered[0])
-                for target, source in zip(values, gathered, strict=True):
-                    target.copy_(source, non_blocking=True)
-                buffer.ready = _copied(rows.device)
-            else:
-                torch.add(rows, shard.row0, out=ids)
-                for target, source in zip(values, sources, strict=True):
-                    torch.index_select(source, 0, rows, out=target)
-        identity = self._identity
-        buffer.header = Header(
+            torch.add(rows, shard.row0, out=ids)
+            for target, source in zip(values, sources, strict=True):
+                torch.index_select(source, 0, rows, out=target)
+        buffer.header = self._header(count, offsets, length, step, marker)
+
+    def fill_run(
+        self,
+        buffers: Sequence[FrameBuffer],
+        rows: torch.Tensor,
+        weights: torch.Tensor,
+        states: tuple[torch.Tensor, ...],
+        *,
+        newest: Newest,
+        areas: DeviceAreas,
+        step: int,
+        marker: int,
+    ) -> None:
+        """(GPU) Gather ``rows`` (local) of the live tensors into frames: all but the last one have ``max_rows``.
+
+        The rows are gathered once and laid out as frames on the device, and each frame is copied once: the launches of
+        a run do not grow with its frames. The gather is queued on the current stream, before any later update. Each
+        buffer's ``ready`` waits for the copies of the run.
+
+        Args:
+            buffers: One a frame, at most ``RUN_FRAMES``.
+            rows: int64, on the device, at most ``max_rows`` a buffer.
+            weights: Of the shard.
+            states: Of the shard.
+            newest: Replaces gathered weights by those that the UVM cache holds.
+            areas: Memory on the device.
+            step: Of the frames' headers.
+            marker: Of the frames' headers.
+        """
+        layout, most = self._layout, self._layout.max_rows
+        ids, *gathered = rows + self._shard.row0, *(source.index_select(0, rows) for source in (weights, *states))
+        gathered[0] = newest(rows, gathered[0])
+        area = areas.take()
+        counts = [min(most, rows.numel() - begin) for begin in range(0, rows.numel(), most)]
+        stride = layout.offsets(most)[1]
+        # All full frames in one piece, then one that is not.
+        full = len(counts) - (counts[-1] < most)
+        for first, frames, count in ((0, full, most), (full * most, len(counts) - full, counts[-1])):
+            if frames:
+                place = area[first // most * stride :][: frames * layout.offsets(count)[1]].view(frames, -1)
+                _lay_out(place, layout, count, (ids, *gathered), first)
+        targets = []
+        for number, (buffer, count) in enumerate(zip(buffers, counts, strict=True)):
+            offsets, length = layout.offsets(count)
+            targets.append((number * stride, tensor_of(buffer.array)[HEADER_LEN : HEADER_LEN + length]))
+            buffer.header = self._header(count, offsets, length, step, marker)
+
+        def copied(device: torch.device) -> None:
+            ready = _copied(device)
+            for buffer in buffers:
+                buffer.ready = ready
+
+        areas.copy(area, targets, copied)
+
+    def _header(self, count: int, offsets: tuple[int, ...], length: int, step: int, marker: int) -> Header:
+        identity, shard, layout = self._identity, self._shard, self._layout
+        return Header(
             Kind.ROWS,
             identity.job,
             identity.generation,
@@ -175,6 +218,14 @@ def _copied(device: torch.device) -> Callable[[], None]:
             event.synchronize()
 
     return wait
+
+
+def _lay_out(place: torch.Tensor, layout: RowLayout, count: int, values: Sequence[torch.Tensor], first: int) -> None:
+    """(GPU) Put rows from ``first`` on into frames of ``count`` rows: ``place``, uint8, shape (frames, payload)."""
+    frames = len(place)
+    for section, offset, each in zip(layout.sections, layout.offsets(count)[0], values, strict=True):
+        target = place[:, offset : offset + count * section.row_bytes].view(getattr(torch, section.dtype))
+        target.copy_(each[first : first + frames * count].view(frames, -1))
 
 
 def _section(frame: torch.Tensor, section: Section, offset: int, rows: int) -> torch.Tensor:
