@@ -6,19 +6,25 @@ on the played device would notice.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.gpu.job import Build, attach, make, restored, run, truth
+from tests.inside import inside
 from tests.played import cuda
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.adapter.kernels import FusedKernel, Lookup
-from torchrec_stream_ckpt.capture import staging
+from torchrec_stream_ckpt.capture import sender, staging
+from torchrec_stream_ckpt.capture.sender import Drain
+from torchrec_stream_ckpt.capture.staging import RowStager
 from torchrec_stream_ckpt.capture.touched import TouchedRows
 from torchrec_stream_ckpt.commit.replicas import CopyMemory
 from torchrec_stream_ckpt.errors import StreamCkptError, UnsupportedError
@@ -102,6 +108,52 @@ def test_each_update_is_ordered_and_a_step_that_drains_waits_for_nothing(
     assert boundary["record"] >= kernels
     assert "synchronize" not in boundary
     assert "stream.synchronize" not in boundary
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators, without those that only make a view."""
+
+    VIEWS = ("slice", "view", "select", "detach", "alias", "unsqueeze", "_unsafe_view", "expand", "as_strided")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counted += func.overloadpacket.__name__ not in self.VIEWS
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("build", [FUSED, CACHED], ids=lambda build: build.kernel)
+def test_launches_of_a_drain_grow_with_its_runs_and_by_one_copy_a_frame(
+    build: Build, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows of three tables, in few frames and in many."""
+    monkeypatch.setattr(sender, "RUN_FRAMES", 8)
+    job = make(build, device)
+    launched: list[tuple[int, int, int]] = []
+    runs: list[int] = []
+    real = RowStager.fill_run
+    monkeypatch.setattr(RowStager, "fill_run", lambda *args, **more: (runs.append(len(args[1])), real(*args, **more)))
+    with attach(job, tmp_path, ring_bytes=400_000_000) as checkpointer:
+        run(job, checkpointer, 1)
+        checkpointer.mark().result(60)
+        capture = inside(checkpointer).capture
+        for most in (64, 16):
+            for stager in (each for stagers in capture._sender.stagers for each in stagers):
+                stager._layout = dataclasses.replace(stager._layout, max_rows=most)
+            for mask in capture._masks:
+                mask.mark_rows(None)
+            runs.clear()
+            assert not capture.look(due=True)
+            with Launches() as launches:
+                assert capture.drain(Drain(1, 2))
+            launched.append((sum(runs), len(runs), launches.counted))
+    (few, few_runs, at_few), (many, many_runs, at_many) = launched
+    assert many > 3 * few
+    each_run = 13 if build is FUSED else 20  # ids, gathers, full frames and the last one; what the cache is asked
+    assert at_many - at_few <= (many - few) + each_run * (many_runs - few_runs)
+    assert at_few <= few + each_run * few_runs + 40  # rows found and cleared, areas made
 
 
 def test_a_lookup_on_a_stream_of_its_own_is_waited_for(device: torch.device, tmp_path: Path) -> None:

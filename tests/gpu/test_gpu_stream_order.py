@@ -26,6 +26,7 @@ from torchrec_stream_ckpt.adapter.kernels import FusedKernel
 from torchrec_stream_ckpt.adapter.streams import StreamOrder
 from torchrec_stream_ckpt.capture import staging
 from torchrec_stream_ckpt.capture.staging import RowStager
+from torchrec_stream_ckpt.capture.updates import RunningUpdates
 from torchrec_stream_ckpt.commit.dense import DenseState
 from torchrec_stream_ckpt.errors import StreamCkptError
 
@@ -74,16 +75,18 @@ def based(job: Job, directory: Path) -> Iterator[StreamCheckpointer]:
         yield checkpointer
 
 
-def on_a_side_stream(job: Job, number: int, *, late: bool) -> None:
+def on_a_side_stream(job: Job, number: int, *, late: pytest.MonkeyPatch | None = None) -> None:
     """Lookup and update of a batch on a stream of their own; ``late``: the update waits, the host does not.
+
+    It waits in the pre-hook of the fused update, after all gradients of the dense part: autograd puts those on the
+    stream of their parameters, and that stream waits for them.
 
     The dense part is left alone: it is the loop's own business to step it where it calls ``step()``.
     """
     with torch.cuda.stream(torch.cuda.Stream(job.device)):
         loss, _ = job.dmp(job.batch(number))
-        if late:
-            torch.cuda._sleep(CYCLES)
-        loss.backward()
+        with held_back(late, RunningUpdates, "begin") if late is not None else nullcontext():
+            loss.backward()
 
 
 def count(checkpointer: StreamCheckpointer) -> None:
@@ -102,7 +105,7 @@ def an_update_that_is_still_waiting_at_a_drain(
 ) -> State:
     job.step()
     count(checkpointer)
-    on_a_side_stream(job, job.number, late=True)  # the same rows
+    on_a_side_stream(job, job.number, late=patch)  # the same rows
     checkpointer.step()
     torch.cuda.synchronize()
     checkpointer.mark().result(60)
@@ -114,7 +117,7 @@ def an_update_behind_a_slow_drain(job: Job, checkpointer: StreamCheckpointer, pa
     count(checkpointer)
     with held_back(patch, RowStager, "fill_run"):
         checkpointer.step()
-        on_a_side_stream(job, job.number, late=False)  # the same rows
+        on_a_side_stream(job, job.number)  # the same rows
     torch.cuda.synchronize()
     checkpointer.mark().result(60)
     return truth(job)
@@ -132,7 +135,7 @@ def an_update_that_is_still_waiting_at_a_cut(
 
     def staging_then_update(dense: DenseState) -> dict[str, Any]:
         staged = real(dense)
-        on_a_side_stream(job, 301, late=True)
+        on_a_side_stream(job, 301, late=patch)
         return staged
 
     with patch.context() as patched:
@@ -149,7 +152,7 @@ def an_update_behind_a_slow_cut(job: Job, checkpointer: StreamCheckpointer, patc
     expected = truth(job)
     with held_back(patch, RowStager, "fill_run"):
         future = checkpointer.mark()
-        on_a_side_stream(job, job.number, late=False)  # the same rows
+        on_a_side_stream(job, job.number)  # the same rows
     future.result(60)
     torch.cuda.synchronize()
     return expected

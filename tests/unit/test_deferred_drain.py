@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -206,10 +207,10 @@ def _merge(mask: RowMask) -> None:
 @pytest.mark.parametrize("clears", [_clear, _merge, RowMask.clear_all, RowMask.take])
 def test_who_clears_a_mark_drops_the_counts(clears: Callable[[RowMask], None]) -> None:
     copies = Copies()
-    mask = RowMask(BASES[-1], CPU, LateCounts(BASES, copies))
+    mask = RowMask(BASES[-1], CPU, LateCounts(BASES, copies, CPU))
     assert mask.late is not None
     mask.fill_rows(torch.tensor([2, 3, 11]))
-    mask.late.ask(mask.bits)
+    mask.late.ask(mask.padded)
     copies.arrive()
     assert mask.late.arrived
     clears(mask)
@@ -218,10 +219,10 @@ def test_who_clears_a_mark_drops_the_counts(clears: Callable[[RowMask], None]) -
 
 def test_counts_are_by_shard_and_find_the_first_rows_of_each() -> None:
     copies = Copies()
-    mask = RowMask(BASES[-1], CPU, LateCounts(BASES, copies))
+    mask = RowMask(BASES[-1], CPU, LateCounts(BASES, copies, CPU))
     assert mask.late is not None
     mask.fill_rows(torch.tensor([2, 3, 11]))
-    mask.late.ask(mask.bits)
+    mask.late.ask(mask.padded)
     assert mask.late.take() is None
     mask.fill_rows(torch.tensor([0, 7, 12]))  # the last one is of an id that lies in no table
     copies.arrive()
@@ -230,14 +231,28 @@ def test_counts_are_by_shard_and_find_the_first_rows_of_each() -> None:
     rows, cuts = mask.late.first(mask.bits, [2, 0, 1])
     assert rows.tolist() == [0, 2, 7]
     assert cuts == (0, 2, 2, 3)
-    mask.late.ask(mask.bits)
+    mask.late.ask(mask.padded)
     copies.arrive()
     assert mask.late.take() == ([3, 0, 2], True)
 
 
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=5), st.integers(0, 2**32 - 1))
+@settings(deadline=None)
+def test_counts_are_those_of_a_sum_for_any_shards_and_marks(shards: list[int], seed: int) -> None:
+    bases, copies = (0, *accumulate(shards)), Copies()
+    mask = RowMask(bases[-1], CPU, LateCounts(bases, copies, CPU))
+    assert mask.late is not None
+    generator = torch.Generator().manual_seed(seed)
+    mask.bits.copy_(torch.rand(mask.bits.shape, generator=generator) < torch.rand(1, generator=generator))
+    mask.late.ask(mask.padded)
+    copies.arrive()
+    expected = [int(mask.bits[begin:end].sum()) for begin, end in pairwise(bases)]
+    assert mask.late.take() == (expected, bool(mask.bits[-1]))
+
+
 def test_a_few_ids_of_a_large_shard_are_marked_without_flags() -> None:
     total = 10_000 * BLOCK
-    mask = RowMask(total, CPU, LateCounts((0, total), Copies()))
+    mask = RowMask(total, CPU, LateCounts((0, total), Copies(), CPU))
     mask.fill(0, total, np.array([5]))
     assert mask.find().tolist() == [5]
 

@@ -117,7 +117,7 @@ class Capture:
             for kernel, mask in zip(self._kernels, self._masks, strict=True):
                 if mask.counts is not None:
                     with kernel.order.reading():
-                        mask.counts.ask(mask.touched.bits)
+                        mask.counts.ask(mask.touched.padded)
         return False
 
     def drain(self, drain: Drain) -> bool:

@@ -17,13 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchrec_stream_ckpt.capture.counts import LateCounts
+from torchrec_stream_ckpt.capture.counts import BLOCK, LateCounts
 
 Ids = npt.NDArray[np.integer[Any]]
 
 _SHIFT = 6
-BLOCK = 1 << _SHIFT
-"""Rows of a block: a cache line of the mask."""
+assert 1 << _SHIFT == BLOCK  # a cache line of the mask
 _SMALL = 100_000
 _FEW = 64
 """A lookup flags its blocks one by one where a scan of the shard would cost more: with more rows than ``_SMALL`` and 64
@@ -48,8 +47,9 @@ class RowMask:
         self.total = total
         self.late = late
         blocks = total // BLOCK + 1
-        self._padded = torch.zeros(blocks * BLOCK, dtype=torch.bool, device=device)
-        self.bits = self._padded[: total + 1]
+        self.padded = torch.zeros(blocks * BLOCK, dtype=torch.bool, device=device)
+        """The mask and what fills its last block, which is never set."""
+        self.bits = self.padded[: total + 1]
         """One byte a row; to be read. Code that sets one here says so to ``flag``."""
         self._bits = self.bits.numpy() if device.type == "cpu" else np.empty(0, np.bool_)
         self._flags = np.zeros(blocks, np.bool_) if device.type == "cpu" and late is None else None
@@ -188,7 +188,7 @@ class RowMask:
 
     def _scan(self, blocks: npt.NDArray[np.intp]) -> torch.Tensor:
         """(CPU) What is set in some blocks. numpy finds it four to eight times as fast as torch's ``nonzero``."""
-        if blocks.size * _MANY > self._padded.numel() // BLOCK:
+        if blocks.size * _MANY > self.padded.numel() // BLOCK:
             return torch.from_numpy(np.flatnonzero(self._bits[: self.total]))
-        hits = np.flatnonzero(self._padded.numpy().reshape(-1, BLOCK)[blocks])
+        hits = np.flatnonzero(self.padded.numpy().reshape(-1, BLOCK)[blocks])
         return torch.from_numpy((blocks[hits >> _SHIFT] << _SHIFT) + (hits & (BLOCK - 1)))

@@ -40,7 +40,9 @@ class TouchedRows:
         self.bases = kernel.bases
         self.total = self.bases[-1]
         touched, frozen = (
-            RowMask(self.total, kernel.device, LateCounts(self.bases, record) if record is not None else None)
+            RowMask(
+                self.total, kernel.device, LateCounts(self.bases, record, kernel.device) if record is not None else None
+            )
             for _ in range(2)
         )
         self._masks = touched, frozen

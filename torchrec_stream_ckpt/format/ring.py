@@ -69,8 +69,8 @@ class FrameRing:
         self._free: list[FrameBuffer] = []
         self._out: dict[int, weakref.ref[FrameBuffer]] = {}
         """Buffers of the ring that are held, by identity: one that is dropped is not missed for ever."""
-        self._lent: dict[int, tuple[weakref.ref[FrameBuffer], int]] = {}
-        """Buffers lent from the marker's budget, and their bytes."""
+        self._lent: dict[int, dict[int, weakref.ref[FrameBuffer]]] = {}
+        """Buffers lent from the marker's budget, by their bytes: almost all have one size, so nothing is added up."""
         self._changed = SafeCondition()
         self.waits = 0
         """How often a call had to wait for space."""
@@ -112,8 +112,8 @@ class FrameRing:
         if self._borrowed_bytes + num_bytes > self._extra_bytes:
             return None
         buffer = FrameBuffer(self._allocate(num_bytes), pooled=False)
-        key = id(buffer)
-        self._lent[key] = weakref.ref(buffer, lambda _dropped: self._lent.pop(key, None)), num_bytes
+        key, lent = id(buffer), self._lent.setdefault(num_bytes, {})
+        lent[key] = weakref.ref(buffer, lambda _dropped: lent.pop(key, None))
         self._note_peak()
         return buffer
 
@@ -127,7 +127,7 @@ class FrameRing:
                 del self._out[id(buffer)]
                 self._free.append(buffer)
             else:
-                del self._lent[id(buffer)]
+                del self._lent[len(buffer.array)][id(buffer)]
             self._changed.notify_all()
 
     @property
@@ -136,7 +136,7 @@ class FrameRing:
 
     @property
     def _borrowed_bytes(self) -> int:
-        return sum(num_bytes for _, num_bytes in self._lent.copy().values())
+        return sum(num_bytes * len(lent) for num_bytes, lent in self._lent.copy().items())
 
     @property
     def capacity(self) -> int:
