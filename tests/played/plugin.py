@@ -23,6 +23,7 @@ LEFT_OUT = {
     "no-order": "work that is done at once is in order",
     "no-event": "work that is done at once is in order",
     "cannot_train_on_a_gpu": "a CPU has no Adam",
+    "over_nccl": "the recipes take a real device",
     "adam_capturable": "torch wants the parameters of a capturable optimizer on a real device",
     "PrefetchTrainPipeline": "TorchRec prefetches on a real device alone",
     "test_a_restore_behind_a_prefetched_batch": "TorchRec prefetches on a real device alone",
