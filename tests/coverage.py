@@ -66,22 +66,22 @@ IN_SHORT = (
     (
         "your job has",
         "on a CPU",
-        "on a GPU",
+        "on a GPU (one H100, one rank)",
     ),
     (
         "SGD, Adagrad, row-wise Adagrad (weight decay and moving average too), row-wise RMSprop",
         "exact",
-        "written, not run",
+        "exact; moving average and row-wise RMSprop: not run",
     ),
     (
         "Adam, LAMB, their partial row-wise forms, ensemble row-wise Adagrad",
         "FBGEMM has none",
-        "written, not run",
+        "exact; Adam with fp16 weights: FBGEMM fails; ensemble row-wise Adagrad: not run",
     ),
     (
         "table-wise, row-wise, column-wise, table-column-wise, table-row-wise, grid plans, each into each other",
         "exact",
-        "written, table-wise alone has a test",
+        "table-wise: exact; the others need several GPUs: not run",
     ),
     (
         "another column split under a row-wise optimizer",
@@ -91,12 +91,12 @@ IN_SHORT = (
     (
         "`EmbeddingBagCollection`, `EmbeddingCollection`, feature processors, varying batch sizes",
         "exact where TorchRec trains them",
-        "written, not run",
+        "exact; feature processors: not run",
     ),
     (
         "`DistributedModelParallel`, or `shard_modules` with DDP or FSDP2 around the dense layers",
         "exact",
-        "`DistributedModelParallel`: written, not run; `shard_modules`: not tested",
+        "`DistributedModelParallel`: exact; `shard_modules`: not tested",
     ),
     (
         "managed collision with LFU, LRU, DistanceLFU",
@@ -106,30 +106,31 @@ IN_SHORT = (
     (
         "fp32, fp16 or bf16 weights",
         "fp32, fp16: exact; bf16: TorchRec trains none",
-        "fp32, fp16: written, not run; bf16: refused",
+        "fp32, fp16: exact; bf16: refused",
     ),
     (
         "a plain loop, `TrainPipelineBase`, `TrainPipelineSparseDist`; semi-synchronous and prefetching pipelines",
         "exact; for semi-synchronous and prefetching pipelines with their order staged by hand",
-        "written, not run",
+        "exact; a semi-synchronous one with a UVM cache is refused",
     ),
     (
         "DDP or FSDP2 around the dense part, any optimizer of torch; FSDP1, tables inside FSDP2",
         "exact; FSDP1 and tables inside FSDP2: refused",
-        "not tested; FSDP1 and tables inside FSDP2: refused",
+        "DDP with SGD, Adam, AdamW, fused and capturable ones too: exact; FSDP2: not tested; the others: refused",
     ),
     (
         "UVM tables; SSD and key-value tables, 2D parallelism, ITEP, hash ZCH, quantized tables",
         "UVM needs a GPU; the others are refused",
-        "UVM: written, not run; the others: refused",
+        "UVM: exact, with a cache too; the others: refused",
     ),
 )
 """What people ask first."""
 MORE = """\
 *Exact* means bit for bit: every table, every optimizer state, the kernels' own counters and the dense model, restored
 from a marker, equal those of the live job at the cut. *Refused* means refused by name; the text of the error stands
-beside it. *Written, not run* means that the code and its test exist; the table says why the test has
-not run.
+beside it. *On an H100*: `make test-gpu` passed on one NVIDIA H100 80GB HBM3, driver
+580.159.04, with torch 2.11.0+cu130, torchrec 1.6.1, fbgemm-gpu 1.6.0 and Python 3.12.
+*Not run* and *not tested* mean that nobody knows.
 
 `make coverage` writes this page from the tests, and a test fails if it is out of date. A row is a cell of the cross
 product, with all tests that show it. The last table lists known faults in checkpoints of TorchRec and FBGEMM, each
@@ -140,7 +141,7 @@ HEADINGS = {
     "exact": ("Exact", "shown by"),
     "limited": ("Exact, but not what follows", "what differs (test that shows it)"),
     "refused": ("Refused", "what the error says (test)"),
-    "unverified": ("Unverified", "why (test that will show it)"),
+    "unverified": ("Unverified", "why (test that shows it)"),
 }
 
 
@@ -248,7 +249,7 @@ def _in_short() -> list[str]:
 
 
 def _named(test: str) -> str:
-    return f"`{test}`, which needs a GPU and has not been run" if test.startswith("gpu/") else f"`{test}`"
+    return f"`{test}` on an H100" if test.startswith("gpu/") else f"`{test}`"
 
 
 if __name__ == "__main__":

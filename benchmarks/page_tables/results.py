@@ -129,7 +129,8 @@ class Result:
     def cpu(self) -> str:
         if not self.machine:
             return "unknown"
-        return f"{self.machine['cpu'].replace('(R)', '').replace(' Processor', '')}, {self.machine['cores']} cores"
+        gpu = f", {self.machine['gpu']}" if self.machine.get("gpu") else ""
+        return f"{self.machine['cpu'].replace('(R)', '').replace(' Processor', '')}, {self.machine['cores']} cores{gpu}"
 
     def said(self, page: Path) -> str:
         """Date, machine and load, for the head of a table; and whether more ran than a case that was just over."""

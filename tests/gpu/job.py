@@ -404,7 +404,7 @@ def covers(build: Build, *, pipeline: str = "plain", outcome: str = "exact", why
         parts.append("stochastic rounding")
     return pytest.mark.covers(
         optimizer=", ".join(parts),
-        kernel=f"{KERNELS.get(build.kernel, build.kernel)} on a GPU, {build.dtype}",
+        kernel=f"{KERNELS.get(build.kernel, build.kernel)} on an H100, {build.dtype}",
         plan="table-wise",
         module=MODULES[build.module] + ", VBE" * build.vbe,
         pipeline=pipeline,

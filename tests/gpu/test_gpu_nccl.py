@@ -37,9 +37,8 @@ def losses(folder: Path, epochs: int) -> dict[int, str]:
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert "training on 1 ranks, cuda" in done.stdout + done.stderr
-    return dict(
-        (int(step), loss) for step, loss in re.findall(r"step (\d+), epoch \d+: loss (\S+)", done.stdout + done.stderr)
-    )
+    found = re.findall(r"step (\d+), epoch \d+: loss (\S+)", done.stdout + done.stderr)
+    return {int(step): loss for step, loss in found}
 
 
 def test_a_recipe_over_nccl_goes_on_where_it_ended(device: torch.device, tmp_path: Path) -> None:

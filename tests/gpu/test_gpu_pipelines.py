@@ -87,7 +87,12 @@ def test_no_changed_row_is_missed(name: str, build: Build, device: torch.device,
     assert restored(build, tmp_path, expected, device)[1] == []
 
 
-@covers(CACHED, pipeline="TrainPipelineSemiSync")
+@covers(
+    CACHED,
+    pipeline="TrainPipelineSemiSync",
+    outcome="refused",
+    why="`another batch was looked up between a lookup and its update`",
+)
 def test_a_lookup_ahead_of_an_update_is_refused_where_it_gives_the_slots_of_a_cache_away(
     device: torch.device, tmp_path: Path
 ) -> None:
@@ -100,7 +105,12 @@ def test_a_lookup_ahead_of_an_update_is_refused_where_it_gives_the_slots_of_a_ca
             pipeline.progress(source)
 
 
-@covers(PREFETCHED, pipeline="PrefetchTrainPipelineSparseDist")
+@covers(
+    PREFETCHED,
+    pipeline="PrefetchTrainPipelineSparseDist, restore after a prefetched batch",
+    outcome="refused",
+    why="`a batch has been prefetched into the UVM cache`",
+)
 def test_a_restore_behind_a_prefetched_batch_is_refused(device: torch.device, tmp_path: Path) -> None:
     job = make(PREFETCHED, device)
     with attach(job, tmp_path) as checkpointer:

@@ -25,7 +25,7 @@ BF16 = Build(dtype="bf16", more=(("cache_precision", SparseType.FP32),))
 MIXED = Build(kernel="fused_uvm_caching", dtype="fp16", more=(("cache_precision", SparseType.FP32),))
 
 
-@covers(LARS)
+@covers(LARS, outcome="refused", why="`the fused optimizer LARS_SGD is not captured`; TorchRec cannot build it either")
 def test_lars_is_refused(device: torch.device, tmp_path: Path) -> None:
     """TorchRec cannot build it either (FBGEMM has no get_optimizer_state() for it), so the check gets its kernel."""
     with pytest.raises((UnsupportedError, NotImplementedError), match=r"(?i)lars"):
@@ -37,7 +37,7 @@ def test_lars_is_refused(device: torch.device, tmp_path: Path) -> None:
         _check_kernel(kernel, {})
 
 
-@covers(SSD)
+@covers(SSD, outcome="refused", why="`SSDTable`; the wheels of FBGEMM have no RocksDB, so such a table cannot be built")
 def test_tables_on_an_ssd_are_refused(device: torch.device, tmp_path: Path) -> None:
     """FBGEMM's wheels come without RocksDB: with them such a table cannot even be built."""
     more = (("ssd_storage_directory", str(tmp_path)),)
@@ -45,21 +45,21 @@ def test_tables_on_an_ssd_are_refused(device: torch.device, tmp_path: Path) -> N
         attach(make(dataclasses.replace(SSD, more=more), device), tmp_path)
 
 
-@covers(BF16)
+@covers(BF16, outcome="refused", why="`weights in BF16 are not captured on a GPU`")
 def test_bf16_weights_are_refused(device: torch.device, tmp_path: Path) -> None:
     """With a cache precision that FBGEMM takes: with the one that TorchRec asks for it refuses to build the kernel."""
     with pytest.raises(UnsupportedError, match="weights in BF16 are not captured on a GPU"):
         attach(make(BF16, device), tmp_path)
 
 
-@covers(MIXED)
+@covers(MIXED, outcome="refused", why="`cache_precision`: that of the cache is not that of the table")
 def test_a_cache_of_another_precision_is_refused(device: torch.device, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="cache_precision"):
         attach(make(MIXED, device), tmp_path)
 
 
 @pytest.mark.pitfall(8)
-@covers(FUSED)
+@covers(FUSED, pipeline="plain: an id of -1", outcome="refused", why="`an id of -1 was trained`")
 def test_a_pruned_id_fails_the_marker(device: torch.device, tmp_path: Path) -> None:
     """FBGEMM's backward writes in front of the table: here the last row of the table before it, so no harm is done."""
     job = make(FUSED, device)
@@ -76,7 +76,9 @@ def test_a_pruned_id_fails_the_marker(device: torch.device, tmp_path: Path) -> N
             checkpointer.mark().result(60)
 
 
-@covers(FUSED)
+@covers(
+    FUSED, pipeline="plain: tables freed by memory stashing", outcome="refused", why="`memory stashing has freed them`"
+)
 def test_a_drain_while_the_tables_are_freed_fails_and_loses_nothing(device: torch.device, tmp_path: Path) -> None:
     """As TorchRec's memory stashing leaves them between a forward and its backward."""
     job = make(FUSED, device)
