@@ -126,7 +126,7 @@ class UnitCosts:
     """What one unit of work costs, and what the machines give. ``benchmarks/scale`` measures those marked (m).
 
     The defaults of the marked ones are what one core of a 2-core Xeon VM took on 2026-11-21 (benchmarks/scale/results),
-    rounded up. No GPU was measured.
+    rounded up. None of them is of a GPU.
     """
 
     mark_s_per_id: float = 1.5e-9
