@@ -1,15 +1,15 @@
 """The order of streams under random schedules: what ``StreamOrder`` asks for is enough, and all of it is needed.
 
 The code of the adapter itself, on simulated streams. Work is cut into pieces of one row: an update, a prefetch that
-moves a row into the cache or out of it, and a drain that looks at the marks, reads table and cache, and clears. In
+moves a row into the cache or out of it, and a drain that looks at the marks, clears them, and reads table and cache. In
 the end the log must have the newest value of every row.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -72,18 +72,19 @@ class Job:
             self.cache[row] = self.table[row]
 
     def drain(self, stream: Stream) -> None:
-        """Table and cache are read in two kernels, and marks are cleared in a third."""
+        """Marks are looked at, and cleared by a second kernel; table and cache are read in two more."""
         self.device.current = stream
         found: list[int] = []
         values: dict[int, int] = {}
         with self.order.reading():
             stream.put(lambda: found.extend(row for row in range(ROWS) if self.marked[row]))
             for row in range(ROWS):
+                stream.put(lambda row=row: row in found and self.marked.__setitem__(row, False))
+            for row in range(ROWS):
                 stream.put(lambda row=row: row in found and values.__setitem__(row, self.table[row]))
+            for row in range(ROWS):
                 stream.put(lambda row=row: row in found and values.update({row: self.cache.get(row, values[row])}))
             stream.put(lambda: [self.log.__setitem__(row, value) for row, value in values.items()])
-            for row in range(ROWS):
-                stream.put(lambda row=row: row in found and self.marked.__setitem__(row, False))
 
     def run(self) -> list[int]:
         """Anything in any order, then a last drain; the rows whose newest value the log does not have."""
@@ -129,18 +130,6 @@ def _nothing_waits(patch: pytest.MonkeyPatch) -> None:
     _drains_wait_for_nothing(patch)
 
 
-def _drains_leave_no_event(patch: pytest.MonkeyPatch) -> None:
-    real = StreamOrder.reading
-
-    @contextmanager
-    def reading(order: StreamOrder) -> Iterator[None]:
-        with real(order):
-            yield
-        order._read = None
-
-    patch.setattr(StreamOrder, "reading", reading)
-
-
 def _drains_forget_the_writers(patch: pytest.MonkeyPatch) -> None:
     real = StreamOrder.reading
 
@@ -153,16 +142,13 @@ def _drains_forget_the_writers(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "take_out",
-    [
-        _nothing_waits,
-        _writers_wait_for_nothing,
-        _drains_wait_for_nothing,
-        _drains_leave_no_event,
-        _drains_forget_the_writers,
-    ],
+    [_nothing_waits, _writers_wait_for_nothing, _drains_wait_for_nothing, _drains_forget_the_writers],
 )
 def test_without_a_part_of_the_order_schedules_lose_rows(
     take_out: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The event of a drain alone is too seldom missed here, by one schedule in a thousand: a row must leave the cache
+    between the two reads. ``tests/gpu/test_gpu_stream_order.py`` holds the second one back.
+    """
     take_out(monkeypatch)
     assert len(schedules_that_lose_rows(300, monkeypatch)) > 3
