@@ -124,7 +124,7 @@ class StreamCheckpointer:
             device = self._attached.device
             if device.type == "cuda" and self._team.world > 1 and self._team.rank == 0:
                 log.warning(
-                    "tables on %d GPUs: its authors have run one (docs/guarantees.md); paranoid=True checks each marker",
+                    "tables on %d GPUs: its authors have run one (docs/guarantees.md); paranoid=True checks markers",
                     self._team.world,
                 )
             self._ring = FrameRing(
