@@ -122,11 +122,6 @@ class StreamCheckpointer:
             self._dense.live.watch()
             self._telemetry = Telemetry(self._team.rank, config.restore_bytes_per_s)
             device = self._attached.device
-            if device.type == "cuda" and self._team.world > 1 and self._team.rank == 0:
-                log.warning(
-                    "tables on %d GPUs: its authors have run one (docs/guarantees.md); paranoid=True checks markers",
-                    self._team.world,
-                )
             self._ring = FrameRing(
                 config.ring_bytes, config.marker_budget_bytes, lambda num_bytes: allocate(device, num_bytes)
             )

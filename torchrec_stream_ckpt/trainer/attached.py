@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from functools import partial
 
@@ -31,6 +32,8 @@ from torchrec_stream_ckpt.format.changed import same_tables
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.types import TableShard
+
+log = logging.getLogger(__name__)
 
 
 class Attached:
@@ -98,6 +101,11 @@ class Attached:
         self.oracle = Oracle(self.kernels, self.schema) if self._paranoid else None
         self._unwatch = watch_outside_writes(self._model, self._optimizer, self.capture.outside.before_load, reshard)
         self._free_kernels = claim(self.kernels)
+        if self.device.type == "cuda" and self._team.world > 1 and self._team.rank == 0:
+            log.warning(
+                "tables on %d GPUs: its authors have run one (docs/guarantees.md); paranoid=True checks each marker",
+                self._team.world,
+            )
 
     def unhook(self) -> None:
         """Leave nothing on the model and on the optimizers."""
