@@ -16,7 +16,8 @@ from torch import nn
 
 from torchrec_stream_ckpt.capture.staging import allocate
 from torchrec_stream_ckpt.commit.dense import DenseState
-from torchrec_stream_ckpt.commit.live_dense import LiveDense, Stateful
+from torchrec_stream_ckpt.commit.handed_over import Stateful
+from torchrec_stream_ckpt.commit.live_dense import LiveDense
 from torchrec_stream_ckpt.commit.meeting import meet
 from torchrec_stream_ckpt.config import Source, StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
@@ -58,11 +59,10 @@ class StreamCheckpointer:
         optimizer: What the job steps: a torch optimizer, ``KeyedOptimizerWrapper`` or ``CombinedOptimizer``;
             None when all parameters are fused.
         config: Where to stream, and how often.
-        stateful: Objects with ``state_dict()`` and ``load_state_dict()`` whose state on rank 0 serves all
-            ranks: a loader that counts samples (within a ``TrackedLoader`` for pipelines, which fetch ahead), a
-            schedule (one over the groups of fused tables is saved by their names).
-        stateful_per_rank: The same for objects with a state of their own on every rank; they can only be
-            restored on as many ranks.
+        stateful: Objects with ``state_dict()`` and ``load_state_dict()`` whose state is the same on all ranks; markers
+            compare it. A loader that counts samples (in a ``TrackedLoader`` for pipelines), a schedule.
+        stateful_per_rank: Objects with a state of their own on every rank: they restore on as many ranks only.
+        stateful_rank0: Objects whose state on rank 0 counts, and serves all ranks: a run's id, a tracker of metrics.
         paranoid: At every marker, compare the state that the stream implies with the live tables, bit by bit, and
             fail at the first difference (``CaptureMismatchError``). Costs a second copy of this rank's tables and
             optimizer rows in host memory and, at each marker, one pass over both and a collective on the training
@@ -86,6 +86,7 @@ class StreamCheckpointer:
         config: StreamConfig,
         stateful: Mapping[str, Stateful] | None = None,
         stateful_per_rank: Mapping[str, Stateful] | None = None,
+        stateful_rank0: Mapping[str, Stateful] | None = None,
         paranoid: bool = False,
         on_commit: Callable[[MarkerReport], object] | None = None,
     ) -> None:
@@ -101,11 +102,10 @@ class StreamCheckpointer:
             self._calls = Calls(groups.roll)
             self._team = groups.team
             self._attached = Attached(dmp, optimizer, self._team, paranoid=paranoid)
-            shared, per_rank = stateful or {}, stateful_per_rank or {}
-            self._dense = self._team.together(
-                lambda: DenseState(LiveDense(dmp, optimizer, shared, per_rank, self._attached.kernels), groups.dense)
-            )
-            self._loaders = [item for item in (*shared.values(), *per_rank.values()) if isinstance(item, TrackedLoader)]
+            shared, per_rank, rank0 = stateful or {}, stateful_per_rank or {}, stateful_rank0 or {}
+            live = partial(LiveDense, dmp, optimizer, shared, per_rank, self._attached.kernels, rank0)
+            self._dense = self._team.together(lambda: DenseState(live(config.replicas == "rank0"), groups.dense))
+            self._loaders = [item for item in self._dense.live.handed_over if isinstance(item, TrackedLoader)]
             # What this job writes to: its only log, or the inner one of two tiers.
             how = {"signs": self._team.rank == 0, "spare": config.outer is None}
             self._tier = self._team.together(lambda: open_tier(self._config, **how))

@@ -73,6 +73,10 @@ class StreamConfig:
     signal_s: float = SIGNAL_S
     """How long the marker of a signal may take, from the first step boundary after the signal on. Then the job says why
     there is none, and after SIGTERM it ends without it. A marker gets 5 s in any case."""
+    replicas: Literal["same", "rank0"] = "same"
+    """``same``: each marker compares what ranks hold alike (dense parameters, their optimizers, ``stateful``), and is
+    refused if they differ. ``rank0``: replicas may differ by design (local SGD, mixed hardware): nothing is compared,
+    rank 0's is saved as a whole, and a restore gives it to all ranks, and says so. Not with FSDP2."""
     on_column_resplit: Literal["refuse", "merge"] = "refuse"
     """What a restore does when the plan splits columns of a row-wise optimizer in another way."""
     ring_bytes: int = 64 * 2**20
@@ -182,6 +186,11 @@ class StreamConfig:
         if self.on_signal not in ("mark", "none", None):
             raise ConfigError(
                 f"on_signal must be 'mark' or 'none', it is {self.on_signal!r:.80}", hint="'none' leaves signals alone"
+            )
+        if self.replicas not in ("same", "rank0"):
+            raise ConfigError(
+                f"replicas must be 'same' or 'rank0', it is {self.replicas!r:.80}",
+                hint="leave it out if all ranks hold the same dense state",
             )
         if self.on_column_resplit not in ("refuse", "merge"):
             raise ConfigError(f"on_column_resplit must be 'refuse' or 'merge', it is {self.on_column_resplit!r}")

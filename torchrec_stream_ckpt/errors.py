@@ -145,6 +145,10 @@ class MarkerFailedError(StreamCkptError):
     """This marker was given up by all ranks; training and the stream go on, the next marker may commit."""
 
 
+class ReplicaMismatchError(MarkerFailedError):
+    """Ranks hold different values of what one of them saves for all: make them equal, or declare that they differ."""
+
+
 class CaptureMismatchError(StreamCkptError):
     """(``paranoid=True``) Rows changed that the stream does not know of: find their writer, restart from a marker."""
 

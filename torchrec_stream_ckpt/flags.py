@@ -40,6 +40,7 @@ SETTINGS = (
     "max_overhead",
     "on_signal",
     "signal_s",
+    "replicas",
     "proof_bytes",
     "kafka_options",
     "commit_key_file",
@@ -55,6 +56,7 @@ DEFAULTS = {
     "drain_every": 1,
     "marker_every": 100,
     "signal_s": SIGNAL_S,
+    "replicas": "same",
     "proof_bytes": PROOF_BYTES,
     "metrics_host": "127.0.0.1",
     "metrics_run": "",
@@ -222,6 +224,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         type=positive,
         help="how long the marker of a signal may take, less than the scheduler's grace period (default: 20)",
+    )
+    group.add_argument(
+        "--replicas",
+        choices=("same", "rank0"),
+        help="same: markers compare the dense state of all ranks; rank0: it may differ, rank 0's is saved",
     )
     group.add_argument(
         "--proof_bytes",

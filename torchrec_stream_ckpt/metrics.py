@@ -99,6 +99,9 @@ TRAINER_METRICS: Mapping[str, Metric] = {
     "strays": Metric(f"{_OURS}_strays_total", "Records that others have put between this rank's frames.", "counter"),
     "markers_committed": Metric(f"{_OURS}_markers_committed_total", "Markers committed.", "counter"),
     "markers_failed": Metric(f"{_OURS}_markers_failed_total", "Markers given up, fenced or unknown.", "counter"),
+    "markers_differed": Metric(
+        f"{_OURS}_markers_differed_total", "Markers that failed because replicas differ between ranks.", "counter"
+    ),
     "marker_in_flight": Metric(f"{_OURS}_marker_in_flight", "1 from a cut until it is settled."),
     "generation": Metric(f"{_OURS}_generation", "This job's generation; 0 until it is open."),
     "step": Metric(f"{_OURS}_step", "Steps of the job, those before a restored marker counted."),

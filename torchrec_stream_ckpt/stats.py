@@ -105,6 +105,8 @@ class Stats:
     """Records that others have put between this rank's frames, as far as the last marker looked."""
     markers_committed: int
     markers_failed: int
+    markers_differed: int
+    """Of those that failed: for replicas that differ between ranks."""
     marker_in_flight: bool
     newest: MarkerId | None
     """The last marker that this process has committed or restored."""

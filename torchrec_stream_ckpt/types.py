@@ -220,6 +220,9 @@ class Restored:
     ``lines()`` are for people. None: the model is that of the marker."""
     origin: str | None = None
     """URI of the other job whose marker it is, after a warm start; None: the marker is this job's."""
+    replicas: str = "same"
+    """``rank0``: dense replicas might differ when the marker was cut, and all ranks have rank 0's now
+    (``StreamConfig.replicas``)."""
 
     @property
     def id(self) -> MarkerId:

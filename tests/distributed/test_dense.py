@@ -264,8 +264,8 @@ class Position:
 def _with_stateful(uri: str) -> None:
     job = build()
     own = {"random": Position(10 + dist.get_rank(), [dist.get_rank()]), "buffers": Position(20 + dist.get_rank())}
-    shared = {"seed": Position(30 + dist.get_rank()), "empty": Position()}
-    with attach(job, uri, stateful=shared, stateful_per_rank=own) as checkpointer:
+    shared, rank0 = {"empty": Position()}, {"seed": Position(30 + dist.get_rank())}
+    with attach(job, uri, stateful=shared, stateful_per_rank=own, stateful_rank0=rank0) as checkpointer:
         job.step()
         checkpointer.step()
         checkpointer.mark().result(60)
@@ -373,7 +373,7 @@ def _shares(uri: str) -> tuple[set[str], tuple[str, ...]]:
     with attach(job, uri) as checkpointer:
         job.step()
         mine = {name for name in inside(checkpointer).dense.stage() if name.startswith(("model.", "optim."))}
-        return mine, inside(checkpointer).dense.listing
+        return mine, inside(checkpointer).dense.held.shapes
 
 
 def test_what_all_ranks_hold_alike_is_copied_once_and_by_all_of_them(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,21 @@ def test_parts_add_up(box: tuple[int, int, int, int]) -> None:
     assert (digest + digests({"a": rest})["a"]) % MODULUS == digests({"a": whole})["a"]
     if row < row_end:
         assert (len(list(part.runs())) == 1) == (column_end - column == 70 or row_end - row == 1)
+
+
+def test_many_small_tensors_have_the_digests_of_each() -> None:
+    tensors = {f"{dtype}{n}": random_tensor(dtype, n % 90, n % 7 + 1) for dtype in DTYPES for n in range(60)}
+    assert digests(tensors) == {name: digests({name: tensor})[name] for name, tensor in tensors.items()}
+    assert all(digests(tensors)[name] == by_the_definition(name, tensor) for name, tensor in [*tensors.items()][::17])
+
+
+@pytest.mark.parametrize("shape", [(50, 70), (9,)])
+def test_spans_of_an_entry_add_up(shape: tuple[int, ...]) -> None:
+    whole = torch.randn(shape, dtype=torch.float64)
+    size = whole.numel()
+    cuts = [0, 1, size // 3, size - 1, size]
+    parts = [digests({"a": whole}, {"a": span})["a"] for span in pairwise(cuts)]
+    assert sum(parts) % MODULUS == digests({"a": whole})["a"]
 
 
 def test_the_name_counts() -> None:

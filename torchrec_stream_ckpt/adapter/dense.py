@@ -20,7 +20,7 @@ from torchrec_stream_ckpt.adapter import versions
 from torchrec_stream_ckpt.adapter.collision import holds_id_maps
 from torchrec_stream_ckpt.adapter.compiled import is_compiled, original, unwrapped
 from torchrec_stream_ckpt.adapter.modules import is_sharded_embedding, sharded_embeddings
-from torchrec_stream_ckpt.adapter.wrappers import walk
+from torchrec_stream_ckpt.adapter.wrappers import is_wrapper, walk
 from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.types import plain_name
 
@@ -245,7 +245,8 @@ def _dense_leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     for part in walk(optimizer):
         fused = isinstance(part, EmbeddingFusedOptimizer) or (isinstance(part, FusedOptimizer) and not part.params)
         if not isinstance(part, KeyedOptimizer):
-            yield part
+            if not is_wrapper(part):
+                yield part
         elif not fused and not isinstance(part, CombinedOptimizer) and type(part) not in _KNOWN:
             raise UnsupportedError(
                 f"the optimizer {type(part).__name__} may have state that is not captured",

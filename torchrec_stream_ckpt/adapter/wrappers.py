@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torchrec.optim.clipping import GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.warmup import WarmupOptimizer
 
-from torchrec_stream_ckpt.errors import SchemaMismatchError
+from torchrec_stream_ckpt.errors import SchemaMismatchError, UnsupportedError
 
 State = dict[str, Any]
 
@@ -23,6 +26,24 @@ def walk(optimizer: Any) -> Iterator[Any]:
             yield from walk(child)
     elif type(optimizer) in (WarmupOptimizer, GradientClippingOptimizer, KeyedOptimizerWrapper):
         yield from walk(optimizer._optimizer)
+    elif type(optimizer) is PostLocalSGDOptimizer:
+        yield from walk(optimizer.optim)
+
+
+def is_wrapper(optimizer: Any) -> bool:
+    """Whether its own state is taken by :func:`wrapper_states`, and nothing else of it.
+
+    Raises:
+        UnsupportedError: it is post-local SGD with an averager whose state we do not know.
+    """
+    if type(optimizer) is PostLocalSGDOptimizer:
+        averager = type(optimizer.averager)
+        if averager not in (PeriodicModelAverager, HierarchicalModelAverager):
+            raise UnsupportedError(
+                f"PostLocalSGDOptimizer has the averager {averager.__name__}, whose state is not captured",
+                hint="use torch's PeriodicModelAverager or HierarchicalModelAverager, which have a step counter alone",
+            )
+    return isinstance(optimizer, (WarmupOptimizer, GradientClippingOptimizer, PostLocalSGDOptimizer))
 
 
 def wrapper_states(optimizer: torch.optim.Optimizer | None) -> list[State]:
@@ -68,13 +89,15 @@ def load_wrapper_states(optimizer: torch.optim.Optimizer | None, saved: list[Sta
             wrapper.state.pop(wrapper._warmup_param, None)
             if at != (0, 0):  # before its first step it has none
                 wrapper.state[wrapper._warmup_param] = {"warmup": torch.tensor(at, dtype=torch.long, device="cpu")}
+        elif isinstance(wrapper, PostLocalSGDOptimizer):
+            wrapper.averager.step = state["steps"]
         else:
             wrapper._step_num = state["steps"]
 
 
 def _wrappers(optimizer: Any) -> Iterator[Any]:
     for part in walk(optimizer):
-        if isinstance(part, (WarmupOptimizer, GradientClippingOptimizer)):
+        if is_wrapper(part):
             yield part
 
 
@@ -83,4 +106,5 @@ def _state(wrapper: Any) -> State:
     if isinstance(wrapper, WarmupOptimizer):
         iteration, stage = wrapper._get_warmup_state()
         return {"class": type(wrapper).__name__, "iteration": iteration, "stage": stage}
-    return {"class": type(wrapper).__name__, "steps": wrapper._step_num}
+    steps = wrapper.averager.step if isinstance(wrapper, PostLocalSGDOptimizer) else wrapper._step_num
+    return {"class": type(wrapper).__name__, "steps": steps}

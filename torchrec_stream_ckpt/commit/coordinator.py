@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,15 +35,17 @@ from torchrec_stream_ckpt.commit.again import Again
 from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.commit.dcp import written_by
 from torchrec_stream_ckpt.commit.dense import DenseState
+from torchrec_stream_ckpt.commit.event_time import with_event_time
 from torchrec_stream_ckpt.commit.generation import Generation
 from torchrec_stream_ckpt.commit.in_step import check_in_step
-from torchrec_stream_ckpt.commit.replicas import check_same
+from torchrec_stream_ckpt.commit.replica_check import all_same, check_same
 from torchrec_stream_ckpt.commit.seal import Seal
 from torchrec_stream_ckpt.errors import (
     CommitUnknownError,
     FencedError,
     MarkerFailedError,
     RankLostError,
+    ReplicaMismatchError,
     StreamCkptError,
     StreamLostError,
 )
@@ -51,7 +53,7 @@ from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.dense_files import DenseFile
-from torchrec_stream_ckpt.format.record import EVENT_S, PIN, Meta, meta_of
+from torchrec_stream_ckpt.format.record import PIN, Meta
 from torchrec_stream_ckpt.layout import dense_name
 from torchrec_stream_ckpt.log.worker import Worker
 from torchrec_stream_ckpt.signal_safe import SafeEvent, SafeFuture
@@ -63,11 +65,10 @@ from torchrec_stream_ckpt.types import Committed, RankEnd, RowRange
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
 PHASES = {1: "which cut", 2: "what dense state", 3: "votes", 4: "outcome"}
 PHASE_S = 5.0
 """A phase may take so much longer than the one before: the ranks do not begin at one instant."""
+SAY_EVERY_S = 60.0  # between two lines on replicas that differ: each marker finds it
 _NO_ANSWER_HINT = "stream-ckpt list tells, once the log answers again"
 
 
@@ -101,8 +102,8 @@ class MarkerVote:
     marker: int
     step: int
     reason: str
-    listing: int = 0
-    """Checksum over what the ranks must hold alike of the dense state."""
+    held: Mapping[str, int] = field(default_factory=dict)
+    """Group of ranks -> checksum over what they must hold alike of the dense state, as ``Held.checksums``."""
     end: RankEnd | None = None
     files: tuple[DenseFile, ...] = ()
     lost: StreamLostError | None = None
@@ -161,11 +162,16 @@ class Coordinator:
         """Set, on all ranks by the same marker, once the log has lost what this generation stands on."""
         self.failure: StreamCkptError | None = None
         """Why the last marker failed; None while it is in flight, and when it was committed."""
+        self.compared = False
+        """Whether a marker of this generation has found that ranks hold the same dense state."""
+        self.refused = False
+        """Whether the last marker failed because replicas differ, and none before it has found them equal."""
+        self._said_s = -math.inf
 
     def begin(self, cut: CutOrder) -> Future[Committed]:
         """(all ranks, training thread) Commit ``cut`` in the background; the last one must have settled."""
         assert not self.busy
-        self._seal, self.failure = cut.seal, None
+        self._seal, self.failure, self.refused = cut.seal, None, False
         future: Future[Committed] = SafeFuture()
         future.set_running_or_notify_cancel()
         self._running = self._worker.submit(self._settle, cut, future)
@@ -221,7 +227,11 @@ class Coordinator:
         if isinstance(failure, StreamLostError):
             self.lost = failure
         self.failure = failure
-        log.warning("marker %d:%d failed: %s", generation, cut.marker, failure)
+        differs = isinstance(failure, ReplicaMismatchError)
+        self.refused = differs and not self.compared
+        if not differs or time.monotonic() - self._said_s >= SAY_EVERY_S:
+            self._said_s = time.monotonic() if differs else -math.inf
+            log.warning("marker %d:%d failed: %s", generation, cut.marker, failure)
         future.set_exception(failure)
 
     def _failure(self, cut: CutOrder, error: Exception) -> StreamCkptError:
@@ -240,13 +250,13 @@ class Coordinator:
     def _decide_together(self, cut: CutOrder) -> None:
         """Return when the marker is committed, otherwise raise why not; the same on every rank."""
         deadline = time.monotonic() + self._timeout_s
-        listing = zlib.crc32("\n".join(self._dense.listing).encode())
-        said = MarkerVote(cut.marker, cut.step, cut.seal.reason, listing, forwards=cut.forwards)
+        said = MarkerVote(cut.marker, cut.step, cut.seal.reason, self._dense.held.checksums(), forwards=cut.forwards)
         votes = self._agree(cut, 1, said, deadline)
         self._check(votes)
         check_in_step([vote.forwards for vote in votes], self._generation.claim.generation, cut.marker)
-        if len({vote.listing for vote in votes}) > 1:
-            check_same(self._agree(cut, 2, self._dense.listing, deadline))
+        if not all_same([vote.held for vote in votes]):
+            check_same(self._agree(cut, 2, self._dense.held, deadline))
+        self.compared = True
         failpoint("cut.agreed")
         votes = self._agree(cut, 3, self._prepare(cut, deadline), deadline)
         failpoint("votes.gathered")
@@ -413,7 +423,7 @@ class Coordinator:
             time_s=time.time(),
             store=generation.store_url,
             dense_list=list_,
-            meta=_with_event_time(cut.meta, votes) or None,
+            meta=with_event_time(cut.meta, [vote.event_s for vote in votes]) or None,
         )
         self._pin(commit)
         try:
@@ -435,11 +445,3 @@ class Coordinator:
             return
         with contextlib.suppress(StreamCkptError):  # of a marker that never was it keeps nothing
             unpin(self._pins, commit.job, commit.id)
-
-
-def _with_event_time(meta: Meta, votes: Sequence[MarkerVote]) -> Meta:
-    """Return the metadata of a marker, with the event time to which all ranks have trained unless the user says it."""
-    times = [vote.event_s for vote in votes if vote.event_s is not None]
-    if len(times) < len(votes) or EVENT_S in dict(meta):
-        return meta
-    return meta_of({EVENT_S: min(times), **dict(meta)})

@@ -70,3 +70,17 @@ def check_replicas(model: nn.Module, view: nn.Module, *, since_attach: bool = Fa
                 hint="let the DataParallelWrapper of DMP take in every parameter; without DMP, put the dense layers in "
                 "DistributedDataParallel, or call fully_shard on them; DDP holds only what is trained when it is built",
             )
+
+
+def check_whole(view: nn.Module) -> None:
+    """One rank's replica can only be saved if a rank has one.
+
+    Raises:
+        UnsupportedError: names a parameter that is sharded.
+    """
+    for name, parameter in view.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise UnsupportedError(
+                f"replicas='rank0' saves rank 0's replica, and no rank has one: {name} is sharded by FSDP2",
+                hint="leave replicas out, or put the dense layers under DDP",
+            )

@@ -8,6 +8,7 @@
 ``rank<r>.fused``                 JSON: hyperparameters of the fused kernels, by table
 ``shared.<name>``                 one blob a ``Stateful`` that serves all ranks, of rank 0
 ``rank<r>.schedule.<name>``       one blob a schedule over groups of fused tables, by names
+``shared.replicas``               JSON: ``"rank0"`` if replicas may differ, and all is rank 0's
 ``rank<r>.<name>``                random state, buffers and per-rank ``Stateful`` of rank r
 ``collision.<table>.<row0>``      the id map of one table shard (managed collision)
 ``shared.imported``               says that the marker was imported from a checkpoint of DCP:
@@ -38,12 +39,14 @@ from torchrec_stream_ckpt.adapter import wrapper_parameters, wrapper_states
 from torchrec_stream_ckpt.commit import optimizer_state, tree
 from torchrec_stream_ckpt.commit.dcp import blob, come_together, flat, json_blob, save_together
 from torchrec_stream_ckpt.commit.dense_loader import DenseLoader
+from torchrec_stream_ckpt.commit.handed_over import blob_of, state_of, title_of
 from torchrec_stream_ckpt.commit.hyperparameters import fused_values
 from torchrec_stream_ckpt.commit.id_maps import PREFIX, read_pieces
-from torchrec_stream_ckpt.commit.live_dense import LiveDense, Stateful
+from torchrec_stream_ckpt.commit.live_dense import LiveDense
 from torchrec_stream_ckpt.commit.random_state import random_state
-from torchrec_stream_ckpt.commit.replicas import CopyMemory, listing, owners
-from torchrec_stream_ckpt.errors import UnsupportedError
+from torchrec_stream_ckpt.commit.replica_check import Held, Scope, hold
+from torchrec_stream_ckpt.commit.replicas import CopyMemory, owners
+from torchrec_stream_ckpt.commit.saved_dense import REPLICAS
 from torchrec_stream_ckpt.log.worker import Worker
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -63,6 +66,8 @@ class _Taken:
     """Where the state of optimizers stands, for messages."""
     blobs: dict[str, torch.Tensor]
     """All that is no such tensor, as bytes."""
+    objects: Mapping[str, Any]
+    """Title -> state of each object that is the same on all ranks."""
 
 
 class DenseState:
@@ -88,22 +93,22 @@ class DenseState:
         """What the last :meth:`stage` has taken as bytes."""
         self._counted: list[tuple[float, ...]] = []
         """What the kernels' own state was then; MARK holds it."""
-        self.listing: tuple[str, ...] = ()
+        self.held = Held()
         """What the last :meth:`stage` has found on this rank of what all ranks must hold alike."""
 
-    def stage(self) -> dict[str, Any]:
+    def stage(self, scope: Scope | None = None) -> dict[str, Any]:
         """(training thread) This rank's part of the dense state as it is now, copied. Local: no collectives.
 
         The copy is this marker's until the next call. Of what all ranks hold alike, a rank copies what it will save.
         On a GPU the host waits for the whole device: buffers and id maps may be written on other streams.
+
+        Args:
+            scope: What is compared between ranks; None: all of it.
         """
         taken = self._take()
-        world = dist.get_world_size()
-        parameters = taken.parameters
-        frozen = [
-            f"model.{name}" for name, parameter in parameters.items() if world > 1 and not parameter.requires_grad
-        ]
-        self.listing = listing(taken.alike, taken.places, frozen)
+        scope = (scope or Scope()) if dist.get_world_size() > 1 and not self.live.one_replica else None
+        frozen = [f"model.{name}" for name, each in taken.parameters.items() if not each.requires_grad]
+        self.held = hold(taken.alike, taken.apart, taken.objects, taken.places, frozen, scope)
         staged: dict[str, Any] = BlockingAsyncStager().stage(taken.apart) if taken.apart else {}
         self._bytes, self._counted = taken.blobs, self._counts()
         return {**staged, **self._copies.copy(taken.mine), **taken.blobs}
@@ -140,10 +145,14 @@ class DenseState:
         dense = {f"model.{name}": value for name, value in model.items() if name in parameters}
         taken = optimizer_state.take(self.live.optimizers, parameters, wrapper_parameters(self.live.optimizer))
         alike, apart = _split({**dense, **taken.tensors})
-        owner = owners(alike, dist.get_world_size())
+        world = 1 if self.live.one_replica else dist.get_world_size()
+        owner = owners(alike, world, taken.tree["parameters"])
         buffers = {name: value for name, value in model.items() if name not in parameters}
+        wrappers = wrapper_states(self.live.optimizer)
+        shared = {name: state_of(name, self.live.shared[name]) for name in self._taken_here()}
+        compared = {title_of(name, item): shared[name] for name, item in self.live.compared.items() if name in shared}
         blobs = {
-            **self._blobs(buffers),
+            **self._blobs(buffers, shared, wrappers),
             f"rank{self._rank}.optimizers": json_blob(taken.tree),
             f"rank{self._rank}.fused": json_blob(tree.encode(fused, "hyperparameters", tree.no_tensor)),
         }
@@ -154,9 +163,14 @@ class DenseState:
             {**apart, **flat(PREFIX, read_pieces(self.live.id_maps))},
             taken.places,
             blobs,
+            {"the optimizer's wrappers": wrappers, **compared},
         )
 
-    def _blobs(self, buffers: dict[str, Any]) -> dict[str, Any]:
+    def _taken_here(self) -> Mapping[str, Any]:
+        """Shared objects whose state this rank takes: to save it, or to compare it."""
+        return self.live.shared if self._rank == 0 else self.live.compared
+
+    def _blobs(self, buffers: dict[str, Any], shared: Mapping[str, Any], wrappers: list[Any]) -> dict[str, Any]:
         """Encode what is not a tensor of the model or of an optimizer."""
         state: dict[str, Any] = {
             f"rank{self._rank}.random": blob(random_state()),
@@ -165,12 +179,14 @@ class DenseState:
         for name, schedule in self.live.schedules.items():
             state[f"rank{self._rank}.schedule.{name}"] = blob(schedule.state())
         for name, item in self.live.per_rank.items():
-            state[f"rank{self._rank}.stateful.{name}"] = _blob_of(name, item)
+            state[f"rank{self._rank}.stateful.{name}"] = blob_of(name, item, state_of(name, item))
         if self._rank == 0:
             state["shared.seed"] = blob(torch.initial_seed())
-            state["shared.wrappers"] = blob(wrapper_states(self.live.optimizer))
+            state["shared.wrappers"] = blob(wrappers)
+            if self.live.one_replica:
+                state[REPLICAS] = json_blob("rank0")
             for name, item in self.live.shared.items():
-                state[f"shared.stateful.{name}"] = _blob_of(name, item)
+                state[f"shared.stateful.{name}"] = blob_of(name, item, shared[name])
         return state
 
     def save(self, staged: dict[str, Any], path: Path, marker: MarkerId) -> None:
@@ -193,14 +209,3 @@ def _split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str,
     """(plain tensors, the rest): plain ones are replicas, a DTensor is a part of its own on each rank."""
     apart = {name: value for name, value in state.items() if isinstance(value, DTensor)}
     return {name: value for name, value in state.items() if name not in apart}, apart
-
-
-def _blob_of(name: str, item: Stateful) -> torch.Tensor:
-    state = item.state_dict()
-    try:
-        return blob(state)
-    except Exception as error:  # whatever the objects in it raise
-        raise UnsupportedError(
-            f"the state_dict() of the Stateful {name!r} ({type(item).__name__}) cannot be pickled: {error}",
-            hint="keep numbers, text, tensors, lists and dicts in it",
-        ) from error

@@ -10,9 +10,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
+import numpy as np
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchrec_stream_ckpt.format.dense_proof import (
@@ -20,11 +22,14 @@ from torchrec_stream_ckpt.format.dense_proof import (
     MODULUS,
     digest_rows,
     digest_words,
+    word_keys,
     words_per_element,
 )
-from torchrec_stream_ckpt.format.proof import column_keys
+from torchrec_stream_ckpt.format.proof import Ints, column_keys
 
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_SMALL_BYTES = 1 << 14
+_SMALL_TOGETHER_BYTES = 1 << 20
 _PIECE_WORDS = 1 << 24
 """Words of a GPU that are added up at a time: their products take eight bytes each."""
 
@@ -72,7 +77,7 @@ class WordRun:
     first: int
 
 
-def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def digests(tensors: Mapping[str, torch.Tensor], spans: Mapping[str, tuple[int, int]] | None = None) -> dict[str, int]:
     """Return the digest of each entry: of its whole tensor, or of the part that this rank has of a DTensor.
 
     Local: no collective. What is on a GPU is read back once, for which the host waits. Parts that replicate each other
@@ -80,25 +85,66 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
     Args:
         tensors: By the name of their entry.
+        spans: Of these entries only the local elements [first, end) in row-major order count.
     """
     found = dict.fromkeys(tensors, 0)
+    small: dict[torch.dtype, list[str]] = defaultdict(list)
     on_device: dict[torch.device, list[WordRun]] = defaultdict(list)
+    spans = spans or {}
     for name, tensor in tensors.items():
-        for run in _runs(name, LocalBox.of(tensor)):
+        if name not in spans and _is_small(tensor):
+            small[tensor.dtype].append(name)
+            continue
+        for run in _runs(name, LocalBox.of(tensor), spans.get(name)):
             if run.words.is_cuda:
                 on_device[run.words.device].append(run)
             else:
                 found[name] += digest_words(name, run.words.numpy(), run.first)
+    for names in small.values():
+        found.update(_together({name: tensors[name] for name in names}))
     for runs in on_device.values():
         for run, digest in zip(runs, _on_device(runs), strict=True):
             found[run.name] += digest
     return {name: digest % MODULUS for name, digest in found.items()}
 
 
-def _runs(name: str, part: LocalBox) -> Iterator[WordRun]:
-    words, width = _words(part.local), words_per_element(part.local.element_size())
-    for begin, place, length in part.runs():
-        yield WordRun(name, words[begin * width : (begin + length) * width], place * width)
+def _is_small(tensor: torch.Tensor) -> bool:
+    """Whether a sum of its own would cost more than its words do."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    return plain and not tensor.is_cuda and not tensor.is_complex() and 0 < tensor.nbytes <= _SMALL_BYTES
+
+
+@torch.no_grad()
+def _together(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, int]]:
+    """Digests of small tensors of one dtype on the CPU: copied into one, for each costs more than its bytes do."""
+    names = list(tensors)
+    each = max(1, _SMALL_TOGETHER_BYTES // _SMALL_BYTES)
+    for begin in range(0, len(names), each):
+        some = names[begin : begin + each]
+        words = _words(torch.cat([tensors[name].reshape(-1) for name in some])).numpy()
+        width = words_per_element(tensors[some[0]].element_size())
+        keys, starts = _keys_of(tuple((name, tensors[name].numel() * width) for name in some))
+        sums = np.add.reduceat(words * keys, starts)
+        yield from zip(some, sums.tolist(), strict=True)
+
+
+@lru_cache(maxsize=32)
+def _keys_of(entries: tuple[tuple[str, int], ...]) -> tuple[Ints, Ints]:
+    """Keys of all words of some entries, and where each of them begins."""
+    ends = np.cumsum([words for _, words in entries])
+    starts = np.concatenate(([0], ends[:-1]))
+    return np.concatenate([word_keys(name, words) for name, words in entries]), starts
+
+
+def _runs(name: str, box: LocalBox, span: tuple[int, int] | None = None) -> Iterator[WordRun]:
+    words, width = _words(box.local), words_per_element(box.local.element_size())
+    first, end = span or (0, box.local.numel())
+    for begin, place, length in box.runs():
+        skipped = max(0, first - begin)
+        length = min(length, end - begin) - skipped
+        if length > 0:
+            begin, place = (begin + skipped) * width, (place + skipped) * width
+            yield WordRun(name, words[begin : begin + length * width], place)
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:

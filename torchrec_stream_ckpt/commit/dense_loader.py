@@ -68,7 +68,7 @@ class DenseLoader:
         if per_rank and not saved.imported and saved.world != dist.get_world_size():
             raise ConfigError(
                 f"{', '.join(per_rank)}: saved for each of {saved.world} ranks, this job has {dist.get_world_size()}",
-                hint="declare it shared, if the state of rank 0 can serve all ranks",
+                hint="hand it over in stateful if ranks have the same state, in stateful_rank0 if rank 0's serves all",
             )
 
     def _imported(self) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torchrec_stream_ckpt.commit.spacing import NEVER
 from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.format.record import EVENT_S, Meta, meta_of
 
 _NONE = -(2**62)
 """The stretch of a rank that has no watermark."""
@@ -98,3 +100,11 @@ class EventTime:
         """A marker was cut, for whatever reason."""
         if self._seen != _NONE:
             self._cut = self._seen
+
+
+def with_event_time(meta: Meta, watermarks_s: Sequence[float | None]) -> Meta:
+    """Return the metadata of a marker, with the event time to which all ranks have trained unless the user says it."""
+    times = [each for each in watermarks_s if each is not None]
+    if len(times) < len(watermarks_s) or EVENT_S in dict(meta):
+        return meta
+    return meta_of({EVENT_S: min(times), **dict(meta)})

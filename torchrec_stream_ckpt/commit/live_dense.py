@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import starmap
-from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -18,21 +17,13 @@ from torchrec_stream_ckpt.adapter import (
 )
 from torchrec_stream_ckpt.commit import optimizer_state
 from torchrec_stream_ckpt.commit.comm_hooks import check_comm_hooks
-from torchrec_stream_ckpt.commit.data_parallel import at_rest
+from torchrec_stream_ckpt.commit.data_parallel import at_rest, check_whole
 from torchrec_stream_ckpt.commit.dense_guard import DenseGuard
+from torchrec_stream_ckpt.commit.handed_over import Stateful, try_states
 from torchrec_stream_ckpt.commit.match import PER_RANK, dense_entry, optimizer_entry
 from torchrec_stream_ckpt.commit.schedules import NamedSchedule
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, DenseOptimizer
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """What the user hands over: a loader, a scheduler, a scaler."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
 class LiveDense:
@@ -41,9 +32,11 @@ class LiveDense:
     Args:
         model: The live model.
         optimizer: What the job steps: a torch optimizer, or TorchRec's wrappers around some.
-        shared: Objects whose state on rank 0 serves all ranks (a loader that counts samples, a schedule).
+        shared: Objects whose state is the same on all ranks (a loader that counts samples, a schedule).
         per_rank: Objects that have a state of their own on every rank.
         kernels: The fused kernels.
+        rank0: Objects whose state on rank 0 serves all ranks, whatever it is on the others.
+        one_replica: Whether rank 0's replica is saved, and may differ from those of other ranks.
 
     Raises:
         UnsupportedError: the model or an optimizer holds something that cannot be captured exactly.
@@ -57,6 +50,8 @@ class LiveDense:
         shared: Mapping[str, Stateful],
         per_rank: Mapping[str, Stateful],
         kernels: Sequence[FusedKernel],
+        rank0: Mapping[str, Stateful] | None = None,
+        one_replica: bool = False,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -66,18 +61,30 @@ class LiveDense:
         schedules = ((name, NamedSchedule.of(name, item)) for name, item in shared.items())
         self.schedules = {name: schedule for name, schedule in schedules if schedule is not None}
         """Those of the shared objects whose state depends on the plan: schedules over groups of fused tables."""
-        self.shared = {name: item for name, item in shared.items() if name not in self.schedules}
+        self.compared = {} if one_replica else {name: shared[name] for name in shared if name not in self.schedules}
+        """Shared objects that are the same on all ranks."""
+        self.shared = {name: shared[name] for name in shared if name not in self.schedules} | dict(rank0 or {})
+        """All whose state is saved of rank 0."""
+        self.one_replica = one_replica
         self.per_rank = dict(per_rank)
         self.kernels = kernels
         """Replaced after a reshard, which builds new ones."""
-        for name, item in {**shared, **per_rank}.items():
+        for name, item in {**shared, **(rank0 or {}), **per_rank}.items():
             if not isinstance(item, Stateful):
                 raise ConfigError(f"'{name}' ({type(item).__name__}) has no state_dict() and load_state_dict()")
             if "." in name or not name:
                 raise ConfigError(f"'{name}' is no name for a Stateful", hint="use letters, digits and '_'")
         self._check_hooks()
+        for name in shared.keys() & (rank0 or {}).keys():
+            raise ConfigError(
+                f"'{name}' is in stateful and in stateful_rank0",
+                hint="leave it in stateful if ranks have the same state",
+            )
         self._guard = DenseGuard(model, optimizer, self.optimizers, self.view())
         self._unwatch: Callable[[], None] | None = None
+        if one_replica:
+            check_whole(self.view())
+        try_states(self.compared)
 
     def watch(self) -> None:
         """Begin to notice optimizers that step and were not handed over; until :meth:`unwatch`."""
@@ -102,6 +109,11 @@ class LiveDense:
 
     def _check_hooks(self) -> None:
         check_comm_hooks(self.model, (*self.shared.values(), *self.per_rank.values()))
+
+    @property
+    def handed_over(self) -> tuple[Stateful, ...]:
+        """The user's objects."""
+        return (*self.shared.values(), *self.per_rank.values())
 
     def view(self) -> nn.Module:
         """Return a module of the dense parameters and buffers, by the names that markers give them."""

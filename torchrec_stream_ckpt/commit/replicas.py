@@ -1,75 +1,44 @@
 """A copy of what the ranks hold alike: each of them copies a part, into memory that is kept for the next marker.
 
-DDP keeps parameters and optimizer states equal on all ranks, so one copy of them is saved; a frozen parameter is
-compared, for nothing keeps it equal. Which rank makes the copy follows from names and sizes alone: every rank comes to
-the same answer without asking, and the votes of a marker compare what the answer was made from.
+The ranks compare what they hold (``replica_check.py``), so one copy of it is saved. Which rank makes the copy follows
+from names and sizes alone: every rank comes to the same answer without asking, and the votes of a marker compare what
+the answer was made from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
-import numpy as np
 import torch
-from crc32c import crc32c
-
-from torchrec_stream_ckpt.errors import MarkerFailedError
 
 Tensors = Mapping[str, torch.Tensor]
 """By entry."""
-FROZEN = " frozen, CRC-32C "
+MODEL = "model."
+"""Begins the entries of parameters."""
 
 
-def owners(tensors: Tensors, world: int) -> dict[str, int]:
-    """The rank that saves each tensor: bytes are spread, the largest tensors first."""
-    load = [0] * world
-    found = {}
-    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
-        rank = load.index(min(load))
-        load[rank] += tensors[name].nbytes
-        found[name] = rank
-    return found
+def owners(tensors: Tensors, world: int, parameters: Mapping[str, str] | None = None) -> dict[str, int]:
+    """The rank that saves each tensor: bytes are spread, the largest groups first.
 
-
-def listing(tensors: Tensors, places: Mapping[str, str], frozen: Collection[str]) -> tuple[str, ...]:
-    """Return what :func:`owners` looks at, and what has to be the same on all ranks.
+    A parameter and what optimizers keep for it are one group. So one rank saves all of it.
 
     Args:
         tensors: What each rank holds a copy of.
-        places: Entry -> where its tensor stands, for people.
-        frozen: Entries of parameters that nothing keeps equal: a checksum of their bytes is in the listing.
+        world: Number of ranks.
+        parameters: Entry of a tensor of an optimizer -> the parameter that it belongs to.
     """
-    return tuple(
-        f"{name}{f' ({places[name]})' if name in places else ''} {list(tensor.shape)} {tensor.dtype}"
-        + (f"{FROZEN}{_checksum(tensor):08x}" if name in frozen else "")
-        for name, tensor in sorted(tensors.items())
-    )
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    data = np.from_dlpack(_bits(tensor))
-    return int(crc32c(data.data))
-
-
-def check_same(listings: list[tuple[str, ...]]) -> None:
-    """Refuse a marker to which the ranks would save different sets of tensors, or other values of a frozen one.
-
-    Raises:
-        MarkerFailedError: names the first tensor that one rank holds and another does not, or holds otherwise.
-    """
-    for rank, other in enumerate(listings):
-        if not (different := sorted(set(listings[0]) ^ set(other))):
-            continue
-        tensor, frozen, _ = different[0].partition(FROZEN)
-        if frozen and sum(each.startswith(f"{tensor}{FROZEN}") for each in different) > 1:
-            raise MarkerFailedError(
-                f"ranks 0 and {rank} hold different values of a frozen parameter: {tensor}",
-                hint="give all ranks the same values, or register it as a buffer, which is saved for each rank",
-            )
-        raise MarkerFailedError(
-            f"ranks 0 and {rank} hold different dense state: only one of them has {different[0]}",
-            hint="let DDP or FSDP2 hold every dense parameter, and step its optimizer on every rank",
-        )
+    groups: dict[str, list[str]] = {}
+    for name in sorted(tensors):
+        of = (parameters or {}).get(name)
+        groups.setdefault(f"{MODEL}{of}" if of is not None else name, []).append(name)
+    sizes = {group: sum(tensors[name].nbytes for name in names) for group, names in groups.items()}
+    load = [0] * world
+    found = {}
+    for group in sorted(groups, key=lambda group: (-sizes[group], group)):
+        rank = load.index(min(load))
+        load[rank] += sizes[group]
+        found.update(dict.fromkeys(groups[group], rank))
+    return found
 
 
 class CopyMemory:

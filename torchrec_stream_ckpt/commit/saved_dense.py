@@ -25,6 +25,10 @@ Parameters = Mapping[str, nn.Parameter]
 """Of the live model, by their names in the marker."""
 
 
+REPLICAS = "shared.replicas"
+"""Entry that says that replicas might differ, and that all of the dense state is rank 0's."""
+
+
 class SavedDense:
     """The dense state of one marker. Its digests were compared: its pickles may be opened.
 
@@ -47,6 +51,11 @@ class SavedDense:
     def imported(self) -> bool:
         """Whether ``stream-ckpt import`` has made it."""
         return "shared.imported" in self.entries
+
+    @property
+    def one_replica(self) -> bool:
+        """Whether replicas might differ, and what it has is rank 0's (``StreamConfig.replicas``)."""
+        return REPLICAS in self.entries
 
     @property
     def imported_states(self) -> dict[str, set[str]] | None:
@@ -92,8 +101,8 @@ class SavedDense:
     @cached_property
     def _common(self) -> dict[str, torch.Tensor]:
         """Blobs that every restore takes, whatever its model, read at once: each load of DCP's has a fixed price."""
-        own = (f"rank{self.source}.{name}" for name in ("random", "buffers", "optimizers"))
-        names = [name for name in ("shared.seed", "shared.wrappers", *own) if name in self.entries]
+        own = (f"rank{self.source}.{name}" for name in ("random", "buffers"))
+        names = [name for name in ("shared.seed", "shared.wrappers", *own, self._tree_entry) if name in self.entries]
         return load_here({name: empty_blob(self.entries, name) for name in names}, self.reader)
 
     def _blob(self, name: str) -> torch.Tensor:
@@ -129,10 +138,14 @@ class SavedDense:
             "per_rank": {name: unblob(loaded[entry]) for name, entry in own.items()},
         }
 
+    @property
+    def _tree_entry(self) -> str:
+        return f"rank{0 if self.one_replica else self.source}.optimizers"
+
     @cached_property
     def tree(self) -> dict[str, Any] | None:
         """JSON of the dense optimizers; None in a marker of an older release, or an imported one."""
-        name = f"rank{self.source}.optimizers"
+        name = self._tree_entry
         if name not in self.entries:
             return None
         found: dict[str, Any] = read_json(self._blob(name))

@@ -62,6 +62,13 @@ def digest_rows(name: str, sums: Ints, first_row: int = 0) -> int:
     return int(sums @ keys) % MODULUS
 
 
+def word_keys(name: str, words: int) -> Ints:
+    """The key of each of an entry's first words: that of its row times that of its column."""
+    rows = -(-words // COLUMNS)
+    keys: Ints = np.multiply.outer(_rows(name, 0, rows), _columns()).reshape(-1)
+    return keys[:words]
+
+
 @cache
 def _columns() -> Ints:
     return column_keys(0, COLUMNS)

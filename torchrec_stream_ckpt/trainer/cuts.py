@@ -25,6 +25,7 @@ from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.commit.coordinator import Coordinator, CutOrder
 from torchrec_stream_ckpt.commit.dense import DenseState
 from torchrec_stream_ckpt.commit.generation import Generation
+from torchrec_stream_ckpt.commit.replica_check import Scope
 from torchrec_stream_ckpt.commit.seal import Seal, Sealed
 from torchrec_stream_ckpt.errors import CaptureMismatchError
 from torchrec_stream_ckpt.failpoints import failpoint
@@ -85,6 +86,7 @@ class Cuts:
         team: Small agreements; used for the oracle alone.
         submit: Where its MARKs go, after their rows.
         prover: Takes the rows that each marker proves; None: markers have no proof.
+        compared_bytes: Dense state that ranks compare at a marker after the first one, by turns.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Cuts:
         team: Team,
         submit: Callable[[FrameBuffer], int],
         prover: Prover | None = None,
+        compared_bytes: int = 0,
     ) -> None:
         self._generation = generation
         self._coordinator = coordinator
@@ -108,6 +111,7 @@ class Cuts:
         self._team = team
         self._submit = submit
         self._prover = prover
+        self._compared_bytes = compared_bytes
         self._open: _Open | None = None
         self._seal = Seal()
         """That of the last cut."""
@@ -166,7 +170,7 @@ class Cuts:
             # The oracle compares live tables: until it has, no update may run on another thread.
             with self._capture.still() if self._oracle is not None else nullcontext():
                 if prepare(drain):
-                    staged = self._dense.stage()
+                    staged = self._dense.stage(self._scope(marker))
                     with self._capture.still():
                         self._open = _Open(step, marker, seal, self._capture.freeze(drain, seal.fail))
                         self._open.taken = taken = self._prover.take() if self._prover is not None else None
@@ -183,6 +187,11 @@ class Cuts:
         future = self._hand_over(CutOrder(marker, step, seal, staged, meta, event_s, forwards), taken)
         self._ask()
         return future
+
+    def _scope(self, marker: int) -> Scope:
+        """What the ranks compare of their dense state: all of it at the first marker, and under an oracle."""
+        whole = self._oracle is not None or not self._coordinator.compared
+        return Scope(marker, None if whole else self._compared_bytes)
 
     def _hand_over(self, cut: CutOrder, taken: Taken | None) -> Future[Committed]:
         """(all ranks) To the commit thread, a cut that was given up too: all ranks are to know."""

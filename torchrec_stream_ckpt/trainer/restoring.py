@@ -179,6 +179,7 @@ class Restoring:
             loaded.share,
             plan.report,
             source.name,
+            loaded.replicas,
         )
 
     def reshard(self, move: Callable[[], float], hook: Callable[[Callable[[], float]], float]) -> float:
@@ -238,5 +239,14 @@ class Restoring:
         self._attached.capture.mark_ranges(loaded.unproved)
         generation, marker = plan.marker
         return Restored(
-            generation, marker, plan.step, plan.world, rows, route.skipped, loaded.source, loaded.share, plan.report
+            generation,
+            marker,
+            plan.step,
+            plan.world,
+            rows,
+            route.skipped,
+            loaded.source,
+            loaded.share,
+            plan.report,
+            replicas=loaded.replicas,
         )

@@ -76,6 +76,8 @@ class Loaded:
     """What rows were read from, in words."""
     record: ClaimChanges | None
     """What the next CLAIM says of a model that has changed; None: it is that of the marker."""
+    replicas: str
+    """As of ``Restored``."""
 
     def say(self, plan: RestorePlan) -> None:
         """(rank 0) Log what was restored."""
@@ -87,6 +89,8 @@ class Loaded:
             self.source,
             100 * self.share,
         )
+        if self.replicas != "same":
+            log.warning("the marker was saved with replicas='rank0': all ranks have the dense state of its rank 0 now")
         if self.merged:
             names = ", ".join(plan.schema.tables[table].name for table in self.merged)
             log.info("row-wise state of %s is merged from other columns: it was not compared", names)
@@ -255,6 +259,7 @@ class Session:
         refuse_or_accept(unproved, plan.marker, accept=accept_unproved, say=team.rank == 0)
         match = new.match if new is not None else None
         load_rest = team.together(lambda: self._dense.loader.load(self._saved(route), match))
+        replicas = "rank0" if self._saved(route).one_replica else "same"
         replicated = attached.replicated().tensors()
         compared = check_replicated(team, match.replicated(replicated) if match is not None else replicated, self._met)
         refuse_or_accept(compared.unproved, plan.marker, accept=accept_unproved, say=team.rank == 0)
@@ -274,6 +279,7 @@ class Session:
             unproved.rows(schema) if unproved is not None else (),
             f"{route.place}: {plan.source}" if self._tiers is not None else plan.source,
             new.record if new is not None else None,
+            replicas,
         )
 
     def _comparable(self, plan: RestorePlan, schema: Schema) -> tuple[TableShard, ...]:

@@ -134,6 +134,7 @@ def scalars(stats: Stats, before: Stats | None, peak_s: float) -> dict[str, floa
         "sweep_ratio": stats.sweep_ratio,
         "markers_committed": stats.markers_committed,
         "markers_failed": stats.markers_failed,
+        "markers_differed": stats.markers_differed,
         "data_loss_seconds": stats.loss_s,
         "data_loss_steps": stats.loss_steps,
         "proved_ratio": stats.proved_ratio,

@@ -139,6 +139,7 @@ def open_stream(parts: StreamParts, claim: Claim, timeout_s: float, prover: Call
             team,
             _listened(publisher.submit, attached.oracle),
             proves,
+            tier.config.proof_bytes,
         )
         undo.pop_all()
     return Stream(generation, coordinator, cuts, proves)

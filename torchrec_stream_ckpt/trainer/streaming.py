@@ -163,10 +163,12 @@ class Streaming:
             self.stopping.stop(stream, self.steps, there, lambda deadline_s: self._cut(stream, deadline_s))
 
     def _raise_failure(self, stream: Stream, vote: StepVote) -> None:
-        """(``on_stream_failure="raise"``) The last marker has settled on all ranks: if it failed, all of them raise."""
-        failure = stream.coordinator.failure
+        """The last marker has settled on all ranks: if it failed, all of them raise.
+
+        They do with ``on_stream_failure="raise"``, and in any case if the first marker finds that replicas differ."""
+        failure, raises = stream.coordinator.failure, self._config.on_stream_failure == "raise"
         # Without a vote a rank may know more than the others.
-        if self._config.on_stream_failure == "raise" and vote is not NOTHING and vote.settled and failure:
+        if (raises or stream.coordinator.refused) and vote is not NOTHING and vote.settled and failure:
             stream.coordinator.failure = None
             raise failure
 

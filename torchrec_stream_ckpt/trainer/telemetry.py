@@ -13,6 +13,7 @@ from functools import partial
 
 from torchrec_stream_ckpt.capture.hook import Capture
 from torchrec_stream_ckpt.capture.prover import Prover
+from torchrec_stream_ckpt.errors import ReplicaMismatchError
 from torchrec_stream_ckpt.format.proof import Proved
 from torchrec_stream_ckpt.format.ring import FrameRing
 from torchrec_stream_ckpt.log.publisher import Publisher
@@ -62,7 +63,7 @@ class Telemetry:
         self._sent = _Sent()
         self._newest = _Newest(None, 0, time.monotonic())
         self._lock = threading.Lock()
-        self._committed = self._failed = self._in_flight = 0
+        self._committed = self._failed = self._differed = self._in_flight = 0
 
     def opened(
         self,
@@ -101,10 +102,12 @@ class Telemetry:
 
     def _settled(self, cut: _Newest, future: Future[Committed]) -> None:
         """(commit thread)"""
-        failed = future.exception() is not None
+        error = future.exception()
+        failed = error is not None
         with self._lock:
             self._in_flight -= 1
             self._failed += failed
+            self._differed += isinstance(error, ReplicaMismatchError)
             self._committed += not failed
         if not failed:
             self._newest = cut
@@ -120,6 +123,7 @@ class Telemetry:
         swept, all_rows = capture.sweep_progress
         with self._lock:
             committed, failed, in_flight = self._committed, self._failed, self._in_flight
+            differed = self._differed
         return Stats(
             rank=self._rank,
             generation=sent.generation,
@@ -138,6 +142,7 @@ class Telemetry:
             strays=sent.before + sent.strays.count,
             markers_committed=committed,
             markers_failed=failed,
+            markers_differed=differed,
             marker_in_flight=in_flight > 0,
             newest=newest.marker,
             newest_step=newest.step,
