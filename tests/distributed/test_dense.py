@@ -372,6 +372,7 @@ def _shares(uri: str) -> tuple[set[str], tuple[str, ...]]:
     job = build()
     with attach(job, uri) as checkpointer:
         job.step()
+        job.step()  # from here on it is known that the loop clears its gradients
         mine = {name for name in inside(checkpointer).dense.stage() if name.startswith(("model.", "optim."))}
         return mine, inside(checkpointer).dense.held.shapes
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
@@ -163,6 +163,7 @@ def _staged(uri: str) -> tuple[int, int]:
     job = _job("root adam")
     with attach(job, StreamConfig(uri=uri)) as checkpointer:
         job.step()
+        job.step()  # from here on it is known that the loop clears its gradients
         staged = _sharded(inside(checkpointer).dense.stage())
         before = [value.to_local().clone() for value in staged]
         job.step()
@@ -229,3 +230,66 @@ def test_what_cannot_be_captured_is_refused_by_name(tmp_path: Path) -> None:
     assert "fully_shard holds tables of a sharded module" in said["tables"]
     place = "the LocalMomentum (optimizer0): state of bottom.0.weight['momentum'] is not captured"
     assert place in said["local state"]
+
+
+# Gradients.
+
+
+def _micro_batches(job: Trainer, checkpointer: StreamCheckpointer, count: int) -> None:
+    """Accumulation over two batches: the optimizer steps after the second one."""
+    for _ in range(count):
+        job.step_number += 1
+        job.dmp(*batch(job.step_number)).div(2).backward()
+        if job.step_number % 2 == 0:
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+        checkpointer.step()
+
+
+def _accumulated(kind: str, uri: str, restore: bool) -> tuple[list[str], State]:
+    """Entries of gradients at the marker in the middle of an accumulation, and the truth three batches later."""
+    job = _job(kind)
+    with attach(job, StreamConfig(uri=uri, marker_every=None)) as checkpointer:
+        if restore:
+            assert checkpointer.restore() is not None
+        else:
+            _micro_batches(job, checkpointer, 3)
+            checkpointer.mark().result(60)
+        held = [name for name, each in job.dmp.module.named_parameters() if isinstance(each.grad, DTensor)]
+        _micro_batches(job, checkpointer, 3)
+        return held, truth(job)
+
+
+@pytest.mark.parametrize("kind", ["root adam", "towers adagrad"])
+def test_a_sharded_gradient_that_is_accumulated_comes_back(kind: str, tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    then, now = (ranks.run(2, _accumulated, kind, uri, restore) for restore in (False, True))
+    for (held, trained), (held_now, resumed) in zip(then, now, strict=True):
+        assert len(held) >= 8
+        assert held == held_now
+        assert differences(trained, resumed) == []
+
+
+def _not_reduced(uri: str) -> list[str]:
+    said = []
+    job = _job("root adam")
+    modules = [module for module in job.dmp.modules() if isinstance(module, FSDPModule)]
+    with attach(job, StreamConfig(uri=uri, marker_every=None)) as checkpointer:
+        for number in (1, 2, 1, 2):
+            for module in modules:
+                module.set_requires_gradient_sync(number == 2, recurse=False)
+            _micro_batches(job, checkpointer, 1)
+            try:
+                checkpointer.mark().result(60)
+                said.append("committed")
+            except MarkerFailedError as error:
+                said.append(str(error))
+    return said
+
+
+def test_a_gradient_that_fsdp_has_not_reduced_is_refused_by_name(tmp_path: Path) -> None:
+    for said in ranks.run(2, _not_reduced, f"file://{tmp_path}"):
+        assert said[1::2] == ["committed", "committed"]
+        for text in said[::2]:
+            assert "was accumulated on this rank alone: FSDP2 has not reduced it" in text
+            assert "Try: mark at the accumulation boundary" in text

@@ -170,6 +170,8 @@ WITH_TORCH = frozenset(
         "commit/dense_digests.py",
         "commit/dense_guard.py",
         "commit/dense_loader.py",
+        "commit/gradient_loader.py",
+        "commit/gradients.py",
         "commit/handed_over.py",
         "commit/hyperparameters.py",
         "commit/id_maps.py",

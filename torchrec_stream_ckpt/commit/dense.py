@@ -4,6 +4,8 @@
 ``model.<name>``                  parameters, data-parallel tables included; replicas once
 ``optim.<key>.<name>.<s>``        tensor ``s`` that a dense optimizer keeps for a parameter
 ``nested.<key>.<n>``              any other tensor in the state of a dense optimizer
+``grad.<name>``                   a gradient that the next optimizer step reads (``gradients.py``);
+                                  a sparse one is ``grad_indices.<name>``, ``grad_values.<name>``
 ``rank<r>.optimizers``            JSON: all else of that state, as ``optimizer_state.py`` says
 ``rank<r>.fused``                 JSON: hyperparameters of the fused kernels, by table
 ``shared.<name>``                 one blob a ``Stateful`` that serves all ranks, of rank 0
@@ -144,7 +146,8 @@ class DenseState:
         model = view.state_dict()
         dense = {f"model.{name}": value for name, value in model.items() if name in parameters}
         taken = optimizer_state.take(self.live.optimizers, parameters, wrapper_parameters(self.live.optimizer))
-        alike, apart = _split({**dense, **taken.tensors})
+        gradients = self.live.gradients.take(parameters)
+        alike, apart = _split({**dense, **taken.tensors, **gradients.tensors})
         world = 1 if self.live.one_replica else dist.get_world_size()
         owner = owners(alike, world, taken.tree["parameters"])
         buffers = {name: value for name, value in model.items() if name not in parameters}
@@ -153,7 +156,7 @@ class DenseState:
         compared = {title_of(name, item): shared[name] for name, item in self.live.compared.items() if name in shared}
         blobs = {
             **self._blobs(buffers, shared, wrappers),
-            f"rank{self._rank}.optimizers": json_blob(taken.tree),
+            f"rank{self._rank}.optimizers": json_blob({**taken.tree, "gradients": gradients.tree}),
             f"rank{self._rank}.fused": json_blob(tree.encode(fused, "hyperparameters", tree.no_tensor)),
         }
         return _Taken(
@@ -161,7 +164,7 @@ class DenseState:
             alike,
             {entry: tensor for entry, tensor in alike.items() if owner[entry] == self._rank},
             {**apart, **flat(PREFIX, read_pieces(self.live.id_maps))},
-            taken.places,
+            {**taken.places, **gradients.places},
             blobs,
             {"the optimizer's wrappers": wrappers, **compared},
         )

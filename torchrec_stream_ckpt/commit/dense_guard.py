@@ -56,9 +56,6 @@ class DenseGuard:
         optimizer_state.take(self._optimizers, parameters, wrapper_parameters(optimizer))
         wrapper_states(optimizer)
 
-    def begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """(before each step)"""
-
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer of this process has made a step; whether it was handed over or not."""
         if not any(optimizer is part for part in self._parts):

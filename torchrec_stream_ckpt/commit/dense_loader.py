@@ -12,6 +12,7 @@ from torch import nn
 from torchrec_stream_ckpt.adapter import CollisionMap, check_wrappers, load_wrapper_states
 from torchrec_stream_ckpt.commit import optimizer_state
 from torchrec_stream_ckpt.commit.dcp import flat, load_here
+from torchrec_stream_ckpt.commit.gradient_loader import load_gradients
 from torchrec_stream_ckpt.commit.hyperparameters import given, set_fused_values, told
 from torchrec_stream_ckpt.commit.id_maps import PREFIX, State, empty_pieces, merge_pieces
 from torchrec_stream_ckpt.commit.live_dense import LiveDense, names_of
@@ -110,6 +111,7 @@ class DenseLoader:
         for key, optimizer in self._live.optimizers.items():
             fresh = parameters.keys() - match.states[key].keys()
             optimizer_state.put_back(optimizer, parameters, states[key], fresh)
+        load_gradients(self._live.gradients, saved, parameters, match.entries)
         load_wrapper_states(self._live.optimizer, blobs["wrappers"])
         set_fused_values(self._live.kernels, [match.by_table(values) for values in fused])
         if different := told(self._given, given(self._live.kernels, self._live.optimizers)):

@@ -19,6 +19,7 @@ from torchrec_stream_ckpt.commit import optimizer_state
 from torchrec_stream_ckpt.commit.comm_hooks import check_comm_hooks
 from torchrec_stream_ckpt.commit.data_parallel import at_rest, check_whole
 from torchrec_stream_ckpt.commit.dense_guard import DenseGuard
+from torchrec_stream_ckpt.commit.gradients import Gradients
 from torchrec_stream_ckpt.commit.handed_over import Stateful, try_states
 from torchrec_stream_ckpt.commit.match import PER_RANK, dense_entry, optimizer_entry
 from torchrec_stream_ckpt.commit.schedules import NamedSchedule
@@ -81,17 +82,24 @@ class LiveDense:
                 hint="leave it in stateful if ranks have the same state",
             )
         self._guard = DenseGuard(model, optimizer, self.optimizers, self.view())
+        self.gradients = Gradients(model, self.optimizers)
         self._unwatch: Callable[[], None] | None = None
         if one_replica:
             check_whole(self.view())
         try_states(self.compared)
 
     def watch(self) -> None:
-        """Begin to notice optimizers that step and were not handed over; until :meth:`unwatch`."""
-        self._unwatch = watch_steps(self._guard.begins, self._guard.stepped)
+        """Begin to notice steps of optimizers, handed over or not, and what clears gradients; until :meth:`unwatch`."""
+        self.gradients.watch()
+        self._unwatch = watch_steps(self.gradients.begins, self._stepped)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self._guard.stepped(optimizer)
+        self.gradients.stepped(optimizer)
 
     def unwatch(self) -> None:
         """Remove the hooks of :meth:`watch`."""
+        self.gradients.unwatch()
         if self._unwatch is not None:
             self._unwatch()
             self._unwatch = None

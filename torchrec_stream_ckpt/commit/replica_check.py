@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from torchrec_stream_ckpt.commit.canonical import Canonical
 from torchrec_stream_ckpt.commit.dense_digests import digests
+from torchrec_stream_ckpt.commit.gradients import GRADIENTS
 from torchrec_stream_ckpt.errors import MarkerFailedError, ReplicaMismatchError
 
 ALL = ""
@@ -28,6 +29,7 @@ _OBJECT_HINT = (
     "hand it over in stateful_per_rank if each rank has its own state, or in stateful_rank0 if rank 0's is to serve all"
 )
 _FROZEN_HINT = "give all ranks the same values, or register it as a buffer, which is saved for each rank"
+_GRADIENT_HINT = "mark at the accumulation boundary: after the optimizer's step, and before the next backward"
 _WRAPPER_HINT = "step the wrapped optimizers on all ranks alike; if they differ by design, set replicas='rank0'"
 
 
@@ -179,6 +181,8 @@ def _mismatch(ranks: Sequence[Held], one: int, other: int, title: str, more: int
     kind, hint = "", _TENSOR_HINT
     if title in ranks[one].frozen:
         kind, hint = "a frozen parameter: ", _FROZEN_HINT
+    elif title.startswith(GRADIENTS):
+        hint = _GRADIENT_HINT
     elif title in ranks[one].leaves:
         hint = _WRAPPER_HINT if title.startswith("the optimizer") else _OBJECT_HINT
     where = _leaf(ranks[one].leaves.get(title, {}), ranks[other].leaves.get(title, {}), one, other)
