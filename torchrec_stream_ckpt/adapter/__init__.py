@@ -24,6 +24,8 @@ of ``torch.Tensor``:
 of a ``DistributedDataParallel`` and its reducer:
 ``reducer``, ``_get_ddp_logging_data``                2.11   how many parameters it averages the gradients of
 ``_get_zeros_like_grad_buckets``                      2.11   which ones
+of a slice of a data-parallel table:
+``_original_tensor``                                  1.6    the parameter that has its gradient
 of a module of FSDP2, its state and its groups of parameters:
 ``_get_fsdp_state``, ``_fsdp_param_group``            2.11   the groups; several of them since 2.14
 ``fsdp_params``, ``_partial_reduce_output``           2.11   gradients that are this rank's own
@@ -112,6 +114,7 @@ from torchrec_stream_ckpt.adapter.dense import (
 from torchrec_stream_ckpt.adapter.dense_standing import DensePrint, optimizer_parts, reduced_parameters
 from torchrec_stream_ckpt.adapter.gradients import (
     GradientVersion,
+    set_gradient,
     unreduced,
     watch_no_sync,
     watch_steps,
@@ -160,6 +163,7 @@ __all__ = [
     "optimizer_parts",
     "optimizer_states",
     "reduced_parameters",
+    "set_gradient",
     "sharded_embeddings",
     "unreduced",
     "watch_no_sync",

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
 
 from torchrec_stream_ckpt.adapter import versions
 from torchrec_stream_ckpt.adapter.patch import wrap
@@ -26,13 +27,46 @@ class GradientVersion:
     version: int
 
     @classmethod
-    def of(cls, gradient: torch.Tensor) -> GradientVersion:
-        """Note a gradient; the note does not keep it in memory."""
-        return cls(ref(gradient), gradient._version)
+    def of(cls, parameter: torch.Tensor) -> GradientVersion | None:
+        """Note the gradient of a parameter, without keeping it in memory. Returns None if it has none."""
+        gradient = _holder(parameter).grad
+        return cls(ref(gradient), _written(gradient)) if gradient is not None else None
 
-    def is_now(self, gradient: torch.Tensor) -> bool:
-        """Return whether ``gradient`` is that tensor, and was not written since."""
-        return self.tensor() is gradient and self.version == gradient._version
+    def is_now(self, parameter: torch.Tensor) -> bool:
+        """Return whether the parameter still has that gradient, not written since."""
+        gradient = _holder(parameter).grad
+        return gradient is not None and self.tensor() is gradient and self.version == _written(gradient)
+
+
+def _written(gradient: Any) -> int:
+    """How often a gradient was written in place; FSDP2 writes to the part of it that this rank holds."""
+    if not hasattr(gradient, "to_local"):
+        return int(gradient._version)
+    with torch.no_grad():
+        return int(gradient.to_local()._version)
+
+
+def _holder(parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor that has the gradient: data-parallel tables are slices of one parameter."""
+    if not isinstance(parameter, TableBatchedEmbeddingSlice):
+        return parameter
+    versions.TABLE_SLICE.require(parameter)
+    held: torch.Tensor = parameter._original_tensor
+    return held
+
+
+def set_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
+    """Give a parameter a gradient, in place if it has one like that: DDP may hold on to the tensor."""
+    live = parameter.grad
+    if value is None:
+        parameter.grad = None
+    elif live is not None and live.layout is value.layout is torch.strided and live.dtype == value.dtype:
+        live.detach().copy_(value)
+    else:
+        holder = _holder(parameter)
+        if holder is not parameter:
+            holder.grad = torch.zeros_like(holder)
+        parameter.grad = value.to(parameter.device)
 
 
 def watch_steps(begins: Callable[[Any], None], ends: Callable[[Any], None]) -> Remover:

@@ -162,6 +162,7 @@ REDUCER = HookPoints("reducer of DDP", ("_get_zeros_like_grad_buckets",))
 FSDP_MODULE = HookPoints("module of FSDP2", ("_get_fsdp_state",))
 FSDP_STATE = HookPoints("state of FSDP2", ("_fsdp_param_group",))
 FSDP_GROUP = HookPoints("group of FSDP2's parameters", ("_partial_reduce_output", "fsdp_params"))
+TABLE_SLICE = HookPoints("slice of a data-parallel table", ("_original_tensor",))
 COLLISION_WRAPPER = HookPoints("managed collision wrapper", ("_managed_collision_collection",))
 COLLISION_COLLECTION = HookPoints("managed collision collection", ("_env", "_managed_collision_modules"))
 ID_MAP = HookPoints(
@@ -210,6 +211,7 @@ HOOK_POINTS = (
     FSDP_MODULE,
     FSDP_STATE,
     FSDP_GROUP,
+    TABLE_SLICE,
     COLLISION_WRAPPER,
     COLLISION_COLLECTION,
     ID_MAP,

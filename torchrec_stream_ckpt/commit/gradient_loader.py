@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchrec_stream_ckpt.adapter import set_gradient
 from torchrec_stream_ckpt.commit.dcp import load_here
 from torchrec_stream_ckpt.commit.gradients import GRADIENT, INDICES, VALUES, Gradients
 from torchrec_stream_ckpt.commit.optimizer_state import empty_like
@@ -32,12 +33,8 @@ def load_gradients(
     loaded = _values(saved, described, matched)
     zeros = set(described["zeros"])
     for name, parameter in matched.items():
-        if name in loaded:
-            _put(parameter, loaded[name])
-        elif name in zeros:
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().zero_()
-        else:
-            parameter.grad = None
+        value = torch.zeros_like(parameter) if name in zeros else loaded.get(name)
+        set_gradient(parameter, value.detach() if value is not None else None)
     gradients.loaded(matched.values(), [matched[name] for name in zeros if name in matched])
 
 
@@ -62,12 +59,3 @@ def _values(
                 indices, values = read[f"{INDICES}.{name}"], read[f"{VALUES}.{name}"]
             found[name] = torch.sparse_coo_tensor(indices, values, shape, is_coalesced=said["coalesced"])
     return found
-
-
-def _put(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """In place if that is possible: DDP may hold on to the tensor."""
-    live = parameter.grad
-    if live is not None and live.layout is value.layout is torch.strided and live.dtype == value.dtype:
-        live.detach().copy_(value)
-    else:
-        parameter.grad = value.to(parameter.device)

@@ -183,11 +183,11 @@ class Gradients:
         if gradient.dtype != parameter.dtype:
             return False
         zeroed = self._zeroed.get(id(parameter))
-        if zeroed is not None and zeroed.is_now(gradient):
+        if zeroed is not None and zeroed.is_now(parameter):
             return True
         for steps in holders:
             consumed = steps.consumed.get(id(parameter))
-            if steps.kept or not steps.clears or consumed is None or not consumed.is_now(gradient):
+            if steps.kept or not steps.clears or consumed is None or not consumed.is_now(parameter):
                 return False
         for steps in holders:
             steps.assumed = True
@@ -242,11 +242,8 @@ def _is_torchs_own(owner: Any, base: Any) -> bool:
 
 
 def _versions(parameters: Iterable[torch.Tensor]) -> dict[int, GradientVersion]:
-    return {
-        id(parameter): GradientVersion.of(gradient)
-        for parameter in parameters
-        if (gradient := parameter.grad) is not None
-    }
+    noted = ((id(parameter), GradientVersion.of(parameter)) for parameter in parameters)
+    return {key: version for key, version in noted if version is not None}
 
 
 def _add_zeros(taken: LiveGradients, name: str, gradient: torch.Tensor) -> None:
@@ -259,7 +256,11 @@ def _add_zeros(taken: LiveGradients, name: str, gradient: torch.Tensor) -> None:
 def _add_values(taken: LiveGradients, name: str, gradient: torch.Tensor) -> None:
     gradient = gradient.detach()
     plain = type(gradient) is torch.Tensor and not gradient.is_quantized and not gradient.is_meta
-    if isinstance(gradient, DTensor) or (plain and gradient.layout is torch.strided):
+    if isinstance(gradient, DTensor):
+        parts: dict[str, torch.Tensor] = {
+            GRADIENT: gradient.clone()
+        }  # one that FSDP2 has made cannot be copied by DCP's stager
+    elif plain and gradient.layout is torch.strided:
         parts = {GRADIENT: gradient}
     elif plain and gradient.layout is torch.sparse_coo:
         said = {"dim": gradient.sparse_dim(), "values": True, "coalesced": gradient.is_coalesced()}
