@@ -133,7 +133,7 @@ def a_dense_save_that_raises(running: Running) -> None:
 
 
 FAILURES = {
-    a_stateful_that_raises: "rank 1: OSError: the loader hiccups",
+    a_stateful_that_raises: "the state_dict() of the Stateful 'position' (Position) fails: OSError: the loader hiccups",
     a_dense_save_that_raises: "the store is full",
 }
 

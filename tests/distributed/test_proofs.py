@@ -177,7 +177,7 @@ class Failing:
 
 def _some_fail(where: StreamConfig) -> list[bool]:
     job = zoo.build(ONE, Plan(1, 1, (Place("tw", (0,)),)))
-    handed = {"failing": Failing({2, 3})}
+    handed = {"failing": Failing({3, 4})}  # its first call is at the attach
     outcomes = []
     with StreamCheckpointer(job.dmp, job.optimizer, config=where, stateful=handed) as checkpointer:
         for _ in range(6):

@@ -81,11 +81,11 @@ class LiveDense:
                 f"'{name}' is in stateful and in stateful_rank0",
                 hint="leave it in stateful if ranks have the same state",
             )
+        if one_replica:
+            check_whole(self.view())
         self._guard = DenseGuard(model, optimizer, self.optimizers, self.view())
         self.gradients = Gradients(model, self.optimizers)
         self._unwatch: Callable[[], None] | None = None
-        if one_replica:
-            check_whole(self.view())
         try_states(self.compared)
 
     def watch(self) -> None:
