@@ -39,7 +39,7 @@ from torchrec_stream_ckpt.commit.event_time import with_event_time
 from torchrec_stream_ckpt.commit.generation import Generation
 from torchrec_stream_ckpt.commit.in_step import check_in_step
 from torchrec_stream_ckpt.commit.replica_check import all_same, check_same
-from torchrec_stream_ckpt.commit.seal import Seal
+from torchrec_stream_ckpt.commit.seal import Seal, unheard
 from torchrec_stream_ckpt.errors import (
     CommitUnknownError,
     FencedError,
@@ -263,14 +263,12 @@ class Coordinator:
         outcome = self._outcome(cut, votes, deadline) if self._team.rank == 0 else ()
         try:
             told = self._agree(cut, 4, outcome, deadline)[0]
-        except MarkerFailedError as error:
-            if self._team.rank != 0 or isinstance(outcome, StreamCkptError):
+        except Exception as error:
+            if self._team.rank == 0 and isinstance(outcome, StreamCkptError):
+                raise outcome from error
+            if self._team.rank != 0 and isinstance(error, MarkerFailedError):
                 raise
-            raise CommitUnknownError(
-                f"the marker is committed, but the other ranks have not heard of it: {error.message}",
-                hint="restore() finds it; stream-ckpt list shows it",
-                **error.where,
-            ) from None
+            raise unheard(error, cut.marker, self._generation.claim.generation, self._team.rank) from error
         if isinstance(told, StreamCkptError):
             raise told
         self._again += told

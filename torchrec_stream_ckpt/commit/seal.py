@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+from torchrec_stream_ckpt.errors import CommitUnknownError, StreamCkptError
 from torchrec_stream_ckpt.signal_safe import SafeEvent
 
 
@@ -62,3 +63,21 @@ class Seal:
     def reason(self) -> str:
         """Why the cut was given up; empty if it was not."""
         return self._reason
+
+
+def unheard(error: Exception, marker: int, generation: int, rank: int) -> CommitUnknownError:
+    """Make the error of a marker that was put to COMMIT, where the ranks could not tell each other the outcome.
+
+    Args:
+        error: Why they could not.
+        marker, generation: The marker.
+        rank: This one; rank 0 knows that the marker is committed.
+    """
+    said = error.message if isinstance(error, StreamCkptError) else f"{type(error).__name__}: {error}"
+    if rank == 0:
+        what = f"the marker is committed, but the other ranks have not heard of it: {said}"
+        hint = "restore() finds it; stream-ckpt list shows it"
+    else:
+        what = f"a rank was lost while the marker was decided: {said}"
+        hint = "stream-ckpt list tells whether it was committed"
+    return CommitUnknownError(what, hint=hint, generation=generation, marker=marker, rank=rank)

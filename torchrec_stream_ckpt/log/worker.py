@@ -28,6 +28,7 @@ class Worker:
 
     def __init__(self, name: str, at_exit: Callable[[], object] | None = None) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._name, self._closed = name, False
         self._newest: weakref.ref[Future[Any]] | None = None
         thread = threading.Thread(target=self._run, name=name, daemon=True)
         thread.start()
@@ -35,9 +36,12 @@ class Worker:
         end_at_exit(thread, self.close, is_idle=self._is_idle, give_up=lambda: (method() or _nothing)())
 
     def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
-        """Run ``call(*args)`` after all that was submitted before; returns its future."""
+        """Run ``call(*args)`` after all that was submitted before; returns its future, which fails after a close."""
         future: Future[T] = SafeFuture()
         future.set_running_or_notify_cancel()
+        if self._closed:
+            future.set_exception(RuntimeError(f"{self._name} was closed"))
+            return future
 
         def run() -> None:
             try:
@@ -53,6 +57,7 @@ class Worker:
 
     def close(self) -> None:
         """Let the thread end after what was submitted. Does not wait."""
+        self._closed = True
         self._calls.put(None)
 
     def _is_idle(self) -> bool:
