@@ -111,7 +111,7 @@ def _restore_a_harmed_dense_state(uri: str) -> str:
     """One bit of a replicated table is another one once the dense state is loaded."""
     job = trainer(PLAN_1)
     with StreamCheckpointer(job.dmp, job.optimizer, config=_settings(uri), stateful={"job": job}) as checkpointer:
-        load = inside(checkpointer).dense.load
+        load = inside(checkpointer).dense.loader.load
 
         def harming(*arguments: Any) -> Any:
             rest = load(*arguments)
@@ -120,7 +120,7 @@ def _restore_a_harmed_dense_state(uri: str) -> str:
                 table[3, 5] += 1
             return rest
 
-        inside(checkpointer).dense.load = harming  # type: ignore[method-assign]
+        inside(checkpointer).dense.loader.load = harming  # type: ignore[method-assign]
         with pytest.raises(ProofMismatchError) as refused:
             checkpointer.restore()
     return str(refused.value)

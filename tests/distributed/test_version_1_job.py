@@ -42,14 +42,14 @@ def truths(old: Path) -> list[jobs.Truths]:
     return found
 
 
-def test_its_markers_come_back_and_the_job_goes_on_in_version_2(old: Path) -> None:
+def test_its_markers_come_back_and_the_job_goes_on_in_version_4(old: Path) -> None:
     expected, settings = truths(old), StreamConfig(uri=f"file://{old / 'log'}", marker_every=5)
     gone_on = warm.run(3, jobs.restore_with, PLAN_3, settings, "1:2", 5, {})
     for rank, (state, step, _, _) in enumerate(gone_on):
         assert step == 10
         assert differences(expected[min(rank, 1)][10], state, rng=rank < 2) == []
     claims = Control(FileLog(old / "log")).refresh().claims
-    assert [claim.version for claim in claims.values()] == [1, 2]
+    assert [claim.version for claim in claims.values()] == [1, 4]
     assert [{table.id is None for table in claim.schema.tables} for claim in claims.values()] == [{True}, {False}]
     told = json.loads(CliRunner().invoke(app, ["verify", settings.uris[0], "--all", "--json"]).stdout)
     shares = {each["marker"]: each["proved"] for each in told if each["verdict"] == "whole"}

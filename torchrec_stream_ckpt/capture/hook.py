@@ -227,6 +227,10 @@ class Capture:
             self.frozen.freeze(drain, on_give_up)
         return scalars
 
+    def scalars(self) -> tuple[TableScalars, ...]:
+        """The kernels' own state, read from them now."""
+        return scalars_of(self._kernels, self._index)
+
     def still(self) -> AbstractContextManager[None]:
         """No fused update of another thread runs inside."""
         return self._updates.still()

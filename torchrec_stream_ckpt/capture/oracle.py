@@ -188,7 +188,7 @@ class Oracle:
             buffer.ready()
         payload = buffer.view()[HEADER_LEN:]
         if header.kind is Kind.MARK:
-            self._scalars = Mark.from_json(payload).scalars
+            self._scalars = Mark.from_json(payload, header.version).scalars
             return
         table = self._schema.tables[header.table]
         try:

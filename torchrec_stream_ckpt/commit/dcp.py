@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchrec_stream_ckpt.durable import fsync_dir
-from torchrec_stream_ckpt.errors import MarkerFailedError, SchemaMismatchError
+from torchrec_stream_ckpt.errors import CorruptionError, MarkerFailedError, SchemaMismatchError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -117,9 +117,20 @@ def blob(value: object) -> torch.Tensor:
     return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
 
 
-def unblob(saved: torch.Tensor) -> Any:
-    """Decode what :func:`blob` was given. A pickle, vouched for by the digest in COMMIT."""
-    return torch.load(io.BytesIO(saved.numpy().tobytes()), map_location="cpu", weights_only=False)
+def unblob(saved: torch.Tensor, name: str) -> Any:
+    """Decode what :func:`blob` was given. A pickle, vouched for by the digest in COMMIT.
+
+    Raises:
+        CorruptionError: it was changed before its file was digested, or needs code that is not here; names the entry.
+    """
+    try:
+        return torch.load(io.BytesIO(saved.numpy().tobytes()), map_location="cpu", weights_only=False)
+    except Exception as error:  # whatever pickles and archives raise
+        raise CorruptionError(
+            f"'{name}' of the dense state cannot be decoded: {type(error).__name__}: {error}",
+            hint="import what the objects in it need, or restore an older marker",
+            entry=name,
+        ) from error
 
 
 def json_blob(value: object) -> torch.Tensor:
@@ -127,9 +138,18 @@ def json_blob(value: object) -> torch.Tensor:
     return torch.frombuffer(bytearray(json.dumps(value, separators=(",", ":")).encode()), dtype=torch.uint8)
 
 
-def read_json(saved: torch.Tensor) -> Any:
-    """Decode what :func:`json_blob` was given."""
-    return json.loads(saved.numpy().tobytes())
+def read_json(saved: torch.Tensor, name: str) -> Any:
+    """Decode what :func:`json_blob` was given.
+
+    Raises:
+        CorruptionError: it was changed before its file was digested; names the entry.
+    """
+    try:
+        return json.loads(saved.numpy().tobytes())
+    except (ValueError, RecursionError) as error:
+        raise CorruptionError(
+            f"'{name}' of the dense state cannot be decoded: {error}", hint="restore an older marker", entry=name
+        ) from error
 
 
 def no_blob(name: str) -> SchemaMismatchError:

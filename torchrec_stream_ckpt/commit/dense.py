@@ -41,6 +41,7 @@ from torchrec_stream_ckpt.adapter import wrapper_parameters, wrapper_states
 from torchrec_stream_ckpt.commit import optimizer_state, tree
 from torchrec_stream_ckpt.commit.dcp import blob, come_together, flat, json_blob, save_together
 from torchrec_stream_ckpt.commit.dense_loader import DenseLoader
+from torchrec_stream_ckpt.commit.dense_prover import DenseTurns, ProvedEntries, differing, prove
 from torchrec_stream_ckpt.commit.handed_over import blob_of, state_of, title_of
 from torchrec_stream_ckpt.commit.hyperparameters import fused_values
 from torchrec_stream_ckpt.commit.id_maps import PREFIX, read_pieces
@@ -49,6 +50,7 @@ from torchrec_stream_ckpt.commit.random_state import random_state
 from torchrec_stream_ckpt.commit.replica_check import Held, Scope, hold
 from torchrec_stream_ckpt.commit.replicas import CopyMemory, owners
 from torchrec_stream_ckpt.commit.saved_dense import REPLICAS
+from torchrec_stream_ckpt.errors import CaptureMismatchError
 from torchrec_stream_ckpt.log.worker import Worker
 from torchrec_stream_ckpt.types import MarkerId
 
@@ -97,6 +99,10 @@ class DenseState:
         """What the kernels' own state was then; MARK holds it."""
         self.held = Held()
         """What the last :meth:`stage` has found on this rank of what all ranks must hold alike."""
+        self._staged: _Taken | None = None
+        """What it has taken, until that is proved."""
+        self._compared: Mapping[str, int] = {}
+        """(``paranoid``) Digests that the copy is compared with before it counts as saved."""
 
     def stage(self, scope: Scope | None = None) -> dict[str, Any]:
         """(training thread) This rank's part of the dense state as it is now, copied. Local: no collectives.
@@ -107,13 +113,26 @@ class DenseState:
         Args:
             scope: What is compared between ranks; None: all of it.
         """
-        taken = self._take()
+        taken = self._staged = self._take()
         scope = (scope or Scope()) if dist.get_world_size() > 1 and not self.live.one_replica else None
         frozen = [f"model.{name}" for name, each in taken.parameters.items() if not each.requires_grad]
         self.held = hold(taken.alike, taken.apart, taken.objects, taken.places, frozen, scope)
         staged: dict[str, Any] = BlockingAsyncStager().stage(taken.apart) if taken.apart else {}
         self._bytes, self._counted = taken.blobs, self._counts()
         return {**staged, **self._copies.copy(taken.mine), **taken.blobs}
+
+    def prove(self, turns: DenseTurns, *, compare: bool = False) -> ProvedEntries:
+        """(training thread) Digests of what :meth:`stage` has just copied, made of the live tensors. Local.
+
+        Args:
+            turns: Which entries this marker proves.
+            compare: Whether :meth:`save` compares the copy with them.
+        """
+        assert self._staged is not None
+        taken, self._staged = self._staged, None
+        proved = prove({**taken.mine, **taken.apart}, taken.blobs, turns, self.held.entries)
+        self._compared = proved.digests if compare else {}
+        return proved
 
     def has_changed(self) -> bool:
         """(training thread) Whether a marker would hold something else now, rows apart, than at the last :meth:`stage`.
@@ -197,9 +216,18 @@ class DenseState:
 
         Raises:
             MarkerFailedError: the other ranks have given this marker up.
+            CaptureMismatchError: the copy is not what was proved.
         """
+        self._staged = None  # without proofs nobody took it
         come_together(marker, self._group)
         save_together(staged, path, self._group)
+        if changed := list(differing(staged, self._compared)):
+            raise CaptureMismatchError(
+                f"the copy of {changed[0]} is not as the live tensor was at the cut",
+                hint="check this host's memory",
+                marker=marker,
+                rank=self._rank,
+            )
 
     def end(self) -> None:
         """Nothing is saved any more: let go of the thread, the group and the hooks."""

@@ -187,7 +187,7 @@ class DenseLoader:
         if not maps:
             return [], []
         pieces = empty_pieces(saved.entries, maps, come)
-        load_here(flat(PREFIX, pieces), saved.reader)
+        saved.read(flat(PREFIX, pieces))
         return maps, merge_pieces(maps, pieces, come)
 
 

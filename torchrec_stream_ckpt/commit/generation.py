@@ -21,6 +21,7 @@ from torchrec_stream_ckpt.errors import (
     MarkerNotFoundError,
     StreamLostError,
 )
+from torchrec_stream_ckpt.format.announced import DENSE_PROOF
 from torchrec_stream_ckpt.format.changed import ClaimChanges, check_follows
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.frame import VERSION, Header, Kind
@@ -258,6 +259,7 @@ def claim_generation(
         time_s=twin.time_s if twin is not None else time.time(),
         layout=layout,
         changes=twin.changes if twin is not None else changes,
+        announces=twin.announces if twin is not None else (DENSE_PROOF,) if config.proof_bytes else None,
     )
     if before is not None:
         check_follows(before, claim.schema, swept, generation)

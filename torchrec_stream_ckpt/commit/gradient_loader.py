@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from torchrec_stream_ckpt.adapter import set_gradient
-from torchrec_stream_ckpt.commit.dcp import load_here
 from torchrec_stream_ckpt.commit.gradients import GRADIENT, INDICES, VALUES, Gradients
 from torchrec_stream_ckpt.commit.optimizer_state import empty_like
 from torchrec_stream_ckpt.commit.saved_dense import SavedDense
@@ -48,7 +47,7 @@ def _values(
         for part in (GRADIENT, INDICES, VALUES)
         if (entry := f"{part}.{name}") in saved.entries
     }
-    read = load_here(room, saved.reader) if room else {}
+    read = saved.read(room) if room else {}
     found = {name: read[f"{GRADIENT}.{name}"] for name in parameters if f"{GRADIENT}.{name}" in read}
     for name, said in described["sparse"].items():
         if name in parameters:

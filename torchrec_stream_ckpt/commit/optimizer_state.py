@@ -117,6 +117,22 @@ def take(
     return LiveState(tensors.tensors, tensors.places, {"optimizers": trees, "parameters": tensors.parameters})
 
 
+def named_tensors(optimizers: Optimizers, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Tensors that stand right below a parameter, live, by their entries.
+
+    Args:
+        optimizers, parameters: As of :func:`take`.
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    return {
+        f"optim.{key}.{names[id(holder)]}.{state}": tensor
+        for key, optimizer in optimizers.items()
+        for holder, values in optimizer.state.items()
+        if id(holder) in names
+        for state, tensor in named_states(values).items()
+    }
+
+
 def _tree(
     key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str], apart: set[int], tensors: _Tensors
 ) -> dict[str, Any]:

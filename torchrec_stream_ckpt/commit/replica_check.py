@@ -75,6 +75,8 @@ class Held:
     """Object -> what it holds, as ``Canonical.leaves``."""
     frozen: frozenset[str] = frozenset()
     """Tensors that are frozen parameters."""
+    entries: Mapping[str, int] = field(default_factory=dict)
+    """Digests of tensors of which all elements were added up, by entry."""
 
     def checksums(self) -> dict[str, int]:
         """A number for each group of ranks that this one belongs to: equal if they hold the same."""
@@ -139,7 +141,8 @@ def hold(
     }
     by_group[ALL] |= {title: each.digest.hex() for title, each in walked.items()}
     leaves = {title: each.leaves for title, each in walked.items()}
-    return Held(shapes, by_group, leaves, frozenset(titles[name] for name in frozen if name in titles))
+    entries = {name: found[name] for name in whole}
+    return Held(shapes, by_group, leaves, frozenset(titles[name] for name in frozen if name in titles), entries)
 
 
 def all_same(checksums: Sequence[Mapping[str, int]]) -> bool:

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from torchrec_stream_ckpt.commit import optimizer_state, tree
 from torchrec_stream_ckpt.commit.dcp import Entries, empty_blob, load_here, no_blob, read_json, unblob
+from torchrec_stream_ckpt.commit.dense_prover import entry_digests
 from torchrec_stream_ckpt.commit.id_maps import PREFIX
 from torchrec_stream_ckpt.commit.match import PER_RANK, dense_entry, optimizer_entry
 from torchrec_stream_ckpt.commit.optimizer_state import OptimizerState, empty_like
@@ -46,6 +48,28 @@ class SavedDense:
         self.world = world
         self.source = rank if rank < world else 0
         """The rank of the marker whose part this one takes."""
+        self.digests: dict[str, int] = {}
+        """Of what was read so far: blobs, id maps, and tensors that optimizers keep in no place with a name."""
+
+    def read(self, room: dict[str, Any]) -> dict[str, Any]:
+        """Fill room, as ``load_here``; of all but named tensors of the job the digests are kept."""
+        loaded = load_here(room, self.reader)
+        named = ("model.", "optim.")
+        self.digests |= entry_digests(
+            {
+                name: value
+                for name, value in loaded.items()
+                if not name.startswith(named) and not isinstance(value, DTensor)
+            }
+        )
+        return loaded
+
+    def has_like(self, name: str, tensor: torch.Tensor) -> bool:
+        """Return whether it has a tensor of this name, shape and dtype."""
+        entry = self.entries.get(name)
+        if not isinstance(entry, TensorStorageMetadata):
+            return False
+        return (tuple(entry.size), entry.properties.dtype) == (tuple(tensor.shape), tensor.dtype)
 
     @property
     def imported(self) -> bool:
@@ -95,7 +119,7 @@ class SavedDense:
     @cached_property
     def buffers(self) -> dict[str, Any]:
         """Those of the rank."""
-        found: dict[str, Any] = unblob(self._blob(f"rank{self.source}.buffers"))
+        found: dict[str, Any] = unblob(self._blob(f"rank{self.source}.buffers"), f"rank{self.source}.buffers")
         return found
 
     @cached_property
@@ -103,7 +127,7 @@ class SavedDense:
         """Blobs that every restore takes, whatever its model, read at once: each load of DCP's has a fixed price."""
         own = (f"rank{self.source}.{name}" for name in ("random", "buffers"))
         names = [name for name in ("shared.seed", "shared.wrappers", *own, self._tree_entry) if name in self.entries]
-        return load_here({name: empty_blob(self.entries, name) for name in names}, self.reader)
+        return self.read({name: empty_blob(self.entries, name) for name in names})
 
     def _blob(self, name: str) -> torch.Tensor:
         """One of these.
@@ -129,13 +153,15 @@ class SavedDense:
         own = {name: f"rank{self.source}.stateful.{name}" for name in per_rank}
         scheduled = {name: [self._schedule(rank, name) for rank in range(self.world)] for name in schedules}
         names = (*common.values(), *own.values(), *(entry for entries in scheduled.values() for entry in entries))
-        loaded = load_here({name: empty_blob(self.entries, name) for name in names}, self.reader)
+        loaded = self.read({name: empty_blob(self.entries, name) for name in names})
         return {
             "wrappers": [],
-            **{name: unblob(self._blob(entry)) for name, entry in wanted.items()},
-            "shared": {name: unblob(loaded[entry]) for name, entry in common.items()},
-            "schedules": {name: [unblob(loaded[entry]) for entry in entries] for name, entries in scheduled.items()},
-            "per_rank": {name: unblob(loaded[entry]) for name, entry in own.items()},
+            **{name: unblob(self._blob(entry), entry) for name, entry in wanted.items()},
+            "shared": {name: unblob(loaded[entry], entry) for name, entry in common.items()},
+            "schedules": {
+                name: [unblob(loaded[entry], entry) for entry in entries] for name, entries in scheduled.items()
+            },
+            "per_rank": {name: unblob(loaded[entry], entry) for name, entry in own.items()},
         }
 
     @property
@@ -148,7 +174,7 @@ class SavedDense:
         name = self._tree_entry
         if name not in self.entries:
             return None
-        found: dict[str, Any] = read_json(self._blob(name))
+        found: dict[str, Any] = read_json(self._blob(name), name)
         return found
 
     def described(self) -> tuple[tuple[DenseEntry, ...], tuple[DenseOptimizer, ...], tuple[str, ...]]:
@@ -172,7 +198,7 @@ class SavedDense:
                 groups = tree.decode(saved["param_groups"], lambda _: torch.empty(0))
                 yield optimizer_entry(key, saved["class"], groups)
         elif name in self.entries:
-            older = unblob(load_here({name: empty_blob(self.entries, name)}, self.reader)[name])
+            older = unblob(self.read({name: empty_blob(self.entries, name)})[name], name)
             for key, saved in older.items():
                 yield optimizer_entry(key, saved["class"], saved["param_groups"])
 
@@ -197,18 +223,18 @@ class SavedDense:
             return self._older(parameters, whole=whole), []
         hyper = [entry for entry in self.entries if entry.startswith("rank") and entry.endswith(".fused")]
         room = optimizer_state.find_tensors(self.tree, self.entries, parameters, whole=whole)
-        tensors = load_here(room | {entry: empty_blob(self.entries, entry) for entry in hyper}, self.reader)
-        fused = [tree.decode(read_json(tensors[entry]), tensors.__getitem__) for entry in hyper]
+        tensors = self.read(room | {entry: empty_blob(self.entries, entry) for entry in hyper})
+        fused = [tree.decode(read_json(tensors[entry], entry), tensors.__getitem__) for entry in hyper]
         return optimizer_state.read(self.tree, tensors, parameters), fused
 
     def _older(self, parameters: Parameters, *, whole: bool) -> dict[str, OptimizerState]:
         """The dense optimizers in a marker that has no JSON of them."""
         name = "shared.optimizers"
-        loaded = load_here({name: empty_blob(self.entries, name)}, self.reader)
+        loaded = self.read({name: empty_blob(self.entries, name)})
         states = self.older_states(parameters, whole=whole)
         return {
             key: OptimizerState(saved["class"], saved["param_groups"], states.get(key, {}))
-            for key, saved in unblob(loaded[name]).items()
+            for key, saved in unblob(loaded[name], name).items()
         }
 
     def older_states(self, parameters: Parameters, *, whole: bool) -> dict[str, dict[str, dict[str, Any]]]:
@@ -227,7 +253,7 @@ class SavedDense:
                 elif whole:
                     raise SchemaMismatchError(f"dense state: only the marker has '{entry}'")
         states: dict[str, dict[str, dict[str, Any]]] = {}
-        for entry, value in load_here(room, self.reader).items():
+        for entry, value in self.read(room).items():
             _, key, path = entry.split(".", 2)
             name, _, state = path.rpartition(".")
             states.setdefault(key, {}).setdefault(name, {})[state] = value

@@ -77,6 +77,11 @@ class DenseProof:
             )
 
 
+def is_blob(name: str) -> bool:
+    """Return whether an entry of the dense state is an encoded object; the others are tensors of the job."""
+    return name.startswith(("rank", "shared."))
+
+
 def scalars_digest(scalars: Scalars) -> int:
     """Digest of the scalars of a MARK: numbers of 8 bytes, whole ones as u64 and the others as float64."""
     data = b"".join(_SCALARS.pack(*each) for each in scalars)

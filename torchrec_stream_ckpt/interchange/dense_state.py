@@ -72,7 +72,7 @@ def put_together(values: dict[str, Any]) -> DenseTensors:
 def _optimizer_states(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Optimizer states, by parameter and state; of rank 0 where ranks may differ."""
     if "rank0.optimizers" in values:
-        saved = read(read_json(values["rank0.optimizers"]), values, {})
+        saved = read(read_json(values["rank0.optimizers"], "rank0.optimizers"), values, {})
         return {
             name: state
             for optimizer in saved.values()

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Mark, TableScalars
+from torchrec_stream_ckpt.format.entry_digests import DenseProof
 from torchrec_stream_ckpt.format.frame import Header
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Digests, Ints, Proof, Window, positions
 from torchrec_stream_ckpt.route.path import Path
@@ -31,6 +32,7 @@ class Said:
 
     shards: tuple[TableShard, ...]
     proof: Proof | None
+    dense: DenseProof | None = None
 
 
 class Marks:
@@ -43,6 +45,17 @@ class Marks:
         """Rank -> (place, width), ascending."""
         self.floor = 0
         """Of markers at lower places something was let go."""
+        self._dense: dict[int, tuple[int, DenseProof]] = {}
+        """Rank -> (place, what it said of dense state): the newest alone."""
+
+    def dense(self, place: int) -> dict[int, DenseProof]:
+        """Return what was said at a marker of its dense state, by rank; only of the newest place."""
+        return {rank: proof for rank, (at, proof) in self._dense.items() if at == place}
+
+    def add_dense(self, place: int, rank: int, proof: DenseProof | None) -> None:
+        """Add what ``rank`` said at a marker of its dense state."""
+        if proof is not None and place >= self._dense.get(rank, (-1, None))[0]:
+            self._dense[rank] = place, proof
 
     def add(self, place: int, rank: int, shards: tuple[TableShard, ...], proof: Proof | None) -> None:
         """Add what ``rank`` said at a marker; nothing happens if it is known.
@@ -120,6 +133,7 @@ class Met:
         place = self.path.place_of(header)
         if place is not None:
             self.marks.add(place, header.rank, shards, mark.proof)
+            self.marks.add_dense(place, header.rank, mark.dense_proof)
 
     def told(self, told: Told) -> None:
         """Add what a store or a HEAD says of markers on the path."""
@@ -128,6 +142,7 @@ class Met:
             if place < len(self.path.chain) and self.path.chain[place] == marker:
                 for rank, each in enumerate(notes):
                     self.marks.add(place, rank, each.shards, each.mark.proof)
+                    self.marks.add_dense(place, rank, each.mark.dense_proof)
 
 
 class Circle:

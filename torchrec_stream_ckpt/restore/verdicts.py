@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
 from torchrec_stream_ckpt.format.control import Claim, Commit
+from torchrec_stream_ckpt.format.entry_digests import DenseProof
 from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.interval import Interval
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -29,7 +30,7 @@ from torchrec_stream_ckpt.restore.ledger import Ledger
 from torchrec_stream_ckpt.restore.located import Placing, in_segments
 from torchrec_stream_ckpt.restore.steps import Step, Steps
 from torchrec_stream_ckpt.restore.told import KeptNotes
-from torchrec_stream_ckpt.restore.verify import READERS, CompareDense, Verified, replicated_of
+from torchrec_stream_ckpt.restore.verify import READERS, CompareDense, Verified, dense_of
 from torchrec_stream_ckpt.route.locate import load_catalog, locate
 from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.store.api import Objects
@@ -105,7 +106,7 @@ class Verifier:
         lineage: Its control partition.
         progress: Called with the bytes of each chunk and frame.
         objects: The store that a restore takes rows from; None for the log alone.
-        compare_dense: For replicated tables; None: they are not compared.
+        compare_dense: For dense state; None: it is not compared.
     """
 
     def __init__(
@@ -124,8 +125,8 @@ class Verifier:
         self._ledger = Ledger(lineage)
         self._steps = Steps(lineage, self._catalog)
         self._ways: dict[Step, _Way] = {}
-        self._compared: dict[Step, tuple[Compared, tuple[str, ...], Said | None]] = {}
-        """What came of rows, whose row-wise states are not compared, and what rank 0 says of replicated tables."""
+        self._compared: dict[Step, tuple[Compared, tuple[str, ...], Said | None, dict[int, DenseProof]]] = {}
+        """What came of rows, whose row-wise states are not compared, and what ranks say of dense state."""
         self._refused: dict[MarkerId, CorruptionError | TrimmedError] = {}
         self._shards: dict[tuple[int, int], tuple[TableShard, ...]] = {}
         """By generation and rank."""
@@ -190,9 +191,9 @@ class Verifier:
         damage += self._ways[step].damage
         if damage:
             return MarkerVerdict(marker, tuple(damage), None)
-        compared, uncompared, said = self._compared[step]
+        compared, uncompared, said, proofs = self._compared[step]
         try:
-            compared += replicated_of(said, dense, commit, self._compare_dense)
+            compared += dense_of(said, proofs, dense, commit, self._compare_dense)
         except CorruptionError as error:
             return MarkerVerdict(marker, (error,), None)
         return MarkerVerdict(marker, (), self._verified(commit, step, compared, uncompared))
@@ -265,7 +266,9 @@ class Verifier:
                 reading.note(error)
         if not (damage or reading.damage):
             of_rank_0 = reading.said[0] if reading.said else None
-            self._compared[step] = self._ledger.outcome(), self._ledger.uncompared, _without_rows(of_rank_0)
+            proofs = {rank: each.dense for rank, each in enumerate(reading.said) if each.dense is not None}
+            outcome = self._ledger.outcome(), self._ledger.uncompared
+            self._compared[step] = *outcome, _without_rows(of_rank_0), proofs if self._compare_dense is not None else {}
         return replace(way, damage=(*damage, *reading.damage))
 
     def _turn(self, step: Step, before: Step | None, schema: Schema) -> None:
@@ -296,8 +299,9 @@ class Verifier:
             self._shards[reading.commit.generation, end.rank] = hello.shards
         elif header.kind is Kind.MARK:
             shards = self._shards.get((reading.commit.generation, end.rank), ())
-            reading.said.append(Said(shards, read_mark(header, frame, reading.commit, end).proof))
-        else:
+            mark = read_mark(header, frame, reading.commit, end)
+            reading.said.append(Said(shards, mark.proof, mark.dense_proof))
+        elif header.kind is Kind.ROWS:
             view = rows_of_frame(header, payload, reading.schema)
             reading.rows += header.rows
             reading.coverage.add(header.table, header.col0, header.cols, view.ids)
@@ -314,7 +318,7 @@ class Verifier:
             if step.marker in self._catalog.markers:
                 notes = told.of(step.marker, {picked.ref.name: picked.front for picked in segments})
                 self._heard(step.marker, notes)
-                reading.said = [Said(each.shards, each.mark.proof) for each in notes]
+                reading.said = [Said(each.shards, each.mark.proof, each.mark.dense_proof) for each in notes]
             for picked in segments:
                 check_tables(picked.front, schema, picked.ref.name)
         except CorruptionError as error:

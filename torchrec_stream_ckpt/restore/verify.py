@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
 from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.entry_digests import DenseProof
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import Proof
@@ -62,8 +63,8 @@ class Verified:
     """Objects of the store that are damaged, in words: their rows came from elsewhere."""
 
 
-CompareDense = Callable[[DenseStore, Commit, Proof], Compared]
-"""Compares the replicated tables in a marker's dense files with what its rank 0 proved of them."""
+CompareDense = Callable[[DenseStore, Commit, Proof | None, Mapping[int, DenseProof]], Compared]
+"""Compares a marker's dense files with its proofs: that of rank 0 for replicated tables, and those of all ranks."""
 
 
 def verify_marker(
@@ -85,7 +86,7 @@ def verify_marker(
         marker: A committed marker.
         progress: Called with the bytes of each chunk and frame.
         objects: The store that a restore takes rows from; None for the log alone.
-        compare_dense: For replicated tables; None: they are not compared.
+        compare_dense: For dense state; None: it is not compared.
         told: Called with each thing that is damaged in the store, and read around.
 
     Raises:
@@ -164,9 +165,8 @@ def _verify(
             )
             progress(len(frame))
     coverage.check()
-    compared = sums.compare() + replicated_of(
-        met.marks.at(len(met.path.chain) - 1).get(0), dense, commit, compare_dense
-    )
+    last = len(met.path.chain) - 1
+    compared = sums.compare() + dense_of(met.marks.at(last).get(0), met.marks.dense(last), dense, commit, compare_dense)
     return Verified(
         plan.marker,
         len(lineage.path(commit.id)),
@@ -186,11 +186,29 @@ def _verify(
     )
 
 
-def replicated_of(said: Said | None, dense: DenseStore, commit: Commit, compare_dense: CompareDense | None) -> Compared:
-    """Compare the replicated tables of a marker with what its rank 0 said."""
-    if compare_dense is None or said is None or said.proof is None or not said.proof.replicated:
+def dense_of(
+    said: Said | None,
+    proofs: Mapping[int, DenseProof],
+    dense: DenseStore,
+    commit: Commit,
+    compare_dense: CompareDense | None,
+) -> Compared:
+    """Compare the dense state of a marker with what its ranks said.
+
+    Args:
+        said: What rank 0 said of replicated tables.
+        proofs: What ranks said of their entries.
+        dense: Where the files lie.
+        commit: The marker's.
+        compare_dense: None: nothing is compared.
+
+    Raises:
+        CorruptionError: an entry is not as it was at the cut; names it, and the rank that proved it.
+    """
+    proof = said.proof if said is not None and said.proof is not None and said.proof.replicated else None
+    if compare_dense is None or (proof is None and not proofs):
         return Compared()
-    return compare_dense(dense, commit, said.proof)
+    return compare_dense(dense, commit, proof, proofs)
 
 
 def _resplit(schema: Schema, slices: Mapping[int, set[tuple[int, int]]], own: Sequence[TableShard]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,12 +24,14 @@ from torchrec_stream_ckpt.capture.sender import Drain
 from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.commit.coordinator import Coordinator, CutOrder
 from torchrec_stream_ckpt.commit.dense import DenseState
+from torchrec_stream_ckpt.commit.dense_prover import DenseTurns, ProvedEntries
 from torchrec_stream_ckpt.commit.generation import Generation
 from torchrec_stream_ckpt.commit.replica_check import Scope
 from torchrec_stream_ckpt.commit.seal import Seal, Sealed
 from torchrec_stream_ckpt.errors import CaptureMismatchError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Mark, TableScalars
+from torchrec_stream_ckpt.format.entry_digests import DenseProof, scalars_digest
 from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.proof import Window
 from torchrec_stream_ckpt.format.record import Meta
@@ -41,6 +43,7 @@ log = logging.getLogger(__name__)
 
 def put_mark(buffer: FrameBuffer, header: Header, mark: Mark, taken: Taken | None) -> None:
     """Make this a MARK. Its proof is added up when the frame is ready, on the thread that sends it."""
+    header.version = mark.version
     buffer.put_json(header, replace(mark, proof=taken.blank() if taken is not None else None).to_json())
     if taken is None:
         return
@@ -58,6 +61,11 @@ def _settled(prover: Prover, window: Window, future: Future[Committed]) -> None:
     prover.settled(window, committed=future.exception() is None)
 
 
+def _settled_dense(turns: DenseTurns, after: str, future: Future[Committed]) -> None:
+    """(commit thread)"""
+    turns.settled(after, committed=future.exception() is None)
+
+
 @dataclass(slots=True)
 class _Open:
     """A cut whose MARK is not in the ring yet."""
@@ -69,6 +77,8 @@ class _Open:
     """The kernels' own state at the boundary."""
     taken: Taken | None = None
     """The rows that the marker proves, as they were at the boundary."""
+    dense: DenseProof | None = None
+    """Digests of the dense state at the boundary, and of the scalars, read once more."""
     held: bool = False
     """(``paranoid``) The oracle has a copy of the tables as they were at the boundary."""
 
@@ -87,6 +97,7 @@ class Cuts:
         submit: Where its MARKs go, after their rows.
         prover: Takes the rows that each marker proves; None: markers have no proof.
         compared_bytes: Dense state that ranks compare at a marker after the first one, by turns.
+        turns: Which entries of the dense state each marker proves; unused without a prover.
     """
 
     def __init__(
@@ -101,6 +112,7 @@ class Cuts:
         submit: Callable[[FrameBuffer], int],
         prover: Prover | None = None,
         compared_bytes: int = 0,
+        turns: DenseTurns | None = None,
     ) -> None:
         self._generation = generation
         self._coordinator = coordinator
@@ -112,6 +124,7 @@ class Cuts:
         self._submit = submit
         self._prover = prover
         self._compared_bytes = compared_bytes
+        self._turns = turns or DenseTurns(0)
         self._open: _Open | None = None
         self._seal = Seal()
         """That of the last cut."""
@@ -166,14 +179,18 @@ class Cuts:
         drain = Drain(step, marker, extra=extra, deadline_s=deadline_s)
         staged: dict[str, Any] | None = None
         taken: Taken | None = None
+        proved: ProvedEntries | None = None
         try:
             # The oracle compares live tables: until it has, no update may run on another thread.
             with self._capture.still() if self._oracle is not None else nullcontext():
                 if prepare(drain):
                     staged = self._dense.stage(self._scope(marker))
+                    if self._prover is not None:
+                        proved = self._dense.prove(self._turns, compare=self._oracle is not None)
                     with self._capture.still():
                         self._open = _Open(step, marker, seal, self._capture.freeze(drain, seal.fail))
                         self._open.taken = taken = self._prover.take() if self._prover is not None else None
+                        self._open.dense = self._dense_proof(proved)
                 else:
                     seal.fail(self._no_space())
                 self._push(drain)
@@ -182,9 +199,9 @@ class Cuts:
         except BaseException as error:  # a Stateful of the user, memory, the publisher; or an interrupt
             self._fail(marker, error)
             if not isinstance(error, Exception):
-                self._hand_over(CutOrder(marker, step, seal, staged, meta, event_s, forwards), taken)
+                self._hand_over(CutOrder(marker, step, seal, staged, meta, event_s, forwards), taken, proved)
                 raise
-        future = self._hand_over(CutOrder(marker, step, seal, staged, meta, event_s, forwards), taken)
+        future = self._hand_over(CutOrder(marker, step, seal, staged, meta, event_s, forwards), taken, proved)
         self._ask()
         return future
 
@@ -193,13 +210,21 @@ class Cuts:
         whole = self._oracle is not None or not self._coordinator.compared
         return Scope(marker, None if whole else self._compared_bytes)
 
-    def _hand_over(self, cut: CutOrder, taken: Taken | None) -> Future[Committed]:
+    def _dense_proof(self, proved: ProvedEntries | None) -> DenseProof | None:
+        """What MARK says of the dense state. The scalars are read from the kernels again, for their digest alone."""
+        if proved is None:
+            return None
+        return DenseProof.of(proved.digests, scalars_digest(map(astuple, self._capture.scalars())))
+
+    def _hand_over(self, cut: CutOrder, taken: Taken | None, proved: ProvedEntries | None) -> Future[Committed]:
         """(all ranks) To the commit thread, a cut that was given up too: all ranks are to know."""
         if self._oracle is not None:
             self._asking = cut
         future = self._coordinator.begin(cut)
         if taken is not None and self._prover is not None:
             future.add_done_callback(partial(_settled, self._prover, taken.window))
+        if proved is not None:
+            future.add_done_callback(partial(_settled_dense, self._turns, proved.after))
         return future
 
     def go_on(self) -> None:
@@ -254,7 +279,7 @@ class Cuts:
         publisher = self._generation.publisher
         rows, num_bytes = publisher.rows, publisher.num_bytes
         header = self._generation.header(Kind.MARK, cut.step, cut.marker)
-        put_mark(buffer, header, Mark(rows, num_bytes, cut.scalars), cut.taken)
+        put_mark(buffer, header, Mark(rows, num_bytes, cut.scalars, dense_proof=cut.dense), cut.taken)
         sealed = Sealed(self._submit(buffer), rows, num_bytes)
         failpoint("mark.submitted")
         if self._oracle is None:

@@ -44,6 +44,7 @@ from torchrec_stream_ckpt.trainer.checking import (
     refuse_or_accept,
     say_unproved,
 )
+from torchrec_stream_ckpt.trainer.dense_checking import check_dense, refuse_or_accept_dense
 from torchrec_stream_ckpt.trainer.evolving import (
     Evolved,
     check_plain,
@@ -263,6 +264,9 @@ class Session:
         replicated = attached.replicated().tensors()
         compared = check_replicated(team, match.replicated(replicated) if match is not None else replicated, self._met)
         refuse_or_accept(compared.unproved, plan.marker, accept=accept_unproved, say=team.rank == 0)
+        proofs = self._met.marks.dense(len(self._met.path.chain) - 1)
+        different = check_dense(team, self._dense.live, self._saved(route), match, proofs)
+        refuse_or_accept_dense(different, plan.marker, accept=accept_unproved, say=team.rank == 0)
         merged = {table for tables in team.gather(plan.merged) for table in tables}
         swept = merged | set(new.tables.swept) if new is not None else merged
         self._adopt(schema)

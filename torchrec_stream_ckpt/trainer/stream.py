@@ -16,6 +16,7 @@ from torchrec_stream_ckpt.commit.cadence import StepVote
 from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.commit.coordinator import Coordinator
 from torchrec_stream_ckpt.commit.dense import DenseState
+from torchrec_stream_ckpt.commit.dense_prover import DenseTurns
 from torchrec_stream_ckpt.commit.generation import Generation
 from torchrec_stream_ckpt.errors import FencedError
 from torchrec_stream_ckpt.failpoints import failpoint
@@ -140,6 +141,7 @@ def open_stream(parts: StreamParts, claim: Claim, timeout_s: float, prover: Call
             _listened(publisher.submit, attached.oracle),
             proves,
             tier.config.proof_bytes,
+            DenseTurns(tier.config.proof_bytes, whole=attached.oracle is not None),
         )
         undo.pop_all()
     return Stream(generation, coordinator, cuts, proves)

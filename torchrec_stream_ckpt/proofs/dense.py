@@ -1,0 +1,98 @@
+"""What the MARKs of one marker say of its dense state, and what a reader has that is not so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torchrec_stream_ckpt.errors import CorruptionError, ProofMismatchError
+from torchrec_stream_ckpt.format.dense_proof import MODULUS
+from torchrec_stream_ckpt.format.entry_digests import DenseProof, is_blob
+from torchrec_stream_ckpt.format.proof import replicated_id
+from torchrec_stream_ckpt.types import MarkerId
+
+_NAMED = 8
+"""Entries that a message names."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class DifferingEntry:
+    """One entry of the dense state that is not as it was at the cut."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Ranks of the marker that proved it."""
+    proved: int
+    found: int
+
+    def __str__(self) -> str:
+        ranks = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {', '.join(map(str, self.ranks))}"
+        return f"{self.name} (digest {self.found:016x}, {ranks} proved {self.proved:016x})"
+
+
+class DenseMarks:
+    """Digests of the entries of one marker, added up over its ranks.
+
+    Args:
+        by_rank: What the MARK of each rank says, as far as it is known.
+        world: Number of ranks of the marker.
+    """
+
+    def __init__(self, by_rank: Mapping[int, DenseProof], world: int) -> None:
+        self._ranks: dict[int, list[int]] = {}
+        self._digests: dict[int, int] = {}
+        for rank in sorted(by_rank):
+            for id_, digest in by_rank[rank].digests().items():
+                self._ranks.setdefault(id_, []).append(rank)
+                self._digests[id_] = (self._digests.get(id_, 0) + digest) % MODULUS
+        self.is_whole = by_rank.keys() == set(range(world))
+        """Whether all MARKs are known: an entry may have a part in each."""
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def proves(self, name: str) -> bool:
+        """Return whether an entry can be compared: blobs are in one MARK, of tensors each may have a part."""
+        return replicated_id(name) in self._digests and (self.is_whole or is_blob(name))
+
+    def differing(self, found: Mapping[str, int]) -> list[DifferingEntry]:
+        """Compare digests of whole entries, by name; those that no MARK proves are left out."""
+        differing = []
+        for name in filter(self.proves, found):
+            id_ = replicated_id(name)
+            if found[name] != self._digests[id_]:
+                differing.append(DifferingEntry(name, tuple(self._ranks[id_]), self._digests[id_], found[name]))
+        return sorted(differing)
+
+
+def not_as_proved(entries: Sequence[DifferingEntry], marker: MarkerId) -> ProofMismatchError:
+    """Return the error of a restore.
+
+    Args:
+        entries: What differs, at least one.
+        marker: Of which they are.
+    """
+    return ProofMismatchError(
+        _said(entries),
+        hint="restore an older marker, or go on with this dense state: restore(..., accept_unproved=True)",
+        marker=marker,
+        entry=entries[0].name,
+        rank=entries[0].ranks[0],
+    )
+
+
+def damaged(entries: Sequence[DifferingEntry], marker: MarkerId) -> CorruptionError:
+    """Return the error of a reader of files; arguments are those of :func:`not_as_proved`."""
+    return CorruptionError(
+        _said(entries),
+        hint="restore an older marker",
+        marker=marker,
+        entry=entries[0].name,
+        rank=entries[0].ranks[0],
+    )
+
+
+def _said(entries: Sequence[DifferingEntry]) -> str:
+    named = "; ".join(map(str, entries[:_NAMED]))
+    more = f"; and {len(entries) - _NAMED} more" if len(entries) > _NAMED else ""
+    return f"dense state is not as it was at the cut: {named}{more}"
