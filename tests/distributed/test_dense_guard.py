@@ -154,7 +154,7 @@ REFUSED: dict[Change, tuple[type[Net], str]] = {
     leave_the_combined_optimizer: (Net, "the optimizers that were handed over were changed after the attach"),
     replace_the_wrapped_optimizer: (Net, "the optimizers that were handed over were changed after the attach"),
 }
-MENDED = {unfreeze_on_one_rank, another_optimizer_on_one_rank, another_optimizer}
+MENDED = {unfreeze_on_one_rank, another_optimizer}
 STEPS = {another_optimizer, another_optimizer_of_a_class_of_its_own, another_optimizer_on_one_rank}
 """Those whose effect needs a step."""
 
