@@ -145,6 +145,8 @@ def _assert_found(said: list[str], names: list[str], read_by: int) -> None:
         of_a_rank_that_is_gone = name.startswith(f"rank{read_by}")
         if not name or (of_a_rank_that_is_gone and "fused" not in name):
             assert found == f"restored {marker}"
+        elif name.endswith(".optimizers") and "cannot be read" in found:
+            assert found.startswith("CorruptionError: nested state")  # the flip hit a name in the JSON
         else:
             assert re.search(r"rank \d proved [0-9a-f]{16}|cannot be decoded", found), found
             assert any(entry in found for entry in name.split("; "))
@@ -258,7 +260,7 @@ def test_paranoid_finds_a_flip_in_the_staged_copy_before_the_marker_is_committed
 
 
 def test_markers_prove_a_large_dense_state_by_turns_and_the_first_one_whole(tmp_path: Path) -> None:
-    ranks.run(2, _train, f"file://{tmp_path}", [""] * 6, False, False, 20_000)
+    ranks.run(2, _train, f"file://{tmp_path}", [""] * 20, False, False, 20_000)
     log = FileLog(tmp_path)
     lineage = Control(log).refresh()
     rounds: list[set[int]] = []
@@ -272,8 +274,9 @@ def test_markers_prove_a_large_dense_state_by_turns_and_the_first_one_whole(tmp_
         rounds.append(found)
     entries = {replicated_id(name) for name in _entries(tmp_path, lineage.find(MarkerId(1, 1)))}
     assert rounds[0] == entries
-    assert all(len(each) < len(entries) for each in rounds[1:])
-    assert set.union(*rounds[1:]) == entries
+    later = {replicated_id(name) for name in _entries(tmp_path, lineage.find(MarkerId(1, 2)))}  # has fewer gradients
+    assert set.union(*rounds[1:]) == later
+    assert all(len(each) < len(later) for each in rounds[1:])
     assert {f"restored 1:{number}" for number in range(1, 7)} == set(
         ranks.run(2, _restore, f"file://{tmp_path}", [f"1:{number}" for number in range(1, 7)])[0]
     )
