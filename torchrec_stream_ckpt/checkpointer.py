@@ -218,7 +218,7 @@ class StreamCheckpointer:
             ProofMismatchError: (without ``accept_unproved``) rows are not as they were in the tables at a cut; names
                 them. No older marker is tried: it may have lost the same.
         """
-        self._check_open()
+        self._check_open(restoring=True)
         wanted = chosen(self._team, self._job, marker, best)
         return self._restoring.restore(wanted, changes, once=once, accept_unproved=accept_unproved)
 
@@ -418,10 +418,9 @@ class StreamCheckpointer:
         if self._closed:
             raise ConfigError("this StreamCheckpointer is closed")
 
-    def _check_open(self) -> None:
+    def _check_open(self, *, restoring: bool = False) -> None:
         self._check_not_closed()
-        if (broken := self._restoring.broken) is not None:
-            raise ConfigError(f"a restore or reshard failed half way ({broken})", hint="start the job anew")
+        self._restoring.check_whole(restoring=restoring)
         self._streaming.check()
 
     def _ensure_stream(self) -> None:

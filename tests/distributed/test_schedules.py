@@ -134,7 +134,7 @@ def test_each_table_goes_on_with_its_rate_on_other_ranks(tmp_path: Path) -> None
     trained = warm.run(2, _train, kinds, uri, "2")
     for plan, refusal in {
         "1": "(Own) keeps lists that are not known by name",
-        "2 other": "more than one learning rate for tables that share a kernel under this plan",
+        "2 other": "(Own) keeps lists that are not known by name",
         "3": "(Own) keeps lists that are not known by name",
     }.items():
         resumed = warm.run(int(plan[0]), _resume, kinds, uri, plan)

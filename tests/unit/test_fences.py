@@ -159,6 +159,8 @@ WITH_TORCH = frozenset(
         "capture/touched.py",
         "capture/updates.py",
         "checkpointer.py",
+        "commit/buffer_memory.py",
+        "commit/buffers.py",
         "commit/cadence.py",
         "commit/collective.py",
         "commit/comm_hooks.py",

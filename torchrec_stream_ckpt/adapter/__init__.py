@@ -12,13 +12,16 @@ of ``DistributedModelParallel``:
 ``fused_optimizer``                                   1.0    loading its state writes rows
 ``reshard``                                           1.4    moves rows
 of ``torch.nn.Module`` (torch 2.11 is the oldest that was looked at):
-``_non_persistent_buffers_set``                       2.11   which buffers are state
+``_buffers``                                          2.11   the buffers themselves, those that are None too
+``_non_persistent_buffers_set``                       2.11   which of them are state
 ``_modules``                                          2.11   whether a kernel was replaced
 ``_state_dict_hooks``                                 2.11   whether a module saves what only its own code knows
 of what ``torch.compile`` makes of a module:
 ``_orig_mod``                                         2.11   the module inside, whose names markers have
 of ``torch.nn.parallel.DistributedDataParallel``:
 ``_comm_hooks``                                       2.11   whether gradients pass through code with a state
+of ``DistributedDataParallel``:
+``_assign_modules_buffers``                           2.11   lists again the buffers that it broadcasts
 of ``torch.Tensor``:
 ``_version``                                          2.11   whether something has written in place
 of a ``DistributedDataParallel`` and its reducer:
@@ -99,6 +102,14 @@ Of the fused optimizers in ``optimizers.py``, ROWWISE_RMSPROP_AR is new in 1.9, 
 in 1.2.
 """
 
+from torchrec_stream_ckpt.adapter.buffers import (
+    BufferSlot,
+    add_buffer,
+    buffer_slots,
+    count_writes,
+    has_home,
+    tell_ddp,
+)
 from torchrec_stream_ckpt.adapter.claimed import check_free, claim
 from torchrec_stream_ckpt.adapter.collision import COUNTERS, NO_ID, CollisionMap, id_maps
 from torchrec_stream_ckpt.adapter.comm_hooks import comm_hooks
@@ -136,6 +147,7 @@ from torchrec_stream_ckpt.adapter.wrappers import (
 __all__ = [
     "COUNTERS",
     "NO_ID",
+    "BufferSlot",
     "CollisionMap",
     "DensePrint",
     "FusedKernel",
@@ -146,15 +158,19 @@ __all__ = [
     "Lookup",
     "ReplicatedTables",
     "Standing",
+    "add_buffer",
+    "buffer_slots",
     "check_data_parallel",
     "check_dense",
     "check_free",
     "check_wrappers",
     "claim",
     "comm_hooks",
+    "count_writes",
     "dense_optimizers",
     "dense_view",
     "fused_kernels",
+    "has_home",
     "has_own_state_dict",
     "id_maps",
     "is_per_row",
@@ -165,6 +181,7 @@ __all__ = [
     "reduced_parameters",
     "set_gradient",
     "sharded_embeddings",
+    "tell_ddp",
     "unreduced",
     "watch_no_sync",
     "watch_outside_writes",

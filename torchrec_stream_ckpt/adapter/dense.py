@@ -42,10 +42,10 @@ def _view(module: nn.Module) -> nn.Module:
     if holds_id_maps(module):
         return nn.Module()  # they are saved by row range, not by rank
     module = original(module)
+    if not is_rebuilt(module):
+        return module
     if any(isinstance(child, ShardedModule) for child in module.modules()):
         _check_state_is_known(module)
-    elif _own_state(module) or not any(is_compiled(child) for child in module.modules()):
-        return module
     view = nn.Module()
     for name, parameter in module.named_parameters(recurse=False):
         view.register_parameter(name, parameter)
@@ -54,6 +54,14 @@ def _view(module: nn.Module) -> nn.Module:
     for name, child in module.named_children():
         view.add_module(name, _view(child))
     return view
+
+
+def is_rebuilt(module: nn.Module) -> bool:
+    """Return whether a view has a module of its own in the place of this one, with the same parameters and buffers."""
+    inside = list(module.modules())
+    if any(isinstance(child, ShardedModule) for child in inside):
+        return True
+    return not _own_state(module) and any(is_compiled(child) for child in inside)
 
 
 def _check_state_is_known(module: nn.Module) -> None:

@@ -99,7 +99,7 @@ def _uses(kind: type, name: str) -> bool:
     )
 
 
-_OF_MODULES = ("_modules", "_non_persistent_buffers_set", "_state_dict_hooks")
+_OF_MODULES = ("_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks")
 MODEL = HookPoints("model", _OF_MODULES)
 DMP = HookPoints("model", (*_OF_MODULES, "_ddp_wrapped", "fused_optimizer", "reshard"), used_inside=("_ddp_wrapped",))
 SHARDED_MODULE = HookPoints("sharded module", ("_lookups",), used_inside=("_lookups",))
@@ -190,6 +190,7 @@ TORCH = HookPoints("package", ("_C",))
 BINDINGS = HookPoints("bindings of torch", ("_current_graph_task_id",))
 VARIABLE = HookPoints("class of tensors", ("_execution_engine",))
 CUDA_OPERATORS = HookPoints("namespace torch.ops.fbgemm", ("linearize_cache_indices", "lxu_cache_lookup"))
+DATA_PARALLEL = HookPoints("DDP wrapper", ("_assign_modules_buffers",))
 DENSE_OPTIMIZER = HookPoints("dense optimizer", ("_optimizer_state_dict_post_hooks",))
 OPTIMIZER_WRAPPER = HookPoints("wrapper of an optimizer", (), used_inside=("_optimizer",))
 WARM_UP = HookPoints("warm-up wrapper", ("_get_warmup_state",), used_inside=("_stages", "_warmup_param"))
@@ -219,6 +220,7 @@ HOOK_POINTS = (
     BINDINGS,
     VARIABLE,
     CUDA_OPERATORS,
+    DATA_PARALLEL,
     DENSE_OPTIMIZER,
     OPTIMIZER_WRAPPER,
     WARM_UP,

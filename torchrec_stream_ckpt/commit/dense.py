@@ -8,6 +8,7 @@
                                   a sparse one is ``grad_indices.<name>``, ``grad_values.<name>``
 ``rank<r>.optimizers``            JSON: all else of that state, as ``optimizer_state.py`` says
 ``rank<r>.fused``                 JSON: hyperparameters of the fused kernels, by table
+``rank<r>.buffer_kinds``          JSON: shape and dtype of buffers, at the attach and now
 ``shared.<name>``                 one blob a ``Stateful`` that serves all ranks, of rank 0
 ``rank<r>.schedule.<name>``       one blob a schedule over groups of fused tables, by names
 ``shared.replicas``               JSON: ``"rank0"`` if replicas may differ, and all is rank 0's
@@ -114,6 +115,7 @@ class DenseState:
             scope: What is compared between ranks; None: all of it.
         """
         taken = self._staged = self._take()
+        self.live.buffers.say_passing()
         scope = (scope or Scope()) if dist.get_world_size() > 1 and not self.live.one_replica else None
         frozen = [f"model.{name}" for name, each in taken.parameters.items() if not each.requires_grad]
         self.held = hold(taken.alike, taken.apart, taken.objects, taken.places, frozen, scope)
@@ -169,7 +171,7 @@ class DenseState:
         alike, apart = _split({**dense, **taken.tensors, **gradients.tensors})
         world = 1 if self.live.one_replica else dist.get_world_size()
         owner = owners(alike, world, taken.tree["parameters"])
-        buffers = {name: value for name, value in model.items() if name not in parameters}
+        buffers = {name: value for name, value in model.items() if name not in parameters} | self.live.buffers.tensors()
         wrappers = wrapper_states(self.live.optimizer)
         shared = {name: state_of(name, self.live.shared[name]) for name in self._taken_here()}
         compared = {title_of(name, item): shared[name] for name, item in self.live.compared.items() if name in shared}
@@ -197,6 +199,7 @@ class DenseState:
         state: dict[str, Any] = {
             f"rank{self._rank}.random": blob(random_state()),
             f"rank{self._rank}.buffers": blob(buffers),
+            f"rank{self._rank}.buffer_kinds": json_blob(self.live.buffers.record().as_json()),
         }
         for name, schedule in self.live.schedules.items():
             state[f"rank{self._rank}.schedule.{name}"] = blob(schedule.state())

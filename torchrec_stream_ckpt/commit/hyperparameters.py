@@ -7,7 +7,7 @@ it after ``restore()``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -47,24 +47,40 @@ def set_fused_values(kernels: Iterable[FusedKernel], saved: Iterable[Values]) ->
     Raises:
         SchemaMismatchError: tables of one kernel had different ones.
     """
+    for kernel, found in _of_kernels(kernels, saved):
+        _check_alike(kernel, found)
+        if found:
+            kernel.scalars.set_hyperparameters(found[0])
+
+
+def check_fused_values(kernels: Iterable[FusedKernel], saved: Iterable[Values]) -> Iterator[SchemaMismatchError]:
+    """Return the errors that :func:`set_fused_values` would raise."""
+    for kernel, found in _of_kernels(kernels, saved):
+        try:
+            _check_alike(kernel, found)
+        except SchemaMismatchError as error:
+            yield error
+
+
+def _of_kernels(kernels: Iterable[FusedKernel], saved: Iterable[Values]) -> Iterator[tuple[FusedKernel, list[Any]]]:
     everywhere: dict[str, list[dict[str, float]]] = {}
     for values in saved:
         for table, each in values.items():
             everywhere.setdefault(table, []).append(each)
     for kernel in kernels:
-        tables = [shard.table.name for shard in kernel.held]
-        found = [each for table in tables for each in everywhere.get(table, ())]
-        for each in found[1:]:
-            for name in sorted(each.keys() & found[0].keys()):
-                if repr(each[name]) != repr(found[0][name]):
-                    raise SchemaMismatchError(
-                        f"the marker has more than one {name} for tables that share a kernel under this plan: "
-                        f"{found[0][name]}, {each[name]}",
-                        hint="place tables of different settings apart",
-                        tables=", ".join(tables),
-                    )
-        if found:
-            kernel.scalars.set_hyperparameters(found[0])
+        yield kernel, [each for shard in kernel.held for each in everywhere.get(shard.table.name, ())]
+
+
+def _check_alike(kernel: FusedKernel, found: list[dict[str, float]]) -> None:
+    for each in found[1:]:
+        for name in sorted(each.keys() & found[0].keys()):
+            if repr(each[name]) != repr(found[0][name]):
+                raise SchemaMismatchError(
+                    f"the marker has more than one {name} for tables that share a kernel under this plan: "
+                    f"{found[0][name]}, {each[name]}",
+                    hint="place tables of different settings apart",
+                    tables=", ".join(shard.table.name for shard in kernel.held),
+                )
 
 
 def given(kernels: Iterable[FusedKernel], optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from torchrec_stream_ckpt.adapter import (
     watch_steps,
 )
 from torchrec_stream_ckpt.commit import optimizer_state
+from torchrec_stream_ckpt.commit.buffers import LiveBuffers
 from torchrec_stream_ckpt.commit.comm_hooks import check_comm_hooks
 from torchrec_stream_ckpt.commit.data_parallel import at_rest, check_whole
 from torchrec_stream_ckpt.commit.dense_guard import DenseGuard
@@ -24,7 +25,7 @@ from torchrec_stream_ckpt.commit.handed_over import Stateful, try_states
 from torchrec_stream_ckpt.commit.match import PER_RANK, dense_entry, optimizer_entry
 from torchrec_stream_ckpt.commit.schedules import NamedSchedule
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, DenseOptimizer
+from torchrec_stream_ckpt.evolve.model_schema import NO_TENSOR, DenseEntry, DenseOptimizer
 
 
 class LiveDense:
@@ -83,6 +84,7 @@ class LiveDense:
             )
         if one_replica:
             check_whole(self.view())
+        self.buffers = LiveBuffers(model)
         self._guard = DenseGuard(model, optimizer, self.optimizers, self.view())
         self.gradients = Gradients(model, self.optimizers)
         self._unwatch: Callable[[], None] | None = None
@@ -139,9 +141,27 @@ class LiveDense:
         return frozenset(each.table for each in self.id_maps)
 
     def described(self) -> tuple[tuple[DenseEntry, ...], tuple[DenseOptimizer, ...], tuple[str, ...]]:
-        """Parameters and buffers, dense optimizers, and names of the user's objects, for a :class:`ModelSchema`."""
-        stateful = (*self.handed, *(f"{PER_RANK}{name}" for name in self.per_rank))
-        return tuple(starmap(dense_entry, self.view().state_dict().items())), self.optimizers_named, stateful
+        """Parameters and buffers, dense optimizers, and names of the user's objects, for a :class:`ModelSchema`.
+
+        Buffers are as they were at the attach.
+        """
+        parameters, rest = self.entries()
+        buffers = (each for each in self.buffers.attached.values() if each.dtype != NO_TENSOR)
+        return (*parameters, *buffers, *rest), self.optimizers_named, self.stateful_named
+
+    def entries(self) -> tuple[list[DenseEntry], list[DenseEntry]]:
+        """Return the parameters, and what ``state_dict()`` has beside these and the buffers, such as extra state."""
+        view = self.view()
+        parameters = dict(view.named_parameters()).keys()
+        held = {**self.buffers.attached, **self.buffers.tensors()}.keys()
+        found = list(starmap(dense_entry, view.state_dict().items()))
+        rest = [each for each in found if each.name not in parameters and each.name not in held]
+        return [each for each in found if each.name in parameters], rest
+
+    @property
+    def stateful_named(self) -> tuple[str, ...]:
+        """Names of the user's objects, as a :class:`ModelSchema` has them."""
+        return (*self.handed, *(f"{PER_RANK}{name}" for name in self.per_rank))
 
     @property
     def optimizers_named(self) -> tuple[DenseOptimizer, ...]:

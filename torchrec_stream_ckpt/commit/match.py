@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torchrec_stream_ckpt.commit.dcp import Entries
-from torchrec_stream_ckpt.errors import SchemaMismatchError
 from torchrec_stream_ckpt.evolve.dense_outcome import DenseEvolution
 from torchrec_stream_ckpt.evolve.labels import DROPPED, EXACT
 from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, DenseOptimizer
 from torchrec_stream_ckpt.evolve.outcome import Evolution
 
 T = TypeVar("T")
-
-_NAMED = 8
-"""Entries that an error lists at most."""
-
 
 PER_RANK = "per_rank."
 """Begins the names of the user's objects that each rank has, where they stand beside the shared ones."""
@@ -101,45 +94,3 @@ def dense_entry(name: str, value: Any) -> DenseEntry:
 def optimizer_entry(key: str, kind: str, groups: Iterable[Mapping[str, Any]]) -> DenseOptimizer:
     """A dense optimizer, from its param groups with names."""
     return DenseOptimizer(key, kind, tuple(tuple(group["params"]) for group in groups))
-
-
-def check_stateful(saved: Collection[str], here: Collection[str]) -> None:
-    """The job must hand over the very objects whose state the marker holds.
-
-    Raises:
-        SchemaMismatchError: it does not; names the first one.
-    """
-    for name in sorted(set(saved) ^ set(here)):
-        side = "the marker" if name in saved else "this job"
-        raise SchemaMismatchError(
-            f"only {side} has the state of '{name}'",
-            hint="hand over the same stateful objects as the job that wrote the marker",
-        )
-
-
-def check_names(here: Set[str], saved: Set[str]) -> None:
-    """Both have to have the same ones.
-
-    Raises:
-        SchemaMismatchError: they have not; names those of one side.
-    """
-    for side, names in (("the marker", saved - here), ("this job", here - saved)):
-        if names:
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-            said = ", ".join(f"'{name}'" for name in sorted(names)[:_NAMED])
-            raise SchemaMismatchError(f"dense state: only {side} has {said}{more}")
-
-
-def check_entries(wanted: Mapping[str, Any], entries: Entries) -> None:
-    """Compare names, shapes and dtypes of the model before anything is written, for an error with both sides.
-
-    Raises:
-        SchemaMismatchError: they differ.
-    """
-    check_names(wanted.keys(), {key for key in entries if key.startswith("model.")})
-    for name, value in wanted.items():
-        saved = entries[name]
-        if isinstance(value, torch.Tensor) and isinstance(saved, TensorStorageMetadata):
-            here, there = (tuple(value.shape), value.dtype), (tuple(saved.size), saved.properties.dtype)
-            if here != there:
-                raise SchemaMismatchError(f"dense state '{name}': the marker has {there}, this job has {here}")

@@ -215,6 +215,12 @@ def find_tensors(
     return room
 
 
+def missing_tensors(tree: Mapping[str, Any], entries: Entries) -> list[str]:
+    """Return the tensors of a tree that the marker does not hold."""
+    there = (name for name, saved in entries.items() if isinstance(saved, TensorStorageMetadata))
+    return sorted(_mentioned(tree["optimizers"]).difference(there))
+
+
 def _mentioned(tree: Any) -> set[str]:
     """Entries of all tensors in a tree."""
     if isinstance(tree, dict) and tree.keys() == {"tensor"} and isinstance(tree["tensor"], str):
@@ -250,6 +256,11 @@ def read(
         )
         for key, saved in tree["optimizers"].items()
     }
+
+
+def outline(tree: Mapping[str, Any]) -> dict[str, OptimizerState]:
+    """The optimizers of a tree, with an empty tensor in place of each of theirs."""
+    return read(tree, dict.fromkeys(_mentioned(tree["optimizers"]), torch.empty(0)), {})
 
 
 def check(optimizers: Optimizers, saved: Mapping[str, OptimizerState], names: Mapping[int, str]) -> None:

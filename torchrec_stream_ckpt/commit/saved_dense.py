@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
-from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,14 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from torchrec_stream_ckpt.commit import optimizer_state, tree
+from torchrec_stream_ckpt.commit.buffers import BufferRecord
 from torchrec_stream_ckpt.commit.dcp import Entries, empty_blob, load_here, no_blob, read_json, unblob
 from torchrec_stream_ckpt.commit.dense_prover import entry_digests
 from torchrec_stream_ckpt.commit.id_maps import PREFIX
 from torchrec_stream_ckpt.commit.match import PER_RANK, dense_entry, optimizer_entry
 from torchrec_stream_ckpt.commit.optimizer_state import OptimizerState, empty_like
-from torchrec_stream_ckpt.errors import SchemaMismatchError
-from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, DenseOptimizer
+from torchrec_stream_ckpt.errors import CorruptionError, SchemaMismatchError
+from torchrec_stream_ckpt.evolve.model_schema import NO_TENSOR, DenseEntry, DenseOptimizer
 
 Parameters = Mapping[str, nn.Parameter]
 """Of the live model, by their names in the marker."""
@@ -50,6 +50,7 @@ class SavedDense:
         """The rank of the marker whose part this one takes."""
         self.digests: dict[str, int] = {}
         """Of what was read so far: blobs, id maps, and tensors that optimizers keep in no place with a name."""
+        self._objects: dict[str, Any] = {}
 
     def read(self, room: dict[str, Any]) -> dict[str, Any]:
         """Fill room, as ``load_here``; of all but named tensors of the job the digests are kept."""
@@ -118,14 +119,21 @@ class SavedDense:
 
     @cached_property
     def buffers(self) -> dict[str, Any]:
-        """Those of the rank."""
-        found: dict[str, Any] = unblob(self._blob(f"rank{self.source}.buffers"), f"rank{self.source}.buffers")
+        """Those of the rank; none in an imported marker."""
+        name = f"rank{self.source}.buffers"
+        found: dict[str, Any] = unblob(self._blob(name), name) if name in self.entries else {}
         return found
+
+    @cached_property
+    def buffer_record(self) -> BufferRecord | None:
+        """What the marker says of them; None in a marker of an older release, or an imported one."""
+        name = f"rank{self.source}.buffer_kinds"
+        return BufferRecord.of(read_json(self._blob(name), name)) if name in self.entries else None
 
     @cached_property
     def _common(self) -> dict[str, torch.Tensor]:
         """Blobs that every restore takes, whatever its model, read at once: each load of DCP's has a fixed price."""
-        own = (f"rank{self.source}.{name}" for name in ("random", "buffers"))
+        own = (f"rank{self.source}.{name}" for name in ("random", "buffers", "buffer_kinds"))
         names = [name for name in ("shared.seed", "shared.wrappers", *own, self._tree_entry) if name in self.entries]
         return self.read({name: empty_blob(self.entries, name) for name in names})
 
@@ -139,30 +147,58 @@ class SavedDense:
             raise no_blob(name)
         return self._common[name]
 
-    def blobs(self, shared: Collection[str], per_rank: Collection[str]) -> dict[str, Any]:
-        """Seed, random state, wrappers, and the state of some of the user's objects.
+    def missing(self) -> list[str]:
+        """Return the entries that each marker of its kind has, and this one lacks."""
+        if self.imported:
+            return []
+        wanted = ["shared.seed", *(f"rank{self.source}.{name}" for name in ("random", "buffers"))]
+        if "shared.optimizers" not in self.entries:
+            wanted += [self._tree_entry, *(f"rank{rank}.fused" for rank in range(self.world))]
+        return [name for name in wanted if name not in self.entries]
+
+    @cached_property
+    def wrappers(self) -> list[dict[str, Any]]:
+        """States of the optimizer's wrappers."""
+        name = "shared.wrappers"
+        found: list[dict[str, Any]] = unblob(self._blob(name), name) if name in self.entries else []
+        return found
+
+    def random(self) -> tuple[int, dict[str, Any]]:
+        """Return the job's seed, and the random state of the rank."""
+        seed, state = "shared.seed", f"rank{self.source}.random"
+        return unblob(self._blob(seed), seed), unblob(self._blob(state), state)
+
+    def object_of(self, owner: str, name: str) -> Any:
+        """Return the state of one of the user's objects, read once.
+
+        Args:
+            owner: ``shared`` or ``per_rank``.
+            name: As the user has called it.
 
         Raises:
-            SchemaMismatchError: it does not have one of these.
+            SchemaMismatchError: the marker does not have it, or its classes cannot be imported.
         """
-        wanted = {"seed": "shared.seed", "random": f"rank{self.source}.random"}
-        if "shared.wrappers" in self.entries:
-            wanted["wrappers"] = "shared.wrappers"
-        schedules = {name for name in shared if self._schedule(self.source, name) in self.entries}
-        common = {name: f"shared.stateful.{name}" for name in shared if name not in schedules}
-        own = {name: f"rank{self.source}.stateful.{name}" for name in per_rank}
-        scheduled = {name: [self._schedule(rank, name) for rank in range(self.world)] for name in schedules}
-        names = (*common.values(), *own.values(), *(entry for entries in scheduled.values() for entry in entries))
-        loaded = self.read({name: empty_blob(self.entries, name) for name in names})
-        return {
-            "wrappers": [],
-            **{name: unblob(self._blob(entry), entry) for name, entry in wanted.items()},
-            "shared": {name: unblob(loaded[entry], entry) for name, entry in common.items()},
-            "schedules": {
-                name: [unblob(loaded[entry], entry) for entry in entries] for name, entries in scheduled.items()
-            },
-            "per_rank": {name: unblob(loaded[entry], entry) for name, entry in own.items()},
-        }
+        entry = f"{'shared' if owner == 'shared' else f'rank{self.source}'}.stateful.{name}"
+        if entry not in self._objects:
+            loaded = self.read({entry: empty_blob(self.entries, entry)})[entry]
+            try:
+                self._objects[entry] = unblob(loaded, entry)
+            except CorruptionError as error:
+                if not isinstance(error.__cause__, (ImportError, AttributeError)):
+                    raise
+                raise SchemaMismatchError(
+                    f"the state of '{name}' cannot be read: {type(error.__cause__).__name__}: {error.__cause__}",
+                    hint="make the classes importable that its state_dict() returned",
+                ) from error
+        return self._objects[entry]
+
+    def schedule(self, name: str) -> list[Any] | None:
+        """Return the states of a schedule on all ranks that wrote it, or None if rank 0's was saved for all."""
+        if self._schedule(self.source, name) not in self.entries:
+            return None
+        entries = [self._schedule(rank, name) for rank in range(self.world)]
+        loaded = self.read({entry: empty_blob(self.entries, entry) for entry in entries})
+        return [unblob(loaded[entry], entry) for entry in entries]
 
     @property
     def _tree_entry(self) -> str:
@@ -178,13 +214,28 @@ class SavedDense:
         return found
 
     def described(self) -> tuple[tuple[DenseEntry, ...], tuple[DenseOptimizer, ...], tuple[str, ...]]:
-        """Parameters and buffers, dense optimizers, and names of the user's objects, for a :class:`ModelSchema`."""
-        of_files = (
+        """Parameters and buffers, dense optimizers, and names of the user's objects, for a :class:`ModelSchema`.
+
+        Buffers are as that job had them at its attach, if the marker records it.
+        """
+        record = self.buffer_record
+        kinds = {} if record is None else record.attached
+        rest = dict(self.buffers)
+        for name in record.now if record is not None else ():
+            rest.pop(name, None)
+        buffers = (
+            *(each for each in kinds.values() if each.dtype != NO_TENSOR),
+            *(dense_entry(name, value) for name, value in rest.items()),
+        )
+        names = (*sorted(self.stateful("shared")), *(f"{PER_RANK}{name}" for name in sorted(self.stateful("per_rank"))))
+        return (*self.parameters, *buffers), self.optimizers_named, names
+
+    @property
+    def parameters(self) -> tuple[DenseEntry, ...]:
+        """Entries of the parameters; of an imported marker those of buffers too."""
+        return tuple(
             DenseEntry(name, shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in self.model.items()
         )
-        buffers = () if self.imported else starmap(dense_entry, self.buffers.items())
-        names = (*sorted(self.stateful("shared")), *(f"{PER_RANK}{name}" for name in sorted(self.stateful("per_rank"))))
-        return (*of_files, *buffers), self.optimizers_named, names
 
     @cached_property
     def optimizers_named(self) -> tuple[DenseOptimizer, ...]:
@@ -209,8 +260,28 @@ class SavedDense:
         maps = (entry.removeprefix(prefix) for entry in self.entries if entry.startswith(prefix))
         return frozenset(entry.rsplit(".", 2)[0] for entry in maps)
 
-    def optimizers(self, parameters: Parameters, *, whole: bool) -> tuple[dict[str, OptimizerState], list[Any]]:
-        """The dense optimizers, and the fused hyperparameters of all ranks that wrote it.
+    def outline(self) -> dict[str, OptimizerState]:
+        """Return the dense optimizers with empty tensors in their state: for a comparison."""
+        if self.imported:
+            return {}
+        if self.tree is not None:
+            return optimizer_state.outline(self.tree)
+        name = "shared.optimizers"
+        if name not in self.entries:
+            return {}
+        older = unblob(self.read({name: empty_blob(self.entries, name)})[name], name)
+        return {key: OptimizerState(each["class"], each["param_groups"], {}) for key, each in older.items()}
+
+    def fused(self) -> list[Any]:
+        """Return the hyperparameters of the fused kernels, of all ranks that wrote it."""
+        if self.tree is None:
+            return []
+        hyper = [entry for entry in self.entries if entry.startswith("rank") and entry.endswith(".fused")]
+        tensors = self.read({entry: empty_blob(self.entries, entry) for entry in hyper})
+        return [tree.decode(read_json(tensors[entry], entry), tensors.__getitem__) for entry in hyper]
+
+    def optimizers(self, parameters: Parameters, *, whole: bool) -> dict[str, OptimizerState]:
+        """The dense optimizers.
 
         Args:
             parameters: Of this job.
@@ -220,12 +291,9 @@ class SavedDense:
             SchemaMismatchError: it does not.
         """
         if self.tree is None:
-            return self._older(parameters, whole=whole), []
-        hyper = [entry for entry in self.entries if entry.startswith("rank") and entry.endswith(".fused")]
+            return self._older(parameters, whole=whole)
         room = optimizer_state.find_tensors(self.tree, self.entries, parameters, whole=whole)
-        tensors = self.read(room | {entry: empty_blob(self.entries, entry) for entry in hyper})
-        fused = [tree.decode(read_json(tensors[entry], entry), tensors.__getitem__) for entry in hyper]
-        return optimizer_state.read(self.tree, tensors, parameters), fused
+        return optimizer_state.read(self.tree, self.read(room), parameters)
 
     def _older(self, parameters: Parameters, *, whole: bool) -> dict[str, OptimizerState]:
         """The dense optimizers in a marker that has no JSON of them."""

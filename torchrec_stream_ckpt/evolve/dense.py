@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.evolve.dense_outcome import (
 from torchrec_stream_ckpt.evolve.findings import Findings
 from torchrec_stream_ckpt.evolve.imported import ImportedOptimizers, States, imported_stateful
 from torchrec_stream_ckpt.evolve.labels import BY_RULE, DROPPED, EXACT, FRESH
-from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, DenseOptimizer, ModelSchema
+from torchrec_stream_ckpt.evolve.model_schema import NO_TENSOR, DenseEntry, DenseOptimizer, ModelSchema
 from torchrec_stream_ckpt.evolve.toml_file import nearest
 from torchrec_stream_ckpt.types import plain_name
 
@@ -296,6 +296,8 @@ class _Optimizers:
 
 def _of(entry: DenseEntry) -> str:
     """Shape and dtype, which have to be equal."""
+    if entry.dtype == NO_TENSOR:
+        return NO_TENSOR
     return f"{' x '.join(map(str, entry.shape)) or 'one value of'} {entry.dtype}"
 
 

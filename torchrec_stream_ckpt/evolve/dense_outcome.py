@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 from torchrec_stream_ckpt.evolve.labels import DROPPED, EXACT
-from torchrec_stream_ckpt.evolve.model_schema import DenseEntry
+from torchrec_stream_ckpt.evolve.model_schema import NO_TENSOR, DenseEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,8 @@ class DenseOutcome:
     @property
     def num_bytes(self) -> int:
         """Bytes of its values."""
+        if self.entry.dtype == NO_TENSOR:
+            return 0
         bits = re.match(r"[a-z]+(\d+)", self.entry.dtype)  # bool has no number
         return math.prod(self.entry.shape) * (int(bits[1]) // 8 if bits is not None else 1)
 

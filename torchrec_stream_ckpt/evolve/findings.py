@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from torchrec_stream_ckpt.errors import ChangesError, SchemaMismatchError
+from torchrec_stream_ckpt.errors import ChangesError, SchemaMismatchError, StreamCkptError
 from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges
 from torchrec_stream_ckpt.evolve.text import map_file, unsaved
 
 PYTHON_FOLLOWS = "this declares them, in Python:"
 TOML_FOLLOWS = "or in a TOML file:"
+_TITLE = "the marker is not of this model:"
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """A difference that no ``Changes`` can declare."""
+
+    text: str
+    hint: str = ""
+    error: type[StreamCkptError] = SchemaMismatchError
+    """What it raises when it is the only one."""
+    where: tuple[tuple[str, object], ...] = ()
+    """Coordinates, by name."""
+
+    @classmethod
+    def of(cls, error: StreamCkptError) -> Misfit:
+        """Take over an error that a comparison has raised."""
+        return cls(error.message, error.hint, type(error), tuple(error.where.items()))
+
+    def __str__(self) -> str:
+        where: dict[str, Any] = dict(self.where)
+        said = self.error(self.text, **where).headline
+        return f"{said} ({self.hint})" if self.hint else said
 
 
 @dataclass(slots=True)
@@ -24,11 +48,26 @@ class Findings:
     """Differences that were not declared."""
     needed: dict[str, list[Any]] = field(default_factory=dict)
     """What has to be declared besides, by field: names, or pairs."""
+    misfits: list[Misfit] = field(default_factory=list)
+    """Differences that cannot be declared."""
 
     @property
     def against(self) -> bool:
         """Whether something speaks against it."""
-        return bool(self.problems or self.differences)
+        return bool(self.problems or self.differences or self.misfits)
+
+    @staticmethod
+    def merged(found: Sequence[Findings]) -> Findings:
+        """Join the findings of all ranks, by rank; one that not all have names its ranks."""
+        merged = Findings(found[0].declared)
+        merged.problems = _joined([each.problems for each in found])
+        merged.differences = _joined([each.differences for each in found])
+        merged.misfits = list(dict.fromkeys(misfit for each in found for misfit in each.misfits))
+        for each in found:
+            for name, values in each.needed.items():
+                known = merged.needed.setdefault(name, [])
+                known += [value for value in values if value not in known]
+        return merged
 
     def differs(self, said: str, field_name: str, *values: Any) -> None:
         """Note a difference, and what would declare it: a name, or a name and a value; ``dense.`` before its fields."""
@@ -57,16 +96,39 @@ class Findings:
             said = "\n".join(["the declared changes are wrong:", *(f"  {each}" for each in self.problems)])
             raise ChangesError(said, hint="correct these; leave out what did not change", **where)
         if not self.differences:
+            self._check_misfits(**where)
             return
         accepting = self.accepting()
-        lines = ["the marker is not of this model:", *(f"  {each}" for each in self.differences)]
+        lines = [_TITLE, *(f"  {each}" for each in (*self.differences, *self.misfits))]
         for name, change in accepting.rows.items():
             if change.ids is not None and unsaved(change.ids):
                 lines.append(f"  first save the ids of {name!r}, changes.rows[{name!r}].ids, as {map_file(change.ids)}")
         lines += [PYTHON_FOLLOWS, f"changes = {accepting.to_python()}", TOML_FOLLOWS, accepting.to_toml().rstrip()]
-        lines.append(f"# {len(self.differences)} differences")
+        lines.append(f"# {len(self.differences) + len(self.misfits)} differences")
+        rest = f", and correct the {len(self.misfits)} that cannot be declared" if self.misfits else ""
         raise SchemaMismatchError(
             "\n".join(lines),
-            hint="use the right log or the right model, or declare the changes as above if they are meant",
+            hint=f"use the right log or the right model, or declare the changes as above if they are meant{rest}",
             **where,
         )
+
+    def _check_misfits(self, **where: object) -> None:
+        if len(self.misfits) == 1:
+            (one,) = self.misfits
+            raise one.error(one.text, hint=one.hint, **{**where, **dict(one.where)})
+        if self.misfits:
+            lines = [_TITLE, *(f"  {each}" for each in self.misfits), f"# {len(self.misfits)} differences"]
+            raise SchemaMismatchError(
+                "\n".join(lines), hint="correct these, or restore with the job that wrote the marker", **where
+            )
+
+
+def _joined(said: Sequence[Sequence[str]]) -> list[str]:
+    ranks: dict[str, list[int]] = {}
+    for rank, lines in enumerate(said):
+        for line in dict.fromkeys(lines):
+            ranks.setdefault(line, []).append(rank)
+    return [
+        line if len(found) == len(said) else f"{line} (on rank {', '.join(map(str, found))})"
+        for line, found in ranks.items()
+    ]

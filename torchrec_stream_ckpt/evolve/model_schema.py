@@ -13,6 +13,8 @@ from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.types import StateSpec, TableSpec
 
 FORMAT = 1
+NO_TENSOR = "None"
+"""Stands for the dtype of a buffer that is registered as None."""
 _MAX_BYTES = 256 * 2**20
 T = TypeVar("T")
 

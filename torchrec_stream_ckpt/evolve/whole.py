@@ -66,18 +66,39 @@ def evolve(
         SchemaMismatchError: something differs that was not declared; names all of it, and what accepts it. Or a table
             is sharded on one side and data-parallel on the other.
     """
-    check_placement(saved, here, changes)
-    if made and made[0].digest == changes.digest and not changes.is_empty:
-        as_it_is = _compared(saved, here, Findings(NO_CHANGES), dense, trained_rows, imported)
-        if as_it_is is not None:
-            return ModelEvolution(as_it_is.tables, as_it_is.dense, already=True)
-    found = Findings(changes)
-    evolution = _compared(saved, here, found, dense, trained_rows, imported)
+    evolution, found = compare(
+        saved, here, changes, dense=dense, trained_rows=trained_rows, made=made, imported=imported
+    )
     found.check()
     assert evolution is not None
-    if not again:
+    if not again and not evolution.already:
         check_not_repeated(changes, made)
     return evolution
+
+
+def compare(
+    saved: ModelSchema,
+    here: ModelSchema,
+    changes: Changes = NO_CHANGES,
+    *,
+    dense: bool = True,
+    trained_rows: TrainedRows | None = None,
+    made: Sequence[ClaimChanges] = (),
+    imported: States | None = None,
+) -> tuple[ModelEvolution | None, Findings]:
+    """As :func:`evolve`, but what speaks against it is returned: then there is no evolution.
+
+    Raises:
+        SchemaMismatchError: a table is sharded on one side and data-parallel on the other.
+    """
+    check_placement(saved, here, changes)
+    if made and made[0].digest == changes.digest and not changes.is_empty:
+        unchanged = Findings(NO_CHANGES)
+        as_it_is = _compared(saved, here, unchanged, dense, trained_rows, imported)
+        if as_it_is is not None:
+            return ModelEvolution(as_it_is.tables, as_it_is.dense, already=True), unchanged
+    found = Findings(changes)
+    return _compared(saved, here, found, dense, trained_rows, imported), found
 
 
 def _compared(

@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
+from torchrec_stream_ckpt.commit.dense import DenseState
 from torchrec_stream_ckpt.commit.live_dense import LiveDense
 from torchrec_stream_ckpt.commit.match import Match
 from torchrec_stream_ckpt.commit.saved_dense import SavedDense
 from torchrec_stream_ckpt.errors import ChangesError, MarkerNotFoundError, SchemaMismatchError, UnsupportedError
 from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes
+from torchrec_stream_ckpt.evolve.findings import Findings
 from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
 from torchrec_stream_ckpt.evolve.outcome import Evolution, TableOutcome
+from torchrec_stream_ckpt.evolve.repeated import check_not_repeated
 from torchrec_stream_ckpt.evolve.report import EvolutionReport
-from torchrec_stream_ckpt.evolve.whole import ModelEvolution, evolve
+from torchrec_stream_ckpt.evolve.whole import ModelEvolution, compare
 from torchrec_stream_ckpt.format.changed import ClaimChanges
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.lineage import Lineage, told_to
@@ -82,19 +85,60 @@ def nothing_to_change(uri: str) -> MarkerNotFoundError:
     )
 
 
-def check_plain(route: Route, schema: Schema, dense: LiveDense, saved: SavedDense) -> None:
-    """Say all in which a model differs from a marker, and what would declare it.
+@dataclass(frozen=True, slots=True)
+class MarkerComparison:
+    """A marker and this job, compared before anything is written."""
+
+    model: ModelEvolution | None
+    """What becomes of the marker; None: something speaks against it, or nothing differs that has a name."""
+    found: Findings
+    """All that speaks against it on this rank."""
+
+
+def compared(
+    route: Route, schema: Schema, dense: DenseState, saved: SavedDense, changes: Changes | None
+) -> MarkerComparison:
+    """Compare a marker with this job: tables, dense model, optimizers, buffers, objects, random state. Local.
+
+    Args:
+        route: The marker.
+        schema: Tables of this model.
+        dense: The live dense state.
+        saved: That of the marker.
+        changes: What was declared; None: nothing.
 
     Raises:
-        SchemaMismatchError: something differs that can be declared.
+        SchemaMismatchError: a table is sharded on one side and data-parallel on the other.
     """
-    _resolved(route, schema, dense, saved, NO_CHANGES)
+    live = dense.live
+    there, here = dense.loader.entries(saved)
+    names = set(live.stateful_named)
+    same = (
+        _tables(route.schema) == _tables(schema)
+        and set(there) == set(here)
+        and saved.optimizers_named == live.optimizers_named
+        and (names == set(saved.described()[2]))
+    )
+    if changes is None and same and not saved.imported:
+        return MarkerComparison(None, Findings(NO_CHANGES, misfits=dense.loader.misfits(saved, None, whole=True)))
+    model, found = compare(
+        replace(ModelSchema(route.schema.tables, *saved.described()), dense=there),
+        replace(model_schema(schema, live), dense=here),
+        changes if changes is not None else NO_CHANGES,
+        made=route.lineage.changes_made(route.marker),
+        imported=saved.imported_states,
+    )
+    match = None
+    if model is not None and model.dense is not None and not model.already and not model.is_plain:
+        match = Match.of(model.tables, model.dense)
+    whole = model is not None or changes is None
+    found.misfits += dense.loader.misfits(saved, match if changes is not None else None, whole=whole)
+    return MarkerComparison(model, found)
 
 
 def evolved(
     route: Route,
-    schema: Schema,
-    dense: LiveDense,
+    model: ModelEvolution,
     saved: SavedDense,
     changes: Changes,
     *,
@@ -105,39 +149,30 @@ def evolved(
 
     Args:
         route: The marker.
-        schema: Tables of this model.
-        dense: The live dense state.
-        saved: That of the marker.
+        model: What becomes of it.
+        saved: Its dense state.
         changes: What was declared.
         collisions: Tables with an id map of managed collision on any rank.
         again: Whether they may repeat what was made and is not seen.
 
     Raises:
-        ChangesError: declarations are wrong; names all of them.
-        SchemaMismatchError: something differs that was not declared; names all of it, and what accepts it.
+        ChangesError: they repeat what was made.
         UnsupportedError: a change cannot be made exactly; names the table.
     """
-    model = _resolved(route, schema, dense, saved, changes, again=again)
     if model.already:
         log.info(
             "marker %s is of a model that has these changes: nothing is left to change; to make them once more, give "
             "them another label, and name the marker",
             route.marker,
         )
+    elif not again:
+        check_not_repeated(changes, route.lineage.changes_made(route.marker))
     if model.already or model.is_plain:
         return None
     for outcome in model.tables.tables:
         _check_outcome(outcome, collisions, saved.collisions)
     assert model.dense is not None
     return Evolved(model, Match.of(model.tables, model.dense), ClaimChanges.of(changes.canonical()))
-
-
-def _resolved(
-    route: Route, schema: Schema, dense: LiveDense, saved: SavedDense, changes: Changes, *, again: bool = False
-) -> ModelEvolution:
-    there = ModelSchema(route.schema.tables, *saved.described())
-    made = route.lineage.changes_made(route.marker)
-    return evolve(there, model_schema(schema, dense), changes, made=made, again=again, imported=saved.imported_states)
 
 
 def refuse_changed(lineage: Lineage, generation: int, held: MarkerId) -> None:

@@ -50,6 +50,25 @@ class Restoring:
         self._streaming = streaming
         self.broken: BaseException | None = None
         """What a restore or a reshard has failed with half way."""
+        self.can_restore = True
+        """Whether another restore mends that: it writes all that the one before may have written."""
+
+    def check_whole(self, *, restoring: bool = False) -> None:
+        """Refuse to go on with what a restore or a reshard has left half done.
+
+        Args:
+            restoring: Whether the caller restores, which mends what another restore has left.
+
+        Raises:
+            ConfigError: names what it failed with.
+        """
+        if self.broken is None:
+            return
+        if not restoring or not self.can_restore:
+            hint = "call restore() again, or start the job anew" if self.can_restore else "start the job anew"
+            raise ConfigError(f"a restore or reshard failed half way ({self.broken})", hint=hint)
+        if self._team.rank == 0:
+            log.warning("a restore failed half way before (%s): all of the job is restored now", self.broken)
 
     def standby(self, takeover: Takeover, *, accept_unproved: bool) -> Restored | None:
         """As ``StreamCheckpointer.standby()``."""
@@ -101,9 +120,10 @@ class Restoring:
             found = patience(lambda: self._session.rows(wanted, changes, once=once))
             failpoint("restore.rows")
         except BaseException as error:
-            self.broken = error if self._session.touched else None
+            self.broken = error if self._session.touched else self.broken
             raise
         if found is None:
+            self.check_whole()
             self._streaming.open_root()
             return None
         return self._go_on_from(*found, accept_unproved=accept_unproved, patience=patience)
@@ -200,7 +220,7 @@ class Restoring:
         try:
             moved = move()
         except BaseException as error:
-            self.broken = error
+            self.broken, self.can_restore = error, False
             raise
         attached.unhook()
         attached.describe(attached.schema)
@@ -228,6 +248,7 @@ class Restoring:
         except BaseException as error:
             self.broken = error
             raise
+        self.broken = None
         path = route.lineage.path(plan.marker)
         parent_bytes = sum(commit.num_bytes for commit in path) // self._team.world
         self._streaming.go_on_from(

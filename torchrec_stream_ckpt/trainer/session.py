@@ -16,13 +16,13 @@ from torchrec_stream_ckpt.commit.dense import DenseState
 from torchrec_stream_ckpt.commit.saved_dense import SavedDense
 from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import (
-    ColumnResplitError,
     ConfigError,
     CorruptionError,
-    SchemaMismatchError,
 )
 from torchrec_stream_ckpt.evolve.changes import Changes
+from torchrec_stream_ckpt.evolve.findings import Findings
 from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
+from torchrec_stream_ckpt.evolve.whole import ModelEvolution
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.changed import ClaimChanges, same_tables
 from torchrec_stream_ckpt.format.schema import Schema
@@ -47,7 +47,7 @@ from torchrec_stream_ckpt.trainer.checking import (
 from torchrec_stream_ckpt.trainer.dense_checking import check_dense, refuse_or_accept_dense
 from torchrec_stream_ckpt.trainer.evolving import (
     Evolved,
-    check_plain,
+    compared,
     declared,
     evolved,
     model_schema,
@@ -178,7 +178,8 @@ class Session:
         Raises:
             CorruptionError: the marker is damaged wherever it can be read from, or too many newer ones are.
             MarkerNotFoundError: it was never committed; or an import or a warm start has no marker yet.
-            SchemaMismatchError, ChangesError, UnsupportedError: it is not a marker of this model, as far as declared.
+            SchemaMismatchError, ChangesError, ConfigError, UnsupportedError: it is not a marker of this job, as far as
+                declared: all is compared before a row is written.
         """
         self._begin(marker, changes)
         if once:
@@ -235,7 +236,8 @@ class Session:
             CorruptionError: its dense state is damaged.
         """
         route = self._team.on_rank0(lambda: self._held(marker))
-        self._evolved = None
+        self._evolved = self._changes = None
+        self._compare(route)
         return self._team.together(lambda: self._plain(route.stay())), route
 
     def _held(self, marker: MarkerId) -> Route:
@@ -335,16 +337,28 @@ class Session:
     def _plan(self, route: Route) -> RestorePlan:
         merge = self._config.on_column_resplit == "merge"
         here = self._team.gather(self._dense.live.collisions)
-        self._evolved = self._team.together(lambda: self._evolve(route, frozenset().union(*here)))
+        model = self._compare(route)
+        self._evolved = self._team.together(lambda: self._evolve(route, model, frozenset().union(*here)))
         if self._evolved is None:
-            return self._team.together(lambda: self._plan_plain(route, merge=merge))
+            return self._team.together(lambda: self._plain(route, merge=merge))
         return self._team.together(partial(self._plan_evolved, route, self._evolved, merge=merge))
 
-    def _evolve(self, route: Route, collisions: frozenset[str]) -> Evolved | None:
+    def _compare(self, route: Route) -> ModelEvolution | None:
+        """(all ranks) Compare a marker with this job, before anything is written; the same error on all ranks.
+
+        Raises:
+            SchemaMismatchError, ConfigError, ChangesError: they differ; names all that does, on whatever rank.
+        """
+        schema, changes = self._attached.schema, self._changes
+        mine = self._team.together(lambda: compared(route, schema, self._dense, self._saved(route), changes))
+        Findings.merged(self._team.gather(mine.found)).check()
+        return mine.model
+
+    def _evolve(self, route: Route, model: ModelEvolution | None, collisions: frozenset[str]) -> Evolved | None:
         if self._changes is None:
             return None
-        schema, saved, changes = self._attached.schema, self._saved(route), self._changes
-        return evolved(route, schema, self._dense.live, saved, changes, collisions=collisions, again=self._named)
+        assert model is not None
+        return evolved(route, model, self._saved(route), self._changes, collisions=collisions, again=self._named)
 
     def _saved(self, route: Route) -> SavedDense:
         """The dense state of a marker; a restore plans by it, and then loads it."""
@@ -352,22 +366,6 @@ class Session:
         if self._planned is None or self._planned.path != path:
             self._planned = SavedDense(path, len(route.commit.ranks), self._team.rank)
         return self._planned
-
-    def _plan_plain(self, route: Route, *, merge: bool) -> RestorePlan:
-        attached = self._attached
-        try:
-            plan = self._plain(route, merge=merge)
-            saved = self._saved(route)
-            self._dense.loader.check(saved)
-            if saved.imported or saved.optimizers_named != self._dense.live.optimizers_named:
-                check_plain(route, attached.schema, self._dense.live, saved)  # said before a row is written
-        except ColumnResplitError:
-            raise
-        except SchemaMismatchError:
-            if self._changes is None:
-                check_plain(route, attached.schema, self._dense.live, self._saved(route))  # says all that differs
-            raise
-        return plan
 
     def _plain(self, route: Route, *, merge: bool = False) -> RestorePlan:
         """Of a marker whose tables are those of this model, in whatever order."""
@@ -378,7 +376,6 @@ class Session:
     def _plan_evolved(self, route: Route, new: Evolved, *, merge: bool) -> RestorePlan:
         shards = self._attached.shards_in(new.schema)
         plan = plan_evolved(route, Views.make(new.tables, shards), shards, merge=merge)
-        self._dense.loader.check(self._saved(route), new.match)
         return replace(plan, report=new.report)
 
     def _apply(self, plan: RestorePlan, route: Route) -> int:
