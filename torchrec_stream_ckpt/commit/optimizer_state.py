@@ -312,14 +312,12 @@ def _some(names: Iterable[str]) -> str:
 
 def _other_order(there: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> str:
     """Say which parameters are the first that stand in another order."""
-    group, place = next(
-        (group, place)
+    return next(
+        f"parameter {place} of its group {group} is {old!r} in the marker and {new!r} here"
         for group, pair in enumerate(zip(there, here, strict=True))
         for place, (old, new) in enumerate(zip(*pair, strict=True))
         if old != new
     )
-    old, new = there[group][place], here[group][place]
-    return f"parameter {place} of its group {group} is {old!r} in the marker and {new!r} here"
 
 
 def _keeps_together(optimizer: torch.optim.Optimizer, saved: OptimizerState) -> bool:
