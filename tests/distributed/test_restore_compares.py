@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests import ranks, warm
 from tests.buffers_job import BufferJob, Holding, attach, build
-from torchrec_stream_ckpt import StreamCkptError
+from torchrec_stream_ckpt import StreamCkptError, TrackedLoader
 from torchrec_stream_ckpt.commit.saved_dense import SavedDense
 from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges
 
@@ -247,3 +248,26 @@ def test_a_buffer_that_is_not_persistent_and_changed_is_named_once(tmp_path: Pat
         (line,) = lines
         assert "replaced, over.written;" in line
         assert "still" not in line
+
+
+def _one_ranks_loader() -> tuple[BufferJob, dict[str, Any]]:
+    return build(CASES), {"stateful": {"loader": TrackedLoader(StatefulDataLoader(range(12), batch_size=2))}}
+
+
+def _train_with_a_loader(uri: str) -> None:
+    job, more = _one_ranks_loader()
+    with attach(job, uri, **more) as checkpointer:
+        batches = iter(more["stateful"]["loader"])
+        for _ in range(2):
+            next(batches)
+            job.step()
+            checkpointer.step()
+        checkpointer.mark().result(60)
+
+
+def test_a_position_of_one_rank_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """An object with ``check_state_dict()`` is asked: ``load_state_dict()`` would refuse after rows were written."""
+    uri = f"file://{tmp_path}"
+    warm.run(2, _train_with_a_loader, uri)
+    (said,) = warm.run(1, _refused, uri, _one_ranks_loader)
+    assert "the position of StatefulDataLoader is that of one rank of 2: on 1 ranks" in said

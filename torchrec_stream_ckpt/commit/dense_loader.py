@@ -116,12 +116,20 @@ class DenseLoader:
             yield from ((owner, name) for name in objects if name in come[owner] and name in there)
 
     def _unreadable(self, saved: SavedDense, match: Match | None) -> list[Misfit]:
-        """Objects whose state cannot be read; what can is kept for the load."""
+        """Objects whose state cannot be read, or that refuse it; what was read is kept for the load."""
         return [
             misfit
             for owner, name in self._objects(saved, match)
-            for misfit in self._caught(partial(saved.object_of, owner, name))
+            for misfit in self._caught(partial(self._ask, saved, owner, name))
         ]
+
+    def _ask(self, saved: SavedDense, owner: str, name: str) -> None:
+        """Read the state of an object, and let the object check it, if it can without a change to itself."""
+        state = saved.object_of(owner, name)
+        item = (self._live.shared if owner == "shared" else self._live.per_rank)[name]
+        check = getattr(item, "check_state_dict", None)
+        if callable(check):
+            check(state)
 
     def _fused(self, saved: SavedDense, match: Match | None) -> list[Any]:
         found = saved.fused()
