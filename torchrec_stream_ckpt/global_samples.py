@@ -175,6 +175,7 @@ class GlobalSampler(Deal):
     ) -> None:
         super().__init__(batch_size, rank, world, per_rank=per_rank, drop_last=drop_last, data_name=data_name)
         self.samples = samples if isinstance(samples, int) else len(samples)
+        """How many the data have."""
         self.seed = seed if shuffle else None
         """None: samples come in the order of the data."""
         least = self.batch_size if drop_last else 1
@@ -285,6 +286,7 @@ class GlobalBatches(Deal, Generic[T]):
     """
 
     position_of = "job"
+    """Its position is that of the whole job, for any number of ranks."""
 
     def __init__(
         self,

@@ -56,6 +56,7 @@ class GlobalStream(IterableDataset[Any], Deal):
         Deal.__init__(self, batch_size, rank, world, per_rank=per_rank, drop_last=drop_last, data_name=data_name)
         self._source = source
         self.collate_fn = collate_fn
+        """Makes a batch of a list of samples."""
         # In shared memory: workers that live on see where the next pass begins.
         self._begin: torch.Tensor = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
 
