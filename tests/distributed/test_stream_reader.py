@@ -43,7 +43,8 @@ def export(uri: str, target: Path, *options: str) -> str:
 
 def all_families(kind: str, optimizer: str) -> tuple[Model, tuple[str, ...]]:
     """One table for each plan family that TorchRec has for the module, and a data-parallel one where it trains."""
-    families = ("tw", "rw", "cw") if kind == "ec" else (*FAMILIES, "dp")
+    trains = () if kind == "fused" else ("dp",)  # its data-parallel tables ask DDP for a device, also on a CPU
+    families = ("tw", "rw", "cw") if kind == "ec" else (*FAMILIES, *trains)
     wide = {"grid": 256, "cw": 32, "twcw": 32} if kind != "ec" else {}
     tables = [
         Table(f"t_{family}", 35 + number, wide.get(family, 16), (f"f{number}",))

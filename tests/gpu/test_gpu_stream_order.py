@@ -133,8 +133,8 @@ def an_update_that_is_still_waiting_at_a_cut(
     job.step()
     real = DenseState.stage
 
-    def staging_then_update(dense: DenseState) -> dict[str, Any]:
-        staged = real(dense)
+    def staging_then_update(dense: DenseState, *args: Any) -> dict[str, Any]:
+        staged = real(dense, *args)
         on_a_side_stream(job, 301, late=patch)
         return staged
 
