@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tests.pipelined import pipelined
 from torchrec_stream_ckpt import GlobalSampler, GlobalStream, TrackedLoader, loader, sample_generator
 from torchrec_stream_ckpt.errors import ConfigError
 
@@ -70,15 +70,7 @@ def streamed(source: Counting, rank: int, world: int, *, workers: int = 0, **how
 
 def trained(loader: TrackedLoader[Any], ahead: int = 0) -> Iterator[Any]:
     """What a loop over all epochs trains that keeps ``ahead`` batches in flight."""
-    for _ in range(loader.epoch, EPOCHS):
-        source, queue = iter(loader), deque[Any]()
-        while True:
-            queue.extend(itertools.islice(source, ahead + 1 - len(queue)))
-            if not queue:
-                break
-            batch = queue.popleft()
-            loader.trained()
-            yield batch
+    return pipelined(loader, ahead, loader.epoch, EPOCHS)
 
 
 def job(loaders: list[TrackedLoader[Any]], steps: int | None, ahead: int = 0) -> list[list[Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tests.pipelined import pipelined
 from torchrec_stream_ckpt import GlobalBatches, TrackedLoader
 from torchrec_stream_ckpt.errors import ConfigError
 
@@ -37,26 +38,6 @@ class Numbers:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.state = state
-
-
-def pipelined(
-    loader: TrackedLoader[Any],
-    ahead: int,
-    first_epoch: int,
-    epochs: int,
-    begin: Callable[[int], object] = lambda epoch: None,
-) -> Iterator[Any]:
-    """What a pipeline trains that keeps ``ahead`` batches in flight; the loader is told behind each one."""
-    for epoch in range(first_epoch, epochs):
-        begin(epoch)
-        source, queue = iter(loader), deque[Any]()
-        while True:
-            queue.extend(itertools.islice(source, ahead + 1 - len(queue)))
-            if not queue:
-                break
-            batch = queue.popleft()
-            loader.trained()
-            yield batch
 
 
 def plain(loader: TrackedLoader[int], first_epoch: int, epochs: int) -> Iterator[int]:
