@@ -14,7 +14,8 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as torch_optimizer
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
-from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from tests import warm
 from tests.dense_job import Keeping
@@ -111,6 +112,14 @@ def another_optimizer(job: Trainer) -> Any:
     return torch.optim.SGD(job.dmp.module.bottom.parameters(), lr=0.01)
 
 
+def another_optimizer_in_a_combined_one(job: Trainer) -> Any:
+    return CombinedOptimizer([_keyed(job, torch.optim.SGD(job.dmp.module.bottom.parameters(), lr=0.01))])
+
+
+def a_warm_up(job: Trainer) -> Any:
+    return WarmupOptimizer(_keyed(job, job.dense), [WarmupStage(WarmupPolicy.LINEAR, max_iters=9)], lr=0.1)
+
+
 def another_optimizer_of_a_class_of_its_own(job: Trainer) -> Any:
     return Keeping(list(job.dmp.module.top[2].parameters()), lr=0.01)
 
@@ -119,10 +128,15 @@ def another_optimizer_on_one_rank(job: Trainer) -> Any:
     return torch.optim.Adam(job.dmp.module.bottom.parameters(), lr=0.01) if dist.get_rank() == 1 else None
 
 
+def _keyed(job: Trainer, optimizer: torch.optim.Optimizer) -> KeyedOptimizerWrapper:
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    named = {name: each for name, each in job.dmp.module.named_parameters() if id(each) in held}
+    return KeyedOptimizerWrapper(named, lambda _: optimizer)
+
+
 def add_to_the_combined_optimizer(job: Trainer) -> Any:
     more = torch.optim.SGD(job.dmp.module.bottom.parameters(), lr=0.01)
-    keyed = KeyedOptimizerWrapper(dict(job.dmp.module.bottom.named_parameters()), lambda _: more)
-    job.optimizer._optims.append(("more", keyed))
+    job.optimizer._optims.append(("more", _keyed(job, more)))
 
 
 def leave_the_combined_optimizer(job: Trainer) -> Any:
@@ -148,6 +162,8 @@ REFUSED: dict[Change, tuple[type[Net], str]] = {
     replace_ddp_by_one_that_ignores_a_layer: (Net, "neither DDP nor FSDP2 holds the dense parameter top.0.weight"),
     apply_in_backward: (Net, "the dense parameter top.0.weight is updated in the backward"),
     another_optimizer: (Net, "SGD steps bottom.0.weight and was not handed over: its state is in no marker"),
+    another_optimizer_in_a_combined_one: (Net, "SGD steps bottom.0.weight and was not handed over: its state"),
+    a_warm_up: (Net, "that is not a parameter of the model"),
     another_optimizer_of_a_class_of_its_own: (Net, "Keeping steps top.2.weight and was not handed over"),
     another_optimizer_on_one_rank: (Net, "rank 1: UnsupportedError: Adam steps bottom.0.weight and was not handed"),
     add_to_the_combined_optimizer: (Net, "the optimizers that were handed over were changed after the attach"),
@@ -155,7 +171,13 @@ REFUSED: dict[Change, tuple[type[Net], str]] = {
     replace_the_wrapped_optimizer: (Net, "the optimizers that were handed over were changed after the attach"),
 }
 MENDED = {unfreeze_on_one_rank, another_optimizer}
-STEPS = {another_optimizer, another_optimizer_of_a_class_of_its_own, another_optimizer_on_one_rank}
+STEPS = {
+    another_optimizer,
+    another_optimizer_in_a_combined_one,
+    a_warm_up,
+    another_optimizer_of_a_class_of_its_own,
+    another_optimizer_on_one_rank,
+}
 """Those whose effect needs a step."""
 
 
@@ -230,7 +252,13 @@ def another_optimizer_is_gone(job: Trainer) -> Any:
     _train(job, other)
 
 
+def combine_anew(job: Trainer) -> Any:
+    """What TorchRec wants after ``DMP.reshard``: the fused optimizer is another one, the dense one is not."""
+    job.optimizer = CombinedOptimizer([job.dmp.fused_optimizer, job.optimizer.optimizers[-1][1]])
+
+
 CAPTURED = (
+    combine_anew,
     freeze_for_a_while,
     add_a_buffer,
     replace_ddp,

@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from torchrec.optim.keyed import CombinedOptimizer
 
 from torchrec_stream_ckpt.adapter import (
     DensePrint,
@@ -57,9 +58,14 @@ class DenseGuard:
         wrapper_states(optimizer)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer of this process has made a step; whether it was handed over or not."""
-        if not any(optimizer is part for part in self._parts):
-            self._others.add(optimizer)
+        """Note that an optimizer of this process has made a step; whether it was handed over or not.
+
+        A CombinedOptimizer has no state of its own: its parts are noted. After ``DMP.reshard``, TorchRec wants a new
+        one, around the dense optimizers that were there.
+        """
+        for each in optimizer_parts(optimizer):
+            if not isinstance(each, CombinedOptimizer) and not any(each is part for part in self._parts):
+                self._others.add(each)
 
     def check(self, view: nn.Module) -> None:
         """(each cut) Compare the dense part with what was checked; local, reads no values.

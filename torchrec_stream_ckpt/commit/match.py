@@ -36,7 +36,7 @@ class Match:
     settings: Mapping[str, str] | None = None
     """Fused tables whose hyperparameters come, with their names in the marker; None: all, by their own."""
     id_maps: Mapping[str, str] | None = None
-    """Fused tables whose id maps come, likewise."""
+    """Fused tables whose id maps would come, likewise: those that keep all their rows."""
 
     @classmethod
     def of(cls, tables: Evolution, dense: DenseEvolution) -> Match:
@@ -56,7 +56,7 @@ class Match:
             {name.removeprefix(PER_RANK) for name in kept if name.startswith(PER_RANK)},
             {each.key: each.groups for each in dense.optimizers},
             {name: each.saved_name or "" for name, each in live.items() if each.keeps_iteration},
-            {name: each.saved_name or "" for name, each in live.items()},
+            {name: each.saved_name or "" for name, each in live.items() if each.keeps_all_rows},
         )
 
     def there(self, live: Mapping[str, Any]) -> dict[str, Any]:

@@ -54,6 +54,14 @@ class TableOutcome:
         return self.spec is None
 
     @property
+    def keeps_all_rows(self) -> bool:
+        """Whether each row of the marker keeps its id, and there is no other one."""
+        old, new = self.saved_spec, self.spec
+        if old is None or new is None:
+            return False
+        return old.rows == new.rows == self.rows_kept.count and self.rows_kept.is_identity
+
+    @property
     def rows_fresh(self) -> int:
         """Rows of this model that no row of the marker becomes."""
         return self.spec.rows - self.rows_kept.count if self.spec is not None else 0

@@ -252,7 +252,7 @@ def _check_outcome(outcome: TableOutcome, collisions: frozenset[str], saved: fro
             table=outcome.name,
         )
     mapped = outcome.name in collisions or outcome.saved_name in saved
-    if mapped and (old.rows != new.rows or not outcome.rows_kept.is_identity or outcome.rows_kept.count != old.rows):
+    if mapped and not outcome.keeps_all_rows:
         raise UnsupportedError(
             "rows of a table with managed collision belong to raw ids by its id map, which cannot be taken apart",
             hint="keep its rows, or declare it dropped and added: it starts anew",
