@@ -22,6 +22,7 @@ from tests import ranks
 from tests.inside import inside
 from tests.model import PLAN_1, Spec, Trainer, batch, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt.commit.replica_check import Scope
 from torchrec_stream_ckpt.errors import ConfigError
 
 pytestmark = pytest.mark.distributed
@@ -229,10 +230,10 @@ def _mark_on_two_threads(uri: str) -> tuple[Truths, list[str]]:
         _train(job)
         sending = inside(checkpointer).dense.stage
 
-        def stage() -> dict[str, Any]:
+        def stage(scope: Scope) -> Any:
             begun.set()
             going_on.wait(60)
-            return sending()
+            return sending(scope)
 
         inside(checkpointer).dense.stage = stage  # type: ignore[method-assign]
         thread = threading.Thread(target=lambda: said.append(str(checkpointer.mark().result(60).id)))

@@ -54,6 +54,7 @@ def headers(draw: st.DrawFn) -> Header:
         dtypes=tuple(code for code, _ in sections),
         section_offsets=tuple(offset for _, offset in sections),
         chain=draw(U32),
+        version=VERSION if kind != Kind.PAD else NEWEST_VERSION,
     )
     unused = UNUSED_FIELDS.get(header.kind, ())
     plain = Header(header.kind, header.job, 0 if "generation" in unused else header.generation)
