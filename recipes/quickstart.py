@@ -11,19 +11,20 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import Adagrad
 
-from torchrec_stream_ckpt import GlobalBatches, StreamCheckpointer, StreamCkptError, StreamConfig, TrackedLoader
+from torchrec_stream_ckpt import GlobalSampler, StreamCheckpointer, StreamCkptError, StreamConfig, TrackedLoader
 from torchrec_stream_ckpt.flags import FlagParser
 
 
-def make_batch(epoch: int, rows: range, size: int) -> KeyedJaggedTensor:
-    """The samples ``rows`` of an epoch, one id each, filled up to ``size`` with samples that have none."""
-    lengths = torch.tensor([1] * len(rows) + [0] * (size - len(rows)))
-    return KeyedJaggedTensor(["item"], torch.tensor([7 * row % 1000 for row in rows]), lengths=lengths)
+def collate(samples: list[int]) -> KeyedJaggedTensor:
+    """A batch of one id a sample, or of no samples."""
+    items = torch.tensor(samples, dtype=torch.int64)
+    return KeyedJaggedTensor(["item"], items, lengths=torch.ones_like(items))
 
 
 parser = FlagParser(description=__doc__.split("\n")[0])
@@ -43,14 +44,16 @@ table = EmbeddingBagConfig(name="t_item", num_embeddings=1000, embedding_dim=16,
 ebc = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
 apply_optimizer_in_backward(Adagrad, ebc.parameters(), {"lr": 0.1})  # fused into the backward pass
 model = DistributedModelParallel(torch.nn.Sequential(ebc), device=torch.device("cpu"))
-loader = TrackedLoader(GlobalBatches(make_batch, samples=60_000, batch_size=60, rank=rank, world=world))
+data = [7 * number % 1000 for number in range(60_000)]  # any map-style dataset
+sampler = GlobalSampler(data, batch_size=60, rank=rank, world=world, shuffle=True)
+loader = TrackedLoader(DataLoader(data, batch_sampler=sampler, collate_fn=collate))
 
 try:
     config = StreamConfig(uri=uri, marker_every=150, on_signal="mark")
     with StreamCheckpointer(model, model.fused_optimizer, config=config, stateful={"loader": loader}) as ckpt:
         ckpt.restore()  # the newest whole marker, if there is one
         for batch in loader:  # what is left of the epoch
-            loss = (model(batch)["item"] - 1).square().mean()
+            loss = (model(batch)["item"] - 1).square().mean(1).sum() * world / sampler.batch_size
             loss.backward()  # updates the table
             ckpt.step()
             if ckpt.should_stop:
