@@ -8,6 +8,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from torchrec_stream_ckpt.engine import api
 from torchrec_stream_ckpt.engine.api import Engine, Site
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, OtherLogError, TrimmedError
 from torchrec_stream_ckpt.format.control import Commit
@@ -92,7 +93,7 @@ class _Begun:
 
 
 class IntervalFolder:
-    """Folds intervals, those of a few markers ahead if the engine has workers to spare.
+    """Folds intervals, those of a few large markers ahead if the engine has workers to spare.
 
     Args:
         log: The job's log. It is only read.
@@ -111,6 +112,8 @@ class IntervalFolder:
         self._engine = engine
         self._map = map if pool is None else pool.map
         self._begun: dict[MarkerId, _Begun] = {}
+        self._large: dict[MarkerId, bool] = {}
+        """Whether markers that are not begun are worth a worker, as far as that was asked."""
         self._shards: dict[tuple[int, int], tuple[TableShard, ...]] = {}
         """What ranks hold in the newest generation that is folded, by generation and rank: it stays as it is."""
 
@@ -119,9 +122,21 @@ class IntervalFolder:
         wanted = {commit.id for commit in missing}
         for marker in [each for each in self._begun if each not in wanted]:
             self._begun.pop(marker).drop()
+        self._large.clear()
+
+    @property
+    def ahead(self) -> int:
+        """How many of the markers that follow may be begun while one is folded: no manifest waits for more of them."""
+        return 2 * self._engine.workers if self._engine.workers > 1 else 0
 
     def segments(
-        self, lineage: Lineage, catalog: Catalog, commit: Commit, before: Commit | None, missing: Sequence[Commit]
+        self,
+        lineage: Lineage,
+        catalog: Catalog,
+        commit: Commit,
+        before: Commit | None,
+        missing: Sequence[Commit],
+        following: Sequence[Commit] = (),
     ) -> Segments:
         """The segments of all ranks, those that are not in the store folded now.
 
@@ -131,16 +146,18 @@ class IntervalFolder:
             commit: Of the marker.
             before: The marker before it in its generation; None for the first.
             missing: The markers that are not in the store, in commit order.
+            following: Those of them that come next, :attr:`ahead` at most.
 
         Raises:
             CorruptionError: the log is damaged, or lacks an interval.
             EngineUnavailableError: what runs tasks is away.
         """
         begun = self._begun.pop(commit.id, None)
+        self._large.pop(commit.id, None)
         if begun is None:
             begun = self._begin(lineage, catalog, commit, before, missing)
         try:
-            self._begin_others(lineage, catalog, commit, missing)
+            self._begin_following(lineage, catalog, following, missing)
             while left := [future for _, future in begun.tasks if not future.done()]:
                 self._progress.going_on()
                 self._progress.doing = f"folding marker {commit.id}"
@@ -184,25 +201,33 @@ class IntervalFolder:
         self._progress.doing = f"folding marker {first.commit.id}, ranks {first.end.rank} to {last.end.rank}"
         begun.tasks.append((task, self._engine.submit(task, urgent=True)))
 
-    def _begin_others(self, lineage: Lineage, catalog: Catalog, now: Commit, missing: Sequence[Commit]) -> None:
-        """Submit what comes after ``now``, so that no worker waits. What is wrong there is said in its turn."""
-        if self._engine.workers == 1:
-            return
-        after = False
-        for commit in missing:
-            if sum(not future.done() for each in self._begun.values() for _, future in each.tasks) >= (
-                2 * self._engine.workers
-            ):
-                return
+    def _begin_following(
+        self, lineage: Lineage, catalog: Catalog, following: Sequence[Commit], missing: Sequence[Commit]
+    ) -> None:
+        """Submit large markers that come next, so that no worker waits. Errors there are raised in their turn.
+
+        Small ones wait for their turn: the engine would fold them at once in this process, and hold up the marker
+        that is due.
+        """
+        for commit in following:
+            if commit.id in self._begun:
+                continue
             previous = lineage.previous(commit.id)
             knows = previous is None or all((commit.generation, end.rank) in self._shards for end in commit.ranks)
-            if after and commit.id not in self._begun and knows:
+            if knows and self._is_large(lineage, commit, previous):
                 before = lineage.find(previous) if previous is not None else None
                 try:
                     self._begun[commit.id] = self._begin(lineage, catalog, commit, before, missing)
                 except CorruptionError:
                     return
-            after = after or commit.id == now.id
+
+    def _is_large(self, lineage: Lineage, commit: Commit, previous: MarkerId | None) -> bool:
+        """Return whether a task of this marker goes to a worker; each marker is looked at once."""
+        if commit.id not in self._large:
+            before = lineage.find(previous) if previous is not None else None
+            num_bytes = sum(each.num_bytes for each in intervals_of(lineage.claims[commit.generation], commit, before))
+            self._large[commit.id] = num_bytes >= api.SMALL_BYTES
+        return self._large[commit.id]
 
     def _look(self, interval: Interval) -> tuple[SegmentRef, ...] | None:
         """The segments of an interval that is folded; None: it is not; empty: what is there is damaged.
@@ -383,5 +408,9 @@ def _slim(interval: Interval) -> Interval:
 
 def _standing_on(lineage: Lineage, marker: MarkerId, missing: Sequence[Commit]) -> str:
     """The markers that are lost with one, in words."""
-    lost = [each.id for each in missing if marker in {link.id for link in lineage.chain(each.id)}]
+    stands = {marker}
+    for each in lineage.commits:  # parents come before what stands on them
+        if (lineage.previous(each) or lineage.claims[each.generation].parent) in stands:
+            stands.add(each)
+    lost = [each.id for each in missing if each.id in stands]
     return f"{marker}" if len(lost) < 2 else f"{marker} to {lost[-1]} ({len(lost)} markers)"

@@ -204,9 +204,12 @@ class Materializer:
         self._dense.give_up_lost(lineage, catalog)
         self._late = None
         self._check_proofs(lineage, catalog)
-        for commit in list(self.missing):
+        due = list(self.missing)
+        for place, commit in enumerate(due, 1):
             self._progress.going_on()
-            segments = self._fold_or_pass(lineage, catalog, commit, previous_commit(lineage, commit.id))
+            following = due[place : place + self._intervals.ahead]
+            before = previous_commit(lineage, commit.id)
+            segments = self._fold_or_pass(lineage, catalog, commit, before, following)
             if segments is None:
                 continue
             self._put_marker(lineage, catalog, commit, segments)
@@ -296,7 +299,12 @@ class Materializer:
         return [marker for marker in lineage.commits if marker not in markers and marker not in dropped]
 
     def _fold_or_pass(
-        self, lineage: Lineage, catalog: Catalog, commit: Commit, before: Commit | None
+        self,
+        lineage: Lineage,
+        catalog: Catalog,
+        commit: Commit,
+        before: Commit | None,
+        following: Sequence[Commit],
     ) -> Segments | None:
         """The segments of all ranks; None when the marker was passed over, which gives it up in the store."""
         parent = before.id if before is not None else lineage.claims[commit.generation].parent
@@ -304,7 +312,7 @@ class Materializer:
         try:
             if stands_on_lost:
                 raise CorruptionError(f"it stands on marker {parent}, which is lost", marker=commit.id)
-            fold = partial(self._intervals.segments, lineage, catalog, commit, before, self.missing)
+            fold = partial(self._intervals.segments, lineage, catalog, commit, before, self.missing, following)
             return self._repairer.mending(lineage, catalog, fold)
         except CorruptionError as error:
             if isinstance(error, MissingObjectError | OtherLogError):
