@@ -29,6 +29,7 @@ from torchrec_stream_ckpt.log.control_file import ControlFile
 from torchrec_stream_ckpt.log.disk import examine_folder, explained
 from torchrec_stream_ckpt.log.file_writer import FileWriter
 from torchrec_stream_ckpt.log.segments import (
+    SegmentNames,
     before,
     frames,
     has_in_turn,
@@ -51,6 +52,7 @@ class FileLog:
         self.uri: FileUri | KafkaUri = FileUri(root)
         self._root = root
         self._control = ControlFile(root)
+        self._names = SegmentNames()
         self._folders: dict[int, str] = {}
         """Of partitions that were asked for, tens of thousands of times: to make a path takes longer than the disk."""
         self._begun: set[tuple[int, int]] = set()
@@ -101,7 +103,7 @@ class FileLog:
         return FileWriter(partition_dir(self._root, partition), generation, resume_at, again=again)
 
     def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
-        for path, base, begin, end in pieces(self._root, span):
+        for path, base, begin, end in pieces(self._root, span, self._names):
             for offset, frame in frames(path, begin - base, end - base):
                 yield base + offset, frame
 
@@ -118,14 +120,14 @@ class FileLog:
             if folder is None:
                 folder = self._folders[span.partition] = str(partition_dir(self._root, span.partition))
             if not has_in_turn(folder, span):
-                pieces(self._root, span)
+                pieces(self._root, span, self._names)
 
     def check_marks(self, marks: Sequence[MarkPlace]) -> None:
         """Each generation has segments of its own, and a writer does not go on in one that was cut: nothing to see."""
 
     def place(self, span: LogSpan) -> tuple[str, int]:
         folder = partition_dir(self._root, span.partition)
-        for path, base, end in segments(folder, span.generation):
+        for path, base, end in segments(folder, span.generation, self._names):
             if base <= span.begin < end:
                 return str(path), span.begin - base
         return str(folder), span.begin

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Collection, Iterator, Mapping
-from itertools import pairwise, zip_longest
+import threading
+import time
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise, zip_longest
+from operator import itemgetter
 from pathlib import Path
 
 from torchrec_stream_ckpt.errors import CorruptionError, StreamLostError
@@ -15,19 +21,109 @@ from torchrec_stream_ckpt.layout import DATA_DIR, IDENTITY_FILE, parse_segment, 
 from torchrec_stream_ckpt.log.disk import explained
 from torchrec_stream_ckpt.types import LogSpan
 
+SETTLED_S = 2.0
+"""A folder whose time of change is that old changes it when a file is added: file systems count time in steps."""
+_MAX_KEPT = 2**22
+"""Names that are kept at most, in all folders: 64 MB."""
 
-def segments(folder: Path, generation: int) -> Iterator[tuple[Path, int, int]]:
+
+class SegmentNames:
+    """Names of the segments of partition folders, by generation. Kept while a folder stays as it is.
+
+    A folder holds the segments of all generations, and an interval lies in a few of them. Only a listing shows where
+    a segment ends that another one follows before its last byte. Safe on any thread.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[str, _Listing] = {}
+        """The folder that was listed last comes last."""
+        self._count = 0
+        """Names in these."""
+        self._lock = threading.Lock()
+
+    def bases(self, folder: Path, generation: int) -> list[int]:
+        """First bytes of a generation's segments, in order.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
+        place, now_s = str(folder), time.monotonic()
+        changed_ns = os.stat(place).st_mtime_ns
+        with self._lock:
+            listing = self._kept.get(place)
+        is_same = listing is not None and listing.changed_ns == changed_ns
+        if listing is None or not is_same or not listing.is_settled:
+            seen_s = listing.seen_s if listing is not None and is_same else now_s
+            listing = _Listing.of(place, changed_ns, seen_s, now_s - seen_s >= SETTLED_S)
+            with self._lock:
+                self._keep(place, listing)
+        return listing.bases(generation)
+
+    def _keep(self, place: str, listing: _Listing) -> None:
+        self._forget(place)
+        self._kept[place] = listing
+        self._count += len(listing.firsts)
+        while self._count > _MAX_KEPT and len(self._kept) > 1:
+            self._forget(next(iter(self._kept)))
+
+    def _forget(self, place: str) -> None:
+        if (listing := self._kept.pop(place, None)) is not None:
+            self._count -= len(listing.firsts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """The segments of one folder, by generation and first byte."""
+
+    changed_ns: int
+    """When the folder was changed, as its file system says; looked at before it was listed."""
+    seen_s: float
+    """When that was seen first, on this process's clock."""
+    is_settled: bool
+    """Whether the folder's time of change shows every file that was added since."""
+    generations: array[int]
+    firsts: array[int]
+
+    @classmethod
+    def of(cls, place: str, changed_ns: int, seen_s: float, is_settled: bool) -> _Listing:
+        parsed = (parse_segment(name) for name in os.listdir(place))
+        names = sorted(each for each in parsed if each is not None and each[1] < 2**63)  # no file is that long
+        return cls(
+            changed_ns,
+            seen_s,
+            is_settled,
+            array("q", [generation for generation, _ in names]),
+            array("q", [first for _, first in names]),
+        )
+
+    def bases(self, generation: int) -> list[int]:
+        begin = bisect_left(self.generations, generation)
+        return list(self.firsts[begin : bisect_right(self.generations, generation, begin)])
+
+
+def segments(folder: Path, generation: int, names: SegmentNames | None = None) -> Iterator[tuple[Path, int, int]]:
     """(path, first byte, end) of a generation's segments, in order; each ends where the next one begins."""
     with explained("cannot read a partition", folder):
-        names = [(parsed[1], name) for name in os.listdir(folder) if (parsed := parse_segment(name))]
-        mine = [
-            (base, folder / name, size)
-            for base, name in sorted(names)
-            if parse_segment(name) == (generation, base) and (size := size_of(folder / name)) is not None
-        ]
+        bases = (names or SegmentNames()).bases(folder, generation)
+    yield from sized(folder, generation, bases)
+
+
+def sized(folder: Path, generation: int, bases: Sequence[int]) -> Iterator[tuple[Path, int, int]]:
+    """:func:`segments` whose first bytes are known; those that a trim has just taken are left out."""
+    with explained("cannot read a partition", folder):
+        paths = ((base, folder / segment_name(generation, base)) for base in bases)
+        mine = [(base, path, size) for base, path in paths if (size := size_of(path)) is not None]
     following = [base for base, _, _ in mine[1:]]
     for (base, path, size), limit in zip_longest(mine, following):
         yield path, base, base + size if limit is None else min(base + size, limit)
+
+
+def within(folder: Path, span: LogSpan, names: SegmentNames) -> Iterator[tuple[Path, int, int]]:
+    """:func:`segments` that may hold bytes of a span, judging by their first bytes."""
+    with explained("cannot read a partition", folder):
+        bases = names.bases(folder, span.generation)
+    first = max(0, bisect_right(bases, span.begin) - 1)
+    yield from sized(folder, span.generation, bases[first : bisect_left(bases, span.end)])
 
 
 def newest_segment(root: Path) -> tuple[int, Path] | None:
@@ -42,7 +138,7 @@ def newest_segment(root: Path) -> tuple[int, Path] | None:
     return newest
 
 
-def pieces(root: Path, span: LogSpan) -> list[tuple[Path, int, int, int]]:
+def pieces(root: Path, span: LogSpan, names: SegmentNames) -> list[tuple[Path, int, int, int]]:
     """(path, first byte, begin, end) of the segments that hold a span.
 
     Raises:
@@ -53,7 +149,7 @@ def pieces(root: Path, span: LogSpan) -> list[tuple[Path, int, int, int]]:
     folder = partition_dir(root, span.partition)
     found = [
         (path, base, max(base, span.begin), min(end, span.end))
-        for path, base, end in ([] if _is_lost(root, folder) else segments(folder, span.generation))
+        for path, base, end in ([] if _is_lost(root, folder) else within(folder, span, names))
         if base < span.end and end > span.begin
     ]
     position = span.begin
@@ -113,9 +209,9 @@ def before(folder: Path, ends: Mapping[tuple[int, int], int], dead: Collection[i
     The last one of a generation that lives stays: its writer may be appending to it.
     """
     partition = int(folder.name[1:])
-    generations = {parsed[0] for name in os.listdir(folder) if (parsed := parse_segment(name))}
-    for generation in sorted(generations):
-        mine = list(segments(folder, generation))
+    names = sorted(parsed for name in os.listdir(folder) if (parsed := parse_segment(name)))
+    for generation, bases in groupby(names, itemgetter(0)):
+        mine = list(sized(folder, generation, [base for _, base in bases]))
         if generation in dead:
             yield from (path for path, _, _ in mine)
         else:
