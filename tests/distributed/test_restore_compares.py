@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,9 @@ from tests.buffers_job import BufferJob, Holding, attach, build
 from torchrec_stream_ckpt import StreamCkptError, TrackedLoader
 from torchrec_stream_ckpt.commit.saved_dense import SavedDense
 from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges
+from torchrec_stream_ckpt.proving import SplitTensors
+from torchrec_stream_ckpt.restore.plan import RestorePlan
+from torchrec_stream_ckpt.route.route import Route
 
 pytestmark = pytest.mark.distributed
 
@@ -176,6 +180,13 @@ def test_a_marker_that_lacks_an_entry_is_refused_by_its_name(trained: str, lost:
 # Half restored.
 
 
+def _held() -> list[str]:
+    """What is still there of all that a restore reads, compares and plans by."""
+    gc.collect()
+    kinds = (SavedDense, RestorePlan, Route, SplitTensors)
+    return sorted(type(each).__name__ for each in gc.get_objects() if isinstance(each, kinds))
+
+
 def _half(uri: str) -> tuple[list[str], dict[str, Any], int]:
     job, counter = build(CASES), Counter()
     counter.fails = dist.get_rank() == 1
@@ -185,8 +196,11 @@ def _half(uri: str) -> tuple[list[str], dict[str, Any], int]:
         with pytest.raises(StreamCkptError) as caught:
             call()
         said.append(f"{type(caught.value).__name__}: {caught.value}")
+        del caught
+        assert _held() == []
     counter.fails = False
     assert checkpointer.restore() is not None
+    assert _held() == []
     truth = job.truth()
     job.number = 2
     job.step()

@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 
 from torchrec_stream_ckpt.config import Source, Takeover
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StreamCkptError
 from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.changed import ClaimChanges
@@ -48,8 +48,9 @@ class Restoring:
         self._attached = parts.attached
         self._session = session
         self._streaming = streaming
-        self.broken: BaseException | None = None
-        """What a restore or a reshard has failed with half way."""
+        self.broken = ""
+        """What a restore or a reshard has failed with half way; empty: none did. Not the error: its traceback holds
+        all that was read."""
         self.can_restore = True
         """Whether another restore mends that: it writes all that the one before may have written."""
 
@@ -62,7 +63,7 @@ class Restoring:
         Raises:
             ConfigError: names what it failed with.
         """
-        if self.broken is None:
+        if not self.broken:
             return
         if not restoring or not self.can_restore:
             hint = "call restore() again, or start the job anew" if self.can_restore else "start the job anew"
@@ -84,7 +85,7 @@ class Restoring:
         try:
             marker = spare.wait()
         except BaseException as error:
-            self.broken = error if spare.touched else None
+            self.broken = _text(error) if spare.touched else ""
             raise
         if marker is None:
             return self.restore(None, accept_unproved=accept_unproved, patience=spare.outlast)
@@ -120,7 +121,8 @@ class Restoring:
             found = patience(lambda: self._session.rows(wanted, changes, once=once))
             failpoint("restore.rows")
         except BaseException as error:
-            self.broken = error if self._session.touched else self.broken
+            self.broken = _text(error) if self._session.touched else self.broken
+            self._session.let_go()
             raise
         if found is None:
             self.check_whole()
@@ -174,15 +176,17 @@ class Restoring:
             plan, route, rows = found
             loaded = other.finish(plan, route, accept_unproved=accept_unproved)
         except BaseException as error:
-            self.broken = error if other.touched else None
+            self.broken = _text(error) if other.touched else ""
             raise
+        finally:
+            other.let_go()
         try:
             self._attached.adopt(schema)  # this lineage numbers its tables itself
             said = changes if changes is not None else NO_CHANGES
             begun = ClaimChanges.of(said.canonical(), (route.lineage.job, plan.marker))
             self._streaming.open_root(plan.step, begun)
         except BaseException as error:
-            self.broken = error
+            self.broken = _text(error)
             raise
         if self._team.rank == 0:
             loaded.say(plan)
@@ -220,7 +224,7 @@ class Restoring:
         try:
             moved = move()
         except BaseException as error:
-            self.broken, self.can_restore = error, False
+            self.broken, self.can_restore = _text(error), False
             raise
         attached.unhook()
         attached.describe(attached.schema)
@@ -246,9 +250,11 @@ class Restoring:
         try:
             loaded = patience(lambda: self._session.finish(plan, route, accept_unproved=accept_unproved))
         except BaseException as error:
-            self.broken = error
+            self.broken = _text(error)
             raise
-        self.broken = None
+        finally:
+            self._session.let_go()
+        self.broken = ""
         path = route.lineage.path(plan.marker)
         parent_bytes = sum(commit.num_bytes for commit in path) // self._team.world
         self._streaming.go_on_from(
@@ -271,3 +277,7 @@ class Restoring:
             plan.report,
             replicas=loaded.replicas,
         )
+
+
+def _text(error: BaseException) -> str:
+    return error.headline if isinstance(error, StreamCkptError) else f"{type(error).__name__}: {error}"

@@ -211,6 +211,12 @@ class Session:
         finally:
             self._finder.close()
 
+    def let_go(self) -> None:
+        """Forget what was read of a marker: its restore has ended or failed."""
+        self._planned = self._evolved = self._changes = None
+        self._met = Met(Path())
+        self._finder.dense.release()
+
     def begun(self) -> Begun | None:
         """The newest marker of this log, and what it began in; as :meth:`Finder.begun`."""
         return self._team.on_rank0(self._finder.begun)
@@ -275,8 +281,6 @@ class Session:
         attached.begin(swept)
         team.together(load_rest)  # what the user's objects change from here on is captured
         failpoint("restore.dense")
-        self._planned = None
-        self._finder.dense.release()
         return Loaded(
             (checked.compared + compared).share,
             tuple(sorted(merged)),
