@@ -264,10 +264,11 @@ def train(kind: str, uri: str) -> Course:
         return job.truth(), go_on(job, checkpointer), job.truth()
 
 
-def resume(kind: str, uri: str) -> Course:
+def resume(kind: str, uri: str, stepped: bool = True) -> Course:
     job = build(kind, lr=0.5)
-    job.number = 50
-    job.step()  # a live, different state
+    if stepped:
+        job.number = 50
+        job.step()  # a live, different state
     with attach(job, uri) as checkpointer:
         restored = checkpointer.restore()
         assert restored is not None

@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.dense_job import OPTIMIZERS, Job, OneOfItsOwn, attach, build, go_on, resume, train, unequal
 from tests.pool import Pool
+from tests.starts import from_both_starts
 from torchrec_stream_ckpt.adapter import fused_kernels
 from torchrec_stream_ckpt.errors import MarkerFailedError, SchemaMismatchError, UnsupportedError
 from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges
@@ -32,11 +33,12 @@ pytestmark = pytest.mark.distributed
 )
 def test_what_a_dense_optimizer_keeps_comes_back_bit_for_bit(kind: str, pool: Pool, tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
-    trained, resumed = pool.run(2, train, kind, uri), pool.run(2, resume, kind, uri)
-    for (state, losses, later), (state_2, losses_2, later_2) in zip(trained, resumed, strict=True):
-        assert unequal(state, state_2) == []
-        assert losses == losses_2
-        assert unequal(later, later_2) == []
+    trained = pool.run(2, train, kind, uri)
+    for resumed in from_both_starts(pool.run, 2, resume, kind, uri):
+        for (state, losses, later), (state_2, losses_2, later_2) in zip(trained, resumed, strict=True):
+            assert unequal(state, state_2) == []
+            assert losses == losses_2
+            assert unequal(later, later_2) == []
     for rank, (state, _, _) in enumerate(pool.run(3, resume, kind, uri)):
         assert unequal(trained[rank if rank < 2 else 0][0], state) == []
 

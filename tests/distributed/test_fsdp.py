@@ -19,6 +19,7 @@ from tests import ranks
 from tests.inside import inside
 from tests.jobs import attach
 from tests.model import PLAN_2, PLAN_3, Net, Trainer, batch, differences, trainer, truth
+from tests.starts import from_both_starts
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import MarkerFailedError, UnsupportedError
 
@@ -113,14 +114,16 @@ def _save(kind: str, uri: str) -> tuple[State, list[float], State, set[str]]:
     return expected, losses, later, sharded
 
 
-def _restore(kinds: list[str], uri: str) -> list[tuple[State, list[float], State]]:
+def _restore(kinds: list[str], uri: str, stepped: bool) -> list[tuple[State, list[float], State]]:
     """Into jobs of several kinds, one after another in one set of processes."""
     found = []
     for kind in kinds:
         job = _job(kind)
-        job.step()
+        if stepped:
+            job.step()
         with attach(job, StreamConfig(uri=uri, marker_every=None)) as checkpointer:
-            _evaluate(job)
+            if stepped:
+                _evaluate(job)
             assert checkpointer.restore() is not None
             found.append((truth(job), *_go_on(job, checkpointer)))
     return found
@@ -145,7 +148,8 @@ def test_sharded_dense_state_comes_back_bit_for_bit(
     wanted = {"root": {"bias", *towers}, "towers": towers, "ddp": set()}
     assert saved[0][3] == wanted[source.split()[0]]
     for target_world, kinds in targets.items():
-        for rank, found in enumerate(ranks.run(target_world, _restore, kinds, uri)):
+        fresh, stepped = from_both_starts(ranks.run, target_world, _restore, kinds, uri)
+        for rank, found in (*enumerate(fresh), *enumerate(stepped)):
             expected, losses_then, later_then, _ = saved[min(rank, world - 1)]
             for kind, (state, losses, later) in zip(kinds, found, strict=True):
                 assert differences(expected, state, rng=rank < world) == []

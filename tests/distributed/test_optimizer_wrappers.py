@@ -16,6 +16,7 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from tests import ranks
 from tests.model import PLAN_2, PLAN_3, Trainer, batch, differences, trainer, truth
+from tests.starts import from_both_starts
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.adapter import fused_kernels
 from torchrec_stream_ckpt.errors import SchemaMismatchError, UnsupportedError
@@ -120,12 +121,12 @@ def _train(nest: str, uri: str) -> tuple[dict[int, Seen], list[float]]:
         return seen, losses
 
 
-def _restore(nest: str, uri: str, steps: list[int]) -> list[tuple[Seen, Seen, list[float]]]:
+def _restore(nest: str, uri: str, steps: list[int], stepped: bool) -> list[tuple[Seen, Seen, list[float]]]:
     """The markers of these steps, one job after another: right behind the restore, and at the last step."""
     found = []
     for step in steps:
         job = _build(nest)
-        for _ in range(3):
+        for _ in range(3 * stepped):
             job.step()
         with _attach(job, uri) as checkpointer:
             assert checkpointer.restore((1, MARKERS.index(step) + 1)) is not None
@@ -152,7 +153,8 @@ def test_wrappers_and_the_next_rates_come_back(nest: str, targets: dict[int, lis
     seen, losses = trained[0]
     assert len({(seen[step].rates[0], *seen[step].kernels) for step in range(STEPS)}) == STEPS
     for world, steps in targets.items():
-        for rank, restored in enumerate(ranks.run(world, _restore, nest, uri, steps)):
+        fresh, stepped = from_both_starts(ranks.run, world, _restore, nest, uri, steps)
+        for rank, restored in (*enumerate(fresh), *enumerate(stepped)):
             seen, losses = trained[min(rank, 1)]
             for step, (at_once, later, losses_here) in zip(steps, restored, strict=True):
                 assert differences(seen[step].state, at_once.state, rng=rank < 2) == []
