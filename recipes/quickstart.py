@@ -11,7 +11,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -21,9 +21,9 @@ from torchrec_stream_ckpt import GlobalSampler, StreamCheckpointer, StreamCkptEr
 from torchrec_stream_ckpt.flags import FlagParser
 
 
-def collate(samples: list[int]) -> KeyedJaggedTensor:
+def collate(samples: list[tuple[torch.Tensor]]) -> KeyedJaggedTensor:
     """A batch of one id a sample, or of no samples."""
-    items = torch.tensor(samples, dtype=torch.int64)
+    items = torch.tensor([item for (item,) in samples], dtype=torch.int64)
     return KeyedJaggedTensor(["item"], items, lengths=torch.ones_like(items))
 
 
@@ -44,7 +44,7 @@ table = EmbeddingBagConfig(name="t_item", num_embeddings=1000, embedding_dim=16,
 ebc = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
 apply_optimizer_in_backward(Adagrad, ebc.parameters(), {"lr": 0.1})  # fused into the backward pass
 model = DistributedModelParallel(torch.nn.Sequential(ebc), device=torch.device("cpu"))
-data = [7 * number % 1000 for number in range(60_000)]  # any map-style dataset
+data = TensorDataset(7 * torch.arange(60_000) % 1000)  # any map-style dataset
 sampler = GlobalSampler(data, batch_size=60, rank=rank, world=world, shuffle=True)
 loader = TrackedLoader(DataLoader(data, batch_sampler=sampler, collate_fn=collate))
 

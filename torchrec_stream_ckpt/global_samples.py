@@ -334,6 +334,10 @@ class GlobalBatches(Deal, Generic[T]):
             batch = self._make(self._epoch, range(first + begin, first + end), self._size)
             self._samples = first + self.batch_size
             yield batch
+        self.next_epoch()
+
+    def next_epoch(self) -> None:
+        """The next pass is one of the next epoch."""
         self.begin(self._epoch + 1, 0)
 
     def begin(self, epoch: int, samples: int) -> None:

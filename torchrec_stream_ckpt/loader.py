@@ -47,7 +47,8 @@ class TrackedLoader(Generic[T]):
                     ckpt.step()
 
     A plain ``for batch in loader`` works as well, and has the same positions. Attributes that it does not have are
-    those of the wrapped loader, and ``len()`` is its length: batches of a whole epoch.
+    those of the wrapped loader, and ``len()`` is its length: batches of a whole epoch. A pass that is left by ``break``
+    or ``islice`` is over, as one over a ``DataLoader`` is: the next one is one of the next epoch.
 
     ==========================================  ===================  =============================================
     wrapped loader                              position             restored on another number of ranks
@@ -67,16 +68,22 @@ class TrackedLoader(Generic[T]):
         skip: For a loader that does not know its position and gives the same batches in every pass, or those of an
             epoch that it is told: batches are counted, and a resumed pass fetches and drops as many as were trained.
             That takes as long as it took to fetch them.
+        limit: Batches of an epoch, of which a resumed one trains what is left; None: all. ``itertools.islice`` would
+            count them from the restored position. Not for a loader with ``state_dict()``.
 
     Raises:
         ConfigError: the loader does not know its position, or draws its order anew in each pass.
     """
 
-    def __init__(self, loader: Iterable[T], *, max_in_flight: int = 16, skip: bool = False) -> None:
-        if max_in_flight < 1:
-            raise ConfigError(f"max_in_flight must be at least 1, it is {max_in_flight}")
+    def __init__(
+        self, loader: Iterable[T], *, max_in_flight: int = 16, skip: bool = False, limit: int | None = None
+    ) -> None:
+        for name, value in {"max_in_flight": max_in_flight, "limit": limit}.items():
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, it is {value}")
         self._wrapped: Any = loader
-        self._loader: StatefulLoader[T] = position_source(loader, skip=skip)
+        self._limit = limit
+        self._loader: StatefulLoader[T] = position_source(loader, skip=skip, limit=limit)
         self._of_rank = getattr(self._loader, "position_of", "rank") == "rank"
         self._max_in_flight = max_in_flight
         self._trained: _Position | None = None
@@ -90,8 +97,8 @@ class TrackedLoader(Generic[T]):
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, as the wrapped loader counts them."""
-        return len(self._wrapped)
+        """Batches of a whole epoch, as the wrapped loader counts them; at most ``limit``."""
+        return min(len(self._wrapped), self._limit) if self._limit is not None else len(self._wrapped)
 
     def __getattr__(self, name: str) -> Any:
         """What a TrackedLoader does not have is the wrapped loader's: ``dataset``, ``batch_size``, ``sampler``."""
@@ -206,6 +213,8 @@ class TrackedLoader(Generic[T]):
                 )
             if broken_off:
                 self._epoch += 1
+                if (next_epoch := getattr(self._loader, "next_epoch", None)) is not None:
+                    next_epoch()
             try:
                 source = iter(self._loader)
             except StopIteration:  # torchdata's, resumed where its epoch is over: nothing is left of this pass

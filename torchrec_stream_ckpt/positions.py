@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, Literal, Protocol, TypeVar
 
 from torchrec_stream_ckpt.errors import ConfigError
@@ -29,12 +30,15 @@ class DealtLoader:
         loader: The ``DataLoader``. If it has no generator, it gets one: torch's own draws a seed for its workers from
             the random state of the job at the beginning of each pass, once more if a pass is resumed.
         deal: Its ``GlobalSampler`` or ``GlobalStream``.
+        limit: Global batches of an epoch; None: all.
     """
 
     position_of: Literal["job"] = "job"
 
-    def __init__(self, loader: Any, deal: Deal) -> None:
+    def __init__(self, loader: Any, deal: Deal, limit: int | None) -> None:
         self._loader, self._deal = loader, deal
+        self._limit = None if limit is None else limit * deal.batch_size
+        """Samples of an epoch."""
         self._at = (0, 0)
         self._seeds = loader.generator is None
         if self._seeds:
@@ -48,11 +52,18 @@ class DealtLoader:
         if self._seeds:
             self._loader.generator.manual_seed(seed_of(epoch))
         self._deal.begin(epoch, samples)
-        for batch in self._loader:
+        batches = iter(self._loader) if self._limit is None or samples < self._limit else iter(())
+        for batch in batches:
             samples += self._deal.batch_size
             self._at = (epoch, samples)
             yield batch
-        self._go_to(epoch + 1, 0)
+            if self._limit is not None and samples >= self._limit:
+                break
+        self.next_epoch()
+
+    def next_epoch(self) -> None:
+        """The next pass is one of the next epoch, as a pass over a ``DataLoader`` that begins after a ``break``."""
+        self._go_to(self._at[0] + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
         """The position: the epoch, and how many samples of it the whole job has read."""
@@ -79,24 +90,32 @@ class CountedLoader:
     """A loader that does not know its position: batches are counted, and those before a position fetched and dropped.
 
     Args:
-        loader: Gives the same batches in each pass, or those of an epoch that it is told.
+        loader: Gives the same batches in each pass, or those of an epoch that its sampler is told.
+        limit: Batches of a pass; None: all.
     """
 
     position_of: Literal["rank"] = "rank"
 
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self._loader = loader
+    def __init__(self, loader: Iterable[Any], limit: int | None) -> None:
+        self._loader, self._limit = loader, limit
         self._batches = self._skip = 0
+        self._epoch: int | None = None
+        """Epoch of the sampler in the pass that is to be resumed."""
 
     def __iter__(self) -> Iterator[Any]:
         """One pass without the batches before a loaded position.
 
         Raises:
-            ConfigError: the pass is shorter than that.
+            ConfigError: the pass is shorter than that, or one of another epoch of the sampler.
         """
         skip, self._skip = self._skip, 0
+        if skip and self._epoch != self._sampler_epoch():
+            raise ConfigError(
+                f"the marker stands within epoch {self._epoch} of the sampler, which is in {self._sampler_epoch()}",
+                hint="count epochs with range(loader.epoch, epochs), and call set_epoch() before each pass",
+            )
         self._batches = number = 0
-        for number, batch in enumerate(self._loader, 1):
+        for number, batch in enumerate(islice(self._loader, self._limit), 1):
             if number > skip:
                 self._batches = number
                 yield batch
@@ -107,9 +126,19 @@ class CountedLoader:
             )
         self._batches = 0
 
+    def next_epoch(self) -> None:
+        """The next pass begins at its first batch."""
+        self._batches = self._skip = 0
+
     def state_dict(self) -> dict[str, Any]:
-        """The position: how many batches of the pass were fetched."""
-        return {"batches": max(self._batches, self._skip)}
+        """The position: how many batches of the pass were fetched, and the epoch of a sampler that has one."""
+        epoch = self._epoch if self._skip else self._sampler_epoch()
+        return {"batches": max(self._batches, self._skip)} | ({} if epoch is None else {"sampler_epoch": epoch})
+
+    def _sampler_epoch(self) -> int | None:
+        """The epoch that torch's ``DistributedSampler`` was told; None if the loader has none such."""
+        epoch = getattr(getattr(self._loader, "sampler", None), "epoch", None)
+        return epoch if isinstance(epoch, int) else None
 
     def check(self, state: dict[str, Any]) -> None:
         """Refuse a state that is no count of batches.
@@ -117,7 +146,7 @@ class CountedLoader:
         Raises:
             ConfigError: it is not.
         """
-        if state.keys() != {"batches"}:
+        if state.keys() - {"sampler_epoch"} != {"batches"}:
             raise ConfigError(
                 f"the marker's loader state is no count of batches: it has {', '.join(map(str, state))}",
                 hint="restore it with the loader that wrote it",
@@ -126,9 +155,10 @@ class CountedLoader:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The next pass begins after as many batches."""
         self._batches = self._skip = state_dict["batches"]
+        self._epoch = state_dict.get("sampler_epoch", self._sampler_epoch())
 
 
-def position_source(loader: Any, *, skip: bool) -> StatefulLoader[Any]:
+def position_source(loader: Any, *, skip: bool, limit: int | None) -> StatefulLoader[Any]:
     """Return what says where ``loader`` stands: itself, or something around it.
 
     Raises:
@@ -144,13 +174,18 @@ def position_source(loader: Any, *, skip: bool) -> StatefulLoader[Any]:
             )
         if isinstance(deal, Deal) and deal is not loader:
             _check_dealt(loader, deal)
-            return DealtLoader(loader, deal)
+            return DealtLoader(loader, deal, limit)
     if isinstance(getattr(loader, "sampler", None), Deal):
         raise ConfigError(
             f"{type(loader.sampler).__name__} gives whole batches, it was passed as sampler=",
             hint="pass it as batch_sampler=",
         )
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        if limit is not None:
+            raise ConfigError(
+                f"{type(loader).__name__} knows its position, but not that of an epoch that ends at a limit",
+                hint="limit the data that it reads",
+            )
         if skip:
             raise ConfigError(
                 f"{type(loader).__name__} knows its position: it is not to be skipped over", hint="leave skip=True out"
@@ -163,7 +198,7 @@ def position_source(loader: Any, *, skip: bool) -> StatefulLoader[Any]:
             "for an IterableDataset use GlobalStream; or count and skip its batches with skip=True",
         )
     _check_order(loader)
-    return CountedLoader(loader)
+    return CountedLoader(loader, limit)
 
 
 def _check_dealt(loader: Any, deal: Deal) -> None:

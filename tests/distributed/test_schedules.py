@@ -32,6 +32,28 @@ class Own(lr_scheduler.LRScheduler):
         return [base * factor for base, factor in zip(self.base_lrs, self.factors, strict=True)]
 
 
+class Policy(lr_scheduler.LRScheduler):
+    """As facebookresearch/dlrm has it: it keeps its last rates itself once it holds them."""
+
+    per_group_state = ("last_lr",)
+
+    def get_lr(self) -> list[float]:
+        if self.last_epoch in (2, 3, 4):
+            self.last_lr = [base / (1 + self.last_epoch) for base in self.base_lrs]
+        return self.last_lr if self.last_epoch > 4 else list(self.base_lrs)
+
+
+class Plain(lr_scheduler.LRScheduler):
+    """Of the user's, with single values and torch's own lists."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.factor = 0.9
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        return [base * self.factor**self.last_epoch for base in self.base_lrs]
+
+
 class Falling:
     """A rate with a state of its own, as LambdaLR saves it."""
 
@@ -59,6 +81,8 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=20, cycle_momentum=False),
     "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.2, 3, cycle_momentum=False),
     "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1, factor=0.5, min_lr=0.001),
+    "policy": Policy,
+    "plain": Plain,
     "own": Own,
 }
 

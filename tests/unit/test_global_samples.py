@@ -280,3 +280,84 @@ def test_a_position_in_other_data_or_another_order_is_refused(caplog: pytest.Log
     assert "the global batch had 5 samples at the marker, it has 6 now" in caplog.text
     with pytest.raises(ConfigError, match=r"set_epoch\(3\): the loader stands in epoch 0"):
         larger.batch_sampler.set_epoch(3)
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize(("first", "second"), [(1, 1), (2, 3)])
+def test_a_limit_is_that_of_an_epoch_and_a_resumed_one_trains_what_is_left(first: int, second: int, ahead: int) -> None:
+    def ranks(world: int) -> list[TrackedLoader[Any]]:
+        found = [sampled(23, rank, world, batch_size=5, shuffle=True) for rank in range(world)]
+        return [TrackedLoader(each._wrapped, limit=3) for each in found]
+
+    assert len(ranks(1)[0]) == 3
+    order = ranks(1)[0].batch_sampler.order
+    whole = job(ranks(first), None, ahead)
+    assert [[number for number, _ in batch] for batch in whole] == [
+        order(epoch)[5 * batch : 5 * batch + 5].tolist() for epoch in range(EPOCHS) for batch in range(3)
+    ]
+    for stop in range(len(whole) + 1):
+        loaders = ranks(first)
+        before = job(loaders, stop, ahead)
+        state = loaders[0].state_dict()
+        loaders = ranks(second)
+        for each in loaders:
+            each.load_state_dict(state)
+        assert before + job(loaders, None, ahead) == whole
+
+
+def test_a_limit_holds_for_counted_batches_too() -> None:
+    def plain() -> TrackedLoader[Any]:
+        return TrackedLoader(DataLoader(Numbered(10), batch_size=3, collate_fn=listed), skip=True, limit=2)
+
+    whole = list(trained(plain()))
+    assert len(whole) == 2 * EPOCHS
+    for stop in range(len(whole) + 1):
+        before, after = plain(), plain()
+        found = list(itertools.islice(trained(before), stop))
+        after.load_state_dict(before.state_dict())
+        assert found + list(trained(after)) == whole
+    with pytest.raises(ConfigError, match="limit must be at least 1"):
+        TrackedLoader(DataLoader(Numbered(10)), skip=True, limit=0)
+    with pytest.raises(ConfigError, match="not that of an epoch that ends at a limit"):
+        TrackedLoader(StatefulDataLoader(range(4)), limit=1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_pass_after_a_break_is_one_of_the_next_epoch(workers: int) -> None:
+    """As over a DataLoader."""
+    data = sampled(10, 0, 1, batch_size=2, shuffle=True, workers=workers)
+    found = []
+    for _ in range(2):
+        for batch in data:
+            found += [number for number, _ in batch]
+            data.trained()
+            if len(found) % 4 == 0:
+                break
+    assert found == [*data.batch_sampler.order(0)[:4], *data.batch_sampler.order(1)[:4]]
+
+
+def test_a_pass_of_another_epoch_of_the_sampler_is_refused() -> None:
+    def plain() -> TrackedLoader[Any]:
+        data = Numbered(12)
+        return TrackedLoader(
+            DataLoader(data, 2, sampler=DistributedSampler(data, 2, 0, seed=3), collate_fn=listed), skip=True
+        )
+
+    def epoch_of(loader: TrackedLoader[Any], steps: int | None) -> list[Any]:
+        loader.sampler.set_epoch(loader.epoch)
+        found = []
+        for batch in itertools.islice(loader, steps):
+            loader.trained()
+            found.append(batch)
+        return found
+
+    whole, before, after, back = plain(), plain(), plain(), plain()
+    expected = [epoch_of(whole, None) for _ in range(2)]
+    assert expected[0] != expected[1]
+    epoch_of(before, None)
+    begun = epoch_of(before, 2)
+    after.load_state_dict(before.state_dict())
+    assert begun + epoch_of(after, None) == expected[1]
+    back.load_state_dict(before.state_dict())
+    with pytest.raises(ConfigError, match="the marker stands within epoch 1 of the sampler, which is in 0"):
+        next(iter(back))

@@ -8,7 +8,7 @@ parameters in it had, whatever rank that was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ _PER_GROUP = frozenset({"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lr
 _OF_GROUPS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 """What schedules keep in the param groups. Those of dense optimizers are saved with them; fused ones have no place."""
 _NESTED = "_schedulers"
+_SINGLE = (int, float, str, bool, type(None))
 SUPPORTED = tuple(
     getattr(lr_scheduler, name)
     for name in (
@@ -45,7 +46,9 @@ SUPPORTED = tuple(
         "ReduceLROnPlateau",
     )
 )
-"""Schedules whose lists are known. Another one comes back where the groups of the rank are the same."""
+"""Schedules whose lists are known."""
+_OWN = "per_group_state"
+"""Attribute of a schedule of the user's: names of its other attributes that are lists with a value for each group."""
 
 
 class NamedSchedule:
@@ -73,7 +76,7 @@ class NamedSchedule:
 
     @property
     def supported(self) -> bool:
-        """Whether the lists of its class are known, and those of the schedules in it."""
+        """Whether all of its lists are known. If not, it comes back where the groups of the rank are the same."""
         return _known(self._schedule)
 
     def groups(self) -> list[tuple[str, ...]]:
@@ -89,7 +92,7 @@ class NamedSchedule:
         groups, lists = self.groups(), Lists()
         common = self._schedule.state_dict()
         if self.supported:
-            common = _without_lists(common, groups, "", lists)
+            common = _without_lists(common, groups, "", lists, getattr(self._schedule, _OWN, ()))
             for key in _OF_GROUPS:
                 held = [group.get(key) for group in self._schedule.optimizer.param_groups]
                 if any(value is not None for value in held):
@@ -114,15 +117,15 @@ class NamedSchedule:
                 hint="hand over the schedule that the job had",
             )
         groups = self.groups()
-        if not self.supported:
+        if not self._by_name(saved):
             if [tuple(group) for group in saved[source]["groups"]] != groups:
                 raise SchemaMismatchError(
                     f"the schedule '{self.name}' ({here}) keeps lists that are not known by name, and its param groups "
                     f"are {groups!r:.200} here, {saved[source]['groups']!r:.200} in the marker",
-                    hint="restore under the plan and on the ranks of the marker; or hand over one of "
-                    + ", ".join(each.__name__ for each in SUPPORTED),
+                    hint="restore under the plan and on the ranks of the marker; or, for other jobs, name the lists "
+                    f'with one value for each group in {here}.{_OWN} = ("...",)',
                 )
-            return {"state": saved[source]["common"], "groups": {}}
+            saved, source = [saved[source]], 0
         lists: Lists = {}
         for each in saved:
             for path, values in each["lists"].items():
@@ -134,6 +137,12 @@ class NamedSchedule:
         }
         state = _with_lists(saved[source]["common"], "", found)
         return {"state": state, "groups": {key: found[f"group.{key}"] for key in _OF_GROUPS if f"group.{key}" in found}}
+
+    def _by_name(self, saved: Sequence[State]) -> bool:
+        """Whether all ranks saved their lists by name. The single values of a class of the user's may be a rank's."""
+        if type(self._schedule) not in SUPPORTED and any(each["common"] != saved[0]["common"] for each in saved):
+            return False
+        return all(each["lists"] for each in saved)
 
     def older(self, state: State) -> State:
         """Return what :meth:`load` takes, of a marker that has the lists of rank 0 alone.
@@ -192,14 +201,20 @@ class NamedSchedule:
 
 
 def _known(schedule: Any) -> bool:
-    return type(schedule) in SUPPORTED and all(_known(each) for each in getattr(schedule, _NESTED, ()))
+    """Whether all lists are known: by the class, or since all other entries of the state are single values."""
+    if type(schedule) in SUPPORTED:
+        return all(_known(each) for each in getattr(schedule, _NESTED, ()))
+    known = _PER_GROUP | {*getattr(schedule, _OWN, ())}
+    return all(key in known or isinstance(value, _SINGLE) for key, value in schedule.state_dict().items())
 
 
-def _without_lists(state: Mapping[str, Any], groups: Sequence[tuple[str, ...]], path: str, lists: Lists) -> State:
+def _without_lists(
+    state: Mapping[str, Any], groups: Sequence[tuple[str, ...]], path: str, lists: Lists, own: Collection[str] = ()
+) -> State:
     """Move the lists with one value for each group into ``lists``; None stands where one was."""
     found: State = {}
     for key, value in state.items():
-        if key in _PER_GROUP and isinstance(value, (list, tuple)) and len(value) == len(groups):
+        if (key in _PER_GROUP or key in own) and isinstance(value, (list, tuple)) and len(value) == len(groups):
             lists[f"{path}{key}"] = _by_name(value, groups)
             found[key] = None
         elif key == _NESTED:
