@@ -122,7 +122,7 @@ from torchrec_stream_ckpt.adapter.dense import (
     has_own_state_dict,
     named_states,
 )
-from torchrec_stream_ckpt.adapter.dense_standing import DensePrint, optimizer_parts, reduced_parameters
+from torchrec_stream_ckpt.adapter.dense_standing import DensePrint, combined_parts, optimizer_parts, reduced_parameters
 from torchrec_stream_ckpt.adapter.gradients import (
     GradientVersion,
     set_gradient,
@@ -165,6 +165,7 @@ __all__ = [
     "check_free",
     "check_wrappers",
     "claim",
+    "combined_parts",
     "comm_hooks",
     "count_writes",
     "dense_optimizers",

@@ -10,6 +10,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 
 from torchrec_stream_ckpt.adapter import versions
 from torchrec_stream_ckpt.adapter.wrappers import walk
@@ -67,6 +68,12 @@ def _are(these: Things, those: Things) -> bool:
 def optimizer_parts(optimizer: torch.optim.Optimizer | None) -> list[Any]:
     """An optimizer and all that it wraps or combines, outermost first."""
     return list(walk(optimizer)) if optimizer is not None else []
+
+
+def combined_parts(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """As :func:`optimizer_parts`, without wrappers that have no state of their own."""
+    without = (CombinedOptimizer, KeyedOptimizerWrapper)
+    return [part for part in optimizer_parts(optimizer) if type(part) not in without]
 
 
 def reduced_parameters(wrapper: DistributedDataParallel, *, exactly: bool) -> set[int]:

@@ -12,11 +12,11 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
-from torchrec.optim.keyed import CombinedOptimizer
 
 from torchrec_stream_ckpt.adapter import (
     DensePrint,
     check_dense,
+    combined_parts,
     has_own_state_dict,
     optimizer_parts,
     wrapper_parameters,
@@ -60,11 +60,11 @@ class DenseGuard:
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer of this process has made a step; whether it was handed over or not.
 
-        A CombinedOptimizer has no state of its own: its parts are noted. After ``DMP.reshard``, TorchRec wants a new
-        one, around the dense optimizers that were there.
+        Of a CombinedOptimizer its parts are noted: after ``DMP.reshard``, TorchRec wants a new one around the dense
+        optimizers that were there.
         """
-        for each in optimizer_parts(optimizer):
-            if not isinstance(each, CombinedOptimizer) and not any(each is part for part in self._parts):
+        for each in combined_parts(optimizer):
+            if not any(each is part for part in self._parts):
                 self._others.add(each)
 
     def check(self, view: nn.Module) -> None:
