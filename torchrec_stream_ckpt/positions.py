@@ -23,12 +23,32 @@ class StatefulLoader(Protocol[T_co]):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
+class _Seeds:
+    """Gives a ``DataLoader`` without a generator one of its own.
+
+    Otherwise torch draws a seed for the workers from the random state of the job at the beginning of each pass, and
+    once more if a pass is resumed.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._generator: Any = None
+        data = sys.modules.get("torch.utils.data")
+        if data is not None and isinstance(loader, data.DataLoader) and loader.generator is None:
+            import torch  # which the DataLoader has imported
+
+            self._generator = loader.generator = torch.Generator()
+
+    def begin(self, epoch: int) -> None:
+        """A pass begins."""
+        if self._generator is not None:
+            self._generator.manual_seed(seed_of(epoch))
+
+
 class DealtLoader:
     """torch's ``DataLoader`` over samples that are dealt out: counts the global batches that it has given.
 
     Args:
-        loader: The ``DataLoader``. If it has no generator, it gets one: torch's own draws a seed for its workers from
-            the random state of the job at the beginning of each pass, once more if a pass is resumed.
+        loader: The ``DataLoader``.
         deal: Its ``GlobalSampler`` or ``GlobalStream``.
         limit: Global batches of an epoch; None: all.
     """
@@ -37,20 +57,15 @@ class DealtLoader:
 
     def __init__(self, loader: Any, deal: Deal, limit: int | None) -> None:
         self._loader, self._deal = loader, deal
+        self._seeds = _Seeds(loader)
         self._limit = None if limit is None else limit * deal.batch_size
         """Samples of an epoch."""
         self._at = (0, 0)
-        self._seeds = loader.generator is None
-        if self._seeds:
-            import torch  # which the DataLoader has imported
-
-            loader.generator = torch.Generator()
 
     def __iter__(self) -> Iterator[Any]:
         """One epoch, or what a loaded position leaves of it."""
         epoch, samples = self._at
-        if self._seeds:
-            self._loader.generator.manual_seed(seed_of(epoch))
+        self._seeds.begin(epoch)
         self._deal.begin(epoch, samples)
         batches = iter(self._loader) if self._limit is None or samples < self._limit else iter(())
         for batch in batches:
@@ -98,7 +113,8 @@ class CountedLoader:
 
     def __init__(self, loader: Iterable[Any], limit: int | None) -> None:
         self._loader, self._limit = loader, limit
-        self._batches = self._skip = 0
+        self._seeds = _Seeds(loader)
+        self._batches = self._skip = self._passes = 0
         self._epoch: int | None = None
         """Epoch of the sampler in the pass that is to be resumed."""
 
@@ -114,6 +130,7 @@ class CountedLoader:
                 f"the marker stands within epoch {self._epoch} of the sampler, which is in {self._sampler_epoch()}",
                 hint="count epochs with range(loader.epoch, epochs), and call set_epoch() before each pass",
             )
+        self._seeds.begin(self._passes)
         self._batches = number = 0
         for number, batch in enumerate(islice(self._loader, self._limit), 1):
             if number > skip:
@@ -124,16 +141,18 @@ class CountedLoader:
                 f"the marker stands after {skip} batches of a pass, this loader gives {number}",
                 hint="give the data that the job was trained on",
             )
-        self._batches = 0
+        self.next_epoch()
 
     def next_epoch(self) -> None:
         """The next pass begins at its first batch."""
         self._batches = self._skip = 0
+        self._passes += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: how many batches of the pass were fetched, and the epoch of a sampler that has one."""
+        """The position: how many batches of the pass were fetched, its number, and the epoch of a sampler with one."""
         epoch = self._epoch if self._skip else self._sampler_epoch()
-        return {"batches": max(self._batches, self._skip)} | ({} if epoch is None else {"sampler_epoch": epoch})
+        of_sampler = {} if epoch is None else {"sampler_epoch": epoch}
+        return {"batches": max(self._batches, self._skip), "passes": self._passes, **of_sampler}
 
     def _sampler_epoch(self) -> int | None:
         """The epoch that torch's ``DistributedSampler`` was told; None if the loader has none such."""
@@ -146,7 +165,7 @@ class CountedLoader:
         Raises:
             ConfigError: it is not.
         """
-        if state.keys() - {"sampler_epoch"} != {"batches"}:
+        if state.keys() - {"passes", "sampler_epoch"} != {"batches"}:
             raise ConfigError(
                 f"the marker's loader state is no count of batches: it has {', '.join(map(str, state))}",
                 hint="restore it with the loader that wrote it",
@@ -155,6 +174,7 @@ class CountedLoader:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The next pass begins after as many batches."""
         self._batches = self._skip = state_dict["batches"]
+        self._passes = state_dict.get("passes", 0)
         self._epoch = state_dict.get("sampler_epoch", self._sampler_epoch())
 
 
