@@ -100,6 +100,27 @@ def test_the_tree_hangs_each_generation_under_the_marker_that_it_stands_on(uri: 
     )
 
 
+@pytest.mark.parametrize("generations", [20, 40])
+def test_the_lines_of_a_tree_do_not_grow_with_the_generations(tmp_path: Path, generations: int) -> None:
+    """Each one stands on the newest marker of the one before, as after restart upon restart."""
+    log, parent = FileLog(tmp_path), None
+    log.prepare(1)
+    for number in range(1, generations + 1):
+        log.append_control(claim(number, parent=parent).to_frame())
+        log.append_control(commit(number, 1).to_frame())
+        parent = MarkerId(number, 1)
+    log.close()
+    tree = run("list", f"file://{tmp_path}", "--tree", "--newest", str(generations)).splitlines()
+    shown = [line.rstrip() for line in tree if "ago" in line]
+    assert len(shown) == 2 * generations
+    assert max(next(place for place, sign in enumerate(line) if sign.isalpha()) for line in shown) < 50
+    assert max(map(len, shown)) < 200
+    (deep,) = (line for line in shown if "generation 7 " in line)
+    assert "generation 7 on marker 6:1 (" in deep
+    assert deep.index("generation") == depth("\n".join(shown), "generation 1 (")
+    assert depth("\n".join(shown), "generation 8 (") > depth("\n".join(shown), "marker 7:1,")
+
+
 def test_the_list_names_the_parent_of_each_marker(uri: str) -> None:
     rows = json.loads(run("list", uri, "--json"))["markers"]
     assert {row["marker"]: row["parent"] for row in rows} == {"1:1": None, "1:2": None, "2:3": "1:2", "3:2": "1:1"}

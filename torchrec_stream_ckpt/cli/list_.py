@@ -31,6 +31,8 @@ from torchrec_stream_ckpt.units import age, clock, size
 
 _WIDE = 100
 """Columns from which on there is room for a date."""
+_DEEPEST = 6
+"""Generations that the tree shows inside of each other."""
 _SHORT = 30
 """Characters of a reason that may stand in each row; a longer one of several rows is said once, below."""
 
@@ -214,16 +216,25 @@ def _origin(claim: Claim) -> str:
 
 
 def _print_tree(job: Job, rows: dict[str, dict[str, Any]]) -> None:
-    """Generations below the marker that they stand on; those that stand on none at the top."""
+    """Generations below the marker that they stand on; those that stand on none at the top.
+
+    A generation that would be nested too deep is at the top as well, and names its marker: otherwise the lines of a job
+    that was restarted hundreds of times are as long as its history.
+    """
     roots = Tree(plain(job.uri))
     markers: dict[MarkerId | None, Tree] = {None: roots}
+    depths: dict[int, int] = {}
     made = {number: list(each) for number, each in groupby(job.lineage.commits, lambda marker: marker.generation)}
     for generation, claim in sorted(job.lineage.claims.items()):
         ranks = "an import" if is_import(claim) else f"{claim.world} ranks" if claim.world else "a fence"
         ended = ended_of(job.lineage, generation)
         how = f"; {plain(ended.said(time.time()))}" if ended is not None else ""
-        branch = markers.get(claim.parent, roots).add(
-            f"generation {generation} ({ranks}, {age(claim.time_s)} ago{how})"
+        depth = depths.get(claim.parent.generation, 0) + 1 if claim.parent in markers and claim.parent else 1
+        is_deep = depth > _DEEPEST
+        depths[generation] = 1 if is_deep else depth
+        on = f" on marker {claim.parent}" if is_deep else ""
+        branch = (roots if is_deep else markers.get(claim.parent, roots)).add(
+            f"generation {generation}{on} ({ranks}, {age(claim.time_s)} ago{how})"
         )
         if changed := changed_tables(job.lineage, claim):
             branch.add(f"the model changed: {plain('; '.join(changed))}")

@@ -104,6 +104,7 @@ class Check:
             if shard.rows and shard.cols:
                 self._shards.setdefault(shard.table, []).append(shard)
         self.tables = {table: self._open(table, shards, sent) for table, shards in self._shards.items()}
+        self._by_id = {path.id(table): self.tables[table] for table in reversed(self.tables)}
 
     def _open(self, table: int, shards: Sequence[TableShard], sent: Mapping[TableShard, Places]) -> TableCheck:
         begin = min(blocks_of(shard)[0] for shard in shards)
@@ -131,8 +132,7 @@ class Check:
 
     def blocks_of(self, table_id: int, begin: int, end: int) -> Ints:
         """Those that are to be found among the rows [begin, end) of a table; ascending."""
-        table = next(table for table in self.tables if self._path.id(table) == table_id)
-        check = self.tables[table]
+        check = self._by_id[table_id]
         first, last = begin // BLOCK_ROWS, -(-end // BLOCK_ROWS)
         return first + np.flatnonzero(check.open[first - check.begin : last - check.begin, 0])
 

@@ -141,10 +141,10 @@ def set_scalars(plan: RestorePlan, kernels: list[FusedKernel], records: Sequence
     Raises:
         SchemaMismatchError: the plan puts tables with different states into one kernel.
     """
-    index = plan.index
+    index, of_table = plan.index, _by_table(records)
     for kernel in kernels:
         names = ", ".join(shard.table.name for shard in kernel.held)
-        sources = [record for shard in kernel.held for record in _sources(shard.table_shard(index), records, plan)]
+        sources = [record for shard in kernel.held for record in _sources(shard.table_shard(index), of_table, plan)]
         if not sources:
             sources = _likewise(kernel, records, plan)
         if not sources:
@@ -161,11 +161,20 @@ def set_scalars(plan: RestorePlan, kernels: list[FusedKernel], records: Sequence
         )
 
 
-def _sources(shard: TableShard, records: Sequence[TableScalars], plan: RestorePlan) -> list[TableScalars]:
+def _by_table(records: Iterable[TableScalars]) -> dict[int, list[TableScalars]]:
+    found: dict[int, list[TableScalars]] = {}
+    for record in records:
+        found.setdefault(record.table, []).append(record)
+    return found
+
+
+def _sources(
+    shard: TableShard, records: Mapping[int, Sequence[TableScalars]], plan: RestorePlan
+) -> Sequence[TableScalars]:
     """Return the records of this very shard; where the marker has no such one, those of all shards of the table."""
     if plan.views is not None and not plan.views.outcomes[shard.table].keeps_iteration:
         return []
-    of_table = [record for record in records if record.table == shard.table]
+    of_table = records.get(shard.table, [])
     if not plan.is_same(shard.table):
         return of_table
     same = [r for r in of_table if TableShard(r.table, r.row0, r.rows, r.col0, r.cols) == shard]

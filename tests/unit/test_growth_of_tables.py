@@ -1,0 +1,57 @@
+"""What a restore does for one table does not grow with the other tables."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from tests.work import grown, lines_of
+from torchrec_stream_ckpt.adapter import FusedKernel
+from torchrec_stream_ckpt.format.control import TableScalars
+from torchrec_stream_ckpt.format.proof import POSITIONS, Proof, Window
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.proofs.compare import Check
+from torchrec_stream_ckpt.proofs.met import Circle, Marks, agree
+from torchrec_stream_ckpt.restore.apply import set_scalars
+from torchrec_stream_ckpt.restore.plan import RestorePlan
+from torchrec_stream_ckpt.route.path import Path
+from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
+
+FEW, MANY = 16, 32
+
+
+def find_blocks(tables: int) -> None:
+    """Ask which blocks of each table are compared with a proof."""
+    specs = tuple(TableSpec(f"t{number}", 64, 1, "float32", "sgd", (), id=number + 1) for number in range(tables))
+    shards = tuple(TableShard(number, 0, 64, 0, 1) for number in range(tables))
+    path = Path((MarkerId(1, 1),), ((),), {1: tuple(range(1, tables + 1))}, {1: (1,) * tables})
+    marks = Marks()
+    marks.add(0, 0, shards, Proof.of(Window(0, POSITIONS), np.ones(tables, np.uint64)))
+    sent = {shard: np.zeros(1, np.int32) for shard in shards}
+    check = Check(Schema(specs), path, marks, Circle(agree([marks.windows()], 0)), sent)
+    assert [check.blocks_of(number + 1, 0, 64).tolist() for number in range(tables)] == [[0]] * tables
+
+
+def put_back_scalars(tables: int) -> None:
+    """Give a kernel of these tables the iteration count and the rate that a marker has for each of them."""
+    shards = [TableShard(number, 0, 8, 0, 4) for number in range(tables)]
+    held = [
+        SimpleNamespace(table=SimpleNamespace(name=str(each.table)), table_shard=lambda _, each=each: each)
+        for each in shards
+    ]
+    put: list[tuple[Any, ...]] = []
+    scalars = SimpleNamespace(reads_iteration=True, put_back=lambda *said: put.append(said))
+    kernel = cast(FusedKernel, SimpleNamespace(held=held, scalars=scalars))
+    plan = cast(RestorePlan, SimpleNamespace(index={}, views=None, is_same=lambda _: True))
+    set_scalars(plan, [kernel], [TableScalars(number, 0, 8, 0, 4, 7, 1.0, 0.5, 0.5) for number in range(tables)])
+    assert put == [(7, 1.0, 0.5, 0.5)]
+
+
+@pytest.mark.parametrize("act", [find_blocks, put_back_scalars])
+def test_each_line_is_executed_as_often_for_each_table(act: Any) -> None:
+    few, many = (lines_of(lambda tables=tables: act(tables)) for tables in (FEW, MANY))
+    assert few
+    assert not grown(few, many, 1.2 * MANY / FEW)
