@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -216,7 +217,8 @@ class Follower:
             if self._at is not None:
                 self.load_anew(why)  # if it breaks off, the next one has to be a load, wherever that leads
             holds = partial(includes, lineage.way(target.id))
-            yield self._update(UpdateKind.LOAD, target, schema, given.changes, why, given.proof, includes=holds)
+            update = self._update(UpdateKind.LOAD, target, schema, given.changes, why, given.proof, includes=holds)
+            yield replace(update, older_proofs=given.older)
 
     def _change(self, lineage: Lineage, at: Commit, target: Commit, schema: Schema) -> Generator[Update, None, str]:
         """Go to a marker by what has changed. Returns why that cannot be; empty: it is done."""

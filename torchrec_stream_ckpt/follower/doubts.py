@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -98,9 +98,10 @@ class Doubts:
         for table, name in self._names.items():
             blocks, _ = proof.tables.get(name, (np.empty(0, np.int64), None))
             for block in set(self._open.get(table, ())) & set(blocks.tolist()):
-                if is_load and self._open[table][block].named.proved == proof.marker:
+                by = self._open[table][block].named.proved
+                if is_load and by == proof.marker:
                     del self._open[table][block]
-                else:
+                elif by < proof.marker:
                     self._settle(table, block, proof.marker)
 
     def loaded(self, includes: Callable[[MarkerId], bool]) -> None:
@@ -160,3 +161,11 @@ def proof_of(update: Update) -> WeightProof | None:
     except (CorruptionError, TrimmedError) as error:
         log.warning("marker %s is not compared with its proof: %s", update.marker, error.headline)
         return None
+
+
+def older_proofs_of(update: Update) -> Iterator[WeightProof]:
+    """Yield those of the update's older proofs that can be read; the reason for which one cannot is logged."""
+    try:
+        yield from update.older_proofs()
+    except (CorruptionError, TrimmedError) as error:
+        log.warning("marker %s is not compared with older proofs: %s", update.marker, error.headline)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
-from torchrec_stream_ckpt.follower.doubts import IN_A_STREAM, proof_of, refusal
+from torchrec_stream_ckpt.follower.doubts import IN_A_STREAM, older_proofs_of, proof_of, refusal
 from torchrec_stream_ckpt.follower.updates import Update, UpdateKind
 from torchrec_stream_ckpt.format.changed import ClaimChanges, changes_of
 from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, Serve
@@ -163,14 +163,12 @@ class ServingWriter:
         return {table: np.unique(np.concatenate(ids)) for table, ids in touched.items()}
 
     def _check(self, update: Update, index: Mapping[str, int]) -> None:
-        proof = proof_of(update)
-        if proof is None:
-            return
-        found = Compared()
-        for _, table in update.schema.live:
-            if table.name in index:
-                held = self._tables[index[table.name]]
-                found += proof.compare(table, 0, table.rows, partial(_as_trained, table, held))
+        found, own = Compared(), proof_of(update)
+        for proof in (*([own] if own is not None else []), *older_proofs_of(update)):
+            for _, table in update.schema.live:
+                if table.name in index:
+                    held = self._tables[index[table.name]]
+                    found += proof.compare(table, 0, table.rows, partial(_as_trained, table, held))
         if found.unproved is not None:
             raise refusal(found.unproved, update.marker, IN_A_STREAM)
 

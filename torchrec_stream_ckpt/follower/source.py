@@ -20,8 +20,10 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.serving import decode, decoded_table, is_served
+from torchrec_stream_ckpt.interchange.older_proofs import older_proofs
 from torchrec_stream_ckpt.interchange.rows import MarkerRows, TableReader, TableWindow, open_rows
 from torchrec_stream_ckpt.options import Options
+from torchrec_stream_ckpt.proofs.met import Said
 from torchrec_stream_ckpt.proofs.weights import WeightProof
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.route.locate import load_catalog
@@ -44,6 +46,8 @@ class Delivered:
     """Rows, in their order."""
     proof: Callable[[], WeightProof | None]
     """What the marker proves of the weights."""
+    older: Callable[[], Iterator[WeightProof]] = lambda: iter(())
+    """(all rows) What markers before it prove of weights that were not sent or proved since."""
 
 
 class FollowedJob:
@@ -167,8 +171,8 @@ class FollowedJob:
     @contextlib.contextmanager
     def whole(self, lineage: Lineage, commit: Commit) -> Iterator[Delivered]:
         """Every row of a marker, from the store and the log behind it; raises as :func:`open_rows`."""
-        with self._open(lineage, commit, self.objects(commit)) as rows:
-            yield Delivered(partial(self._windows, rows), partial(_proof, rows))
+        with self._open(lineage, commit, self.objects(commit), proofs=True) as rows:
+            yield Delivered(partial(self._windows, rows), partial(_proof, rows), partial(older_proofs, rows))
 
     @contextlib.contextmanager
     def since(self, lineage: Lineage, start: MarkerId, commit: Commit, *, stored: bool) -> Iterator[Delivered]:
@@ -191,9 +195,15 @@ class FollowedJob:
             yield lambda: self._picked(rows, ids)
 
     def _open(
-        self, lineage: Lineage, commit: Commit, objects: Objects | None, since: MarkerId | None = None
+        self,
+        lineage: Lineage,
+        commit: Commit,
+        objects: Objects | None,
+        since: MarkerId | None = None,
+        *,
+        proofs: bool = False,
     ) -> contextlib.AbstractContextManager[MarkerRows]:
-        return open_rows(self.job.log, lineage, commit.id, objects, self._scratch, since=since)
+        return open_rows(self.job.log, lineage, commit.id, objects, self._scratch, since=since, proofs=proofs)
 
     def _windows(self, rows: MarkerRows) -> Iterator[Changed]:
         for index in self._wanted(rows.schema):
@@ -261,7 +271,7 @@ def _was_given_up(catalog: Catalog, commit: Commit) -> bool:
 
 def _proof(rows: MarkerRows) -> WeightProof | None:
     """Return the proof that a marker has of its weights."""
-    return WeightProof.of(rows.marker, rows.schema, rows.said())
+    return WeightProof.of(rows.marker, rows.schema, [Said(each.shards, each.mark.proof) for each in rows.said()])
 
 
 def handed_out(schema: Schema) -> Schema:

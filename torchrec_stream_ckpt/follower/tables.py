@@ -24,7 +24,7 @@ from torchrec_stream_ckpt.errors import (
     StoreUnavailableError,
 )
 from torchrec_stream_ckpt.follower.core import Follower
-from torchrec_stream_ckpt.follower.doubts import Doubts, proof_of, refusal
+from torchrec_stream_ckpt.follower.doubts import Doubts, older_proofs_of, proof_of, refusal
 from torchrec_stream_ckpt.follower.gate import Gate
 from torchrec_stream_ckpt.follower.source import UNREADABLE
 from torchrec_stream_ckpt.follower.stats import values_of
@@ -283,6 +283,8 @@ class FollowedTables:
                 self._doubts.loaded(update.includes)
             found = stats.unproved
             self._check(update)
+            for proof in older_proofs_of(update) if self._follower.mode == "markers" else ():
+                self._loaded(proof, update.schema)
             stats.doubted = len(self._doubts)
             self._newest = update
             self._half = ""
@@ -305,8 +307,7 @@ class FollowedTables:
         if proof is None:
             stats.uncompared += 1
             return
-        found = [(table, self._compare(proof, table)) for _, table in update.schema.live if table.name in self._planes]
-        differing = [(table, compared.unproved) for table, compared in found if compared.unproved is not None]
+        differing = self._differing(proof, update.schema)
         blocks = tuple(block for _, unproved in differing for block in unproved.blocks)
         stats.unproved += len(blocks)
         # What a load has not brought either, another one does not bring.
@@ -324,6 +325,21 @@ class FollowedTables:
         for table, unproved in differing:
             self._doubts.add(table, unproved.blocks)
         stats.proofs += 1
+
+    def _loaded(self, proof: WeightProof, schema: Schema) -> None:
+        """Compare weights that were just loaded with what an older marker proves of them."""
+        differing = self._differing(proof, schema)
+        self._doubts.proved(proof, is_load=True)
+        for table, unproved in differing:
+            self._follower.stats.unproved += len(unproved.blocks)
+            self._doubts.add(table, unproved.blocks)
+
+    def _differing(self, proof: WeightProof, schema: Schema) -> list[tuple[TableSpec, Unproved]]:
+        """The tables of which blocks that are held are not as a marker proves them."""
+        found = [
+            (table, self._compare(proof, table).unproved) for _, table in schema.live if table.name in self._planes
+        ]
+        return [(table, unproved) for table, unproved in found if unproved is not None]
 
     def _compare(self, proof: WeightProof, table: TableSpec) -> Compared:
         """Compare the blocks of one table that are held whole."""

@@ -73,6 +73,9 @@ class Update:
     them when they were handed out."""
     includes: Callable[[MarkerId], bool] = lambda marker: True
     """(LOAD) Whether the rows of another marker are among these: it is this one, or on the way to it."""
+    older_proofs: Callable[[], Iterator[WeightProof]] = lambda: iter(())
+    """(LOAD) What markers before this one prove of weights that were not sent or proved since, newest first: one round
+    of windows back. To be asked, and raises, as :attr:`proof`."""
 
     @property
     def marker(self) -> MarkerId:

@@ -16,21 +16,21 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, ScratchUnavailableError, TrimmedError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, TrimmedError
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array, RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import ChunkEntry, decode_chunk
-from torchrec_stream_ckpt.interchange.log_tail import LogTail
+from torchrec_stream_ckpt.interchange.last_sent import LastSent
+from torchrec_stream_ckpt.interchange.log_tail import LogTail, scratch_folder
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.materialize.narrow import ScratchRuns
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.route.locate import instead_of_log, load_catalog, locate
 from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.route.tiers import Tiers
-from torchrec_stream_ckpt.scratch import ScratchFolder
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
 from torchrec_stream_ckpt.store.newest import NewestFirst, newest_first
@@ -57,6 +57,7 @@ class MarkerRows:
         folder: Takes what only the log has, and runs that are too many to be merged at once.
         pool: Threads to read with.
         progress: Called with the bytes of each frame that is folded.
+        proofs: Keep :attr:`last_sent`.
     """
 
     def __init__(
@@ -69,8 +70,13 @@ class MarkerRows:
         folder: Path,
         pool: Executor,
         progress: Callable[[int], None],
+        *,
+        proofs: bool = False,
     ) -> None:
         self._log = log
+        self._proofs = proofs
+        self.last_sent: LastSent | None = None
+        """Which marker last sent a row of each block, as far as the log gives the rows."""
         self._catalog = catalog
         self._scratch = folder
         self._pool = pool
@@ -100,6 +106,11 @@ class MarkerRows:
     def marker(self) -> MarkerId:
         return self._route.marker
 
+    @property
+    def stored(self) -> tuple[Piece, ...]:
+        """Pieces of the store, oldest first."""
+        return self._route.pieces
+
     def _open(
         self, lineage: Lineage, marker: MarkerId, since: MarkerId | None, damaged: Mapping[str, CorruptionError]
     ) -> Route:
@@ -107,7 +118,8 @@ class MarkerRows:
         route = locate(lineage, marker, self._catalog, since=since, damaged=damaged)
         try:
             route.check(self._log)
-            tail = LogTail.of(self._log, route, self._next_folder(), self._pool, self._progress)
+            self.last_sent = LastSent(route) if self._proofs else None
+            tail = LogTail.of(self._log, route, self._next_folder(), self._pool, self._progress, self.last_sent)
         except (CorruptionError, TrimmedError) as error:
             raise instead_of_log(error, self._catalog, route, damaged) from None
         self._narrow.close()
@@ -228,6 +240,7 @@ def open_rows(
     *,
     since: MarkerId | None = None,
     progress: Callable[[int], None] = lambda _: None,
+    proofs: bool = False,
 ) -> Iterator[MarkerRows]:
     """Everything that was sent for ``marker``; with ``since``, a marker on its path, what was sent after that one.
 
@@ -239,6 +252,7 @@ def open_rows(
         scratch: A folder with room for what only the log has; left as it was found.
         since: Begin after this marker.
         progress: Called with the bytes of each frame that is folded.
+        proofs: Keep what :func:`older_proofs` needs.
 
     Raises:
         MarkerNotFoundError: ``marker`` was never committed, or given up.
@@ -249,9 +263,11 @@ def open_rows(
     """
     if since is not None and since not in {commit.id for commit in lineage.chain(marker)}:
         raise ConfigError(f"marker {since} is not on the path to marker {marker}", hint="see stream-ckpt list --tree")
-    with ThreadPoolExecutor(_READERS) as pool, _scratch(scratch) as folder:
+    with ThreadPoolExecutor(_READERS) as pool, scratch_folder(scratch) as folder:
         catalog = load_catalog(objects, lineage)
-        with contextlib.closing(MarkerRows(log, lineage, marker, since, catalog, folder, pool, progress)) as rows:
+        with contextlib.closing(
+            MarkerRows(log, lineage, marker, since, catalog, folder, pool, progress, proofs=proofs)
+        ) as rows:
             yield rows
 
 
@@ -259,24 +275,12 @@ def open_rows(
 def rows_at(job: Job | Tiers, route: Route, scratch: Path) -> Iterator[MarkerRows]:
     """Everything that leads to a marker that was found, from the place where it is; raises as :func:`open_rows`."""
     place, lineage = route.place, route.lineage
-    with ThreadPoolExecutor(_READERS) as pool, _scratch(scratch) as folder:
+    with ThreadPoolExecutor(_READERS) as pool, scratch_folder(scratch) as folder:
         catalog = load_catalog(place.objects(job), lineage)
         catalog = catalog.upto(place.outer_upto) if catalog is not None and place.outer_upto else catalog
         log, marker = place.log(job), route.marker
         with contextlib.closing(MarkerRows(log, lineage, marker, None, catalog, folder, pool, lambda _: None)) as rows:
             yield rows
-
-
-@contextlib.contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
-    try:
-        made = ScratchFolder(folder)
-    except OSError as error:
-        raise ScratchUnavailableError(
-            f"cannot make a folder for scratch: {error.strerror}", hint="name another one with --scratch", path=folder
-        ) from None
-    with contextlib.closing(made):
-        yield made.path
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from concurrent.futures import Executor, Future, wait
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.announced import check_kept
-from torchrec_stream_ckpt.format.frame import Kind
+from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.interval import Interval
 from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.notes import Notes
@@ -125,9 +125,15 @@ def fold_interval(
     interval: Interval,
     shards: tuple[TableShard, ...] | None,
     progress: Callable[[int], None] = lambda _: None,
+    seen: Callable[[Header, memoryview], None] = lambda header, frame: None,
 ) -> tuple[SegmentRef, ...]:
-    """Read one rank's interval, check every frame and write its segments; as :func:`begin_fold`."""
-    return begin_fold(log, objects, interval, shards, progress).finish()
+    """Read one rank's interval, check every frame and write its segments; as :func:`begin_fold`.
+
+    Args:
+        log, objects, interval, shards, progress: As there.
+        seen: Called with each frame that was checked.
+    """
+    return begin_fold(log, objects, interval, shards, progress, seen=seen).finish()
 
 
 def begin_fold(
@@ -137,6 +143,8 @@ def begin_fold(
     shards: tuple[TableShard, ...] | None,
     progress: Callable[[int], None] = lambda _: None,
     background: Executor | None = None,
+    *,
+    seen: Callable[[Header, memoryview], None] = lambda header, frame: None,
 ) -> SegmentWriter:
     """Read one rank's interval, check every frame and write its segments, the last of them perhaps in the background.
 
@@ -149,6 +157,7 @@ def begin_fold(
         shards: What the rank's HELLO said; None at the first marker of a generation, whose interval holds it.
         progress: Called with the bytes of each frame.
         background: Threads that write the last part; None: it is written on return.
+        seen: Called with each frame that was checked.
 
     Returns:
         What has the segments, once all of them are written: ``finish``.
@@ -180,6 +189,7 @@ def begin_fold(
             shards = check_hello(header, frame, interval.claim, commit, end).shards
         elif header.kind is Kind.MARK:
             mark = read_mark(header, frame, commit, end)
+        seen(header, frame)
         progress(len(frame))
     if mark is None or shards is None:
         raise CorruptionError("interval without its HELLO or MARK", generation=commit.generation, rank=end.rank)

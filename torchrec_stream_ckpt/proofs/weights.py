@@ -7,14 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Digests, Ints, Proof, digest_blocks, row_keys
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.proofs.met import Said, digests_of
 from torchrec_stream_ckpt.proofs.rowsums import plain_sums
 from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved, UnprovedBlock
-from torchrec_stream_ckpt.proofs.window import window_of
 from torchrec_stream_ckpt.types import MarkerId, TableSpec
 
 ReadRows = Callable[[Ints], Array]
@@ -36,18 +34,19 @@ class WeightProof:
     """What rank 0 said: of replicated tables, which travel with the dense state."""
 
     @classmethod
-    def of(cls, marker: MarkerId, schema: Schema, notes: Sequence[Notes]) -> WeightProof | None:
+    def of(cls, marker: MarkerId, schema: Schema, said: Sequence[Said]) -> WeightProof | None:
         """Return the proof of a marker; None: it proves nothing.
 
         Args:
             marker: The marker.
             schema: The tables of its generation, with ids.
-            notes: What each of its ranks said.
+            said: What each of its ranks said.
 
         Raises:
             CorruptionError: a proof has more or fewer digests than its shards have.
         """
-        window = window_of(notes)
+        windows = {each.proof.window if each.proof is not None else None for each in said}
+        window = windows.pop() if len(windows) == 1 else None
         if window is None:
             return None
         tables = [(table.id, 1 + len(table.states)) for table in schema.tables]
@@ -56,13 +55,13 @@ class WeightProof:
             if table.id is not None and table.rows:
                 blocks = window.blocks(table.id, 0, table.rows)
                 found[table.name] = blocks, np.zeros(len(blocks), np.uint64)
-        for each in notes:
-            for shard, blocks, digests in digests_of(Said(each.shards, each.mark.proof), tables):
+        for each in said:
+            for shard, blocks, digests in digests_of(each, tables):
                 if len(blocks):
                     of_table, sums = found[schema.tables[shard.table].name]
                     sums[np.searchsorted(of_table, blocks)] += digests[:, 0]
-        assert notes[0].mark.proof is not None
-        return cls(marker, found, notes[0].mark.proof)
+        assert said[0].proof is not None
+        return cls(marker, found, said[0].proof)
 
     def compare(self, table: TableSpec, row0: int, rows: int, read: ReadRows) -> Compared:
         """Compare what a reader holds of one table; blocks that it does not hold whole are left out.

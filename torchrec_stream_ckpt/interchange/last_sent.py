@@ -1,0 +1,71 @@
+"""Which marker last sent a row of each block, and what markers say, while the rows of one are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from torchrec_stream_ckpt.format.frame import Header, Kind
+from torchrec_stream_ckpt.format.interval import Interval
+from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Ints
+from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
+from torchrec_stream_ckpt.format.segment import ChunkEntry
+from torchrec_stream_ckpt.log.stream import checked_payload, read_mark
+from torchrec_stream_ckpt.proofs.met import Met, Places
+from torchrec_stream_ckpt.route.route import Route
+from torchrec_stream_ckpt.store.catalog import Piece
+from torchrec_stream_ckpt.types import MarkerId, TableShard
+
+
+class LastSent:
+    """Of one marker, for a reader without a model, which holds each table whole.
+
+    Args:
+        route: Where the marker's rows are.
+    """
+
+    def __init__(self, route: Route) -> None:
+        self.met = Met(route.path)
+        """The markers' own words, too."""
+        self.met.told(route.told)
+        self._bases = route.bases
+        self._shards = {
+            index: TableShard(index, 0, table.rows, 0, table.dim) for index, table in route.schema.live if table.rows
+        }
+
+    def of(self, table: int) -> Places:
+        """The place of the last marker that sent a row of each block of a table; -1: none was met."""
+        return self.met.begin(self._shards[table], None)
+
+    def frame(self, interval: Interval, shards: tuple[TableShard, ...], header: Header, frame: memoryview) -> None:
+        """Note a frame of the log.
+
+        Args:
+            interval: It is in.
+            shards: What its rank held.
+            header: Its header.
+            frame: All of it.
+        """
+        if header.kind is Kind.ROWS:
+            payload = checked_payload(header, frame, interval.commit, interval.end)
+            view = decode_rows(header, payload, interval.claim.schema.tables[header.table])
+            self._rows(header.table, view.ids, MarkerId(header.generation, header.marker))
+        elif header.kind is Kind.MARK:
+            self.met.mark(header, shards, read_mark(header, frame, interval.commit, interval.end))
+
+    def chunks(self, piece: Piece, found: Iterable[tuple[ChunkEntry, RowsView]]) -> None:
+        """Note chunks of a piece of the store: all count as sent by its last marker."""
+        for entry, view in found:
+            self._rows(entry.table, view.ids, piece.end)
+
+    def whole(self, piece: Piece) -> None:
+        """Note a piece with every row."""
+        for table in self._shards:
+            np.maximum(self.of(table), self.met.path.place(piece.end), out=self.of(table))
+
+    def _rows(self, table: int, ids: Ints, marker: MarkerId) -> None:
+        if table in self._shards and marker.generation >= self._bases.get(table, 0):
+            blocks = np.unique(ids // BLOCK_ROWS)
+            places = self.of(table)
+            places[blocks] = np.maximum(places[blocks], self.met.path.place(marker))
