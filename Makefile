@@ -95,7 +95,7 @@ test-matrix: test-tools compiled $(OLD_STAMP) ## Run all tests under both locked
 	@OMP_NUM_THREADS=1 bash scripts/test_matrix.sh $(VENV) $(OLD_VENV) -- $(PYTEST_ARGS)
 
 test-tnt: $(TNT_STAMP) ## Run the callback of TorchTNT with the released torchtnt (PYTEST_ARGS=...)
-	@OMP_NUM_THREADS=1 $(TNT_VENV)/bin/python -m pytest tests/distributed/test_tnt.py $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(TNT_VENV)/bin/python -m pytest tests/distributed/test_tnt.py tests/distributed/test_tnt_pipeline.py $(PYTEST_ARGS)
 
 test-clouds: $(CLOUDS_STAMP) ## Run stores on Google's and Azure's protocols, over servers that it installs (PYTEST_ARGS=...)
 	@OMP_NUM_THREADS=1 $(CLOUDS_VENV)/bin/python -m pytest -m 'not gpu' -k 'gs or abfs' tests/clouds \

@@ -160,24 +160,25 @@ class LRPolicyScheduler(lr_scheduler.LRScheduler):
 
 def dlrm(watch: Watch, config: StreamConfig) -> None:
     """A limit on batches, a pipeline, a schedule over fused and dense groups, an evaluation after each epoch."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size, epochs = dist.get_rank(), dist.get_world_size(), EPOCHS
     model = build()
     optimizer = combined(model)
     lr_scheduler = LRPolicyScheduler(optimizer)
     limit_train_batches = 4 if world_size < 3 else 3
     batches = ReadyMade(rank=0, world=1)
-    batches = GlobalStream(
+    stream = GlobalStream(
         batches, batch_size=1, per_rank=True, rank=rank, world=world_size, drop_last=True, collate_fn=itemgetter(0)
     )
-    train_dataloader = TrackedLoader(DataLoader(batches, batch_size=None), limit=limit_train_batches)
+    train_dataloader = TrackedLoader(DataLoader(stream, batch_size=None), limit=limit_train_batches)
     val_dataloader = DataLoader(ReadyMade(rank, world_size), batch_size=None)
     train_pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE)
     val_pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE)
-    stateful = {"loader": train_dataloader, "schedule": lr_scheduler}
-    ckpt = StreamCheckpointer(model, optimizer, config=config, stateful=stateful)
+    ckpt = StreamCheckpointer(
+        model, optimizer, config=config, stateful={"loader": train_dataloader, "schedule": lr_scheduler}
+    )
     ckpt.restore()
     watch.restored(ckpt, model, optimizer)
-    for _ in range(train_dataloader.epoch, EPOCHS):
+    for epoch in range(train_dataloader.epoch, epochs):  # noqa: B007
         model.train()
         iterator = iter(train_dataloader)
         for _ in itertools.count(1):
@@ -225,7 +226,7 @@ def golden(watch: Watch, config: StreamConfig) -> None:
     non_fused_optimizer = combined(model).optimizers[-1][1]
     train_pipeline = TrainPipelineSparseDist(model, non_fused_optimizer, DEVICE)
     train_loader = TrackedLoader(RandomBatches(manual_seed=rank), skip=True)
-    ckpt = StreamCheckpointer(model, non_fused_optimizer, config=config, stateful_per_rank={"loader": train_loader})
+    ckpt = StreamCheckpointer(model, non_fused_optimizer, config=config, stateful={"loader": train_loader})
     ckpt.restore()
     watch.restored(ckpt, model, non_fused_optimizer)
     train_iterator = iter(train_loader)
@@ -242,7 +243,7 @@ def golden(watch: Watch, config: StreamConfig) -> None:
 
 def bert4rec(watch: Watch, config: StreamConfig) -> None:
     """A map-style dataset in workers, an order of its own in each epoch, StepLR after each epoch."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size, epochs = dist.get_rank(), dist.get_world_size(), EPOCHS
     model = build()
     optimizer = combined(model)
     lr_scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
@@ -250,13 +251,14 @@ def bert4rec(watch: Watch, config: StreamConfig) -> None:
     train_sampler = GlobalSampler(
         dataset, batch_size=2, per_rank=True, rank=rank, world=world_size, shuffle=True, drop_last=True
     )
-    train_loader = TrackedLoader(DataLoader(dataset, batch_sampler=train_sampler, num_workers=1, pin_memory=False))
+    train_loader = TrackedLoader(DataLoader(dataset, batch_sampler=train_sampler, num_workers=1))
     ckpt = StreamCheckpointer(
         model, optimizer, config=config, stateful={"loader": train_loader, "schedule": lr_scheduler}
     )
     ckpt.restore()
     watch.restored(ckpt, model, optimizer)
-    for _ in range(train_loader.epoch, EPOCHS):
+    for epoch in range(train_loader.epoch, epochs):
+        assert train_loader.epoch == epoch
         loss_logs = []
         for (numbers,) in train_loader:
             optimizer.zero_grad()
@@ -284,7 +286,7 @@ def two_tower(watch: Watch, config: StreamConfig) -> None:
     )
     dataloader = DataLoader(RandomBatches(manual_seed=rank), batch_size=None)
     dataloader = TrackedLoader(dataloader, skip=True)
-    ckpt = StreamCheckpointer(model, optimizer, config=config, stateful_per_rank={"loader": dataloader})
+    ckpt = StreamCheckpointer(model, optimizer, config=config, stateful={"loader": dataloader})
     ckpt.restore()
     watch.restored(ckpt, model, optimizer)
     dl_iterator = iter(dataloader)
@@ -318,16 +320,14 @@ class CountingOptimizer(OptimizerWrapper):
 
 
 class StepOf:
-    """The counter of a wrapper, as a Stateful."""
+    def __init__(self, wrapper):
+        self.wrapper = wrapper
 
-    def __init__(self, optimizer: CountingOptimizer) -> None:
-        self.optimizer = optimizer
+    def state_dict(self):
+        return {"step": self.wrapper._step}
 
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self.optimizer._step}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.optimizer._step = state["step"]
+    def load_state_dict(self, state):
+        self.wrapper._step = state["step"]
 
 
 def easyrec(watch: Watch, config: StreamConfig) -> None:
@@ -339,7 +339,7 @@ def easyrec(watch: Watch, config: StreamConfig) -> None:
     sampler = GlobalSampler(SAMPLES, batch_size=BATCH, rank=rank, world=world_size)
     loader = TrackedLoader(DataLoader(range(SAMPLES), batch_sampler=sampler, collate_fn=batch_of))
     ckpt = StreamCheckpointer(
-        model, optimizer, config=config, stateful={"loader": loader, "tzrec_step": StepOf(wrapper)}
+        model, optimizer, config=config, stateful={"loader": loader, "optimizer_step": StepOf(wrapper)}
     )
     ckpt.restore()
     watch.restored(ckpt, model, optimizer)

@@ -155,6 +155,25 @@ class TrackedLoader(Generic[T]):
                 self._trained = self._ahead.popleft()
                 batches -= self._trained.batches
 
+    def end_epoch(self) -> None:
+        """The pass is over, and with it the epoch: for loops over a pipeline, before what they do between two epochs.
+
+        A pipeline meets the end of the data before it has trained the last batches, so nobody but the loop knows when
+        it has left the pass. A plain ``for`` loop needs no call. A marker that is cut before it leaves an empty pass.
+
+        Raises:
+            ConfigError: batches are in flight.
+        """
+        with self._lock:
+            if self.in_flight:
+                raise ConfigError(
+                    f"the epoch ends while {self.in_flight} of its batches are not trained",
+                    hint="train them, or call drop_in_flight() where they never will be",
+                )
+            if self._ahead:
+                self._trained = self._ahead.pop()
+                self._ahead.clear()
+
     def drop_in_flight(self) -> None:
         """The batches in flight will never be trained: their pipeline was given up, or they were skipped."""
         with self._lock:

@@ -19,6 +19,7 @@ from torch import nn
 
 from torchrec_stream_ckpt.checkpointer import StreamCheckpointer
 from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.loader import TrackedLoader
 from torchrec_stream_ckpt.types import Committed, Restored
 
 try:
@@ -153,6 +154,9 @@ class StreamCheckpointCallback(Callback):  # type: ignore[misc]
         if self._checkpointer.should_stop:
             return
         self._step()
+        loader = state.train_state.dataloader
+        if isinstance(loader, TrackedLoader) and not loader.in_flight:
+            loader.end_epoch()  # which it cannot know if the unit fetches through a pipeline
         if self._every_n_epochs is not None and unit.train_progress.num_epochs_completed % self._every_n_epochs == 0:
             self._mark(state, unit)
 

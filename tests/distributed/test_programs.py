@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -15,6 +16,8 @@ from tests.ranks import RankFailed
 
 pytestmark = pytest.mark.distributed
 
+ROOT = Path(__file__).parents[2]
+FILES = ("tests/programs.py", "tests/distributed/test_tnt_pipeline.py")
 STOP = 9
 ENDS = {1: (16, 16, 8), 3: (16, 16, 22)}
 """Samples of each epoch that the job with a limit of batches a rank trains, stopped on two ranks in the last epoch."""
@@ -46,3 +49,18 @@ def test_a_job_of_this_shape_goes_on_bit_for_bit(job: str, tmp_path: Path) -> No
         trained = Counter(number for rank in [*stopped, *found] for numbers in rank.samples for number in numbers)
         ends = ENDS[other] if job == "dlrm" else (SAMPLES,) * EPOCHS
         assert trained == Counter(number for end in ends for number in range(end))
+
+
+def _bare(text: str) -> str:
+    """Without white space, and the commas that the formatter adds."""
+    return re.sub(r"\s|,(?=\s*\))", "", text)
+
+
+def test_the_lines_that_the_page_adds_are_those_of_the_jobs() -> None:
+    run_here = "".join(_bare((ROOT / file).read_text()) for file in FILES)
+    diffs = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "migration.md").read_text(), re.S)
+    assert len(diffs) == len(OF_THE_JOB) + len(OF_A_RANK) + 1
+    for diff in diffs:
+        added = [line[1:] for line in diff.splitlines() if line.startswith("+")]
+        assert [line for line in added if "..." not in line and _bare(line) not in run_here] == []
+        assert len(added) <= 11, diff

@@ -102,7 +102,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpointer": LEAVES
     | {"loader", "format", "evolve", "capture", "commit", "route", "restore", "tiers", "trainer"},
     "planner": LEAVES | {"format", "evolve", "route"},
-    "tnt": {"checkpointer", "errors", "types"},
+    "tnt": {"checkpointer", "errors", "loader", "types"},
     "broker": {"errors", "broker"},
     "reporting": LEAVES | {"format", "log", "store", "proofs", "route", "reporting"},
     "sizing": LEAVES | {"format", "sizing"},

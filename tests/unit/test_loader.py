@@ -89,6 +89,24 @@ def test_a_position_between_two_passes_counts_the_pass() -> None:
     assert ahead.state_dict()["loader"] == {"next": 0, "passes": [1]}
 
 
+def test_a_loop_over_a_pipeline_says_that_its_epoch_is_over() -> None:
+    """What a loop does between two epochs is then before the marker, and is not done again."""
+    loader = TrackedLoader(Numbers(3))
+    source = iter(loader)
+    assert list(source) == [0, 1, 2]
+    with pytest.raises(ConfigError, match="the epoch ends while 3 of its batches are not trained"):
+        loader.end_epoch()
+    loader.trained(3)
+    assert loader.epoch == 0
+    loader.end_epoch()
+    loader.end_epoch()
+    assert loader.epoch == 1
+    assert loader.state_dict()["loader"] == {"next": 0, "passes": [1]}
+    after = TrackedLoader(Numbers(3))
+    after.load_state_dict(loader.state_dict())
+    assert list(pipelined(loader, 2, 1, 2)) == list(pipelined(after, 2, 1, 2)) == [100, 101, 102]
+
+
 def test_a_pipeline_that_runs_through_ends_of_passes_loses_nothing() -> None:
     loader = TrackedLoader(Numbers(2))
     source = itertools.chain.from_iterable(itertools.repeat(loader))
