@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from typer.testing import CliRunner
 
 from tests import warm
 from tests.distributed.test_dense import DENSE, Job, Position, build
 from tests.inside import inside
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ReplicaMismatchError, StreamCkptError
 
 pytestmark = pytest.mark.distributed
@@ -134,6 +138,25 @@ def test_what_differs_is_named_and_raised_on_all_ranks(row: str, world: int, tmp
         assert count == 1
 
 
+def _outside(*arguments: str) -> Any:
+    """What a command says as JSON, to somebody who has the log alone."""
+    return json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+
+
+def _seen_from_outside(uri: str) -> None:
+    """``watch`` and ``doctor`` name what differs, once rank 0 has said it in the log."""
+    deadline = time.monotonic() + 60
+    while not (alerts := [each for each in _outside("watch", uri, "--once")["alerts"] if each["kind"] == "refused"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert len(alerts) == 1
+    text = "markers after 1:1 were refused, ranks differ: ranks 0 and 1 hold different values of"
+    assert alerts[0]["text"].startswith(text)
+    (finding,) = [each for each in _outside("doctor", uri) if each["check"] == "refused markers"]
+    assert finding["found"].startswith(text)
+    assert finding["verdict"] == "warning"
+
+
 def _differ_later(uri: str) -> list[str]:
     job = build()
     checkpointer = attach(job, uri)
@@ -145,6 +168,8 @@ def _differ_later(uri: str) -> list[str]:
     for _ in range(2):
         steps(job, checkpointer, 1)
         said.append(_mark(checkpointer).split(":")[0])
+    if dist.get_rank() == 0:
+        _seen_from_outside(uri)
     for parameter in (*dense_layer(job).parameters(), *top_layer(job).parameters()):
         dist.broadcast(parameter.data, 0)
     for values in job.keyed.state.values():
@@ -160,6 +185,7 @@ def _differ_later(uri: str) -> list[str]:
 def test_a_later_difference_fails_its_markers_and_training_goes_on(tmp_path: Path) -> None:
     for said in warm.run(2, _differ_later, f"file://{tmp_path}"):
         assert said == ["1:1", "ReplicaMismatchError", "ReplicaMismatchError", "1:4"]
+    assert _outside("watch", f"file://{tmp_path}", "--once")["alerts"] == []
 
 
 def _window(uri: str, paranoid: bool) -> list[str]:

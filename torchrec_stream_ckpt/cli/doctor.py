@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.layout import copied_log
 from torchrec_stream_ckpt.log.api import Finding, Severity
 from torchrec_stream_ckpt.log.disk import examine_folder
-from torchrec_stream_ckpt.reporting.now import in_words, strays_of
+from torchrec_stream_ckpt.reporting.now import in_words, refused_after, strays_of
 from torchrec_stream_ckpt.route.job import Job
 from torchrec_stream_ckpt.route.survey import Survey
 from torchrec_stream_ckpt.store.identity import OVERWRITES, refuses_taken_names
@@ -61,6 +61,13 @@ def _examine(job: Job) -> Iterator[Finding]:
             well=not standing.reason or bool(standing.trimmed),
             hint="bring back what is missing; until then a job restores an older marker",
             otherwise=Severity.BAD,
+        )
+        refused = refused_after(job.lineage, newest)
+        yield Finding.of(
+            "refused markers",
+            refused or f"none after {newest.id}",
+            well=not refused,
+            hint="the trainer's log names what differs, see docs/troubleshooting.md; nothing newer can be restored",
         )
         if isinstance(parse_uri(job.uri), KafkaUri):
             yield _strays(newest)

@@ -38,6 +38,7 @@ from torchrec_stream_ckpt.commit.dense import DenseState
 from torchrec_stream_ckpt.commit.event_time import with_event_time
 from torchrec_stream_ckpt.commit.generation import Generation
 from torchrec_stream_ckpt.commit.in_step import check_in_step
+from torchrec_stream_ckpt.commit.refused import note_refused
 from torchrec_stream_ckpt.commit.replica_check import all_same, check_same
 from torchrec_stream_ckpt.commit.seal import Seal, unheard
 from torchrec_stream_ckpt.errors import (
@@ -232,6 +233,8 @@ class Coordinator:
         if not differs or time.monotonic() - self._said_s >= SAY_EVERY_S:
             self._said_s = time.monotonic() if differs else -math.inf
             log.warning("marker %d:%d failed: %s", generation, cut.marker, failure)
+            if differs and self._team.rank == 0:
+                self._decider.submit(partial(note_refused, self._generation, failure))
         future.set_exception(failure)
 
     def _failure(self, cut: CutOrder, error: Exception) -> StreamCkptError:

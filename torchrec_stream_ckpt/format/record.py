@@ -16,6 +16,8 @@ MAX_META_BYTES = 4096
 """Limit of the canonical JSON of a marker's metadata."""
 PIN = "pin"
 """Name in the metadata of a marker that its trainer has pinned; the value says why."""
+REFUSED = "refused"
+"""Name in the metadata of a marker after which one was refused because ranks differ; the value says why."""
 EVENT_S = "event_s"
 """Name in the metadata of a marker: up to where in event time all ranks had trained, Unix time."""
 _SIGNED = "torchrec_stream_ckpt {kind} version 1\n"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage, previous_commit
 from torchrec_stream_ckpt.format.proof import Proved
+from torchrec_stream_ckpt.format.record import REFUSED
 from torchrec_stream_ckpt.format.remarks import Outcome
 from torchrec_stream_ckpt.proofs.standing import ProofStanding, blocks_differ
 from torchrec_stream_ckpt.route.holdings import Holdings
@@ -96,8 +97,8 @@ class Ended:
 @dataclass(frozen=True, slots=True)
 class Alert:
     kind: str
-    """``lost``, ``late``, ``first``, ``failed``, ``preempted``, ``fenced``, ``gap``, ``lag``, ``unproved``, ``strays``,
-    ``unsigned`` or ``unavailable``: stable, for programs."""
+    """``lost``, ``late``, ``first``, ``failed``, ``preempted``, ``fenced``, ``gap``, ``refused``, ``lag``,
+    ``unproved``, ``strays``, ``unsigned`` or ``unavailable``: stable, for programs."""
     text: str
 
 
@@ -198,6 +199,14 @@ def ended_of(lineage: Lineage, generation: int | None = None) -> Ended | None:
     """
     end = lineage.ends.get(generation if generation is not None else lineage.newest_generation)
     return Ended(str(end.outcome), end.reason, end.step, end.time_s) if end is not None else None
+
+
+def refused_after(lineage: Lineage, newest: Commit) -> str:
+    """Why the trainer has refused the markers after the newest one; empty if it has refused none, or has ended."""
+    why = dict(lineage.meta(newest.id)).get(REFUSED)
+    if why is None or newest.generation != lineage.newest_generation or lineage.ended is not None:
+        return ""
+    return f"markers after {newest.id} were refused, ranks differ: {why}"
 
 
 def strays_of(commit: Commit) -> dict[int, int]:
@@ -332,6 +341,8 @@ def _alerts(
             )
     elif loss_s is not None and interval_s is not None and loss_s > max(_LATE_S, _LATE_INTERVALS * interval_s):
         found.append(Alert("late", f"no marker for {duration(loss_s)}; they came every {duration(interval_s)} before"))
+    if newest is not None and (refused := refused_after(lineage, newest)):
+        found.append(Alert("refused", refused))
     if backlog is not None and backlog.age_s > max(_LAG_S, _LAG_INTERVALS * (interval_s or 0.0)):
         found.append(
             Alert("lag", f"the store lacks {backlog.markers} markers, the oldest for {duration(backlog.age_s)}")

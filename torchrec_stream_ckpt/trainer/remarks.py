@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError, StreamCkptError
-from torchrec_stream_ckpt.format.record import PIN, Meta, meta_of
+from torchrec_stream_ckpt.format.record import PIN, REFUSED, Meta, meta_of
 from torchrec_stream_ckpt.format.remarks import Note
 from torchrec_stream_ckpt.route.best import OF_EACH
 from torchrec_stream_ckpt.route.job import Tier
@@ -63,6 +63,11 @@ def given(meta: Mapping[str, object] | None, why_pinned: str | None) -> Meta:
     values: dict[str, object] = dict(meta or {})
     if PIN in values:
         raise ConfigError(f"metadata: {PIN} is the name of why a marker is pinned", hint="say mark(pin='...')")
+    if REFUSED in values:
+        raise ConfigError(
+            f"metadata: {REFUSED} is the name of why the next marker was refused",
+            hint=f"give another name: my_{REFUSED}",
+        )
     if taken := sorted(values.keys() & OF_EACH.keys()):
         raise ConfigError(
             f"metadata: {', '.join(taken)} is known of each marker already", hint=f"give another name: my_{taken[0]}"
