@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch.optim import lr_scheduler
 
 from tests import ranks, warm
 from tests.model import PLAN_1, PLAN_2, PLAN_2_OTHER, PLAN_3, Trainer, trainer
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.errors import SchemaMismatchError
+from torchrec_stream_ckpt.errors import ReplicaMismatchError, SchemaMismatchError
 
 pytestmark = pytest.mark.distributed
 
@@ -175,6 +176,23 @@ def test_a_schedule_of_the_users_comes_back_under_the_same_plan(tmp_path: Path) 
     trained = warm.run(2, _train, ["own"], uri, "2")
     resumed = warm.run(2, _resume, ["own"], uri, "2")
     assert [rank[0] for rank in resumed] == [rank[0][MARKED - 1 :] for rank in trained]
+
+
+def _steps_on_one_rank(uri: str, kind: str) -> str:
+    job, schedule = _build(kind, "2")
+    with _attach(job, schedule, uri) as checkpointer:
+        job.step()
+        if dist.get_rank() == 1:
+            schedule.last_epoch += 1
+        with pytest.raises(ReplicaMismatchError) as refused:
+            checkpointer.mark().result(60)
+        return str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["plateau", "sequential"])
+def test_a_schedule_that_is_on_another_step_on_one_rank_is_refused(kind: str, tmp_path: Path) -> None:
+    for said in warm.run(2, _steps_on_one_rank, f"file://{tmp_path}", kind):
+        assert "ranks 0 and 1 hold different values of the Stateful 'schedule'" in said
 
 
 def _change(uri: str) -> str:

@@ -51,6 +51,7 @@ from torchrec_stream_ckpt.commit.random_state import random_state
 from torchrec_stream_ckpt.commit.replica_check import Held, Scope, hold
 from torchrec_stream_ckpt.commit.replicas import CopyMemory, owners
 from torchrec_stream_ckpt.commit.saved_dense import REPLICAS
+from torchrec_stream_ckpt.commit.schedules import State
 from torchrec_stream_ckpt.errors import CaptureMismatchError
 from torchrec_stream_ckpt.log.worker import Worker
 from torchrec_stream_ckpt.types import MarkerId
@@ -174,9 +175,10 @@ class DenseState:
         buffers = {name: value for name, value in model.items() if name not in parameters} | self.live.buffers.tensors()
         wrappers = wrapper_states(self.live.optimizer)
         shared = {name: state_of(name, self.live.shared[name]) for name in self._taken_here()}
+        schedules = {name: schedule.state() for name, schedule in self.live.schedules.items()}
         compared = {title_of(name, item): shared[name] for name, item in self.live.compared.items() if name in shared}
         blobs = {
-            **self._blobs(buffers, shared, wrappers),
+            **self._blobs(buffers, shared, wrappers, schedules),
             f"rank{self._rank}.optimizers": json_blob({**taken.tree, "gradients": gradients.tree}),
             f"rank{self._rank}.fused": json_blob(tree.encode(fused, "hyperparameters", tree.no_tensor)),
         }
@@ -187,22 +189,33 @@ class DenseState:
             {**apart, **flat(PREFIX, read_pieces(self.live.id_maps))},
             {**taken.places, **gradients.places},
             blobs,
-            {"the optimizer's wrappers": wrappers, **compared},
+            {"the optimizer's wrappers": wrappers, **compared, **self._steps_of(schedules)},
         )
+
+    def _steps_of(self, schedules: Mapping[str, State]) -> dict[str, Any]:
+        """What a schedule of torch's keeps beside its values for each group: on which step it is, by its title."""
+        live = {} if self.live.one_replica else self.live.schedules
+        return {each.title: schedules[name]["common"] for name, each in live.items() if each.steps_alike}
 
     def _taken_here(self) -> Mapping[str, Any]:
         """Shared objects whose state this rank takes: to save it, or to compare it."""
         return self.live.shared if self._rank == 0 else self.live.compared
 
-    def _blobs(self, buffers: dict[str, Any], shared: Mapping[str, Any], wrappers: list[Any]) -> dict[str, Any]:
+    def _blobs(
+        self,
+        buffers: dict[str, Any],
+        shared: Mapping[str, Any],
+        wrappers: list[Any],
+        schedules: Mapping[str, State],
+    ) -> dict[str, Any]:
         """Encode what is not a tensor of the model or of an optimizer."""
         state: dict[str, Any] = {
             f"rank{self._rank}.random": blob(random_state()),
             f"rank{self._rank}.buffers": blob(buffers),
             f"rank{self._rank}.buffer_kinds": json_blob(self.live.buffers.record().as_json()),
         }
-        for name, schedule in self.live.schedules.items():
-            state[f"rank{self._rank}.schedule.{name}"] = blob(schedule.state())
+        for name, schedule in schedules.items():
+            state[f"rank{self._rank}.schedule.{name}"] = blob(schedule)
         for name, item in self.live.per_rank.items():
             state[f"rank{self._rank}.stateful.{name}"] = blob_of(name, item, state_of(name, item))
         if self._rank == 0:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
+from torchrec_stream_ckpt.commit.handed_over import title_of
 from torchrec_stream_ckpt.errors import SchemaMismatchError
 
 State = dict[str, Any]
@@ -79,6 +80,16 @@ class NamedSchedule:
         """Whether all of its lists are known. If not, it comes back where the groups of the rank are the same."""
         return _known(self._schedule)
 
+    @property
+    def steps_alike(self) -> bool:
+        """Whether its single values are those of all ranks: a class of the user's may keep a rank's own."""
+        return type(self._schedule) in SUPPORTED
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        return title_of(self.name, self._schedule)
+
     def groups(self) -> list[tuple[str, ...]]:
         """The names in each of its param groups, sorted."""
         names = {id(member): name for name, member in self._schedule.optimizer.params.items()}
@@ -140,7 +151,7 @@ class NamedSchedule:
 
     def _by_name(self, saved: Sequence[State]) -> bool:
         """Whether all ranks saved their lists by name. The single values of a class of the user's may be a rank's."""
-        if type(self._schedule) not in SUPPORTED and any(each["common"] != saved[0]["common"] for each in saved):
+        if not self.steps_alike and any(each["common"] != saved[0]["common"] for each in saved):
             return False
         return all(each["lists"] for each in saved)
 
