@@ -22,9 +22,9 @@ from torchrec_stream_ckpt.flags import FlagParser
 
 
 def collate(samples: list[tuple[torch.Tensor]]) -> KeyedJaggedTensor:
-    """A batch of one id a sample, or of no samples."""
+    """One id a sample; samples without one make all ranks' batches equal."""
     items = torch.tensor([item for (item,) in samples], dtype=torch.int64)
-    return KeyedJaggedTensor(["item"], items, lengths=torch.ones_like(items))
+    return KeyedJaggedTensor(["item"], items, lengths=(torch.arange(sampler.largest_part) < len(items)).int())
 
 
 parser = FlagParser(description=__doc__.split("\n")[0])
@@ -44,7 +44,7 @@ table = EmbeddingBagConfig(name="t_item", num_embeddings=1000, embedding_dim=16,
 ebc = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
 apply_optimizer_in_backward(Adagrad, ebc.parameters(), {"lr": 0.1})  # fused into the backward pass
 model = DistributedModelParallel(torch.nn.Sequential(ebc), device=torch.device("cpu"))
-data = TensorDataset(7 * torch.arange(60_000) % 1000)  # any map-style dataset
+data = TensorDataset(7 * torch.arange(60_000) % 1000)
 sampler = GlobalSampler(data, batch_size=60, rank=rank, world=world, shuffle=True)
 loader = TrackedLoader(DataLoader(data, batch_sampler=sampler, collate_fn=collate))
 

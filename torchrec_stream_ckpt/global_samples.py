@@ -64,6 +64,14 @@ class Deal:
         """Samples of the smallest batch that a rank can get of a whole global batch."""
         return self.batch_size // self.world
 
+    @property
+    def largest_part(self) -> int:
+        """Samples of the largest batch that a rank can get: what ``collate_fn`` fills each batch up to.
+
+        TorchRec needs batches of one size on all ranks where a table is sharded by rows.
+        """
+        return -(-self.batch_size // self.world)
+
     def part(self, samples: int) -> tuple[int, int]:
         """Return where this rank's part of a global batch of ``samples`` begins and ends."""
         return samples * self.rank // self.world, samples * (self.rank + 1) // self.world
@@ -141,9 +149,10 @@ class GlobalSampler(Deal):
         loader = TrackedLoader(DataLoader(data, batch_sampler=sampler, num_workers=4, collate_fn=collate))
         ckpt = StreamCheckpointer(dmp, optimizer, config=config, stateful={"loader": loader})
 
-    Where the ranks do not divide the batch, parts differ by one sample. A rank whose part has no sample gets
-    ``collate_fn([])``: it has to return a batch of zero samples, for every rank must step. A loss that is the sum over
-    the rank's samples times ``world / batch_size`` has the mean of the global batch as its mean over the ranks.
+    Where the ranks do not divide a batch, parts differ by one sample, and a rank whose part has none gets
+    ``collate_fn([])``. TorchRec needs batches of one size on all ranks: fill each one up to :attr:`largest_part` with
+    samples that have no ids and weigh nothing. A loss that is the sum over the rank's samples times
+    ``world / batch_size`` has the mean of the global batch as its mean over the ranks.
 
     Args:
         samples: How many the data have; or the data, which have a length.

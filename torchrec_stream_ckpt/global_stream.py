@@ -32,7 +32,8 @@ class GlobalStream(IterableDataset[Any], Deal):
         batch_size: Samples of a global batch; with ``per_rank`` those of one rank.
         rank: This rank.
         world: Number of ranks.
-        collate_fn: Makes a batch of a list of samples, of an empty one too if a rank can get no sample.
+        collate_fn: Makes a batch of a list of samples, of an empty one too if a rank can get no sample; fills it up to
+            ``largest_part`` samples where TorchRec needs batches of one size.
         per_rank: Keep the batch of a rank, not the global one, when the number of ranks changes.
         drop_last: Leave an incomplete last batch out.
         data_name: Name of the data. A position in data of another name is refused.

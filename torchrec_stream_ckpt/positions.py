@@ -233,8 +233,8 @@ def _check_dealt(loader: Any, deal: Deal) -> None:
         raise ConfigError(
             f"a rank can get a batch without a sample ({deal.world} ranks, global batches of {deal.batch_size}), and "
             "torch's default_collate fails for it",
-            hint="pass a collate_fn that makes an empty batch of [], or drop_last=True and a batch of at least one "
-            "sample a rank",
+            hint="pass a collate_fn that makes a batch of [], filled up to largest_part; or drop_last=True and a batch "
+            "of at least one sample a rank",
         )
     if isinstance(deal, GlobalSampler) and hasattr(loader.dataset, "__len__") and len(loader.dataset) < deal.samples:
         raise ConfigError(
