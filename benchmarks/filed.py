@@ -33,6 +33,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "dense": ("commit", "trainer", "checkpointer.py"),
     "encode": ("capture/staging.py", "format/frame.py", "format/ring.py", "format/rows.py"),
     "evolve": (*_RESTORE, "evolve"),
+    "growth": (*_FOLD, "cli", "restore", "proofs", "reporting", "engine"),
     "head": (*_RESTORE, "materialize/head.py"),
     "hooks": ("adapter", "capture"),
     "ingest": _FOLD,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import cases, costs, goals, papers, scale, scaleout, store, thesis
+from . import cases, costs, goals, growth, papers, scale, scaleout, store, thesis
 from .results import Table
 
 TABLES: dict[str, Callable[..., Table]] = {
@@ -27,6 +27,7 @@ TABLES: dict[str, Callable[..., Table]] = {
     "first-loads": store.first_loads,
     "four": costs.four,
     "goals": goals.table,
+    "growth": growth.exponents,
     "limits": costs.limits,
     "medians": cases.medians,
     "overhead": costs.overhead,

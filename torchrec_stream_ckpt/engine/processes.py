@@ -1,6 +1,10 @@
 """Workers that are processes on this host. They are started with the first task that is not small, and stay.
 
 Each has a pipe of its own. A worker ends when its pipe does or when the materializer is no more, whatever killed it.
+
+Small tasks never come here (``api.SMALL_BYTES``). The rest is what kills need and the pool of the standard library lacks:
+a worker that dies fails its own task alone, and another worker does it again (a pool is broken then, with all its tasks);
+no worker outlives a killed materializer (those of a pool do).
 """
 
 from __future__ import annotations

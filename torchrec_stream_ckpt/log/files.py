@@ -42,6 +42,8 @@ from torchrec_stream_ckpt.log.segments import (
 from torchrec_stream_ckpt.types import LogSpan, MarkPlace
 from torchrec_stream_ckpt.uris import FileUri, KafkaUri
 
+_MOST_STREAMS = 2**16
+"""Streams of which a place is remembered."""
 _IDENTITY = re.compile(rb"[0-9a-f]{32}")
 
 
@@ -55,6 +57,8 @@ class FileLog:
         self._names = SegmentNames()
         self._folders: dict[int, str] = {}
         """Of partitions that were asked for, tens of thousands of times: to make a path takes longer than the disk."""
+        self._reached: dict[tuple[int, int], int] = {}
+        """Where a segment begins of streams (generation, partition) that have several, the last one that was needed."""
         self._begun: set[tuple[int, int]] = set()
         """Streams (generation, partition) that were opened here: what is there of them is their own."""
 
@@ -119,8 +123,19 @@ class FileLog:
             folder = self._folders.get(span.partition)
             if folder is None:
                 folder = self._folders[span.partition] = str(partition_dir(self._root, span.partition))
-            if not has_in_turn(folder, span):
+            if not self._has_in_turn(folder, span):
                 pieces(self._root, span, self._names)
+
+    def _has_in_turn(self, folder: str, span: LogSpan) -> bool:
+        """Return whether segments hold a span, each where the one before ends; looks from the last one on it knows."""
+        stream = span.generation, span.partition
+        known = self._reached.get(stream, 0)
+        found = has_in_turn(folder, span, known if known <= span.begin else 0) if span.begin < span.end else 0
+        if found:
+            if len(self._reached) >= _MOST_STREAMS:
+                self._reached.clear()
+            self._reached[stream] = found
+        return found is not None
 
     def check_marks(self, marks: Sequence[MarkPlace]) -> None:
         """Each generation has segments of its own, and a writer does not go on in one that was cut: nothing to see."""

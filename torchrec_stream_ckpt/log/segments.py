@@ -23,6 +23,8 @@ from torchrec_stream_ckpt.types import LogSpan
 
 SETTLED_S = 2.0
 """A folder whose time of change is that old changes it when a file is added: file systems count time in steps."""
+_OLD_S = 60.0
+"""The same by the clocks of two hosts, which may differ."""
 _MAX_KEPT = 2**22
 """Names that are kept at most, in all folders: 64 MB."""
 
@@ -54,7 +56,8 @@ class SegmentNames:
         is_same = listing is not None and listing.changed_ns == changed_ns
         if listing is None or not is_same or not listing.is_settled:
             seen_s = listing.seen_s if listing is not None and is_same else now_s
-            listing = _Listing.of(place, changed_ns, seen_s, now_s - seen_s >= SETTLED_S)
+            is_settled = now_s - seen_s >= SETTLED_S or time.time() - changed_ns / 1e9 >= _OLD_S
+            listing = _Listing.of(place, changed_ns, seen_s, is_settled)
             with self._lock:
                 self._keep(place, listing)
         return listing.bases(generation)
@@ -177,22 +180,27 @@ def _is_lost(root: Path, folder: Path) -> bool:
     return False
 
 
-def has_in_turn(folder: str, span: LogSpan) -> bool:
-    """Tell whether segments hold a span from the generation's first byte on, each where the one before ends.
+def has_in_turn(folder: str, span: LogSpan, base: int = 0) -> int | None:
+    """Find a span in segments each of which begins where the one before ends; return where the last one begins.
 
-    Asks for their names, and lists no folder: it holds those of all generations. Where the answer is no, they may
+    Asks for their names, and lists no folder: it holds those of all generations. None if some are missing: they may
     still be there under other names.
+
+    Args:
+        folder: Of the partition.
+        span: Not empty.
+        base: First byte of a segment that begins at or before the span.
     """
-    base = 0
-    while base < span.end:
+    while True:
         try:
             size = os.stat(f"{folder}/{segment_name(span.generation, base)}").st_size
         except OSError:  # whoever lists the folder says what it is
-            return False
+            return None
         if not size:
-            return False
+            return None
+        if base + size >= span.end:
+            return base
         base += size
-    return True
 
 
 def size_of(path: Path) -> int | None:

@@ -116,6 +116,8 @@ class IntervalFolder:
         """Whether markers that are not begun are worth a worker, as far as that was asked."""
         self._shards: dict[tuple[int, int], tuple[TableShard, ...]] = {}
         """What ranks hold in the newest generation that is folded, by generation and rank: it stays as it is."""
+        self._newest = 0
+        """That generation."""
 
     def forget(self, missing: Sequence[Commit]) -> None:
         """Keep what was begun of these markers alone."""
@@ -182,15 +184,17 @@ class IntervalFolder:
         lacking = [interval for interval in intervals if interval.end.rank not in begun.refs]
         known = self._shards_of_all(lacking, before)
         batch: list[tuple[Interval, tuple[TableShard, ...] | None]] = []
+        waiting_bytes = 0
         for interval in lacking:
-            self.check_there(lineage, catalog, interval, missing)
+            self.check_there(lineage, catalog, interval, missing, same_log=interval is not lacking[0])
             held = known.get(interval.end.rank) or self._shards_before(catalog, interval, before)
             batch.append((_slim(interval), held))
             if held is not None:
                 self._know(interval, held)
-            if sum(each.num_bytes for each, _ in batch) >= BATCH_BYTES:
+            waiting_bytes += interval.num_bytes
+            if waiting_bytes >= BATCH_BYTES:
                 self._submit(begun, batch)
-                batch = []
+                batch, waiting_bytes = [], 0
         if batch:
             self._submit(begun, batch)
         return begun
@@ -253,8 +257,9 @@ class IntervalFolder:
     def _know(self, interval: Interval, shards: tuple[TableShard, ...]) -> None:
         """Keep what a rank holds; that of an older generation is forgotten."""
         generation = interval.commit.generation
-        if any(key[0] < generation for key in self._shards):
+        if generation > self._newest:
             self._shards.clear()
+            self._newest = generation
         self._shards[generation, interval.end.rank] = shards
 
     def again(
@@ -368,11 +373,28 @@ class IntervalFolder:
             )
         return held_by(self._log, interval.claim, interval.commit, interval.end)
 
-    def check_there(self, lineage: Lineage, catalog: Catalog, interval: Interval, missing: Sequence[Commit]) -> None:
-        """See that the log still has the interval; raises with what is lost, what remains, and what to do."""
+    def check_there(
+        self,
+        lineage: Lineage,
+        catalog: Catalog,
+        interval: Interval,
+        missing: Sequence[Commit],
+        *,
+        same_log: bool = False,
+    ) -> None:
+        """See that the log still has the interval; raises with what is lost, what remains, and what to do.
+
+        Args:
+            lineage: The control partition.
+            catalog: What the store holds.
+            interval: Of one rank.
+            missing: The markers that are not in the store.
+            same_log: Whether the log was just seen to be the one that the generation wrote to.
+        """
         marker = interval.commit.id
         try:
-            check_incarnation(self._log, lineage, marker, [marker.generation])
+            if not same_log:
+                check_incarnation(self._log, lineage, marker, [marker.generation])
             check_there(self._log, lineage, marker, [interval])
         except OtherLogError as error:  # a loss, too; what is said of it is enough
             raise CorruptionError(error.message, hint=error.hint, **error.where) from None

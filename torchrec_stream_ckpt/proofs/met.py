@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -43,6 +44,8 @@ class Marks:
         """By place, then rank."""
         self._of_rank: dict[int, list[tuple[int, int]]] = {}
         """Rank -> (place, width), ascending."""
+        self._widths: dict[int, int] = {}
+        """Rank -> sum of these widths."""
         self.floor = 0
         """Of markers at lower places something was let go."""
         self._dense: dict[int, tuple[int, DenseProof]] = {}
@@ -68,14 +71,14 @@ class Marks:
             return
         said[rank] = Said(shards, proof)
         kept = self._of_rank.setdefault(rank, [])
-        kept.append((place, proof.width if proof is not None else 0))
-        kept.sort()
-        total = sum(width for _, width in kept)
+        insort(kept, (place, width := proof.width if proof is not None else 0))
+        total = self._widths.get(rank, 0) + width
         while total - kept[0][1] >= _ROUNDS * POSITIONS:
             gone, width = kept.pop(0)
             total -= width
             self.floor = max(self.floor, gone + 1)
             del self._said[gone][rank]
+        self._widths[rank] = total
 
     def windows(self) -> dict[int, Window | None]:
         """By place; None where a rank has no proof, or two have another window: the marker proves nothing."""

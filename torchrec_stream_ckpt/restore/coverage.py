@@ -40,16 +40,19 @@ class Coverage:
 
     def check(self) -> None:
         """Raises CorruptionError for the first table of which rows were not sent."""
+        of_table: dict[int, list[tuple[int, int, npt.NDArray[np.bool_]]]] = {}
+        for (index, col0, cols), sent in self._sent.items():
+            of_table.setdefault(index, []).append((col0, cols, sent))
         for index in sorted(self._wanted):
             table = self._schema.tables[index]
             missing = table.rows - self._records[index]
             if missing > 0:  # said before a table that only claims to be huge takes memory
                 raise CorruptionError(f"{missing} rows are not there", table=table.name)
-            slices = [(col0, cols, sent) for (of, col0, cols), sent in self._sent.items() if of == index]
+            slices = of_table.get(index, [])
             for column in sorted({edge for col0, cols, _ in slices for edge in (col0, col0 + cols)} | {0}):
                 if column < table.dim:
-                    sent = [flags for col0, cols, flags in slices if col0 <= column < col0 + cols]
-                    missing = table.rows - int(np.logical_or.reduce(sent).sum()) if sent else table.rows
+                    flags = [sent for col0, cols, sent in slices if col0 <= column < col0 + cols]
+                    missing = table.rows - int(np.logical_or.reduce(flags).sum()) if flags else table.rows
                     if missing:
                         raise CorruptionError(f"{missing} rows are not there", table=table.name, column=column)
 

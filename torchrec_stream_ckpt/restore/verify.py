@@ -213,11 +213,13 @@ def dense_of(
 
 def _resplit(schema: Schema, slices: Mapping[int, set[tuple[int, int]]], own: Sequence[TableShard]) -> tuple[str, ...]:
     """Tables whose row-wise states came in other slices than the marker's own."""
+    written: dict[int, set[tuple[int, int]]] = {}
+    for shard in own:
+        written.setdefault(shard.table, set()).add((shard.col0, shard.cols))
     return tuple(
         spec.name
         for table, spec in enumerate(schema.tables)
-        if spec.has_row_state
-        and slices.get(table, set()) - {(shard.col0, shard.cols) for shard in own if shard.table == table}
+        if spec.has_row_state and slices.get(table, set()) - written.get(table, set())
     )
 
 

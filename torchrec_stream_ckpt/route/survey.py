@@ -15,6 +15,9 @@ from torchrec_stream_ckpt.route.route import Route, source_of
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.types import MarkerId, RankEnd
 
+_BEGIN = MarkerId(0, 0)
+"""Before all markers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Availability:
@@ -48,6 +51,8 @@ class Survey:
         self._stands: dict[tuple[MarkerId, MarkerId | None], bool] = {}
         """Of markers, each beyond another one or None: whether the log has all of it."""
         self._has: dict[tuple[MarkerId, MarkerId | None], bool] = {}
+        self._has_since: dict[MarkerId, MarkerId] = {}
+        """By marker, one of its generation beyond which the log has all that leads to it."""
         """The same of what their own generation has sent."""
 
     def holdings(self) -> Holdings | None:
@@ -135,10 +140,14 @@ class Survey:
         """Tell whether the log has what a marker's own generation has sent for it beyond ``reach``."""
         since = reach if reach is not None and reach.generation == marker.generation else None
         for each in dict.fromkeys((self._job.lineage.newest_of(marker.generation), marker)):
+            if each in self._has_since and self._has_since[each] <= (since or _BEGIN):
+                return True  # all beyond an older marker is there
             known = (each, since)
             if known not in self._has:
                 self._has[known] = self._has_streams(each, reach)
             if self._has[known]:
+                if since is not None or reach is None:
+                    self._has_since[each] = since or _BEGIN
                 return True
         return False
 
