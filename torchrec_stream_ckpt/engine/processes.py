@@ -2,8 +2,8 @@
 
 Each has a pipe of its own. A worker ends when its pipe does or when the materializer is no more, whatever killed it.
 
-Small tasks never come here (``api.SMALL_BYTES``). The rest is what kills need and the pool of the standard library lacks:
-a worker that dies fails its own task alone, and another worker does it again (a pool is broken then, with all its tasks);
+Small tasks never come here (``api.SMALL_BYTES``). The rest is what kills need and the standard library's pool lacks:
+a worker that dies fails its own task alone, and another worker does it again (a pool breaks, with all of its tasks);
 no worker outlives a killed materializer (those of a pool do).
 """
 
