@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.mixing import GOLDEN, mixed
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +24,6 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK = (1 << 64) - 1
 
 
@@ -223,7 +223,7 @@ class GlobalSampler(Deal):
         numbers = np.arange(self.samples)
         if self.seed is None:
             return numbers
-        keys = _mixed(numbers.view(np.uint64) * _GOLDEN + np.uint64(seed_of(self.seed, epoch)))
+        keys = mixed(numbers.view(np.uint64) * GOLDEN + np.uint64(seed_of(self.seed, epoch)))
         return np.argsort(keys, kind="stable")
 
     def begin(self, epoch: int, samples: int) -> None:
@@ -380,16 +380,9 @@ class GlobalBatches(Deal, Generic[T]):
         return epoch, samples
 
 
-def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finalizer of splitmix64 (Steele, Lea and Flood 2014)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
-
-
 def seed_of(*parts: int) -> int:
     """64 bits that depend on all parts and on their order."""
     found = np.zeros(1, np.uint64)
     for part in parts:
-        found = _mixed((found ^ np.uint64(part & _MASK)) * _GOLDEN + _GOLDEN)
+        found = mixed((found ^ np.uint64(part & _MASK)) * GOLDEN + GOLDEN)
     return int(found[0])

@@ -35,6 +35,7 @@ LEAVES = {
     "scratch",
     "signal_safe",
     "interpreter_exit",
+    "mixing",
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -46,7 +47,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "settings": {"errors"},
     "stats": {"types"},
     "metrics": {"errors", "types", "stats", "uris"},
-    "global_samples": {"errors"},
+    "global_samples": {"errors", "mixing"},
+    "mixing": set(),
     "global_stream": {"global_samples"},
     "positions": {"errors", "global_samples"},
     "loader": {"errors", "positions"},

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.mixing import GOLDEN, mixed
 
 BLOCK_ROWS = 64
 """Rows of a block: a digest is of the rows of one block."""
@@ -33,7 +34,6 @@ Ints = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint64]
 Words = npt.NDArray[np.signedinteger[Any]]
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _PER_ROW = 1 << 63
 _ONE = np.uint64(1)
 
@@ -183,21 +183,21 @@ def words_of(values: npt.NDArray[Any]) -> Words:
 
 def row_keys(table_id: int, section: int, rows: Ints) -> Ints:
     """The key of each global row, odd; shape (rows,)."""
-    seed = _mixed(np.array([table_id * 64 + section], np.uint64))
-    return (_mixed(rows.view(np.uint64) * _GOLDEN + seed) | _ONE).view(np.int64)
+    seed = mixed(np.array([table_id * 64 + section], np.uint64))
+    return (mixed(rows.view(np.uint64) * GOLDEN + seed) | _ONE).view(np.int64)
 
 
 def column_keys(col0: int, cols: int, words_per_element: int = 1) -> Ints:
     """The key of each word of a row of the columns [col0, col0 + cols), odd; shape (cols * words_per_element,)."""
     words = np.arange(col0 * words_per_element, (col0 + cols) * words_per_element, dtype=np.uint64)
-    return (_mixed(words + _GOLDEN) | _ONE).view(np.int64)
+    return (mixed(words + GOLDEN) | _ONE).view(np.int64)
 
 
 def per_row_keys(col0: int, cols: int, words_per_element: int = 1) -> Ints:
     """Keys of a state with one value a row, which belongs to the columns of its shard; shape (words_per_element,)."""
-    slice_ = _mixed(np.array([_PER_ROW + (col0 << 32) + cols], np.uint64))
+    slice_ = mixed(np.array([_PER_ROW + (col0 << 32) + cols], np.uint64))
     halves = np.arange(words_per_element, dtype=np.uint64)
-    return (_mixed(slice_ + halves) | _ONE).view(np.int64)
+    return (mixed(slice_ + halves) | _ONE).view(np.int64)
 
 
 def digest_rows(words: Words, columns: Ints, rows: Ints) -> Ints:
@@ -239,13 +239,6 @@ def _check_text(text: str, what: str) -> None:
         raise CorruptionError(f"{what}: digests are not base64") from None
     if len(data) % 8 or base64.b64encode(data).decode("ascii") != text:
         raise CorruptionError(f"{what}: digests of {len(data)} bytes are not whole numbers in canonical base64")
-
-
-def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finalizer of splitmix64 (Steele, Lea and Flood 2014)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
 
 
 @cache
