@@ -38,8 +38,8 @@ pytestmark = pytest.mark.distributed
 PLANS = {1: PLAN_1, 2: PLAN_2, 3: PLAN_3}
 LAYER = "model.top.0.weight"
 PLACES = {
-    "a parameter": r"model\..*weight",
-    "an optimizer's tensor": r"optim\..*exp_avg_sq",
+    "a parameter": r"model\.(top|bottom)\..*weight",
+    "an optimizer's tensor": r"optim\..*(top|bottom)\..*exp_avg_sq",
     "the optimizers' JSON": r"rank1\.optimizers",
     "hyperparameters": r"rank0\.fused",
     "random state": r"rank1\.random",
@@ -120,9 +120,9 @@ BETWEEN = ["", *PLACES.values(), ""]
 
 @pytest.fixture(scope="module")
 def flipped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A job with a bit flipped at each place, in the markers between the first and the last; and which entries."""
+    """A job of three ranks with a bit flipped at each place, between the first and the last marker; and which."""
     folder = tmp_path_factory.mktemp("flipped") / "log"
-    found = ranks.run(2, _train, f"file://{folder}", BETWEEN)
+    found = ranks.run(3, _train, f"file://{folder}", BETWEEN)
     assert not any(errors for _, errors in found)
     names = ["; ".join(filter(None, each)) for each in zip(*(names for names, _ in found), strict=True)]
     assert all(bool(name) == bool(pattern) for name, pattern in zip(names, BETWEEN, strict=True))
