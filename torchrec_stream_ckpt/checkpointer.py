@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.capture.staging import allocate
 from torchrec_stream_ckpt.commit.dense import DenseState
 from torchrec_stream_ckpt.commit.handed_over import Stateful
 from torchrec_stream_ckpt.commit.live_dense import LiveDense
-from torchrec_stream_ckpt.commit.meeting import meet
+from torchrec_stream_ckpt.commit.meeting import PER_RANK, check_handed_over, check_settings, meet
 from torchrec_stream_ckpt.config import Source, StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
 from torchrec_stream_ckpt.evolve.changes import Changes
@@ -101,8 +101,11 @@ class StreamCheckpointer:
             undo.callback(self._end_groups)
             self._calls = Calls(groups.roll)
             self._team = groups.team
+            check_settings(self._team, {**config.of_all_ranks(), "paranoid": paranoid})
             self._attached = Attached(dmp, optimizer, self._team, paranoid=paranoid)
             shared, per_rank, rank0 = stateful or {}, stateful_per_rank or {}, stateful_rank0 or {}
+            given = {"stateful": shared, "stateful_rank0": rank0, PER_RANK: per_rank}
+            check_handed_over(self._team, given)
             live = partial(LiveDense, dmp, optimizer, shared, per_rank, self._attached.kernels, rank0)
             self._dense = self._team.together(lambda: DenseState(live(config.replicas == "rank0"), groups.dense))
             self._loaders = [item for item in self._dense.live.handed_over if isinstance(item, TrackedLoader)]

@@ -23,6 +23,12 @@ PROOF_BYTES = 4 * 2**20
 """Default of ``StreamConfig.proof_bytes``."""
 
 
+_OF_ALL_RANKS = (
+    *("marker_every", "marker_every_s", "marker_every_event_s", "max_overhead", "on_signal"),
+    *("replicas", "proof_bytes", "fresh", "outer_every"),
+)
+
+
 @dataclass(kw_only=True, slots=True)
 class StreamConfig:
     """How a job streams its checkpoints."""
@@ -250,6 +256,10 @@ class StreamConfig:
     def outer(self) -> StreamConfig | None:
         """Settings of the outer tier, as if it were the only one; None with a single tier."""
         return replace(self, uri=self.uris[-1], outer_every=1) if len(self.uris) > 1 else None
+
+    def of_all_ranks(self) -> dict[str, Any]:
+        """Settings by which ranks act together, and which therefore must be the same on all of them."""
+        return {name: getattr(self, name) for name in _OF_ALL_RANKS} | {"tiers": len(self.uris)}
 
     @property
     def restore_bytes_per_s(self) -> float:

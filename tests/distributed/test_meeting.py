@@ -1,8 +1,9 @@
-"""The dense part is not data parallel on one rank: named at once, and on every rank that has come."""
+"""Ranks that come to the attach in different ways: named at once, and on every rank that has come."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from tests import ranks
 from tests.model import PLAN_2, trainer
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.errors import UnsupportedError
+from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
 
 pytestmark = pytest.mark.distributed
 
@@ -35,3 +36,58 @@ def test_a_rank_that_is_not_data_parallel_is_named_on_all_ranks(late: list[int],
         assert "the dense part is not data parallel yet" in each
         assert f"rank={rank if rank in late else late[0]}" in each
         assert "call dmp.init_data_parallel() on all ranks first" in each
+
+
+class Count:
+    """A Stateful."""
+
+    def __init__(self) -> None:
+        self.value = dist.get_rank()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "replicas": ({"replicas": "rank0"}, "replicas is 'same' on rank 0 and 'rank0' on rank 1"),
+    "marker_every": ({"marker_every": 2}, "marker_every is 100 on rank 0 and 2 on rank 1"),
+    "on_signal": ({"on_signal": "mark"}, "on_signal is None on rank 0 and 'mark' on rank 1"),
+    "two": ({"fresh": True, "proof_bytes": 64}, "proof_bytes is 4194304 on rank 0 and 64 on rank 1; fresh is False on"),
+    "paranoid": ({}, "paranoid is False on rank 0 and True on rank 1"),
+}
+HANDED_OVER: dict[str, tuple[tuple[str | None, str | None], str]] = {
+    "one rank": (("stateful", None), "'x' in stateful on rank 0, not at all on rank 1"),
+    "the other rank": ((None, "stateful"), "'x' not at all on rank 0, in stateful on rank 1"),
+    "two kinds": (("stateful", "stateful_per_rank"), "'x' in stateful on rank 0, in stateful_per_rank on rank 1"),
+    "rank0 alone": (("stateful_rank0", "stateful"), "'x' in stateful_rank0 on rank 0, in stateful on rank 1"),
+    "rank0 on one": ((None, "stateful_rank0"), "'x' not at all on rank 0, in stateful_rank0 on rank 1"),
+}
+
+
+def differ(folder: Path) -> dict[str, str]:
+    """What each case is refused with; the attach after them is not."""
+    job, rank, said = trainer(PLAN_2), dist.get_rank(), {}
+    for case, (more, _) in SETTINGS.items():
+        settings = StreamConfig(uri=f"file://{folder}", **(more if rank == 1 else {}))
+        with pytest.raises(ConfigError) as caught:
+            StreamCheckpointer(job.dmp, job.optimizer, config=settings, paranoid=case == "paranoid" and rank == 1)
+        said[case] = str(caught.value)
+    settings = StreamConfig(uri=f"file://{folder}")
+    for case, (kinds, _) in HANDED_OVER.items():
+        kind = kinds[rank]
+        given: dict[str, Any] = {kind: {"x": Count()}} if kind is not None else {}
+        with pytest.raises(ConfigError) as caught:
+            StreamCheckpointer(job.dmp, job.optimizer, config=settings, **given)
+        said[case] = str(caught.value)
+    StreamCheckpointer(job.dmp, job.optimizer, config=settings, stateful_per_rank={"x": Count()}).close()
+    return said
+
+
+def test_what_ranks_were_given_otherwise_is_named_on_all_of_them(tmp_path: Path) -> None:
+    for said in ranks.run(2, differ, tmp_path):
+        for case, (_, text) in {**SETTINGS, **HANDED_OVER}.items():
+            assert text in said[case]
+            assert "\n  Try: " in said[case]

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from torchrec_stream_ckpt.adapter import check_data_parallel
+from torchrec_stream_ckpt.commit.collective import Team
 from torchrec_stream_ckpt.commit.roll import WARN_S
-from torchrec_stream_ckpt.errors import RankLostError, UnsupportedError
+from torchrec_stream_ckpt.errors import ConfigError, RankLostError, UnsupportedError
 
 log = logging.getLogger(__name__)
 
+PER_RANK = "stateful_per_rank"
 _MET = "stream-ckpt/met"
 
 
@@ -65,6 +69,55 @@ def meet(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, bound
                 )
             log.warning("%s", said)
         time.sleep(min(0.5, 0.01 + waited_s / 10))
+
+
+def check_settings(team: Team, settings: Mapping[str, Any]) -> None:
+    """(all ranks) Refuse settings that must be the same on all ranks, and are not.
+
+    Args:
+        team: All ranks.
+        settings: This rank's, by name.
+
+    Raises:
+        ConfigError: names those that differ, on all ranks.
+    """
+    of_ranks = team.gather(dict(settings))
+    found = []
+    for name, mine in of_ranks[0].items():
+        other = next((rank for rank, each in enumerate(of_ranks) if each[name] != mine), None)
+        if other is not None:
+            found.append(f"{name} is {mine!r} on rank 0 and {of_ranks[other][name]!r} on rank {other}")
+    if found:
+        raise ConfigError(
+            f"the ranks were given different settings: {'; '.join(found)}",
+            hint="give all ranks the same StreamConfig and arguments; look at environment variables of single hosts",
+        )
+
+
+def check_handed_over(team: Team, kinds: Mapping[str, Iterable[str]]) -> None:
+    """(all ranks) Refuse objects that serve all ranks, and were not handed over in the same way on all of them.
+
+    Args:
+        team: All ranks.
+        kinds: Names of the objects of this rank by the argument in which they were given.
+
+    Raises:
+        ConfigError: names the objects, on all ranks.
+    """
+    of_ranks = team.gather({name: kind for kind, names in kinds.items() for name in names})
+    found = []
+    for name in sorted({name for each in of_ranks for name in each}):
+        given = [each.get(name) for each in of_ranks]
+        if set(given) - {None, PER_RANK} and len(set(given)) > 1:
+            other = next(rank for rank, kind in enumerate(given) if kind != given[0])
+            said = [f"in {kind}" if kind else "not at all" for kind in (given[0], given[other])]
+            found.append(f"'{name}' {said[0]} on rank 0, {said[1]} on rank {other}")
+    if found:
+        raise ConfigError(
+            f"the ranks handed over different objects: {'; '.join(found)}",
+            hint="hand over the same names on all ranks: in stateful what is alike, in stateful_rank0 what counts on "
+            "rank 0 alone (the others give theirs too), in stateful_per_rank what each rank has of its own",
+        )
 
 
 def _listed(ranks: list[int]) -> str:
