@@ -41,6 +41,8 @@ LONG = (
     "tests/distributed/test_stream_reader.py",
     "tests/distributed/test_warm_start.py",
     "tests/distributed/test_quickstart.py",
+    "tests/distributed/test_ordinary_jobs.py",
+    "tests/distributed/test_programs.py",
     "tests/kafka/test_kafka_losses.py",
     "tests/kafka/test_broker.py",
     "tests/distributed/test_elastic.py",

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchrec.datasets.utils import Batch
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -115,7 +115,6 @@ class Kind:
 KINDS = {
     "workers, accumulation": Kind("sampler", "one cycle", accumulate=2),
     "stream, pipeline": Kind("stream", "sequential", pipeline=True),
-    "counted, pipeline": Kind("counted", "plateau", pipeline=True),
     "workers, pipeline, plateau": Kind("sampler", "plateau", pipeline=True),
 }
 
@@ -127,11 +126,6 @@ def load(kind: str, rank: int, world: int) -> TrackedLoader[Batch]:
         stream = GlobalStream(Events(), batch_size=BATCH, rank=rank, world=world, collate_fn=filled)
         return TrackedLoader(DataLoader(stream, batch_size=None, **more))
     data = Ratings()
-    if kind == "counted":
-        ours = DistributedSampler(data, world, rank, shuffle=True)
-        size = BATCH // world
-        filled = functools.partial(collate, size)
-        return TrackedLoader(DataLoader(data, size, sampler=ours, collate_fn=filled), skip=True)
     sampler = GlobalSampler(data, batch_size=BATCH, rank=rank, world=world, shuffle=True)
     filled = functools.partial(collate, sampler.largest_part)
     return TrackedLoader(DataLoader(data, batch_sampler=sampler, collate_fn=filled, **more))
@@ -179,9 +173,7 @@ def train(name: str, uri: str, stop: int | None) -> Watch:
         pipeline, other = (
             TrainPipelineSparseDist(model, optimizer, DEVICE) if kind.pipeline else None for _ in range(2)
         )
-        for epoch in range(loader.epoch, EPOCHS):
-            if kind.loader == "counted":
-                loader.sampler.set_epoch(epoch)
+        for _ in range(loader.epoch, EPOCHS):
             for output in _steps(kind, model, optimizer, pipeline, loader, ckpt):
                 if kind.schedule != "plateau":
                     schedule.step()
