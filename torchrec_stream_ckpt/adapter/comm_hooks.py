@@ -12,12 +12,10 @@ from torchrec_stream_ckpt.adapter import versions
 from torchrec_stream_ckpt.types import plain_name
 
 
-def comm_hooks(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """(path of the DDP module, name of the hook, an object that it keeps) of each hook; a hook may keep two objects."""
+def comm_hooks(model: nn.Module) -> Iterator[tuple[str, str, Any, Any]]:
+    """(path of the DDP module, name of the hook, the hook, its state) of each hook."""
     for path, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             versions.REPLICATED.require(module, module=path)
             for hook, state in module._comm_hooks:
-                name = getattr(hook, "__qualname__", type(hook).__name__)
-                yield plain_name(path), name, state
-                yield plain_name(path), name, getattr(hook, "__self__", None)
+                yield plain_name(path), getattr(hook, "__qualname__", type(hook).__name__), hook, state
