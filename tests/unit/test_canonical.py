@@ -125,6 +125,8 @@ def test_different_values_differ(items: list[Any]) -> None:
         (deque([1], 2), deque([1], 3)),
         (np.float32(1), np.float64(1)),
         (np.arange(3), np.arange(3.0)),
+        (np.zeros(2, [("a", "<i4")]), np.zeros(2, [("a", ">i4")])),
+        (np.zeros(2, [("a", "<i4")]), np.zeros(2, [("b", "<i4")])),
         (np.zeros((2, 3)), np.zeros((3, 2))),
         (torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)),
         (torch.zeros(2, 3), torch.zeros(3, 2)),

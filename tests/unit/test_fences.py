@@ -177,6 +177,7 @@ WITH_TORCH = frozenset(
         "commit/dense_loaded.py",
         "commit/dense_loader.py",
         "commit/dense_prover.py",
+        "commit/exact_pickle.py",
         "commit/gradient_loader.py",
         "commit/gradients.py",
         "commit/handed_over.py",
@@ -393,8 +394,9 @@ def test_a_moment_becomes_text_in_one_place_which_knows_that_a_record_may_say_an
     assert {source for source, path in SOURCES.items() if asked.search(path.read_text())} == {"units.py"}
 
 
-def test_tasks_alone_are_pickled() -> None:
-    assert importers("pickle") == {"engine/parcel.py"}, "tasks, on their way to a worker of the same version"
+def test_tasks_and_the_users_objects_alone_are_pickled() -> None:
+    """Tasks on their way to a worker of the same version; what ``torch.save`` pickles for a blob of the dense state."""
+    assert importers("pickle") == {"engine/parcel.py", "commit/exact_pickle.py"}
 
 
 def modules() -> list[str]:

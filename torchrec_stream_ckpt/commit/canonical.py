@@ -111,7 +111,7 @@ class _Walk:
         if isinstance(value, torch.Tensor):
             return self._tensor(value, place)
         if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
-            return f"{value.dtype.str} {value.shape} ".encode() + value.tobytes()
+            return f"{value.dtype!r} {value.shape} ".encode() + value.tobytes()
         if isinstance(value, torch.device):
             return value.type.encode()
         if isinstance(value, (torch.dtype, torch.layout, torch.memory_format, np.dtype)):

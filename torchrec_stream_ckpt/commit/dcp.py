@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from torchrec_stream_ckpt.commit import exact_pickle
 from torchrec_stream_ckpt.durable import fsync_dir
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerFailedError, SchemaMismatchError
 from torchrec_stream_ckpt.failpoints import failpoint
@@ -113,7 +114,7 @@ def flat(prefix: str, value: Any) -> dict[str, Any]:
 def blob(value: object) -> torch.Tensor:
     """Any object as one uint8 tensor."""
     buffer = io.BytesIO()
-    torch.save(value, buffer)
+    torch.save(value, buffer, pickle_module=exact_pickle)
     return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
 
 
