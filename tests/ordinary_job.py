@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import multiprocessing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -120,7 +121,7 @@ KINDS = {
 
 
 def load(kind: str, rank: int, world: int) -> TrackedLoader[Batch]:
-    more: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3}
+    more: dict[str, Any] = {"num_workers": 2, "prefetch_factor": 3}
     if kind == "stream":
         filled = functools.partial(collate, -(-BATCH // world))
         stream = GlobalStream(Events(), batch_size=BATCH, rank=rank, world=world, collate_fn=filled)
@@ -188,6 +189,8 @@ def train(name: str, uri: str, stop: int | None) -> Watch:
                 watch.step(ckpt, output)
         ckpt.mark().result()
         watch.end()
+    del loader, evaluation
+    gc.collect()  # workers outlive a rank that is killed: their parent is the fork server
     return watch
 
 
