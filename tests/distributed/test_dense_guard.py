@@ -77,6 +77,14 @@ def add_a_module(job: Trainer) -> Any:
     job.dense.add_param_group({"params": list(job.dmp.module.late.parameters())})
 
 
+def add_a_trained_buffer(job: Trainer) -> Any:
+    job.dmp.module.top.register_buffer("late", torch.zeros(2, requires_grad=True))
+
+
+def add_a_lazy_buffer(job: Trainer) -> Any:
+    job.dmp.module.top.register_buffer("late", nn.parameter.UninitializedBuffer())
+
+
 def add_a_parameter(job: Trainer) -> Any:
     job.dmp.module.top.register_parameter("late", nn.Parameter(torch.ones(3)))
 
@@ -154,6 +162,8 @@ REFUSED: dict[Change, tuple[type[Net], str]] = {
     unfreeze_one_bias: (PartlyFrozen, "neither DDP nor FSDP2 holds the dense parameter top.0.bias"),
     unfreeze_on_one_rank: (PartlyFrozen, "rank 1: UnsupportedError: neither DDP nor FSDP2 holds the dense parameter"),
     add_a_module: (Net, "neither DDP nor FSDP2 holds the dense parameter late.weight"),
+    add_a_trained_buffer: (Net, "the buffer top.late has requires_grad"),
+    add_a_lazy_buffer: (Net, "the buffer top.late is not initialized yet"),
     add_a_parameter: (Net, "the dense parameter top.late is trained by no optimizer that was handed over"),
     replace_a_parameter: (Net, "not in the model"),
     replace_a_module: (Net, "of shape (1, 16)"),

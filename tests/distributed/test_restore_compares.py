@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -18,6 +19,7 @@ from tests import ranks, warm
 from tests.buffers_job import BufferJob, Holding, attach, build
 from torchrec_stream_ckpt import StreamCkptError, TrackedLoader
 from torchrec_stream_ckpt.commit.saved_dense import SavedDense
+from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges
 from torchrec_stream_ckpt.proving import SplitTensors
 from torchrec_stream_ckpt.restore.plan import RestorePlan
@@ -175,6 +177,45 @@ def test_a_marker_that_lacks_an_entry_is_refused_by_its_name(trained: str, lost:
     assert said[0] == said[1]
     for name in lost:
         assert f"the marker holds no '{name}'" in said[0]
+
+
+# What no restore could write into, refused when it is attached.
+
+
+class Lazy(Holding):
+    def __init__(self, cases: list[str]) -> None:
+        super().__init__(cases)
+        self.over.norm = nn.LazyBatchNorm1d(affine=False)
+
+
+class Inferred(Holding):
+    def __init__(self, cases: list[str]) -> None:
+        super().__init__(cases)
+        with torch.inference_mode():
+            self.over.register_buffer("made", torch.zeros(2))
+
+
+class InferredParameter(Holding):
+    def __init__(self, cases: list[str]) -> None:
+        super().__init__(cases)
+        with torch.inference_mode():
+            self.over.made = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+
+def _unwritable(uri: str) -> list[str]:
+    said = []
+    for kind in (Lazy, Inferred, InferredParameter):
+        with pytest.raises(UnsupportedError) as refused:
+            attach(build([], kind), uri)
+        said.append(str(refused.value))
+    return said
+
+
+def test_what_a_restore_could_not_write_into_is_refused_at_the_attach(tmp_path: Path) -> None:
+    for lazy, buffer, parameter in warm.run(2, _unwritable, f"file://{tmp_path}"):
+        assert "the buffer over.norm.running_mean is not initialized yet" in lazy
+        assert "the buffer over.made was made in inference mode" in buffer
+        assert "the parameter over.made was made in inference mode" in parameter
 
 
 # Half restored.

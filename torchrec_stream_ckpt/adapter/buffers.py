@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from torchrec_stream_ckpt.adapter import versions
 from torchrec_stream_ckpt.adapter.collision import holds_id_maps
 from torchrec_stream_ckpt.adapter.compiled import original, unwrapped
 from torchrec_stream_ckpt.adapter.dense import is_rebuilt
 from torchrec_stream_ckpt.adapter.modules import is_sharded_embedding
+from torchrec_stream_ckpt.errors import UnsupportedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,43 @@ class BufferSlot:
 def buffer_slots(model: nn.Module) -> dict[str, BufferSlot]:
     """Return the slots of all buffers outside of sharded tables and id maps, by the names that a marker gives them."""
     return dict(_slots(unwrapped(model), ""))
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Refuse persistent buffers whose state is more than their value, or that have none yet.
+
+    Raises:
+        UnsupportedError: names the buffer and what to do.
+    """
+    for name, slot in buffer_slots(model).items():
+        if slot.value is None or not slot.persistent:
+            continue
+        if is_lazy(slot.value):
+            raise UnsupportedError(
+                f"the buffer {name} is not initialized yet: its shape comes with the first forward",
+                hint="run one forward without gradients on all ranks before you make the StreamCheckpointer",
+            )
+        if slot.value.requires_grad and slot.value.is_leaf:
+            raise UnsupportedError(
+                f"the buffer {name} has requires_grad: its gradient and its state in an optimizer are in no marker",
+                hint="register it as an nn.Parameter, or call requires_grad_(False) on it",
+            )
+
+
+def check_writable(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Refuse what a restore could not write into: tensors that the constructor has made in inference mode.
+
+    Raises:
+        UnsupportedError: names the buffer or parameter and what to do.
+    """
+    buffers = {name: slot.value for name, slot in buffer_slots(model).items() if slot.persistent}
+    for kind, tensors in (("parameter", parameters), ("buffer", buffers)):
+        for name, value in tensors.items():
+            if value is not None and not is_lazy(value) and value.is_inference():
+                raise UnsupportedError(
+                    f"the {kind} {name} was made in inference mode, where alone torch writes to it",
+                    hint="make it under torch.no_grad() instead of torch.inference_mode()",
+                )
 
 
 def _slots(module: nn.Module, prefix: str, *, rebuilt: bool = True) -> Iterator[tuple[str, BufferSlot]]:

@@ -15,7 +15,9 @@ from torch import nn
 
 from torchrec_stream_ckpt.adapter import (
     DensePrint,
+    check_buffers,
     check_dense,
+    check_writable,
     combined_parts,
     has_own_state_dict,
     optimizer_parts,
@@ -53,6 +55,7 @@ class DenseGuard:
         """Optimizers that have stepped and were not handed over; those that are gone have no state to lose."""
         parameters = dict(view.named_parameters())
         self._check_all(view, since_attach=False)
+        check_writable(model, parameters)
         self._print = DensePrint.of(model, parameters, self._optimizers.values())
         optimizer_state.take(self._optimizers, parameters, wrapper_parameters(optimizer))
         wrapper_states(optimizer)
@@ -74,6 +77,7 @@ class DenseGuard:
             UnsupportedError: it has changed so that a marker would not hold all of it; names what.
         """
         self._check_parts()
+        check_buffers(self._model)
         parameters = dict(view.named_parameters())
         now = DensePrint.of(self._model, parameters, self._optimizers.values())
         if not now.is_same(self._print):
@@ -83,6 +87,7 @@ class DenseGuard:
 
     def _check_all(self, view: nn.Module, *, since_attach: bool) -> None:
         check_fully_sharded(self._model)
+        check_buffers(self._model)
         check_dense(self._model, self._optimizers)
         check_replicas(self._model, view, since_attach=since_attach)
 
