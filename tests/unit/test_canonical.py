@@ -10,6 +10,7 @@ import os
 import pathlib
 import pickle
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -133,6 +134,10 @@ def test_different_values_differ(items: list[Any]) -> None:
         (torch.zeros(2), torch.tensor([0.0, -0.0])),
         (["ab", "c"], ["a", "bc"]),
         (random.Random(1), random.Random(2)),
+        (re.compile("a+"), re.compile("b+")),
+        (re.compile("a+"), re.compile("a+", re.IGNORECASE)),
+        (re.compile("a+"), re.compile(b"a+")),
+        (int | str, int | None),
         (decimal.Decimal("1.0"), decimal.Decimal("1.00")),
         (datetime.date(2020, 1, 1), datetime.date(2020, 1, 2)),
         (defaultdict(int, a=1), defaultdict(list, a=1)),
@@ -156,6 +161,11 @@ def test_equal_states_that_were_built_separately_are_equal() -> None:
     assert digest(pathlib.Path("/a/b")) == digest(pathlib.Path("/a") / "b")
     assert digest(np.random.default_rng(3)) == digest(np.random.default_rng(3))
     assert digest(np.array([1, "a", None], object)) == digest(np.array([1, apart("a"), None], object))
+    pattern = re.compile("a+")
+    re.purge()
+    assert re.compile(apart("a+")) is not pattern
+    assert digest(re.compile(apart("a+"))) == digest(pattern)
+    assert digest(int | str) == digest(int | str)
     rows = [1, 2]
     assert digest([rows, rows]) == digest([[1, 2], [1, 2]])
 

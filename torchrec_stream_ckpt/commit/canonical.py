@@ -3,12 +3,13 @@
 A pickle of equal states may differ: by the order of a dict, by strings that are one object or two, by the hash seed of
 a process. So the objects are walked. Dicts are compared without their order, sets too; floats and tensors by their
 bits; a device by its kind, for ranks have different ones. An object of another kind is walked as ``copy`` and
-``pickle`` take it apart, by ``__reduce_ex__``: its class, arguments and state. What cannot be walked is refused with
-the place where it stands.
+``pickle`` take it apart, by ``copyreg`` or ``__reduce_ex__``: its class, arguments and state. What cannot be walked is
+refused with the place where it stands.
 """
 
 from __future__ import annotations
 
+import copyreg
 import inspect
 import struct
 from collections import OrderedDict, deque
@@ -167,8 +168,9 @@ class _Walk:
 
     def _object(self, value: Any, kind: type, place: str, above: tuple[int, ...]) -> list[bytes]:
         """Take it apart as ``copy.copy`` does."""
+        registered = copyreg.dispatch_table.get(kind)
         try:
-            reduced = value.__reduce_ex__(4)
+            reduced = registered(value) if registered is not None else value.__reduce_ex__(4)
         except Exception as error:  # whatever its class raises: a generator, a lock, a file
             raise self._cannot(place, f"is a {_name(kind).decode()}, which cannot be taken apart: {error}") from error
         if isinstance(reduced, str):
