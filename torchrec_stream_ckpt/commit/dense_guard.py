@@ -26,6 +26,7 @@ from torchrec_stream_ckpt.adapter import (
 )
 from torchrec_stream_ckpt.commit import optimizer_state
 from torchrec_stream_ckpt.commit.data_parallel import check_fully_sharded, check_replicas
+from torchrec_stream_ckpt.commit.optimizer_memory import check_attributes
 from torchrec_stream_ckpt.errors import UnsupportedError
 
 
@@ -57,6 +58,7 @@ class DenseGuard:
         self._check_all(view, since_attach=False)
         check_writable(model, parameters)
         self._print = DensePrint.of(model, parameters, self._optimizers.values())
+        check_attributes(self._optimizers, {id(parameter): name for name, parameter in parameters.items()})
         optimizer_state.take(self._optimizers, parameters, wrapper_parameters(optimizer))
         wrapper_states(optimizer)
 
@@ -83,7 +85,9 @@ class DenseGuard:
         if not now.is_same(self._print):
             self._check_all(view, since_attach=True)
             self._print = now
-        self._check_others({id(parameter): name for name, parameter in parameters.items()})
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        check_attributes(self._optimizers, names)
+        self._check_others(names)
 
     def _check_all(self, view: nn.Module, *, since_attach: bool) -> None:
         check_fully_sharded(self._model)

@@ -1,0 +1,92 @@
+"""Memory that tensors in an optimizer's state share with attributes of the optimizer."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torchrec_stream_ckpt.errors import UnsupportedError
+
+_CONTAINERS = (list, tuple, deque, set, frozenset)
+_CAPTURED = ("state", "param_groups")
+
+
+def check_attributes(optimizers: Mapping[str, torch.optim.Optimizer], names: Mapping[int, str]) -> None:
+    """(each cut) Refuse state that shares memory with an attribute of its optimizer; local, reads no values.
+
+    A restored state tensor has memory of its own: what the optimizer does by its attribute would not reach it.
+
+    Args:
+        optimizers: The dense ones.
+        names: Of the parameters, by identity.
+
+    Raises:
+        UnsupportedError: names the state and the attribute.
+    """
+    for key, optimizer in optimizers.items():
+        if attributes := _attributes(optimizer):
+            for holder, values in optimizer.state.items():
+                for place, value in values.items() if isinstance(values, dict) else (("", values),):
+                    shared = next((attributes[each] for each in _storages(value) if each in attributes), None)
+                    if shared is not None:
+                        _refuse(
+                            f"{type(optimizer).__name__} ({key})", names.get(id(holder), str(holder)), place, shared
+                        )
+
+
+def _refuse(title: str, name: str, place: Any, attribute: str) -> None:
+    raise UnsupportedError(
+        f"the {title}: state {place!r} of {name} shares memory with the optimizer's attribute {attribute!r}; a restore "
+        "would part them",
+        hint="keep each state in a tensor of its own, or all of it in the attribute, with a state_dict() that has it",
+    )
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """Storage -> attribute that holds a tensor with it, itself or in a container; parameters do not count."""
+    parameters: set[int] | None = None
+    found = {}
+    for name, value in vars(optimizer).items():
+        if name in _CAPTURED:
+            continue
+        for each in (value, *_children(value)):
+            if isinstance(each, torch.Tensor):
+                if parameters is None:
+                    parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+                if id(each) not in parameters:
+                    found.update(dict.fromkeys(_storages(each), name))
+    return found
+
+
+def _storages(value: Any) -> Iterator[int]:
+    """Addresses of the storages of all tensors in a value; empty ones have none."""
+    for tensor in tensors_in(value):
+        if tensor.layout is torch.strided and not tensor.is_meta:
+            address = tensor.untyped_storage().data_ptr()
+            if address:
+                yield address
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors in nested values, the local part of a sharded one."""
+    if isinstance(value, torch.Tensor):  # most states are that, and nothing nested
+        yield value.to_local() if isinstance(value, DTensor) else value
+        return
+    seen, todo = set(), [value]
+    while todo:
+        each = todo.pop()
+        if isinstance(each, torch.Tensor):
+            yield each.to_local() if isinstance(each, DTensor) else each
+        elif id(each) not in seen:
+            seen.add(id(each))  # a state may contain itself, which is refused by name elsewhere
+            todo += _children(each)
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, _CONTAINERS) else ()
