@@ -12,7 +12,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from tests.model import PLAN_1, Trainer, differences, trainer, truth
 from tests.pool import Pool
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.errors import MarkerFailedError
+from torchrec_stream_ckpt.errors import UnsupportedError
 
 pytestmark = pytest.mark.distributed
 
@@ -94,18 +94,16 @@ class Unsaveable(Averaged):
         return {"schedule": lambda step: step}
 
 
-def _mark_unsaveable(uri: str) -> str:
+def _attach_unsaveable(uri: str) -> str:
     job = trainer(PLAN_1)
     config = StreamConfig(uri=uri, marker_every=None)
     handed = {"averages": Unsaveable(job, "changes nothing")}
-    with StreamCheckpointer(job.dmp, job.optimizer, config=config, stateful=handed) as checkpointer:
-        checkpointer.restore()
-        with pytest.raises(MarkerFailedError) as caught:
-            checkpointer.mark().result(60)
+    with pytest.raises(UnsupportedError) as caught:
+        StreamCheckpointer(job.dmp, job.optimizer, config=config, stateful=handed)
     return str(caught.value)
 
 
-def test_an_object_that_cannot_be_pickled_fails_the_marker_by_its_name(tmp_path: Path, pool: Pool) -> None:
-    (said,) = pool.run(1, _mark_unsaveable, f"file://{tmp_path}")
+def test_an_object_that_cannot_be_pickled_is_refused_by_its_name(tmp_path: Path, pool: Pool) -> None:
+    (said,) = pool.run(1, _attach_unsaveable, f"file://{tmp_path}")
     assert "the state_dict() of the Stateful 'averages' (Unsaveable) cannot be pickled" in said
     assert "keep numbers, text, tensors, lists and dicts in it" in said

@@ -178,6 +178,7 @@ WITH_TORCH = frozenset(
         "commit/dense_loader.py",
         "commit/dense_prover.py",
         "commit/exact_pickle.py",
+        "commit/extra_state.py",
         "commit/gradient_loader.py",
         "commit/gradients.py",
         "commit/handed_over.py",

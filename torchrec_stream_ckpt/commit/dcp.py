@@ -118,6 +118,18 @@ def blob(value: object) -> torch.Tensor:
     return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
 
 
+class _Nowhere(io.BytesIO):
+    """Takes bytes and keeps none."""
+
+    def write(self, data: Any) -> int:
+        return memoryview(data).nbytes
+
+
+def try_blob(value: object) -> None:
+    """Raise what :func:`blob` would raise, in no memory of its size."""
+    torch.save(value, _Nowhere(), pickle_module=exact_pickle)
+
+
 def unblob(saved: torch.Tensor, name: str) -> Any:
     """Decode what :func:`blob` was given. A pickle, vouched for by the digest in COMMIT.
 

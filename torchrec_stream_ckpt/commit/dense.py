@@ -43,7 +43,8 @@ from torchrec_stream_ckpt.commit import optimizer_state, tree
 from torchrec_stream_ckpt.commit.dcp import blob, come_together, flat, json_blob, save_together
 from torchrec_stream_ckpt.commit.dense_loader import DenseLoader
 from torchrec_stream_ckpt.commit.dense_prover import DenseTurns, ProvedEntries, differing, prove
-from torchrec_stream_ckpt.commit.handed_over import blob_of, state_of, title_of
+from torchrec_stream_ckpt.commit.extra_state import WRAPPERS, buffers_blob, model_state
+from torchrec_stream_ckpt.commit.handed_over import blob_of, state_of, stateful_title, title_of
 from torchrec_stream_ckpt.commit.hyperparameters import fused_values
 from torchrec_stream_ckpt.commit.id_maps import PREFIX, read_pieces
 from torchrec_stream_ckpt.commit.live_dense import LiveDense
@@ -165,7 +166,7 @@ class DenseState:
         fused = fused_values(self.live.kernels)
         view = self.live.checked_view()
         parameters = dict(view.named_parameters())
-        model = view.state_dict()
+        model = model_state(view)
         dense = {f"model.{name}": value for name, value in model.items() if name in parameters}
         taken = optimizer_state.take(self.live.optimizers, parameters, wrapper_parameters(self.live.optimizer))
         gradients = self.live.gradients.take(parameters)
@@ -178,7 +179,7 @@ class DenseState:
         schedules = {name: schedule.state() for name, schedule in self.live.schedules.items()}
         compared = {title_of(name, item): shared[name] for name, item in self.live.compared.items() if name in shared}
         blobs = {
-            **self._blobs(buffers, shared, wrappers, schedules),
+            **self._blobs(view, buffers, shared, wrappers, schedules),
             f"rank{self._rank}.optimizers": json_blob({**taken.tree, "gradients": gradients.tree}),
             f"rank{self._rank}.fused": json_blob(tree.encode(fused, "hyperparameters", tree.no_tensor)),
         }
@@ -189,7 +190,7 @@ class DenseState:
             {**apart, **flat(PREFIX, read_pieces(self.live.id_maps))},
             {**taken.places, **gradients.places},
             blobs,
-            {"the optimizer's wrappers": wrappers, **compared, **self._steps_of(schedules)},
+            {WRAPPERS: wrappers, **compared, **self._steps_of(schedules)},
         )
 
     def _steps_of(self, schedules: Mapping[str, State]) -> dict[str, Any]:
@@ -203,6 +204,7 @@ class DenseState:
 
     def _blobs(
         self,
+        view: nn.Module,
         buffers: dict[str, Any],
         shared: Mapping[str, Any],
         wrappers: list[Any],
@@ -211,20 +213,20 @@ class DenseState:
         """Encode what is not a tensor of the model or of an optimizer."""
         state: dict[str, Any] = {
             f"rank{self._rank}.random": blob(random_state()),
-            f"rank{self._rank}.buffers": blob(buffers),
+            f"rank{self._rank}.buffers": buffers_blob(view, buffers),
             f"rank{self._rank}.buffer_kinds": json_blob(self.live.buffers.record().as_json()),
         }
         for name, schedule in schedules.items():
-            state[f"rank{self._rank}.schedule.{name}"] = blob(schedule)
+            state[f"rank{self._rank}.schedule.{name}"] = blob_of(self.live.schedules[name].state_title, schedule)
         for name, item in self.live.per_rank.items():
-            state[f"rank{self._rank}.stateful.{name}"] = blob_of(name, item, state_of(name, item))
+            state[f"rank{self._rank}.stateful.{name}"] = blob_of(stateful_title(name, item), state_of(name, item))
         if self._rank == 0:
             state["shared.seed"] = blob(torch.initial_seed())
-            state["shared.wrappers"] = blob(wrappers)
+            state["shared.wrappers"] = blob_of(WRAPPERS, wrappers)
             if self.live.one_replica:
                 state[REPLICAS] = json_blob("rank0")
             for name, item in self.live.shared.items():
-                state[f"shared.stateful.{name}"] = blob_of(name, item, shared[name])
+                state[f"shared.stateful.{name}"] = blob_of(stateful_title(name, item), shared[name])
         return state
 
     def save(self, staged: dict[str, Any], path: Path, marker: MarkerId) -> None:

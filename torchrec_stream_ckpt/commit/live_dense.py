@@ -14,14 +14,16 @@ from torchrec_stream_ckpt.adapter import (
     dense_view,
     id_maps,
     watch_steps,
+    wrapper_states,
 )
 from torchrec_stream_ckpt.commit import optimizer_state
 from torchrec_stream_ckpt.commit.buffers import LiveBuffers
 from torchrec_stream_ckpt.commit.comm_hooks import check_comm_hooks
 from torchrec_stream_ckpt.commit.data_parallel import at_rest, check_whole
 from torchrec_stream_ckpt.commit.dense_guard import DenseGuard
+from torchrec_stream_ckpt.commit.extra_state import WRAPPERS, model_state, try_extra_state
 from torchrec_stream_ckpt.commit.gradients import Gradients
-from torchrec_stream_ckpt.commit.handed_over import Stateful, try_states
+from torchrec_stream_ckpt.commit.handed_over import Stateful, check_given, try_blob_of, try_states
 from torchrec_stream_ckpt.commit.match import PER_RANK, dense_entry, optimizer_entry
 from torchrec_stream_ckpt.commit.schedules import NamedSchedule
 from torchrec_stream_ckpt.errors import ConfigError
@@ -55,6 +57,7 @@ class LiveDense:
         rank0: Mapping[str, Stateful] | None = None,
         one_replica: bool = False,
     ) -> None:
+        check_given({"stateful": shared, "stateful_rank0": rank0 or {}, "stateful_per_rank": per_rank})
         self.model = model
         self.optimizer = optimizer
         self.optimizers = dense_optimizers(optimizer)
@@ -71,11 +74,6 @@ class LiveDense:
         self.per_rank = dict(per_rank)
         self.kernels = kernels
         """Replaced after a reshard, which builds new ones."""
-        for name, item in {**shared, **(rank0 or {}), **per_rank}.items():
-            if not isinstance(item, Stateful):
-                raise ConfigError(f"'{name}' ({type(item).__name__}) has no state_dict() and load_state_dict()")
-            if "." in name or not name:
-                raise ConfigError(f"'{name}' is no name for a Stateful", hint="use letters, digits and '_'")
         self._check_hooks()
         for name in shared.keys() & (rank0 or {}).keys():
             raise ConfigError(
@@ -88,7 +86,20 @@ class LiveDense:
         self._guard = DenseGuard(model, optimizer, self.optimizers, self.view())
         self.gradients = Gradients(model, self.optimizers)
         self._unwatch: Callable[[], None] | None = None
-        try_states(self.compared)
+        try_states(self.shared, self.compared, self.per_rank)
+        self._try_rest()
+
+    def _try_rest(self) -> None:
+        """Take once what markers hold beside tensors and the user's objects.
+
+        Raises:
+            UnsupportedError: no marker could hold it; names it.
+        """
+        view = self.view()
+        try_extra_state(view, model_state(view))
+        try_blob_of(WRAPPERS, wrapper_states(self.optimizer))
+        for schedule in self.schedules.values():
+            try_blob_of(schedule.state_title, schedule.state())
 
     def watch(self) -> None:
         """Begin to notice steps of optimizers, handed over or not, and what clears gradients; until :meth:`unwatch`."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
-from torchrec_stream_ckpt.commit.handed_over import title_of
+from torchrec_stream_ckpt.commit.handed_over import state_of, stateful_title, title_of
 from torchrec_stream_ckpt.errors import SchemaMismatchError
 
 State = dict[str, Any]
@@ -90,6 +90,11 @@ class NamedSchedule:
         """What messages call it."""
         return title_of(self.name, self._schedule)
 
+    @property
+    def state_title(self) -> str:
+        """What messages call its state."""
+        return stateful_title(self.name, self._schedule)
+
     def groups(self) -> list[tuple[str, ...]]:
         """The names in each of its param groups, sorted."""
         names = {id(member): name for name, member in self._schedule.optimizer.params.items()}
@@ -101,7 +106,7 @@ class NamedSchedule:
     def state(self) -> State:
         """What this rank saves: ``common`` is the same on all ranks, ``lists`` are those of its groups by name."""
         groups, lists = self.groups(), Lists()
-        common = self._schedule.state_dict()
+        common = state_of(self.name, self._schedule)
         if self.supported:
             common = _without_lists(common, groups, "", lists, getattr(self._schedule, _OWN, ()))
             for key in _OF_GROUPS:
