@@ -13,7 +13,7 @@ import copyreg
 import inspect
 import struct
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from hashlib import blake2b
@@ -29,8 +29,8 @@ from torchrec_stream_ckpt.commit.dense_digests import digests
 from torchrec_stream_ckpt.errors import UnsupportedError
 
 MAX_DEPTH = 100
-MAX_LEAVES = 256
-"""Values of an object that are told apart in a message; the rest is compared as a whole."""
+MAX_LEAVES = 512
+"""Values and containers of an object that are told apart in a message; the rest is compared as a whole."""
 _TEXT_CHARS = 60
 _PLACE_CHARS = 160
 _NAME = "tensor"
@@ -81,7 +81,9 @@ class _Walk:
         kind = type(value)
         content = self._leaf(value, kind, place)
         if content is not None:
-            return self._keep(place, _hash(_name(kind), content), value)
+            found = _hash(_name(kind), content)
+            self._keep(place, found, lambda: "" if isinstance(value, torch.Tensor) else repr(value))
+            return found
         if id(value) in self._done:
             return self._done[id(value)][0]
         if id(value) in above:  # by its distance, which is the same however the objects were built
@@ -89,9 +91,10 @@ class _Walk:
         if len(above) >= MAX_DEPTH:
             raise self._cannot(place, f"is nested more than {MAX_DEPTH} deep")
         inner = (*above, id(value))
+        self._keep_kind(place, value, kind, inner)
         found = _hash(_name(kind), *self._parts(value, kind, place, inner))
-        if not above:
-            self._keep(place, found, value)
+        if kind in (set, frozenset):  # its items have no places
+            self._keep(place, found, lambda: f"{kind.__name__}({', '.join(sorted(map(repr, value)))})")
         self._done[id(value)] = found, value
         return found
 
@@ -185,11 +188,21 @@ class _Walk:
     def _attributes(self, state: dict[str, Any], place: str, above: tuple[int, ...]) -> list[bytes]:
         return [_hash(str(name).encode(), self.digest(each, f"{place}.{name}", above)) for name, each in state.items()]
 
-    def _keep(self, place: str, digest: bytes, value: Any) -> bytes:
-        if len(self.leaves) < MAX_LEAVES and " of " not in place:
-            text = "" if isinstance(value, torch.Tensor) else f"{value!r:.{_TEXT_CHARS}}"
-            self.leaves.setdefault(place, (digest, text))
-        return digest
+    def _keep_kind(self, place: str, value: Any, kind: type, above: tuple[int, ...]) -> None:
+        """Keep what a container is, and the part of it that has no place inside: the order of keys, a limit."""
+        text = kind.__qualname__
+        if kind is OrderedDict:
+            content = _hash(*(self.digest(key, f"a key of {place}", above) for key in value))
+            self._keep(place, _hash(_name(kind), content), lambda: f"{text}({', '.join(map(repr, value))})")
+        elif kind is deque:
+            content = str(value.maxlen).encode()
+            self._keep(place, _hash(_name(kind), content), lambda: f"{text}(maxlen={value.maxlen})")
+        elif kind not in (set, frozenset):
+            self._keep(place, _name(kind), lambda: text)
+
+    def _keep(self, place: str, digest: bytes, text: Callable[[], str]) -> None:
+        if len(self.leaves) < MAX_LEAVES and " of " not in place and place not in self.leaves:
+            self.leaves[place] = digest, text()[:_TEXT_CHARS]
 
     def _cannot(self, place: str, why: str, hint: str = _HINT) -> UnsupportedError:
         where = f"{self._title}: {place[:_PLACE_CHARS] or 'it'}"

@@ -197,12 +197,12 @@ def _mismatch(ranks: Sequence[Held], one: int, other: int, title: str, more: int
 
 def _leaf(here: Mapping[str, tuple[bytes, str]], there: Mapping[str, tuple[bytes, str]], one: int, other: int) -> str:
     """Where two objects differ, with both values, as far as that is known."""
-    for place in (place for place in [*here, *there] if place):
+    for place in [*here, *there]:
         mine, its = here.get(place), there.get(place)
         if mine != its:
             said = [each[1] if each is not None else "nothing" for each in (mine, its)]
             values = f" is {said[0]} on rank {one}, {said[1]} on rank {other}" if all(said) else ""
-            return f": {place}{values}"
+            return f": {place}{values}" if place else values.replace(" is ", ": it is ", 1)
     return ""
 
 
