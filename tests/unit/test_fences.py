@@ -186,6 +186,7 @@ WITH_TORCH = frozenset(
         "commit/id_maps.py",
         "commit/live_dense.py",
         "commit/match.py",
+        "commit/optimizer_memory.py",
         "commit/optimizer_state.py",
         "commit/saved_dense.py",
         "commit/random_state.py",
