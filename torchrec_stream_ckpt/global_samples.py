@@ -57,6 +57,8 @@ class Deal:
         """Samples of a global batch."""
         self.drop_last = drop_last
         self.data_name = data_name
+        self.seed: int | None = None
+        """Chooses the order of each epoch; None: samples come in the order of the data."""
         self._per_rank = per_rank
 
     @property
@@ -97,6 +99,12 @@ class Deal:
             raise ConfigError(
                 f"the marker stands in '{held}', the data are '{self.data_name}'",
                 hint="give the data that the job was trained on",
+            )
+        if state["samples"] and state.get("seed") != self.seed:
+            raise ConfigError(
+                f"the marker stands within an epoch that is {_ordered(state.get('seed'))}, this one is "
+                f"{_ordered(self.seed)}",
+                hint="give the sampler the shuffle and seed that it had",
             )
         before = state.get("batch_size", self.batch_size)
         if before != self.batch_size and not self._per_rank and self.rank == 0:
@@ -186,7 +194,6 @@ class GlobalSampler(Deal):
         self.samples = samples if isinstance(samples, int) else len(samples)
         """How many the data have."""
         self.seed = seed if shuffle else None
-        """None: samples come in the order of the data."""
         least = self.batch_size if drop_last else 1
         if self.samples < least:
             raise ConfigError(
@@ -253,12 +260,7 @@ class GlobalSampler(Deal):
             ConfigError: the data or their order are not those of the marker.
         """
         epoch, samples = super().check(state)
-        length, seed = state.get("length", self.samples), state.get("seed", self.seed)
-        if samples and seed != self.seed:
-            raise ConfigError(
-                f"the marker stands within an epoch that is {_ordered(seed)}, this one is {_ordered(self.seed)}",
-                hint="give the sampler the shuffle and seed that it had",
-            )
+        length = state.get("length", self.samples)
         if samples and length != self.samples and (self.seed is not None or samples > self.samples):
             raise ConfigError(
                 f"the marker stands after {samples} samples of {length}, the data hold {self.samples}",
@@ -386,3 +388,29 @@ def seed_of(*parts: int) -> int:
     for part in parts:
         found = mixed((found ^ np.uint64(part & _MASK)) * GOLDEN + GOLDEN)
     return int(found[0])
+
+
+def check_source(source: object, what: str) -> None:
+    """Refuse an iterator: it gives its samples once, so that the next epoch would be empty.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if isinstance(source, Iterator):
+        raise ConfigError(
+            f"{what} needs something that can be iterated once an epoch, {type(source).__name__} is an iterator",
+            hint="pass the data themselves, or an object whose __iter__() begins anew",
+        )
+
+
+def check_long_enough(there: int, samples: int, batch_size: int) -> None:
+    """Refuse data that end before the last global batch that was trained; it may have had fewer samples than others.
+
+    Raises:
+        ConfigError: they do.
+    """
+    if samples and there <= samples - batch_size:
+        raise ConfigError(
+            f"the marker stands after {samples} samples of its epoch, the data hold {there}",
+            hint="give the data that the job was trained on until this epoch is over",
+        )

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from torchrec_stream_ckpt.global_samples import Deal
+from torchrec_stream_ckpt.global_samples import Deal, check_long_enough, check_source
 
 T = TypeVar("T")
 
@@ -55,35 +55,55 @@ class GlobalStream(IterableDataset[Any], Deal):
         data_name: str | None = None,
     ) -> None:
         Deal.__init__(self, batch_size, rank, world, per_rank=per_rank, drop_last=drop_last, data_name=data_name)
+        check_source(source, "GlobalStream")
         self._source = source
         self.collate_fn = collate_fn
         """Makes a batch of a list of samples."""
         # In shared memory: workers that live on see where the next pass begins.
-        self._begin: torch.Tensor = torch.zeros(2, dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
+        self._begin: torch.Tensor = torch.zeros(3, dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def smallest_part(self) -> int:
         """Samples of the smallest batch that a rank can get: nobody knows how long the last one is."""
         return super().smallest_part if self.drop_last else 0
 
+    def __len__(self) -> int:
+        """Batches of a whole epoch, where the source has a length.
+
+        Raises:
+            TypeError: it has none.
+        """
+        source: Any = self._source
+        whole, rest = divmod(len(source), self.batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
     def begin(self, epoch: int, samples: int) -> None:
         """The next pass begins at this position."""
-        self._begin.copy_(torch.tensor([epoch, samples], device="cpu"))
+        self._begin[:2] = torch.tensor([epoch, samples], device="cpu")
+
+    def check(self, state: dict[str, Any]) -> tuple[int, int]:
+        """Return the epoch and the samples of a saved position; raises as :meth:`Deal.check`."""
+        found = super().check(state)
+        self._begin[2] = state.get("batch_size", 0)  # the last batch may have had fewer samples
+        return found
 
     def __iter__(self) -> Iterator[Any]:
         """This worker's share of this rank's batches: one of ``num_workers`` batches, in turn."""
-        epoch, first = self._begin.tolist()
+        epoch, first, last = self._begin.tolist()
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
-        samples = self._from(epoch, first)
+        samples = self._from(epoch, first, last)
         for batch, held in enumerate(iter(lambda: list(islice(samples, self.batch_size)), [])):
             if batch % workers == number and (len(held) == self.batch_size or not self.drop_last):
                 begin, end = self.part(len(held))
                 yield self.collate_fn(held[begin:end])
 
-    def _from(self, epoch: int, first: int) -> Iterator[Any]:
+    def _from(self, epoch: int, first: int, last: int) -> Iterator[Any]:
         if hasattr(self._source, "set_epoch"):
             self._source.set_epoch(epoch)
         if hasattr(self._source, "iter_from"):
             return iter(self._source.iter_from(first))
-        return islice(iter(self._source), first, None)
+        samples = iter(self._source)
+        there = sum(1 for _ in islice(samples, first))
+        check_long_enough(there, first, max(self.batch_size, last))
+        return samples

@@ -159,7 +159,9 @@ class TrackedLoader(Generic[T]):
         """The pass is over, and with it the epoch: for loops over a pipeline, before what they do between two epochs.
 
         A pipeline meets the end of the data before it has trained the last batches, so nobody but the loop knows when
-        it has left the pass. A plain ``for`` loop needs no call. A marker that is cut before it leaves an empty pass.
+        it has left the pass. Nor does a loader know whether a ``break`` ends the epoch or the job: call this where it
+        ends the epoch and a marker may be cut before the next pass. A ``for`` loop that ends by itself needs no call.
+        A marker that is cut before it leaves an empty pass.
 
         Raises:
             ConfigError: batches are in flight.
@@ -173,6 +175,10 @@ class TrackedLoader(Generic[T]):
             if self._ahead:
                 self._trained = self._ahead.pop()
                 self._ahead.clear()
+            elif self._pass is not None and (next_epoch := getattr(self._loader, "next_epoch", None)) is not None:
+                next_epoch()  # a pass that was left by break
+                self._epoch, self._pass = self._epoch + 1, None
+                self._trained = self._position(batches=0)
 
     def drop_in_flight(self) -> None:
         """The batches in flight will never be trained: their pipeline was given up, or they were skipped."""

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, Literal, Protocol, TypeVar
 
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.global_samples import Deal, GlobalSampler, seed_of
+from torchrec_stream_ckpt.global_samples import Deal, GlobalSampler, check_source, seed_of
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -38,10 +38,12 @@ class _Seeds:
 
             self._generator = loader.generator = torch.Generator()
 
-    def begin(self, epoch: int) -> None:
-        """A pass begins."""
+    def begin(self, *at: int) -> None:
+        """A pass begins at this position: other numbers for each seed of the job, rank, epoch and resumed position."""
         if self._generator is not None:
-            self._generator.manual_seed(seed_of(epoch))
+            import torch
+
+            self._generator.manual_seed(seed_of(torch.initial_seed(), *at))
 
 
 class DealtLoader:
@@ -65,7 +67,7 @@ class DealtLoader:
     def __iter__(self) -> Iterator[Any]:
         """One epoch, or what a loaded position leaves of it."""
         epoch, samples = self._at
-        self._seeds.begin(epoch)
+        self._seeds.begin(self._deal.rank, epoch, samples)
         self._deal.begin(epoch, samples)
         batches = iter(self._loader) if self._limit is None or samples < self._limit else iter(())
         for batch in batches:
@@ -130,7 +132,7 @@ class CountedLoader:
                 f"the marker stands within epoch {self._epoch} of the sampler, which is in {self._sampler_epoch()}",
                 hint="count epochs with range(loader.epoch, epochs), and call set_epoch() before each pass",
             )
-        self._seeds.begin(self._passes)
+        self._seeds.begin(rank_of_job(), self._passes, skip)
         self._batches = number = 0
         for number, batch in enumerate(islice(self._loader, self._limit), 1):
             if number > skip:
@@ -152,7 +154,16 @@ class CountedLoader:
         """The position: how many batches of the pass were fetched, its number, and the epoch of a sampler with one."""
         epoch = self._epoch if self._skip else self._sampler_epoch()
         of_sampler = {} if epoch is None else {"sampler_epoch": epoch}
-        return {"batches": max(self._batches, self._skip), "passes": self._passes, **of_sampler}
+        return {"batches": max(self._batches, self._skip), "passes": self._passes, **of_sampler, **self._order()}
+
+    def _order(self) -> dict[str, int]:
+        """What the batches of a pass depend on, as far as torch's loaders say it."""
+        sampler = getattr(self._loader, "sampler", None)
+        size = getattr(self._loader, "batch_size", None) or getattr(
+            getattr(self._loader, "batch_sampler", None), "batch_size", None
+        )
+        found = {"batch_size": size, "sampler_seed": getattr(sampler, "seed", None)}
+        return {name: value for name, value in found.items() if isinstance(value, int)}
 
     def _sampler_epoch(self) -> int | None:
         """The epoch that torch's ``DistributedSampler`` was told; None if the loader has none such."""
@@ -163,13 +174,20 @@ class CountedLoader:
         """Refuse a state that is no count of batches.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: it is not; or within a pass batches are of another size, or the sampler has another seed.
         """
-        if state.keys() - {"passes", "sampler_epoch"} != {"batches"}:
+        if state.keys() - {"passes", "sampler_epoch", "batch_size", "sampler_seed"} != {"batches"}:
             raise ConfigError(
                 f"the marker's loader state is no count of batches: it has {', '.join(map(str, state))}",
                 hint="restore it with the loader that wrote it",
             )
+        for name, now in self._order().items():
+            if state["batches"] and state.get(name, now) != now:
+                raise ConfigError(
+                    f"the marker stands after {state['batches']} batches of a pass with {name} {state[name]}, it is "
+                    f"{now} now",
+                    hint="give the loader what it had until this pass is over",
+                )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The next pass begins after as many batches."""
@@ -186,6 +204,13 @@ def position_source(loader: Any, *, skip: bool, limit: int | None) -> StatefulLo
     """
     if not hasattr(loader, "__iter__"):
         raise ConfigError(f"TrackedLoader needs an iterable, {type(loader).__name__} is not one")
+    check_source(loader, "TrackedLoader")
+    if getattr(loader, "num_workers", None) and not getattr(loader, "in_order", True):
+        raise ConfigError(
+            "this DataLoader gives batches in the order in which its workers end (in_order=False): none of them says "
+            "which ones were trained",
+            hint="leave in_order=False out",
+        )
     for deal in (getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None), loader):
         if isinstance(deal, Deal) and deal is loader and not hasattr(loader, "state_dict"):
             raise ConfigError(
@@ -246,8 +271,21 @@ def _check_dealt(loader: Any, deal: Deal) -> None:
 def _check_order(loader: Any) -> None:
     """Refuse torch's own shuffling: its order comes from the random state of the job, and differs in a resumed pass."""
     data = sys.modules.get("torch.utils.data")
-    if data is not None and isinstance(getattr(loader, "sampler", None), data.RandomSampler):
+    samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    if data is not None and any(
+        isinstance(each, (data.RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSampler))
+        for each in samplers
+    ):
         raise ConfigError(
-            "this DataLoader draws its order anew in each pass (shuffle=True), so a resumed pass has another one",
+            "this DataLoader draws its order anew in each pass (shuffle=True, or a random sampler), so a resumed pass "
+            "has another one",
             hint="shuffle by batch_sampler=GlobalSampler(len(data), shuffle=True, ...)",
         )
+
+
+def rank_of_job() -> int:
+    """This rank; 0 where there is no process group."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return 0
+    return int(distributed.get_rank())

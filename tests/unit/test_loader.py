@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.pipelined import pipelined
-from torchrec_stream_ckpt import GlobalBatches, TrackedLoader
+from torchrec_stream_ckpt import GlobalBatches, GlobalSampler, GlobalStream, TrackedLoader
 from torchrec_stream_ckpt.errors import ConfigError
 
 
@@ -277,3 +278,136 @@ def test_a_position_in_data_of_another_name_is_refused() -> None:
     with pytest.raises(ConfigError, match="the marker stands in 'day_0', the data are 'day_1'"):
         loader("day_1").load_state_dict(old.state_dict())
     loader("day_1").load_state_dict(loader(None).state_dict())  # an older one has no name
+
+
+def _counted(samples: int = 12, batch_size: int = 2, **more: Any) -> TrackedLoader[Any]:
+    return TrackedLoader(DataLoader(range(samples), batch_size=batch_size, **more), skip=True)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda: {"sampler": SubsetRandomSampler(range(12))},
+        lambda: {"sampler": WeightedRandomSampler([1.0] * 12, 12)},
+        lambda: {"shuffle": True},
+    ],
+)
+def test_an_order_that_is_drawn_anew_in_each_pass_is_not_counted(sampler: Callable[[], dict[str, Any]]) -> None:
+    with pytest.raises(ConfigError, match="draws its order anew in each pass"):
+        _counted(**sampler())
+    batches = BatchSampler(RandomSampler(range(12)), 2, drop_last=False)
+    with pytest.raises(ConfigError, match="draws its order anew in each pass"):
+        TrackedLoader(DataLoader(range(12), batch_sampler=batches), skip=True)
+
+
+def test_batches_in_the_order_of_their_workers_have_no_position() -> None:
+    sampler = GlobalSampler(12, batch_size=2, rank=0, world=1)
+    for loader, more in (
+        (DataLoader(range(12), batch_sampler=sampler, num_workers=2, in_order=False), {}),
+        (DataLoader(range(12), batch_size=2, num_workers=2, in_order=False), {"skip": True}),
+    ):
+        with pytest.raises(ConfigError, match="in_order=False"):
+            TrackedLoader(loader, **more)
+
+
+def test_counted_batches_of_another_size_or_seed_are_refused_within_a_pass() -> None:
+    def distributed(seed: int) -> TrackedLoader[Any]:
+        sampler = DistributedSampler(range(12), num_replicas=1, rank=0, seed=seed)
+        return TrackedLoader(DataLoader(range(12), batch_size=2, sampler=sampler), skip=True)
+
+    for first, other, text in (
+        (_counted(), _counted(batch_size=4), "batch_size 2, it is 4 now"),
+        (distributed(1), distributed(2), "sampler_seed 1, it is 2 now"),
+    ):
+        batches = iter(first)
+        next(batches)
+        first.trained()
+        with pytest.raises(ConfigError, match=text):
+            other.load_state_dict(first.state_dict())
+        for _ in batches:
+            first.trained()
+        first.end_epoch()
+        other.load_state_dict(first.state_dict())
+
+
+def test_an_iterator_is_no_data_of_an_epoch() -> None:
+    with pytest.raises(ConfigError, match="list_iterator is an iterator"):
+        TrackedLoader(iter([1, 2]), skip=True)
+    with pytest.raises(ConfigError, match="generator is an iterator"):
+        GlobalStream((each for each in range(4)), batch_size=2, rank=0, world=1)
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_an_epoch_that_a_break_has_left_ends_where_the_loop_says_so(drop: bool) -> None:
+    def loader() -> TrackedLoader[Any]:
+        sampler = GlobalSampler(8, batch_size=2, rank=0, world=1, shuffle=True)
+        return TrackedLoader(DataLoader(range(8), batch_sampler=sampler, collate_fn=list))
+
+    live, resumed = loader(), loader()
+    for number, _ in enumerate(live):
+        if number == 1:
+            live.trained(1 if drop else 2)
+            break
+    if drop:
+        live.drop_in_flight()
+    live.end_epoch()
+    state = live.state_dict()
+    assert state["epoch"] == live.epoch == 1
+    resumed.load_state_dict(state)
+    assert list(live) == list(resumed)
+
+
+def test_a_position_in_another_order_is_refused_by_every_loader_of_the_job() -> None:
+    shuffled = GlobalSampler(16, batch_size=4, rank=0, world=1, shuffle=True)
+    stream = GlobalStream(range(16), batch_size=4, rank=0, world=1)
+    made = GlobalBatches(lambda *_: None, samples=16, batch_size=4, rank=0, world=1)
+    for deal in (stream, made):
+        with pytest.raises(ConfigError, match="within an epoch that is shuffled by seed 0, this one is not shuffled"):
+            deal.check(shuffled.at(0, 8))
+        with pytest.raises(ConfigError, match="within an epoch that is not shuffled, this one is shuffled by seed 0"):
+            shuffled.check(deal.at(0, 8))
+        assert shuffled.check(deal.at(1, 0)) == deal.check(shuffled.at(1, 0)) == (1, 0)
+
+
+def test_a_stream_that_has_become_shorter_than_its_position_is_refused() -> None:
+    stream = GlobalStream(range(6), batch_size=4, rank=0, world=1, collate_fn=list)
+    loader = TrackedLoader(DataLoader(stream, batch_size=None))
+    loader.load_state_dict({"epoch": 0, "loader": {"epoch": 0, "samples": 12, "batch_size": 4}})
+    with pytest.raises(ConfigError, match="after 12 samples of its epoch, the data hold 6"):
+        next(iter(loader))
+    loader.load_state_dict({"epoch": 0, "loader": {"epoch": 0, "samples": 8, "batch_size": 4}})
+    assert list(loader) == []  # its last batch had two samples
+
+
+def test_a_stream_has_the_length_that_its_source_has() -> None:
+    stream = GlobalStream(range(10), batch_size=4, rank=0, world=2, collate_fn=list)
+    loader = TrackedLoader(DataLoader(stream, batch_size=None), limit=2)
+    assert len(loader) == 2
+    assert len(GlobalStream(range(10), batch_size=4, rank=0, world=2, drop_last=True)) == 2
+    with pytest.raises(TypeError):
+        len(GlobalStream(Endless(), batch_size=4, rank=0, world=1))
+
+
+def test_workers_draw_other_numbers_in_another_job_rank_epoch_and_resumed_pass() -> None:
+    def seeds(seed: int, rank: int, samples: int = 0) -> list[int]:
+        torch.manual_seed(seed)
+        sampler = GlobalSampler(8, batch_size=4, rank=rank, world=2)
+        wrapped = DataLoader(range(8), batch_sampler=sampler)
+        loader = TrackedLoader(wrapped)
+        if samples:
+            loader.load_state_dict({"epoch": 0, "loader": sampler.at(0, samples)})
+        found = []
+        for _ in range(2):
+            for _ in loader:
+                loader.trained()
+            found.append(wrapped.generator.initial_seed())
+        return found
+
+    all_seeds = [*seeds(0, 0), *seeds(1, 0), *seeds(0, 1), seeds(0, 0, samples=4)[0]]
+    assert len(set(all_seeds)) == 7
+    assert seeds(0, 0) == all_seeds[:2]
+
+
+class Endless:
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
