@@ -194,6 +194,7 @@ class GlobalSampler(Deal):
         self.samples = samples if isinstance(samples, int) else len(samples)
         """How many the data have."""
         self.seed = seed if shuffle else None
+        """Chooses the order of each epoch; None: samples come in the order of the data."""
         least = self.batch_size if drop_last else 1
         if self.samples < least:
             raise ConfigError(
