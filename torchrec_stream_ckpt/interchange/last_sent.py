@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from torchrec_stream_ckpt.format.control import Mark
 from torchrec_stream_ckpt.format.frame import Header, Kind
-from torchrec_stream_ckpt.format.interval import Interval
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Ints
 from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import ChunkEntry
-from torchrec_stream_ckpt.log.stream import checked_payload, read_mark
 from torchrec_stream_ckpt.proofs.met import Met, Places
 from torchrec_stream_ckpt.route.route import Route
 from torchrec_stream_ckpt.store.catalog import Piece
@@ -38,21 +38,20 @@ class LastSent:
         """The place of the last marker that sent a row of each block of a table; -1: none was met."""
         return self.met.begin(self._shards[table], None)
 
-    def frame(self, interval: Interval, shards: tuple[TableShard, ...], header: Header, frame: memoryview) -> None:
-        """Note a frame of the log.
+    def frame(self, schema: Schema, shards: tuple[TableShard, ...], header: Header, payload: memoryview) -> None:
+        """Note a frame of the log, which was checked.
 
         Args:
-            interval: It is in.
+            schema: Of its generation.
             shards: What its rank held.
             header: Its header.
-            frame: All of it.
+            payload: What follows the header.
         """
         if header.kind is Kind.ROWS:
-            payload = checked_payload(header, frame, interval.commit, interval.end)
-            view = decode_rows(header, payload, interval.claim.schema.tables[header.table])
+            view = decode_rows(header, payload, schema.tables[header.table])
             self._rows(header.table, view.ids, MarkerId(header.generation, header.marker))
         elif header.kind is Kind.MARK:
-            self.met.mark(header, shards, read_mark(header, frame, interval.commit, interval.end))
+            self.met.mark(header, shards, Mark.from_json(payload, header.version))
 
     def chunks(self, piece: Piece, found: Iterable[tuple[ChunkEntry, RowsView]]) -> None:
         """Note chunks of a piece of the store: all count as sent by its last marker."""

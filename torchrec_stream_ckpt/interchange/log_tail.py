@@ -105,6 +105,6 @@ def _pieces(
                 refs += fold_interval(log, into, each, (), progress)
             else:
                 held = shards[commit.generation][each.end.rank]
-                refs += fold_interval(log, into, each, held, progress, partial(sent.frame, each, held))
+                refs += fold_interval(log, into, each, held, progress, partial(sent.frame, each.claim.schema, held))
         yield Piece(start, commit.id, tuple(refs), commit.chain)
         start = commit.id

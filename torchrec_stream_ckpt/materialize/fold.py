@@ -125,13 +125,13 @@ def fold_interval(
     interval: Interval,
     shards: tuple[TableShard, ...] | None,
     progress: Callable[[int], None] = lambda _: None,
-    seen: Callable[[Header, memoryview], None] = lambda header, frame: None,
+    seen: Callable[[Header, memoryview], None] = lambda header, payload: None,
 ) -> tuple[SegmentRef, ...]:
     """Read one rank's interval, check every frame and write its segments; as :func:`begin_fold`.
 
     Args:
         log, objects, interval, shards, progress: As there.
-        seen: Called with each frame that was checked.
+        seen: Called with header and payload of each frame that was checked.
     """
     return begin_fold(log, objects, interval, shards, progress, seen=seen).finish()
 
@@ -144,7 +144,7 @@ def begin_fold(
     progress: Callable[[int], None] = lambda _: None,
     background: Executor | None = None,
     *,
-    seen: Callable[[Header, memoryview], None] = lambda header, frame: None,
+    seen: Callable[[Header, memoryview], None] = lambda header, payload: None,
 ) -> SegmentWriter:
     """Read one rank's interval, check every frame and write its segments, the last of them perhaps in the background.
 
@@ -157,7 +157,7 @@ def begin_fold(
         shards: What the rank's HELLO said; None at the first marker of a generation, whose interval holds it.
         progress: Called with the bytes of each frame.
         background: Threads that write the last part; None: it is written on return.
-        seen: Called with each frame that was checked.
+        seen: Called with header and payload of each frame that was checked.
 
     Returns:
         What has the segments, once all of them are written: ``finish``.
@@ -189,7 +189,7 @@ def begin_fold(
             shards = check_hello(header, frame, interval.claim, commit, end).shards
         elif header.kind is Kind.MARK:
             mark = read_mark(header, frame, commit, end)
-        seen(header, frame)
+        seen(header, payload)
         progress(len(frame))
     if mark is None or shards is None:
         raise CorruptionError("interval without its HELLO or MARK", generation=commit.generation, rank=end.rank)
