@@ -7,7 +7,6 @@ restored from it would never train them.
 from __future__ import annotations
 
 import copy
-import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.positions import StatefulLoader, position_source
+from torchrec_stream_ckpt.positions import StatefulLoader, place_in_job, position_source
 
 T = TypeVar("T")
 
@@ -190,7 +189,7 @@ class TrackedLoader(Generic[T]):
     def state_dict(self) -> dict[str, Any]:
         """The position after the last trained batch."""
         at = self._trained or self._position(batches=0)
-        world = {"world": _world()} if self._of_rank else {}
+        world = {"world": place_in_job()[1]} if self._of_rank else {}
         return {"epoch": at.epoch, "loader": copy.deepcopy(at.state), **world}
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -204,7 +203,7 @@ class TrackedLoader(Generic[T]):
                 "the marker's loader state was not saved by a TrackedLoader",
                 hint="hand over the loader as the job did that wrote the marker",
             )
-        before, world = state_dict.get("world"), _world()
+        before, world = state_dict.get("world"), place_in_job()[1]
         if self._of_rank and before not in (None, world):
             raise ConfigError(
                 f"the position of {type(self._wrapped).__name__} is that of one rank of {before}: "
@@ -274,11 +273,3 @@ class TrackedLoader(Generic[T]):
     def _position(self, batches: int) -> _Position:
         """Where the wrapped loader stands."""
         return _Position(copy.deepcopy(self._loader.state_dict()), self._epoch, batches)
-
-
-def _world() -> int:
-    """Number of ranks of this job; 1 where there is no process group."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return 1
-    return int(distributed.get_world_size())

@@ -132,7 +132,7 @@ class CountedLoader:
                 f"the marker stands within epoch {self._epoch} of the sampler, which is in {self._sampler_epoch()}",
                 hint="count epochs with range(loader.epoch, epochs), and call set_epoch() before each pass",
             )
-        self._seeds.begin(rank_of_job(), self._passes, skip)
+        self._seeds.begin(place_in_job()[0], self._passes, skip)
         self._batches = number = 0
         for number, batch in enumerate(islice(self._loader, self._limit), 1):
             if number > skip:
@@ -283,9 +283,9 @@ def _check_order(loader: Any) -> None:
         )
 
 
-def rank_of_job() -> int:
-    """This rank; 0 where there is no process group."""
+def place_in_job() -> tuple[int, int]:
+    """(this rank, number of ranks); (0, 1) where there is no process group."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return 0
-    return int(distributed.get_rank())
+        return 0, 1
+    return int(distributed.get_rank()), int(distributed.get_world_size())

@@ -193,10 +193,10 @@ def test_batches_of_a_loader_without_a_position_are_counted_and_skipped() -> Non
 
 def test_a_position_of_one_rank_is_refused_on_another_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     data = TrackedLoader(StatefulDataLoader(range(12), batch_size=2))
-    monkeypatch.setattr(loader, "_world", lambda: 2)
+    monkeypatch.setattr(loader, "place_in_job", lambda: (0, 2))
     state = data.state_dict()
     data.load_state_dict(state)
-    monkeypatch.setattr(loader, "_world", lambda: 3)
+    monkeypatch.setattr(loader, "place_in_job", lambda: (0, 3))
     with pytest.raises(ConfigError, match="StatefulDataLoader is that of one rank of 2: on 3 ranks") as refused:
         data.load_state_dict(state)
     assert "restore on 2 ranks" in str(refused.value)
