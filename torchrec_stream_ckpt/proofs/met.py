@@ -84,14 +84,19 @@ class Marks:
         """By place; None where a rank has no proof, or two have another window: the marker proves nothing."""
         found: dict[int, Window | None] = {}
         for place, said in self._said.items():
-            windows = {each.proof.window if each.proof is not None else None for each in said.values()}
-            if windows:
-                found[place] = windows.pop() if len(windows) == 1 else None
+            if said:
+                found[place] = common_window(each.proof for each in said.values())
         return found
 
     def at(self, place: int) -> Mapping[int, Said]:
         """Return what was said at a marker, by rank."""
         return self._said.get(place, {})
+
+
+def common_window(proofs: Iterable[Proof | None]) -> Window | None:
+    """Return the window of a marker, by what its ranks said; None: one said nothing, or two said different ones."""
+    windows = {proof.window if proof is not None else None for proof in proofs}
+    return windows.pop() if len(windows) == 1 else None
 
 
 def agree(windows: Iterable[Mapping[int, Window | None]], floor: int) -> dict[int, Window]:

@@ -10,7 +10,7 @@ import numpy as np
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Digests, Ints, Proof, digest_blocks, row_keys
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.proofs.met import Said, digests_of
+from torchrec_stream_ckpt.proofs.met import Said, common_window, digests_of
 from torchrec_stream_ckpt.proofs.rowsums import plain_sums
 from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved, UnprovedBlock
 from torchrec_stream_ckpt.types import MarkerId, TableSpec
@@ -45,8 +45,7 @@ class WeightProof:
         Raises:
             CorruptionError: a proof has more or fewer digests than its shards have.
         """
-        windows = {each.proof.window if each.proof is not None else None for each in said}
-        window = windows.pop() if len(windows) == 1 else None
+        window = common_window(each.proof for each in said)
         if window is None:
             return None
         tables = [(table.id, 1 + len(table.states)) for table in schema.tables]

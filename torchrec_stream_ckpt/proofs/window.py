@@ -15,7 +15,7 @@ from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Window
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.proofs.met import Met
+from torchrec_stream_ckpt.proofs.met import Met, common_window
 from torchrec_stream_ckpt.proofs.rowsums import RowSums, Slice
 from torchrec_stream_ckpt.proofs.shares import SHARE_BYTES, ShareFound, WindowShare, compare_shares, cut_window
 from torchrec_stream_ckpt.proofs.unproved import Compared
@@ -233,8 +233,7 @@ def _with_rows(shards: Iterable[TableShard]) -> list[TableShard]:
 
 def window_of(notes: Sequence[Notes]) -> Window | None:
     """Return the window that a marker proves, by what its ranks said; None: there is none."""
-    windows = {each.mark.proof.window if each.mark.proof is not None else None for each in notes}
-    return windows.pop() if len(windows) == 1 else None
+    return common_window(each.mark.proof for each in notes)
 
 
 def cells_of(schema: Schema, window: Window) -> int:
