@@ -104,10 +104,9 @@ class StreamCheckpointer:
             check_settings(self._team, {**config.of_all_ranks(), "paranoid": paranoid})
             self._attached = Attached(dmp, optimizer, self._team, paranoid=paranoid)
             shared, per_rank, rank0 = stateful or {}, stateful_per_rank or {}, stateful_rank0 or {}
-            given = {"stateful": shared, "stateful_rank0": rank0, PER_RANK: per_rank}
-            check_handed_over(self._team, given)
             live = partial(LiveDense, dmp, optimizer, shared, per_rank, self._attached.kernels, rank0)
             self._dense = self._team.together(lambda: DenseState(live(config.replicas == "rank0"), groups.dense))
+            check_handed_over(self._team, {"stateful": shared, "stateful_rank0": rank0, PER_RANK: per_rank})
             self._loaders = [item for item in self._dense.live.handed_over if isinstance(item, TrackedLoader)]
             # What this job writes to: its only log, or the inner one of two tiers.
             how = {"signs": self._team.rank == 0, "spare": config.outer is None}

@@ -55,6 +55,7 @@ class DenseGuard:
         self._others: WeakSet[torch.optim.Optimizer] = WeakSet()
         """Optimizers that have stepped and were not handed over; those that are gone have no state to lose."""
         parameters = dict(view.named_parameters())
+        check_buffers(model)
         self._check_all(view, since_attach=False)
         check_writable(model, parameters)
         self._print = DensePrint.of(model, parameters, self._optimizers.values())
@@ -91,7 +92,6 @@ class DenseGuard:
 
     def _check_all(self, view: nn.Module, *, since_attach: bool) -> None:
         check_fully_sharded(self._model)
-        check_buffers(self._model)
         check_dense(self._model, self._optimizers)
         check_replicas(self._model, view, since_attach=since_attach)
 

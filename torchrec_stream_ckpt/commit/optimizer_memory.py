@@ -64,14 +64,14 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[int, str]:
 
 def _storages(value: Any) -> Iterator[int]:
     """Addresses of the storages of all tensors in a value; empty ones have none."""
-    for tensor in tensors_in(value):
+    for tensor in _tensors_in(value):
         if tensor.layout is torch.strided and not tensor.is_meta:
             address = tensor.untyped_storage().data_ptr()
             if address:
                 yield address
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """All tensors in nested values, the local part of a sharded one."""
     if isinstance(value, torch.Tensor):  # most states are that, and nothing nested
         yield value.to_local() if isinstance(value, DTensor) else value
