@@ -21,13 +21,11 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import row_wise, table_wise
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests.programs import DEVICE, Stopped, Watch
+from tests.programs import DEVICE, Stopped, Watch, user_and_item
 from torchrec_stream_ckpt import (
     GlobalSampler,
     GlobalStream,
@@ -74,11 +72,7 @@ def collate(size: int, samples: list[Sample]) -> Batch:
 class TwoTower(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        tables = [
-            EmbeddingBagConfig(name=f"t_{name}", num_embeddings=rows, embedding_dim=8, feature_names=[name])
-            for name, rows in (("user", 40), ("item", 60))
-        ]
-        self.ebc = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+        self.ebc = user_and_item()
         self.user, self.item = (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 4)) for _ in range(2))
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:

@@ -45,16 +45,21 @@ def batch_of(numbers: list[int]) -> Batch:
     return Batch(torch.empty(len(numbers), 0), sparse, values)
 
 
+def user_and_item() -> EmbeddingBagCollection:
+    """Tables for the ids of a sample, of 8 columns each."""
+    tables = [
+        EmbeddingBagConfig(name=f"t_{name}", num_embeddings=rows, embedding_dim=8, feature_names=[name])
+        for name, rows in (("user", 40), ("item", 60))
+    ]
+    return EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+
+
 class Net(nn.Module):
     """Two tables under a dense layer; returns the loss, and the numbers of the samples."""
 
     def __init__(self) -> None:
         super().__init__()
-        tables = [
-            EmbeddingBagConfig(name=f"t_{name}", num_embeddings=rows, embedding_dim=8, feature_names=[name])
-            for name, rows in (("user", 40), ("item", 60))
-        ]
-        self.ebc = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
+        self.ebc = user_and_item()
         self.over = nn.Sequential(nn.Linear(16, 8), nn.Dropout(0.2), nn.Linear(8, 1))
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
