@@ -40,7 +40,7 @@ logging.basicConfig(level=logging.ERROR, format="%(message)s", force=True)
 logging.getLogger("torchrec_stream_ckpt").setLevel(logging.WARNING if rank else logging.INFO)
 warnings.simplefilter("ignore", FutureWarning)  # TorchRec's own
 
-table = EmbeddingBagConfig(name="t_item", num_embeddings=1000, embedding_dim=16, feature_names=["item"])
+table = EmbeddingBagConfig(name="t_item", num_embeddings=10_000, embedding_dim=16, feature_names=["item"])
 ebc = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
 apply_optimizer_in_backward(Adagrad, ebc.parameters(), {"lr": 0.1})  # fused into the backward pass
 model = DistributedModelParallel(torch.nn.Sequential(ebc), device=torch.device("cpu"))

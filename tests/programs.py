@@ -155,8 +155,6 @@ class ReadyMade(IterableDataset[Batch]):
 class LRPolicyScheduler(lr_scheduler.LRScheduler):
     """It warms up, decays, and then holds the last rates, of which it has a list."""
 
-    per_group_state = ("last_lr",)
-
     def get_lr(self) -> list[float]:
         if self.last_epoch < 6:
             self.last_lr = [base / (1 + self.last_epoch) for base in self.base_lrs]

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from torchrec_stream_ckpt.follower.core import Follower
     from torchrec_stream_ckpt.follower.follow import follow
     from torchrec_stream_ckpt.follower.tables import FollowedTables
-    from torchrec_stream_ckpt.global_samples import GlobalBatches, GlobalSampler, sample_generator
+    from torchrec_stream_ckpt.global_batches import GlobalBatches
+    from torchrec_stream_ckpt.global_samples import GlobalSampler, sample_generator
     from torchrec_stream_ckpt.global_stream import GlobalStream
     from torchrec_stream_ckpt.interchange.dcp_reader import StreamReader
     from torchrec_stream_ckpt.interchange.marker_rows import OpenMarker, open_marker
@@ -61,7 +62,7 @@ _LAZY = {
     "DenseChanges": "evolve.changes",
     "FollowedTables": "follower.tables",
     "Follower": "follower.core",
-    "GlobalBatches": "global_samples",
+    "GlobalBatches": "global_batches",
     "GlobalSampler": "global_samples",
     "GlobalStream": "global_stream",
     "IdMap": "evolve.row_maps",

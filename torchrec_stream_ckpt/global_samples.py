@@ -8,19 +8,18 @@ goes on from it, and every sample is trained exactly once an epoch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sized
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Iterable, Iterator, Sized
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from torchrec_stream_ckpt.arguments import text_or_none, true_or_false, whole_number
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.mixing import GOLDEN, mixed
 
 if TYPE_CHECKING:
     import torch
-
-T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -37,29 +36,42 @@ class Deal:
         per_rank: Whether the batch of a rank stays as large as it is on any number of ranks, and the global batch
             grows with them. By default the global batch stays.
         drop_last: Whether an epoch leaves an incomplete last batch out.
-        data_name: Name of the data, such as that of a file. A position in data of another name is refused.
+        data_name: Name of the data, such as the name of a file. A position in data of another name is refused.
+        new_batch_size: Whether a position of a job with another ``batch_size`` is accepted: the rest of its epoch is
+            then cut into batches of this size. Otherwise it is refused, within an epoch and between two.
 
     Raises:
-        ConfigError: a number is out of range.
+        ConfigError: an argument has the wrong type or is out of range.
     """
 
     def __init__(
-        self, batch_size: int, rank: int, world: int, *, per_rank: bool, drop_last: bool, data_name: str | None
+        self,
+        batch_size: int,
+        rank: int,
+        world: int,
+        *,
+        per_rank: bool,
+        drop_last: bool,
+        data_name: str | None,
+        new_batch_size: bool = False,
     ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, it is {batch_size}")
+        batch_size = whole_number("batch_size", batch_size, least=1)
+        place = "pass dist.get_rank() and dist.get_world_size()"
+        rank, world = whole_number("rank", rank, hint=place), whole_number("world", world, least=1, hint=place)
         if not 0 <= rank < world:
             raise ConfigError(
-                f"rank {rank} is not one of {world} ranks", hint="pass dist.get_rank() and its world size"
+                f"rank must be 0 to {world - 1} where world is {world}, got {rank}",
+                hint=place,
             )
         self.rank, self.world = rank, world
+        self._per_rank = true_or_false("per_rank", per_rank)
         self.batch_size = batch_size * world if per_rank else batch_size
         """Samples of a global batch."""
-        self.drop_last = drop_last
-        self.data_name = data_name
+        self.drop_last = true_or_false("drop_last", drop_last)
+        self.data_name = text_or_none("data_name", data_name)
+        self._new_batch_size = true_or_false("new_batch_size", new_batch_size)
         self.seed: int | None = None
         """Chooses the order of each epoch; None: samples come in the order of the data."""
-        self._per_rank = per_rank
 
     @property
     def smallest_part(self) -> int:
@@ -81,7 +93,8 @@ class Deal:
     def at(self, epoch: int, samples: int) -> dict[str, Any]:
         """Return a position as a state: ``samples`` of an epoch were read by the whole job."""
         named = {} if self.data_name is None else {"data_name": self.data_name}
-        return {"epoch": epoch, "samples": samples, "batch_size": self.batch_size, **named}
+        fixed = {"rank_batch_size": self.batch_size // self.world} if self._per_rank else {}
+        return {"epoch": epoch, "samples": samples, "batch_size": self.batch_size, **fixed, **named}
 
     def check(self, state: dict[str, Any]) -> tuple[int, int]:
         """Return the epoch and the samples of a saved position.
@@ -94,56 +107,99 @@ class Deal:
                 f"the marker's loader state is not a position of the whole job: it has {', '.join(map(str, state))}",
                 hint="restore it with the loader that wrote it, on as many ranks",
             )
-        held = state.get("data_name")
-        if None not in (held, self.data_name) and held != self.data_name:
+        epoch, samples = (whole_number(f"the marker's {name}", state[name], least=0) for name in ("epoch", "samples"))
+        held, named = state.get("data_name"), self.data_name
+        if held != named and (held is not None or samples):  # between two epochs, data without a name may get one
             raise ConfigError(
-                f"the marker stands in '{held}', the data are '{self.data_name}'",
-                hint="give the data that the job was trained on",
+                f"the marker stands in {_named(held)}, the data here are {_named(named)}",
+                hint=f"give the data that the job was trained on, with data_name={held!r}"
+                if held is not None
+                else "leave data_name out until this epoch is over",
             )
-        if state["samples"] and state.get("seed") != self.seed:
+        if samples and state.get("seed") != self.seed:
             raise ConfigError(
                 f"the marker stands within an epoch that is {_ordered(state.get('seed'))}, this one is "
                 f"{_ordered(self.seed)}",
                 hint="give the sampler the shuffle and seed that it had",
             )
-        before = state.get("batch_size", self.batch_size)
-        if before != self.batch_size and not self._per_rank and self.rank == 0:
-            log.warning("the global batch had %d samples at the marker, it has %d now", before, self.batch_size)
-        return state["epoch"], state["samples"]
+        self._check_batch_size(state)
+        return epoch, samples
+
+    def _check_batch_size(self, state: dict[str, Any]) -> None:
+        """Refuse another size of the batch that stays fixed, the global one or that of a rank, unless it is allowed."""
+        of_rank = self._per_rank and "rank_batch_size" in state
+        now = self.batch_size // self.world if of_rank else self.batch_size
+        before = state.get("rank_batch_size" if of_rank else "batch_size", now)
+        if before == now:
+            return
+        what = "batch of a rank" if of_rank else "global batch"
+        if not self._new_batch_size:
+            raise ConfigError(
+                f"the {what} had {before} samples at the marker, it has {now} here",
+                hint=f"give the batch size of the marker; or pass new_batch_size=True to train the rest of the data in "
+                f"batches of {now}",
+            )
+        if self.rank == 0:
+            log.info("the %s had %d samples at the marker, it has %d now", what, before, now)
 
     def begin(self, epoch: int, samples: int) -> None:
         """The next pass begins at this position."""
         raise NotImplementedError
 
 
-class SampleIndex(int):
-    """The index of a sample in its data, with the epoch that asks for it; see :func:`sample_generator`."""
+class _Indices(list[int]):
+    """Indices of the samples of one batch, and their epoch, which a worker learns when it receives them.
 
-    epoch: int = 0
+    The epoch is not in the indices: ``Subset`` and ``ConcatDataset`` pass on others.
+    """
 
-    @classmethod
-    def of(cls, index: int, epoch: int) -> SampleIndex:
-        found = cls(index)
-        found.epoch = epoch
-        return found
+    def __init__(self, indices: Iterable[int], epoch: int) -> None:
+        super().__init__(indices)
+        self.epoch = epoch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (list(self), self.epoch)
+
+
+def _received(indices: list[int], epoch: int) -> list[int]:
+    """Return what a worker is to fetch next. A worker serves one loader, so no other one has another epoch there."""
+    fetch_in_epoch(epoch)
+    return indices
+
+
+_epoch_of_fetch = 0
+"""Epoch of the samples that this process fetches now."""
+
+
+def fetch_in_epoch(epoch: int) -> None:
+    """Say which epoch :func:`sample_generator` draws for in this process, from now on; 0 outside of a fetch."""
+    global _epoch_of_fetch
+    _epoch_of_fetch = epoch
 
 
 def sample_generator(index: int, seed: int = 0) -> torch.Generator:
     """Return a generator whose numbers depend on the seed, the sample and the epoch, and on nothing else.
 
-    A ``__getitem__`` that draws from it gives the same sample in any worker of any rank, in a resumed epoch too. Draws
-    from the random state of the worker (``torch.rand``, ``random``) depend on how far that worker has come, and are
-    not exact after a restore.
+    A ``__getitem__`` that draws from it gives the same sample in any worker of any rank, in a resumed epoch too, also
+    under torch's ``Subset`` and ``ConcatDataset``. Draws from the random state of the worker (``torch.rand``,
+    ``random``) depend on how far that worker has come, and are not exact after a restore.
+
+    The epoch is that of the :class:`TrackedLoader` that fetches the sample, over a ``DataLoader`` with a
+    :class:`GlobalSampler` or :class:`GlobalStream`; elsewhere, such as in an evaluation, it is 0.
 
     Args:
-        index: As ``__getitem__`` gets it from a :class:`GlobalSampler`: it knows its epoch.
+        index: As ``__getitem__`` gets it. Each part of a ``ConcatDataset`` counts from 0: give each a ``seed`` if
+            their numbers should differ.
         seed: Chooses another stream of numbers.
+
+    Raises:
+        ConfigError: an argument is not a whole number.
     """
     import torch  # the rest of this module is for processes without it, too
 
-    epoch = index.epoch if isinstance(index, SampleIndex) else 0
+    index, seed = whole_number("index", index), whole_number("seed", seed)
     generator = torch.Generator()
-    generator.manual_seed(seed_of(seed, epoch, int(index)))
+    generator.manual_seed(seed_of(seed, _epoch_of_fetch, index))
     return generator
 
 
@@ -172,9 +228,10 @@ class GlobalSampler(Deal):
         per_rank: Keep the batch of a rank, not the global one, when the number of ranks changes.
         drop_last: Leave an incomplete last batch out. By default it is trained.
         data_name: As of :class:`Deal`.
+        new_batch_size: As of :class:`Deal`.
 
     Raises:
-        ConfigError: an epoch would have no batch; or a number is out of range.
+        ConfigError: an epoch would have no batch; or an argument has the wrong type or is out of range.
     """
 
     def __init__(
@@ -189,11 +246,22 @@ class GlobalSampler(Deal):
         per_rank: bool = False,
         drop_last: bool = False,
         data_name: str | None = None,
+        new_batch_size: bool = False,
     ) -> None:
-        super().__init__(batch_size, rank, world, per_rank=per_rank, drop_last=drop_last, data_name=data_name)
-        self.samples = samples if isinstance(samples, int) else len(samples)
+        super().__init__(
+            batch_size,
+            rank,
+            world,
+            per_rank=per_rank,
+            drop_last=drop_last,
+            data_name=data_name,
+            new_batch_size=new_batch_size,
+        )
+        count = len(samples) if isinstance(samples, Sized) and not isinstance(samples, str) else samples
+        self.samples = whole_number("samples", count, hint="pass len(data), or data that have a length")
         """How many the data have."""
-        self.seed = seed if shuffle else None
+        seed = whole_number("seed", seed)
+        self.seed = seed if true_or_false("shuffle", shuffle) else None
         """Chooses the order of each epoch; None: samples come in the order of the data."""
         least = self.batch_size if drop_last else 1
         if self.samples < least:
@@ -214,7 +282,7 @@ class GlobalSampler(Deal):
         rest = 0 if self.drop_last else self.samples % self.batch_size
         return (rest or self.batch_size) // self.world
 
-    def __iter__(self) -> Iterator[list[SampleIndex]]:
+    def __iter__(self) -> Iterator[list[int]]:
         """The indices of this rank's part of each global batch, from the position that :meth:`begin` was given."""
         epoch, first = self._begin
         order = self.order(epoch)
@@ -223,7 +291,7 @@ class GlobalSampler(Deal):
             if size < self.batch_size and self.drop_last:
                 return
             begin, end = self.part(size)
-            yield [SampleIndex.of(int(index), epoch) for index in order[first + begin : first + end]]
+            yield _Indices((int(index) for index in order[first + begin : first + end]), epoch)
             first += size
 
     def order(self, epoch: int) -> npt.NDArray[np.int64]:
@@ -244,7 +312,7 @@ class GlobalSampler(Deal):
         Raises:
             ConfigError: the next pass is of another epoch.
         """
-        if epoch != self._begin[0]:
+        if whole_number("epoch", epoch) != self._begin[0]:
             raise ConfigError(
                 f"set_epoch({epoch}): the loader stands in epoch {self._begin[0]}",
                 hint="count epochs with range(loader.epoch, epochs), and leave set_epoch() out",
@@ -270,117 +338,12 @@ class GlobalSampler(Deal):
         return epoch, samples
 
 
+def _named(name: str | None) -> str:
+    return "data without a name" if name is None else f"'{name}'"
+
+
 def _ordered(seed: int | None) -> str:
     return "not shuffled" if seed is None else f"shuffled by seed {seed}"
-
-
-class GlobalBatches(Deal, Generic[T]):
-    """Global batches of numbered samples, cut over the ranks, and made in line: for data that need no workers.
-
-    The position counts samples, never batches of one rank, so it is one state for all ranks (``stateful={...}``) and
-    means the same to a job of another size. Where the ranks do not divide the batch, parts differ by one sample:
-    ``make`` fills them up to ``size`` with samples that weigh nothing, and the loss of a rank is its weighted sum times
-    ``world / batch_size``, whose mean over the ranks is that of the global batch::
-
-        loader = TrackedLoader(GlobalBatches(make, samples=len(data), batch_size=256, rank=rank, world=world))
-
-    Args:
-        make: Called as ``make(epoch, rows, size)``; returns this rank's batch: the samples ``rows`` of an epoch, a pure
-            function of both, filled up to ``size`` samples.
-        samples: How many an epoch has; an incomplete last batch is left out.
-        batch_size: Samples of a global batch.
-        rank: This rank.
-        world: Number of ranks.
-        data_name: What the samples are of, such as the name of a file. A position in data of another name is refused.
-
-    Raises:
-        ConfigError: an epoch has less than one batch, or a batch has less than one sample a rank.
-    """
-
-    position_of = "job"
-    """Its position is that of the whole job, for any number of ranks."""
-
-    def __init__(
-        self,
-        make: Callable[[int, range, int], T],
-        *,
-        samples: int,
-        batch_size: int,
-        rank: int,
-        world: int,
-        data_name: str | None = None,
-    ) -> None:
-        super().__init__(batch_size, rank, world, per_rank=False, drop_last=True, data_name=data_name)
-        if samples < batch_size:
-            raise ConfigError(
-                f"the data hold {samples} samples, less than one batch of {batch_size}", hint="take a smaller batch"
-            )
-        if batch_size < world:
-            raise ConfigError(
-                f"a global batch of {batch_size} leaves some of {world} ranks without a sample",
-                hint="take a larger batch, or fewer ranks",
-            )
-        self._make = make
-        self._count = samples
-        self._size = -(-batch_size // world)
-        self._epoch, self._samples = 0, 0
-
-    def __len__(self) -> int:
-        """Batches of a whole epoch."""
-        return self.batches
-
-    @property
-    def batches(self) -> int:
-        """Batches of a whole epoch."""
-        return self._count // self.batch_size
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the next batch, and of the rest of a pass."""
-        return self._epoch
-
-    def __iter__(self) -> Iterator[T]:
-        """One epoch, or what a loaded position leaves of it."""
-        begin, end = self.part(self.batch_size)
-        while (first := self._samples) + self.batch_size <= self._count:
-            batch = self._make(self._epoch, range(first + begin, first + end), self._size)
-            self._samples = first + self.batch_size
-            yield batch
-        self.next_epoch()
-
-    def next_epoch(self) -> None:
-        """The next pass is one of the next epoch."""
-        self.begin(self._epoch + 1, 0)
-
-    def begin(self, epoch: int, samples: int) -> None:
-        """The next batch is the one at this position."""
-        self._epoch, self._samples = epoch, samples
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position: the epoch, and how many samples of it the whole job has read."""
-        return self.at(self._epoch, self._samples)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to a saved position.
-
-        Raises:
-            ConfigError: it is a position in data of another name, or this data has fewer samples.
-        """
-        self.begin(*self.check(state_dict))
-
-    def check(self, state: dict[str, Any]) -> tuple[int, int]:
-        """Return the epoch and the samples of a saved position.
-
-        Raises:
-            ConfigError: it is a position in data of another name, or this data has fewer samples.
-        """
-        epoch, samples = super().check(state)
-        if samples > self._count:
-            raise ConfigError(
-                f"the marker stands after {samples} samples of its epoch, the data hold {self._count}",
-                hint="give the data that the job was trained on",
-            )
-        return epoch, samples
 
 
 def seed_of(*parts: int) -> int:
@@ -392,11 +355,16 @@ def seed_of(*parts: int) -> int:
 
 
 def check_source(source: object, what: str) -> None:
-    """Refuse an iterator: it gives its samples once, so that the next epoch would be empty.
+    """Refuse what cannot be iterated, and an iterator: it gives its samples once, so the next epoch would be empty.
 
     Raises:
         ConfigError: it is one.
     """
+    if not (hasattr(source, "__iter__") or hasattr(source, "__getitem__")):
+        raise ConfigError(
+            f"{what} needs an iterable, got {source!r:.100} ({type(source).__name__})",
+            hint="pass something that can be iterated once an epoch",
+        )
     if isinstance(source, Iterator):
         raise ConfigError(
             f"{what} needs something that can be iterated once an epoch, {type(source).__name__} is an iterator",

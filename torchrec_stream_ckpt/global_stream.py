@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from torchrec_stream_ckpt.global_samples import Deal, check_long_enough, check_source
+from torchrec_stream_ckpt.arguments import callable_value
+from torchrec_stream_ckpt.global_samples import Deal, check_long_enough, check_source, fetch_in_epoch
 
 T = TypeVar("T")
 
@@ -37,9 +38,10 @@ class GlobalStream(IterableDataset[Any], Deal):
         per_rank: Keep the batch of a rank, not the global one, when the number of ranks changes.
         drop_last: Leave an incomplete last batch out.
         data_name: Name of the data. A position in data of another name is refused.
+        new_batch_size: As of ``GlobalSampler``.
 
     Raises:
-        ConfigError: a number is out of range.
+        ConfigError: an argument has the wrong type or is out of range.
     """
 
     def __init__(
@@ -53,11 +55,21 @@ class GlobalStream(IterableDataset[Any], Deal):
         per_rank: bool = False,
         drop_last: bool = False,
         data_name: str | None = None,
+        new_batch_size: bool = False,
     ) -> None:
-        Deal.__init__(self, batch_size, rank, world, per_rank=per_rank, drop_last=drop_last, data_name=data_name)
+        Deal.__init__(
+            self,
+            batch_size,
+            rank,
+            world,
+            per_rank=per_rank,
+            drop_last=drop_last,
+            data_name=data_name,
+            new_batch_size=new_batch_size,
+        )
         check_source(source, "GlobalStream")
         self._source = source
-        self.collate_fn = collate_fn
+        self.collate_fn = callable_value("collate_fn", collate_fn)
         """Makes a batch of a list of samples."""
         # In shared memory: workers that live on see where the next pass begins.
         self._begin: torch.Tensor = torch.zeros(3, dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
@@ -92,6 +104,8 @@ class GlobalStream(IterableDataset[Any], Deal):
         epoch, first, last = self._begin.tolist()
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        if worker is not None:
+            fetch_in_epoch(epoch)
         samples = self._from(epoch, first, last)
         for batch, held in enumerate(iter(lambda: list(islice(samples, self.batch_size)), [])):
             if batch % workers == number and (len(held) == self.batch_size or not self.drop_last):

@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from torchrec_stream_ckpt.arguments import true_or_false, whole_number
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.positions import StatefulLoader, place_in_job, position_source
 
@@ -77,9 +78,9 @@ class TrackedLoader(Generic[T]):
     def __init__(
         self, loader: Iterable[T], *, max_in_flight: int = 16, skip: bool = False, limit: int | None = None
     ) -> None:
-        for name, value in {"max_in_flight": max_in_flight, "limit": limit}.items():
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, it is {value}")
+        max_in_flight = whole_number("max_in_flight", max_in_flight, least=1)
+        limit = None if limit is None else whole_number("limit", limit, least=1)
+        true_or_false("skip", skip)
         self._wrapped: Any = loader
         self._limit = limit
         self._loader: StatefulLoader[T] = position_source(loader, skip=skip, limit=limit)
@@ -144,6 +145,7 @@ class TrackedLoader(Generic[T]):
         Raises:
             ConfigError: fewer are in flight.
         """
+        batches = whole_number("batches", batches)
         with self._lock:
             if not 0 <= batches <= self.in_flight:
                 raise ConfigError(
@@ -174,9 +176,8 @@ class TrackedLoader(Generic[T]):
             if self._ahead:
                 self._trained = self._ahead.pop()
                 self._ahead.clear()
-            elif self._pass is not None and (next_epoch := getattr(self._loader, "next_epoch", None)) is not None:
-                next_epoch()  # a pass that was left by break
-                self._epoch, self._pass = self._epoch + 1, None
+            elif self._pass is not None and hasattr(self._loader, "next_epoch"):
+                self._leave_pass()
                 self._trained = self._position(batches=0)
 
     def drop_in_flight(self) -> None:
@@ -198,7 +199,7 @@ class TrackedLoader(Generic[T]):
         Raises:
             ConfigError: it is the position of one rank, saved on another number of ranks, or one in other data.
         """
-        if not {"epoch", "loader"} <= state_dict.keys():
+        if not isinstance(state_dict, Mapping) or not {"epoch", "loader"} <= state_dict.keys():
             raise ConfigError(
                 "the marker's loader state was not saved by a TrackedLoader",
                 hint="hand over the loader as the job did that wrote the marker",
@@ -236,9 +237,7 @@ class TrackedLoader(Generic[T]):
                     hint="train them, or call drop_in_flight() where they never will be",
                 )
             if broken_off:
-                self._epoch += 1
-                if (next_epoch := getattr(self._loader, "next_epoch", None)) is not None:
-                    next_epoch()
+                self._leave_pass()
             try:
                 source = iter(self._loader)
             except StopIteration:  # torchdata's, resumed where its epoch is over: nothing is left of this pass
@@ -250,6 +249,12 @@ class TrackedLoader(Generic[T]):
                 self._trained = self._position(batches=0)
             self._pass = this
             return source
+
+    def _leave_pass(self) -> None:
+        """End a pass that was left by ``break``. A loader with a state of its own decides itself where it goes on."""
+        self._epoch, self._pass = self._epoch + 1, None
+        if (next_epoch := getattr(self._loader, "next_epoch", None)) is not None:
+            next_epoch()
 
     def _fetched(self) -> None:
         with self._lock:

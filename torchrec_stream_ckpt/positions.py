@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any, Literal, Protocol, TypeVar
 
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.global_samples import Deal, GlobalSampler, check_source, seed_of
+from torchrec_stream_ckpt.global_samples import Deal, GlobalSampler, check_source, fetch_in_epoch, seed_of
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -67,10 +67,11 @@ class DealtLoader:
     def __iter__(self) -> Iterator[Any]:
         """One epoch, or what a loaded position leaves of it."""
         epoch, samples = self._at
+        _check_length(self._loader, self._deal)
         self._seeds.begin(self._deal.rank, epoch, samples)
         self._deal.begin(epoch, samples)
         batches = iter(self._loader) if self._limit is None or samples < self._limit else iter(())
-        for batch in batches:
+        for batch in _fetched(batches, epoch):
             samples += self._deal.batch_size
             self._at = (epoch, samples)
             yield batch
@@ -101,6 +102,20 @@ class DealtLoader:
     def _go_to(self, epoch: int, samples: int) -> None:
         self._at = (epoch, samples)
         self._deal.begin(epoch, samples)
+
+
+def _fetched(batches: Iterator[Any], epoch: int) -> Iterator[Any]:
+    """The batches; without workers, each sample is fetched here, in this epoch."""
+    end = object()
+    while True:
+        fetch_in_epoch(epoch)
+        try:
+            batch = next(batches, end)
+        finally:
+            fetch_in_epoch(0)
+        if batch is end:
+            return
+        yield batch
 
 
 class CountedLoader:
@@ -202,8 +217,6 @@ def position_source(loader: Any, *, skip: bool, limit: int | None) -> StatefulLo
     Raises:
         ConfigError: nothing can.
     """
-    if not hasattr(loader, "__iter__"):
-        raise ConfigError(f"TrackedLoader needs an iterable, {type(loader).__name__} is not one")
     check_source(loader, "TrackedLoader")
     if getattr(loader, "num_workers", None) and not getattr(loader, "in_order", True):
         raise ConfigError(
@@ -261,10 +274,20 @@ def _check_dealt(loader: Any, deal: Deal) -> None:
             hint="pass a collate_fn that makes a batch of [], filled up to largest_part; or drop_last=True and a batch "
             "of at least one sample a rank",
         )
-    if isinstance(deal, GlobalSampler) and hasattr(loader.dataset, "__len__") and len(loader.dataset) < deal.samples:
+    _check_length(loader, deal)
+
+
+def _check_length(loader: Any, deal: Deal) -> None:
+    """Refuse a sampler of fewer or more samples than the data have: a part would never be trained.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    data: Any = getattr(loader, "dataset", None)
+    if isinstance(deal, GlobalSampler) and hasattr(data, "__len__") and len(data) != deal.samples:
         raise ConfigError(
-            f"the sampler deals {deal.samples} samples, the data hold {len(loader.dataset)}",
-            hint="make the sampler of len(data)",
+            f"the sampler deals {deal.samples} samples, the data hold {len(data)}",
+            hint="make the sampler of len(data); to train a part, pass a torch.utils.data.Subset to both",
         )
 
 

@@ -6,12 +6,23 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.sharding_plan import data_parallel, get_default_sharders
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.optimizers import Adagrad
 from typer.testing import CliRunner
 
+from tests import warm
 from tests.forks import ROOT, Torchrun, run_script
 from tests.launched import Launched
+from tests.wrapped import wrapped
+from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.log.files import FileLog
 
 pytestmark = pytest.mark.distributed
@@ -98,3 +109,33 @@ def test_torchrun_that_is_told_to_stop_leaves_a_marker_of_the_last_step(tmp_path
     assert lineage.ended is not None
     assert (str(lineage.newest.id), lineage.newest.step) == (told[1], int(told[2]))
     assert (lineage.ended.outcome, lineage.ended.reason, lineage.ended.step) == ("preempted", "SIGTERM", int(told[2]))
+
+
+def _model(rows: int) -> torch.nn.Module:
+    table = EmbeddingBagConfig(name="t_item", num_embeddings=rows, embedding_dim=16, feature_names=["item"])
+    ebc = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))
+    apply_optimizer_in_backward(Adagrad, ebc.parameters(), {"lr": 0.1})
+    return torch.nn.Sequential(ebc)
+
+
+def test_its_table_is_sharded_on_one_to_eight_ranks() -> None:
+    """TorchRec's planner makes a table of 1,000 rows data-parallel on four ranks and more."""
+    found = re.search(r"num_embeddings=([\d_]+)", SCRIPT.read_text())
+    assert found is not None
+    for world in range(1, 9):
+        topology = Topology(world_size=world, local_world_size=world, compute_device="cpu")
+        plan = EmbeddingShardingPlanner(topology=topology).plan(_model(int(found[1])), get_default_sharders())
+        assert plan.plan["0"]["t_item"].sharding_type != "data_parallel", world  # type: ignore[index]
+
+
+def _data_parallel(uri: str) -> str:
+    model = wrapped(_model(50), {"t_item": data_parallel()}, EmbeddingBagCollectionSharder(), part="0")
+    with pytest.raises(UnsupportedError) as refused:
+        StreamCheckpointer(model, model.fused_optimizer, config=StreamConfig(uri=uri, marker_every=None))
+    return str(refused.value)
+
+
+def test_a_table_that_the_plan_makes_data_parallel_is_named_with_the_way_to_keep_it_sharded(tmp_path: Path) -> None:
+    (said,) = warm.run(1, _data_parallel, f"file://{tmp_path}")
+    assert "the plan makes the table t_item data-parallel" in said
+    assert "EmbeddingShardingPlanner(constraints={'t_item': ParameterConstraints(" in said

@@ -36,12 +36,20 @@ class Own(lr_scheduler.LRScheduler):
 class Policy(lr_scheduler.LRScheduler):
     """As facebookresearch/dlrm has it: it keeps its last rates itself once it holds them."""
 
-    per_group_state = ("last_lr",)
-
     def get_lr(self) -> list[float]:
         if self.last_epoch in (2, 3, 4):
             self.last_lr = [base / (1 + self.last_epoch) for base in self.base_lrs]
         return self.last_lr if self.last_epoch > 4 else list(self.base_lrs)
+
+
+class Named(Policy):
+    """The same with a list whose name says nothing to us, so that the class has to name it."""
+
+    per_group_state = ("held",)
+
+    def get_lr(self) -> list[float]:
+        self.held = super().get_lr()
+        return self.held
 
 
 class Plain(lr_scheduler.LRScheduler):
@@ -83,6 +91,7 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "cyclic": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.2, 3, cycle_momentum=False),
     "plateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1, factor=0.5, min_lr=0.001),
     "policy": Policy,
+    "named": Named,
     "plain": Plain,
     "own": Own,
 }

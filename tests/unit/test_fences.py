@@ -36,6 +36,7 @@ LEAVES = {
     "signal_safe",
     "interpreter_exit",
     "mixing",
+    "arguments",
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -47,16 +48,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "settings": {"errors"},
     "stats": {"types"},
     "metrics": {"errors", "types", "stats", "uris"},
-    "global_samples": {"errors", "mixing"},
-    "mixing": set(),
-    "global_stream": {"global_samples"},
+    "arguments": {"errors"},
+    "global_samples": {"arguments", "errors", "mixing"},
+    "global_batches": {"arguments", "errors", "global_samples"},
+    "global_stream": {"arguments", "global_samples"},
     "positions": {"errors", "global_samples"},
-    "loader": {"errors", "positions"},
+    "loader": {"arguments", "errors", "positions"},
     "flags": {"errors", "types", "config", "settings", "evolve"},
     "failpoints": {"errors"},
-    "locks": set(),
-    "signal_safe": set(),
-    "interpreter_exit": set(),
+    **{leaf: set() for leaf in ("interpreter_exit", "locks", "mixing", "signal_safe")},
     "scratch": {"locks"},
     "service": {"errors"},
     "durable": set(),
@@ -133,7 +133,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "__main__": {"cli"},
     "__init__": {"config", "errors", "types", "loader", "checkpointer", "planner", "follower", "evolve", "interchange"}
-    | {"global_samples", "global_stream"},
+    | {"global_batches", "global_samples", "global_stream"},
 }
 """Room or module -> what it may import of this package. A file of a room may have a narrower rule of its own."""
 

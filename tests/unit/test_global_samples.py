@@ -239,8 +239,9 @@ def test_what_cannot_be_tracked_is_refused_at_once() -> None:
         (DataLoader(data, sampler=sampler, batch_size=2), {}, "was passed as sampler="),
         (StatefulDataLoader(data), {"skip": True}, "knows its position"),
         (DataLoader(Numbered(9), batch_sampler=sampler), {}, "deals 10 samples, the data hold 9"),
+        (DataLoader(Numbered(11), batch_sampler=sampler), {}, "deals 10 samples, the data hold 11"),
         (DataLoader(GlobalStream(data, batch_size=4, rank=0, world=1)), {}, "would batch them again"),
-        (7, {}, "needs an iterable, int is not one"),
+        (7, {}, r"needs an iterable, got 7 \(int\)"),
     ]
     for loader_, how, said in refusals:
         with pytest.raises(ConfigError, match=said):
@@ -250,11 +251,11 @@ def test_what_cannot_be_tracked_is_refused_at_once() -> None:
         TrackedLoader(DataLoader(data, batch_sampler=of_none))
     TrackedLoader(DataLoader(data, batch_sampler=of_none, collate_fn=listed))
     TrackedLoader(DataLoader(data, sampler=DistributedSampler(data, 2, 0)), skip=True)
-    with pytest.raises(ConfigError, match="rank 2 is not one of 2 ranks"):
+    with pytest.raises(ConfigError, match="rank must be 0 to 1 where world is 2, got 2"):
         GlobalSampler(data, batch_size=2, rank=2, world=2)
 
 
-def test_a_position_in_other_data_or_another_order_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_position_in_other_data_or_another_order_is_refused() -> None:
     before = sampled(23, 0, 1, batch_size=5, shuffle=True)
     between = before.state_dict()
     list(itertools.islice(trained(before), 2))
@@ -275,11 +276,8 @@ def test_a_position_in_other_data_or_another_order_is_refused(caplog: pytest.Log
         before.load_state_dict({"epoch": 0, "loader": {"batches": 1}})
     with pytest.raises(ConfigError, match="was not saved by a TrackedLoader"):
         before.load_state_dict({"batches": 1})
-    larger = sampled(23, 0, 1, batch_size=6, shuffle=True)
-    larger.load_state_dict(within)
-    assert "the global batch had 5 samples at the marker, it has 6 now" in caplog.text
     with pytest.raises(ConfigError, match=r"set_epoch\(3\): the loader stands in epoch 0"):
-        larger.batch_sampler.set_epoch(3)
+        before.batch_sampler.set_epoch(3)
 
 
 @pytest.mark.parametrize("ahead", [0, 2])

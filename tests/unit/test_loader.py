@@ -272,12 +272,18 @@ def test_a_position_in_data_of_another_name_is_refused() -> None:
     old = loader("day_0")
     next(iter(old))
     assert old.state_dict() == {"epoch": 0, "samples": 5, "batch_size": 5, "data_name": "day_0"}
-    for same in (loader("day_0"), loader(None)):
-        same.load_state_dict(old.state_dict())
-        assert list(same) == [range(5, 10)]
-    with pytest.raises(ConfigError, match="the marker stands in 'day_0', the data are 'day_1'"):
+    same = loader("day_0")
+    same.load_state_dict(old.state_dict())
+    assert list(same) == [range(5, 10)]
+    with pytest.raises(ConfigError, match="the marker stands in 'day_0', the data here are 'day_1'"):
         loader("day_1").load_state_dict(old.state_dict())
-    loader("day_1").load_state_dict(loader(None).state_dict())  # an older one has no name
+    with pytest.raises(ConfigError, match="the marker stands in 'day_0', the data here are data without a name"):
+        loader(None).load_state_dict(old.state_dict())
+    between, within = loader(None), loader(None)
+    next(iter(within))
+    loader("day_1").load_state_dict(between.state_dict())  # between two epochs, data may get a name
+    with pytest.raises(ConfigError, match="the marker stands in data without a name, the data here are 'day_1'"):
+        loader("day_1").load_state_dict(within.state_dict())
 
 
 def _counted(samples: int = 12, batch_size: int = 2, **more: Any) -> TrackedLoader[Any]:

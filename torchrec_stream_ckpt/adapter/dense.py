@@ -163,6 +163,7 @@ def check_dense(model: nn.Module, optimizers: dict[str, torch.optim.Optimizer]) 
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
+    replicated = {entry.removeprefix("model.") for entry in ReplicatedTables(model, {}).tensors()}
     for kind, optimizer in optimizers.items():
         _check_dense_alone(model, kind, optimizer, names.keys())
     for name, parameter in view.named_parameters():
@@ -172,6 +173,15 @@ def check_dense(model: nn.Module, optimizers: dict[str, torch.optim.Optimizer]) 
                 hint="apply optimizers in the backward to tables only; step the dense ones, and hand them over",
             )
         if parameter.requires_grad and id(parameter) not in stepped:
+            if name in replicated:
+                table = name.split(".")[-2]
+                raise UnsupportedError(
+                    f"the plan makes the table {table} data-parallel ({name}), and no optimizer that was handed over "
+                    "trains it",
+                    hint=f"keep it sharded: EmbeddingShardingPlanner(constraints={{'{table}': ParameterConstraints("
+                    "sharding_types=['table_wise', 'row_wise'])}); or train it with the dense optimizer, and hand "
+                    "that over",
+                )
             raise UnsupportedError(
                 f"the dense parameter {name} is trained by no optimizer that was handed over",
                 hint="pass the optimizer of the dense part, or set requires_grad_(False) on what is not trained",

@@ -21,8 +21,13 @@ State = dict[str, Any]
 Lists = dict[str, dict[str, Any]]
 """Path of a list in a schedule's state -> {name of a parameter: value of its group}."""
 
-_PER_GROUP = frozenset({"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums"})
-"""Entries of a schedule's state that are lists with one value for each param group."""
+_PER_GROUP = frozenset(
+    {"base_lrs", "_last_lr", "last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums"}
+)
+"""Entries of a schedule's state that are lists with one value for each param group.
+
+``last_lr`` is not torch's: schedules that hold their last rates themselves, as in facebookresearch/dlrm, call them so.
+"""
 _OF_GROUPS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 """What schedules keep in the param groups. Those of dense optimizers are saved with them; fused ones have no place."""
 _NESTED = "_schedulers"
