@@ -163,7 +163,6 @@ def check_dense(model: nn.Module, optimizers: dict[str, torch.optim.Optimizer]) 
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
-    replicated = {entry.removeprefix("model.") for entry in ReplicatedTables(model, {}).tensors()}
     for kind, optimizer in optimizers.items():
         _check_dense_alone(model, kind, optimizer, names.keys())
     for name, parameter in view.named_parameters():
@@ -173,7 +172,7 @@ def check_dense(model: nn.Module, optimizers: dict[str, torch.optim.Optimizer]) 
                 hint="apply optimizers in the backward to tables only; step the dense ones, and hand them over",
             )
         if parameter.requires_grad and id(parameter) not in stepped:
-            if name in replicated:
+            if f"model.{name}" in ReplicatedTables(model, {}).tensors():
                 table = name.split(".")[-2]
                 raise UnsupportedError(
                     f"the plan makes the table {table} data-parallel ({name}), and no optimizer that was handed over "
