@@ -128,7 +128,10 @@ class SavedDense:
     def buffer_record(self) -> BufferRecord | None:
         """What the marker says of them; None in a marker of an older release, or an imported one."""
         name = f"rank{self.source}.buffer_kinds"
-        return BufferRecord.of(read_json(self._blob(name), name)) if name in self.entries else None
+        if name not in self.entries:
+            return None
+        with tree.reading(name, self.path):
+            return BufferRecord.of(read_json(self._blob(name), name))
 
     @cached_property
     def _common(self) -> dict[str, torch.Tensor]:
@@ -210,7 +213,9 @@ class SavedDense:
         name = self._tree_entry
         if name not in self.entries:
             return None
-        found: dict[str, Any] = read_json(self._blob(name), name)
+        with tree.reading(name, self.path):
+            found: dict[str, Any] = read_json(self._blob(name), name)
+            optimizer_state.outline(found)  # what a changed name breaks, it breaks here and not after rows are written
         return found
 
     def described(self) -> tuple[tuple[DenseEntry, ...], tuple[DenseOptimizer, ...], tuple[str, ...]]:
@@ -278,7 +283,11 @@ class SavedDense:
             return []
         hyper = [entry for entry in self.entries if entry.startswith("rank") and entry.endswith(".fused")]
         tensors = self.read({entry: empty_blob(self.entries, entry) for entry in hyper})
-        return [tree.decode(read_json(tensors[entry], entry), tensors.__getitem__) for entry in hyper]
+        return [self._values(entry, tensors[entry]) for entry in hyper]
+
+    def _values(self, entry: str, saved: torch.Tensor) -> Any:
+        with tree.reading(entry, self.path):
+            return tree.decode(read_json(saved, entry), lambda _: torch.empty(0))
 
     def optimizers(self, parameters: Parameters, *, whole: bool) -> dict[str, OptimizerState]:
         """The dense optimizers.
@@ -292,8 +301,11 @@ class SavedDense:
         """
         if self.tree is None:
             return self._older(parameters, whole=whole)
-        room = optimizer_state.find_tensors(self.tree, self.entries, parameters, whole=whole)
-        return optimizer_state.read(self.tree, self.read(room), parameters)
+        with tree.reading(self._tree_entry, self.path):
+            room = optimizer_state.find_tensors(self.tree, self.entries, parameters, whole=whole)
+        tensors = self.read(room)
+        with tree.reading(self._tree_entry, self.path):
+            return optimizer_state.read(self.tree, tensors, parameters)
 
     def _older(self, parameters: Parameters, *, whole: bool) -> dict[str, OptimizerState]:
         """The dense optimizers in a marker that has no JSON of them."""

@@ -7,10 +7,12 @@ state, so only kinds of :data:`KINDS` can be written; another one is refused wit
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -161,6 +163,8 @@ def decode(saved: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         return saved
     try:
         ((kind, content),) = saved.items()
+        if kind not in KINDS:
+            raise ValueError(f"expected one of the kinds {', '.join(KINDS)}, got {kind!r}")
         if kind == "tensor":
             return tensor(content)
         if kind in _LEAVES:
@@ -174,3 +178,28 @@ def decode(saved: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
         return _MAPPINGS[kind]([(decode(key, tensor), decode(each, tensor)) for key, each in content])
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, struct.error) as error:
         raise CorruptionError(f"nested state: {str(saved)[:80]} cannot be read: {error}") from None
+
+
+@contextlib.contextmanager
+def reading(entry: str, path: Path) -> Iterator[None]:
+    """Name the entry and its files in the error of whoever reads a JSON entry that was changed.
+
+    Args:
+        entry: Entry of the dense state that holds the JSON.
+        path: Its dense directory.
+
+    Raises:
+        CorruptionError: a name in it is missing, or stands for something else.
+    """
+    try:
+        yield
+    except (CorruptionError, LookupError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, CorruptionError) and "path" in error.where:
+            raise
+        said = error.message if isinstance(error, CorruptionError) else f"{type(error).__name__}: {error}"
+        raise CorruptionError(
+            f"'{entry}' of the dense state is not as the trainer wrote it: {said}",
+            hint="compare the marker's entries by `stream-ckpt verify`, and restore an older marker",
+            entry=entry,
+            path=path,
+        ) from error
