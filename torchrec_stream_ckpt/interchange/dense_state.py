@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -22,6 +23,14 @@ from torchrec_stream_ckpt.errors import CorruptionError, UnsupportedError
 
 OF_RANK_0 = ("rank0.buffers", "rank0.optimizers")
 """Entries of which the ranks may differ, and others get those of rank 0."""
+_NUMPY: tuple[Any, ...] = (
+    np.ndarray,
+    np.dtype,
+    *{type(np.dtype(code)) for code in "?bhilqBHILQefdFDSUV"},
+    np.empty(0).__reduce__()[0],
+    np.float64(0).__reduce__()[0],
+)
+"""What pickles of arrays and NumPy's numbers name: none of it runs code of the pickle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +74,27 @@ def put_together(values: dict[str, Any]) -> DenseTensors:
     """The dense state of these entries: those of :data:`OF_RANK_0` are read, the others may be meta tensors."""
     model = {name.removeprefix("model."): value for name, value in values.items() if name.startswith("model.")}
     if "rank0.buffers" in values:
-        model |= torch.load(io.BytesIO(values["rank0.buffers"].numpy().tobytes()), weights_only=True)
+        model |= _buffers(values["rank0.buffers"].numpy().tobytes())
     return DenseTensors(model, _optimizer_states(values))
+
+
+def _buffers(data: bytes) -> dict[str, Any]:
+    """Buffers, and the extra state of modules: tensors, plain values and NumPy arrays; no code of theirs is run.
+
+    Raises:
+        UnsupportedError: extra state holds an object of another class.
+    """
+    allowed = {f"{each.__module__}.{each.__qualname__}" for each in _NUMPY}
+    named = set(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))) - allowed
+    if named:
+        raise UnsupportedError(
+            f"the extra state of a module holds objects that run code when they are read: {', '.join(sorted(named))}",
+            hint="let get_extra_state() return numbers, text, tensors and NumPy arrays; StreamCheckpointer restores it",
+            entry="rank0.buffers",
+        )
+    with torch.serialization.safe_globals(list(_NUMPY)):
+        found: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True)
+    return found
 
 
 def _optimizer_states(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
