@@ -1,15 +1,17 @@
 """A script whose processes raise with a marker in flight and never call ``close()``; prints their exit statuses.
 
-``python -m tests.unclosed_job FOLDER`` forks one process for each rank of each case. They end as the interpreter of a
-script does, which processes of ``multiprocessing`` do not.
+``tests/unclosed_job.py FOLDER`` forks one process for each rank of each case. They end as the interpreter of a script
+does (``Py_Exit``), which processes of ``multiprocessing`` do not.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -100,7 +102,11 @@ def statuses(name: str, folder: Path) -> list[int]:
     for rank in range(CASES[name][0]):
         pids.append(os.fork())
         if not pids[-1]:
-            job(name, folder, rank)
+            try:
+                job(name, folder, rank)
+            except RuntimeError:
+                traceback.print_exc()
+            ctypes.pythonapi.Py_Exit(1)  # what the interpreter calls after the last line of a script
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.forks import ROOT
+from tests.forks import ROOT, run_script
 from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
 
@@ -17,8 +16,9 @@ from torchrec_stream_ckpt.log.files import FileLog
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     folder = tmp_path_factory.mktemp("unclosed")
-    command = [sys.executable, "-m", "tests.unclosed_job", str(folder)]
-    return folder, subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    done = run_script(ROOT / "tests" / "unclosed_job.py", str(folder))
+    assert done.returncode == 0, done.stderr
+    return folder, done
 
 
 @pytest.mark.parametrize(
