@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests import ranks
+from tests import warm
 from tests.laps import covers, lap, one, plan
 from tests.model import PLAN_2, trainer
 from tests.pool import Pool
@@ -70,7 +70,7 @@ def _attach(folder: Path, made: dict[str, str]) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     made = {name: REFUSED[name] for name in installed_sharders() & REFUSED.keys()}
-    (answers, _) = ranks.run(2, _attach, tmp_path_factory.mktemp("refused"), made)
+    (answers, _) = warm.run(2, _attach, tmp_path_factory.mktemp("refused"), made)
     assert isinstance(answers, dict)
     return answers
 
@@ -121,5 +121,5 @@ def _replicated(folder: Path) -> str:
     why="`data-parallel tables of a FusedEmbeddingBagCollection are not captured`",
 )
 def test_replicated_tables_of_a_fused_embedding_bag_collection_are_refused(tmp_path: Path) -> None:
-    for said in ranks.run(2, _replicated, tmp_path):
+    for said in warm.run(2, _replicated, tmp_path):
         assert "data-parallel tables of a FusedEmbeddingBagCollection are not captured" in said

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests import warm
-from tests.model import PLAN_1, Trainer, trainer
+from tests.model import PLAN_1, PLAN_2, Trainer, trainer
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import StreamCkptError
 
@@ -158,3 +158,21 @@ def test_an_object_of_another_rank_is_refused_on_all_ranks(tmp_path: Path) -> No
     for said in warm.run(2, _on_rank_1, f"file://{tmp_path}"):
         assert len(said) == 1
         assert UNSAVED in said[0]
+
+
+def _own_names(uri: str, begin: int) -> dict[str, int]:
+    """Each rank hands over an object of its own under a name that no other rank has."""
+    rank, job = dist.get_rank(), trainer(PLAN_2)
+    items = {"loader": Keeper(begin + rank), f"only{rank}": Keeper(begin + 10 * rank)}
+    with _attach(job, uri, {"stateful_per_rank": items}) as checkpointer:
+        checkpointer.restore()
+        job.step()
+        checkpointer.step()
+        checkpointer.mark().result(60)
+    return {name: item.value for name, item in items.items()}
+
+
+def test_names_per_rank_may_differ_and_each_rank_gets_its_own_back(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    trained, restored = warm.run(2, _own_names, uri, 100), warm.run(2, _own_names, uri, 500)
+    assert restored == trained == [{"loader": 100, "only0": 100}, {"loader": 101, "only1": 110}]
