@@ -110,6 +110,7 @@ class Kind:
 KINDS = {
     "workers, accumulation": Kind("sampler", "one cycle", accumulate=2),
     "stream, pipeline": Kind("stream", "sequential", pipeline=True),
+    "workers, pipeline": Kind("sampler", "sequential", pipeline=True),
     "workers, pipeline, plateau": Kind("sampler", "plateau", pipeline=True),
 }
 

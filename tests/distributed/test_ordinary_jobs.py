@@ -35,12 +35,19 @@ def test_it_goes_on_bit_for_bit_in_fresh_processes(kind: str, stop: int, tmp_pat
         assert differences(through.ended, after.ended) == []
 
 
-@pytest.mark.parametrize("kind", ["stream, pipeline"])
-def test_it_goes_on_with_one_rank_and_then_with_three(kind: str, tmp_path: Path) -> None:
-    """Two stops: the state is that of each marker, and each sample is trained once an epoch."""
-    assert set(KINDS) > {kind}
+CHAINS = {
+    "stream, pipeline": ((2, 4), (1, 11), (3, None)),
+    # Within an epoch, at its exact end (seven steps), and within the last one.
+    "workers, pipeline": ((1, 4), (3, 7), (2, 16), (3, None)),
+}
+
+
+@pytest.mark.parametrize("kind", list(CHAINS))
+def test_it_goes_on_with_other_ranks_again_and_again(kind: str, tmp_path: Path) -> None:
+    """The state is that of each marker, and each sample is trained once an epoch."""
+    assert kind in KINDS
     uri, trained, before = f"file://{tmp_path}", Counter[int](), None
-    for world, stop in ((2, 4), (1, 11), (3, None)):
+    for world, stop in CHAINS[kind]:
         found = warm.run(world, train, kind, uri, stop)
         if before is not None:
             assert all(differences(before, rank.begun, rng=False) == [] for rank in found)

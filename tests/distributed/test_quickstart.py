@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, SequentialSampler
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
-from torchrec.distributed.sharding_plan import data_parallel, get_default_sharders
+from torchrec.distributed.sharding_plan import data_parallel, get_default_sharders, table_wise
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import Adagrad
 from typer.testing import CliRunner
@@ -19,10 +20,10 @@ from tests import warm
 from tests.forks import ROOT, Torchrun, run_script
 from tests.launched import Launched
 from tests.wrapped import wrapped
-from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt import GlobalSampler, StreamCheckpointer, StreamConfig, TrackedLoader
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.errors import UnsupportedError
+from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
 from torchrec_stream_ckpt.log.files import FileLog
 
 pytestmark = pytest.mark.distributed
@@ -139,3 +140,23 @@ def test_a_table_that_the_plan_makes_data_parallel_is_named_with_the_way_to_keep
     (said,) = warm.run(1, _data_parallel, f"file://{tmp_path}")
     assert "the plan makes the table t_item data-parallel" in said
     assert "EmbeddingShardingPlanner(constraints={'t_item': ParameterConstraints(" in said
+
+
+def _sampler_beside(uri: str) -> str:
+    model = wrapped(_model(50), {"t_item": table_wise(rank=0)}, EmbeddingBagCollectionSharder(), part="0")
+    sampler = GlobalSampler(12, batch_size=4, rank=0, world=1)
+    held = {"loader": TrackedLoader(DataLoader(range(12), batch_sampler=sampler)), "sampler": sampler}
+    with pytest.raises(ConfigError) as refused:
+        StreamCheckpointer(model, model.fused_optimizer, config=StreamConfig(uri=uri), stateful=held)
+    return str(refused.value)
+
+
+def test_a_sampler_that_is_handed_over_in_addition_to_its_loader_is_refused(tmp_path: Path) -> None:
+    (said,) = warm.run(1, _sampler_beside, f"file://{tmp_path}")
+    assert "'sampler' (GlobalSampler) has no state_dict() and load_state_dict()" in said
+    assert "Try: give it both, or leave it out; a TrackedLoader holds the position of its sampler" in said
+    data = range(12)
+    with pytest.raises(ValueError, match="mutually exclusive"):  # torch's own refusal of a second sampler
+        DataLoader(
+            data, sampler=SequentialSampler(data), batch_sampler=GlobalSampler(12, batch_size=4, rank=0, world=1)
+        )

@@ -100,7 +100,10 @@ def check_given(given: Mapping[str, Mapping[str, Stateful]]) -> None:
                     hint=f"use a string such as '{type(item).__name__.lower()}'",
                 )
             if not isinstance(item, Stateful):
-                raise ConfigError(f"'{name}' ({type(item).__name__}) has no state_dict() and load_state_dict()")
+                raise ConfigError(
+                    f"'{name}' ({type(item).__name__}) has no state_dict() and load_state_dict()",
+                    hint="give it both, or leave it out; a TrackedLoader holds the position of its sampler",
+                )
             if "." in name or not name or not name.isprintable():
                 raise ConfigError(f"{name!r} is no name for a Stateful", hint="use letters, digits and '_'")
 
