@@ -10,8 +10,6 @@ are of another run of the same call. Each call runs in a fork of this process, w
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import json
 import math
 import multiprocessing
@@ -21,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +27,12 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2
 
 import start  # noqa: E402, F401
 from axes import AXES, Axis, write  # noqa: E402
+from calls import CALLS, call  # noqa: E402
 from common import command_of, machine, parse, scratch, tell, without_fsync  # noqa: E402
+from live import LIVE, LIVE_CALLS, LiveAxis, job_of  # noqa: E402
 
 from tests.work import lines_of  # noqa: E402
-from torchrec_stream_ckpt.cli.main import app  # noqa: E402
 
-CALLS: dict[str, tuple[str, ...]] = {
-    "materialize, catch-up": ("materialize", "LOG", "--store", "STORE", "--once", "--json"),
-    "materialize, nothing new": ("materialize", "LOG", "--store", "STORE", "--once", "--json"),
-    "list": ("list", "LOG", "--store", "STORE", "--json"),
-    "list --tree": ("list", "LOG", "--store", "STORE", "--tree"),
-    "list --newest 1": ("list", "LOG", "--store", "STORE", "--newest", "1", "--json"),
-    "show": ("show", "LOG", "--store", "STORE", "--json"),
-    "verify": ("verify", "LOG", "--json"),
-    "verify, from the store": ("verify", "LOG", "--store", "STORE", "--json"),
-    "doctor": ("doctor", "LOG", "--json"),
-    "report": ("report", "LOG", "--store", "STORE", "--out", "PAGE"),
-    "trim --dry-run": ("trim", "LOG", "--store", "STORE", "--dry-run", "--json"),
-    "gc --dry-run": ("gc", "LOG", "--store", "STORE", "--newest", "2", "--dry-run", "--json"),
-    "scrub": ("scrub", "LOG", "--store", "STORE", "--json"),
-}
-"""In this order: the first one makes the store that the others read."""
 LIMIT = 1.15
 """An exponent above it is named on the page."""
 LEAST_CPU_S = 0.5
@@ -57,44 +41,59 @@ COUNTED = ("lines", "opened", "listed")
 """Work that is counted."""
 
 
-def call(root: Path, words: tuple[str, ...]) -> None:
-    """Run a command of the command line in this process.
-
-    Raises:
-        RuntimeError: it failed; the message holds its output.
-    """
-    places = {"LOG": f"file://{root / 'log'}", "STORE": str(root / "store"), "PAGE": str(root / "page.html")}
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), without_fsync():
-        try:
-            status = app([places.get(word, word) for word in words], standalone_mode=False)
-        except SystemExit as end:
-            status = end.code
-    if status not in (0, None):
-        raise RuntimeError(f"{' '.join(words)}: {said.getvalue()[-500:]}")
-
-
-def timed(root: Path, words: tuple[str, ...]) -> dict[str, float]:
-    """CPU time and peak memory of a call."""
+def timed(act: Callable[[], Any]) -> tuple[dict[str, float], Any]:
+    """CPU time and peak memory of a call, and its result."""
     before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    call(root, words)
+    result = act()
     cpu = time.process_time() - begin
-    return {"cpu_s": cpu, "memory_bytes": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024}
+    memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    return {"cpu_s": cpu, "memory_bytes": memory}, result
 
 
-def counted(root: Path, words: tuple[str, ...]) -> dict[str, Any]:
+class Counts:
     """Lines of the package that a call executes, files that it opens and folders that it lists; the busiest line."""
-    events: Counter[str] = Counter()
-    sys.addaudithook(
-        lambda event, _: events.update((event,)) if event in ("open", "os.listdir", "os.scandir") else None
-    )
-    lines = lines_of(lambda: call(root, words))
-    return {
-        "lines": sum(lines.values()),
-        "opened": events["open"],
-        "listed": events["os.listdir"] + events["os.scandir"],
-        "places": {f"{path}:{line}": count for (path, line), count in lines.most_common(400)},
-    }
+
+    def __init__(self) -> None:
+        self._events: Counter[str] = Counter()
+        sys.addaudithook(self._note)  # no hook can be taken back: this process ends after its calls
+
+    def _note(self, event: str, _: object) -> None:
+        if event in ("open", "os.listdir", "os.scandir"):
+            self._events[event] += 1
+
+    def of(self, act: Callable[[], Any]) -> tuple[dict[str, Any], Any]:
+        """Make a call; returns its counts, and its result."""
+        self._events.clear()
+        results: list[Any] = []
+        lines = lines_of(lambda: results.append(act()))
+        found = {
+            "lines": sum(lines.values()),
+            "opened": self._events["open"],
+            "listed": self._events["os.listdir"] + self._events["os.scandir"],
+            "places": {f"{path}:{line}": count for (path, line), count in lines.most_common(400)},
+        }
+        return found, results[0]
+
+
+def timed_call(root: Path, name: str) -> dict[str, float]:
+    return timed(partial(call, root, name))[0]
+
+
+def counted_call(root: Path, name: str) -> dict[str, Any]:
+    return Counts().of(partial(call, root, name))[0]
+
+
+def live_calls(axis: str, size: int, count: bool) -> dict[str, dict[str, Any]]:
+    """All calls of a live job."""
+    found: dict[str, dict[str, Any]] = {}
+    how = Counts().of if count else timed
+
+    def measure(name: str, act: Callable[[], Any]) -> Any:
+        found[name], result = how(act)
+        return result
+
+    job_of(LIVE[axis].shape(size), measure)
+    return found
 
 
 def apart(act: Callable[..., Any], *words: object) -> Any:
@@ -107,7 +106,7 @@ def warm_up(folder: Path, calls: list[str]) -> None:
     """Run every call once, so that no fork has to import anything."""
     _write("rows", folder, 100)
     for name in calls:
-        call(folder, CALLS[name])
+        call(folder, name)
 
 
 def _write(axis: str, root: Path, size: int) -> None:
@@ -117,13 +116,19 @@ def _write(axis: str, root: Path, size: int) -> None:
 
 def cells_of(axis: str, size: int, calls: list[str], folder: Path) -> dict[str, dict[str, Any]]:
     """All calls on one job of this size."""
+    if axis in LIVE:
+        spent, done = (apart(live_calls, axis, size, count) for count in (False, True))
+        tell(f"{axis} {size}: {sum(cell['cpu_s'] for cell in spent.values()):.2f} s")
+        return {name: spent[name] | done[name] for name in LIVE_CALLS}
     root, found = folder / "job", {}
     apart(_write, axis, root, size)
+    if CALLS[0] not in calls:
+        apart(call, root, CALLS[0])
     for name in calls:
         before = folder / "before"
         shutil.copytree(root, before)
-        measured = apart(timed, root, CALLS[name])
-        measured |= apart(counted, before, CALLS[name])
+        measured = apart(timed_call, root, name)
+        measured |= apart(counted_call, before, name)
         shutil.rmtree(before)
         found[name] = measured
         tell(f"{axis} {size}, {name}: {measured['cpu_s']:.2f} s, {measured['lines']} lines")
@@ -159,12 +164,17 @@ def steepest(sizes: list[int], cells: list[dict[str, Any]]) -> list[tuple[str, f
     return found[:5]
 
 
+def calls_of(axis: str) -> tuple[str, ...]:
+    """Names of the calls that are made along an axis."""
+    return LIVE_CALLS if axis in LIVE else CALLS
+
+
 def rows_of(cells: dict[str, dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     """One row for each axis and call that has all sizes."""
     rows = []
     for axis, by_size in cells.items():
         sizes = sorted(map(int, by_size))
-        for name in CALLS:
+        for name in calls_of(axis):
             own = [by_size[str(size)][name] for size in sizes if name in by_size[str(size)]]
             if len(own) < 3:
                 continue
@@ -184,6 +194,7 @@ def rows_of(cells: dict[str, dict[str, dict[str, Any]]]) -> list[dict[str, Any]]
 
 def measure(args: argparse.Namespace) -> dict[str, dict[str, dict[str, Any]]]:
     """All cells that are asked for; those that ``--out`` has are kept, and each new size is filed at once."""
+    until = time.monotonic() + 60 * args.minutes
     with scratch("growth") as folder:
         warm_up(folder, args.calls)
     cells: dict[str, dict[str, dict[str, Any]]] = {}
@@ -191,13 +202,17 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, dict[str, Any]]]:
     if kept is not None and kept.exists():
         cells = json.loads(kept.read_text())
     for name in args.axes:
-        axis: Axis = AXES[name]
+        axis: Axis | LiveAxis = LIVE[name] if name in LIVE else AXES[name]
         for size in axis.small if args.sizes == "small" else axis.full:
-            mine = cells.setdefault(name, {})
-            if set(args.calls) <= set(mine.get(str(size), {})):
+            mine = cells.setdefault(name, {}).setdefault(str(size), {})
+            wanted = LIVE_CALLS if name in LIVE else args.calls
+            if set(wanted) <= set(mine):
+                continue
+            if time.monotonic() > until:
+                tell(f"{name} {size}: not measured, the time is over")
                 continue
             with scratch("growth") as folder:
-                mine[str(size)] = cells_of(name, size, args.calls, folder)
+                mine |= cells_of(name, size, [call for call in args.calls if call not in mine], folder)
             if kept is not None:
                 kept.write_text(json.dumps(cells))
     return cells
@@ -207,16 +222,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="file the result as JSON")
     parser.add_argument("--sizes", choices=("small", "full"), default="full")
-    parser.add_argument("--axes", nargs="+", choices=list(AXES), default=list(AXES), metavar="NAME")
+    parser.add_argument("--axes", nargs="+", choices=[*AXES, *LIVE], default=[*AXES, *LIVE], metavar="NAME")
+    parser.add_argument("--minutes", type=float, default=120.0, help="begin no cell after this time")
     parser.add_argument("--calls", nargs="+", choices=list(CALLS), default=list(CALLS), metavar="NAME")
     args = parse(parser, sizes="small", axes=["rows"], calls=["materialize, catch-up", "list"])
-    rows = rows_of(measure(args))
+    cells = measure(args)
+    rows = rows_of(cells)
+    whole = {row["axis"] for row in rows}
+    missing = {
+        name: sorted(int(size) for size, calls in cells[name].items() if not calls)
+        for name in args.axes
+        if name not in whole
+    }
     for row in rows:
         said = ", ".join(f"{kind} {value:.2f}" for kind, value in row["exponents"].items())
         print(f"{row['axis']}, {row['call']}: {said}{'; ' if row['steepest'] else ''}{row['steepest'] or ''}")
     if args.out is not None:
         found = {"case": "growth", "date": time.strftime("%Y-%m-%d"), "command": command_of("growth")}
-        args.out.write_text(json.dumps(found | {"machine": machine(), "rows": rows}, indent=1) + "\n")
+        found |= {"machine": machine(), "missing": missing, "rows": rows}
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
         args.out.with_suffix(".cells.json").unlink(missing_ok=True)
 
 

@@ -26,6 +26,11 @@ SIZES = {
     "dense files": 20,
     "foreign files": 40,
     "rows": 2000,
+    "column shards": 8,
+    "states": 6,
+    "values": 16,
+    "name length": 32,
+    "segments": 20,
 }
 STEEPER = {("generations", "list"), ("markers", "list")}
 """Known to grow faster: docs/limitations.md names what it costs."""
@@ -41,7 +46,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
         patch.setenv("BENCH_ALLOCATOR", "default")
         sys.path.insert(0, str(FOLDER))
         try:
-            found = SimpleNamespace(**{name: importlib.import_module(name) for name in ("axes", "run")})
+            found = SimpleNamespace(**{name: importlib.import_module(name) for name in ("axes", "calls", "run")})
             found.run.warm_up(tmp_path_factory.mktemp("growth"), CALLS)
             yield found
         finally:
@@ -59,8 +64,8 @@ def test_no_line_is_executed_more_often_for_each_unit(axis: str, bench: SimpleNa
         with bench.run.without_fsync():
             bench.axes.write(axis, root, size)
         for name, found in counts.items():
-            words = bench.run.CALLS[name] + PLAIN * (name == CALLS[0])
-            found.append(lines_of(partial(bench.run.call, root, words)))
+            words = bench.calls.COMMANDS[name] + PLAIN * (name == CALLS[0])
+            found.append(lines_of(partial(bench.calls.command, root, words)))
     steep = {
         (name, path, line): found
         for name, (few, many) in counts.items()
@@ -91,6 +96,6 @@ def test_a_run_that_was_stopped_goes_on(
     monkeypatch.setattr(bench.run, "warm_up", lambda *_: None)
     monkeypatch.setattr(bench.run, "cells_of", lambda axis, size, *_: (asked.append((axis, size)), {"list": {}})[1])
     (tmp_path / "out.cells.json").write_text(json.dumps({"markers": {"10": {"list": {}}}}))
-    args = SimpleNamespace(out=tmp_path / "out.json", axes=["markers"], calls=["list"], sizes="small")
+    args = SimpleNamespace(out=tmp_path / "out.json", axes=["markers"], calls=["list"], sizes="small", minutes=1.0)
     assert set(bench.run.measure(args)["markers"]) == {"10", "20", "40"}
     assert asked == [("markers", 20), ("markers", 40)]
