@@ -35,14 +35,14 @@ class Axis:
     full: Sizes
 
 
-def _commit(job: Job, files: int = 1) -> MarkerId:
+def _commit(job: Job, files: int = 1, **more: object) -> MarkerId:
     """A marker with so many dense files beside the log."""
     folder = job.root / dense_name(JOB, MarkerId(job.generation, job.marker + 1))
     folder.mkdir(parents=True)
     names = [".metadata", *(f"__{number}_0.distcp" for number in range(files - 1))]
     for name in names:
         (folder / name).write_bytes(name.encode() if name != ".metadata" else _NO_TENSORS)
-    return job.commit(dense_files=digest_files(folder, names), dense=str(folder.relative_to(job.root))).id
+    return job.commit(dense_files=digest_files(folder, names), dense=str(folder.relative_to(job.root)), **more).id
 
 
 def _job(root: Path, *, world: int = 1, schema: Schema = SCHEMA, markers: int = 4, files: int = 1) -> Job:
@@ -88,7 +88,7 @@ def _notes(root: Path, count: int) -> Job:
     """A marker with so many values that its trainer wrote beside it."""
     job = _job(root)
     job.touch(1)
-    job.commit(meta={f"value_{number:05d}": number for number in range(count)})
+    _commit(job, meta={f"value_{number:05d}": number for number in range(count)})
     return job
 
 
@@ -181,7 +181,7 @@ AXES = {
     "foreign files": Axis("files of others in log and store", _foreign, (50, 100, 200), (12_500, 25_000, 50_000)),
     "rows": Axis("rows of a table of two columns", _rows, (2000, 4000, 8000), (250_000, 500_000, 1_000_000)),
     "column shards": Axis("column shards of a table", _splits, (4, 8, 16), (64, 128, 256)),
-    "states": Axis("optimizer states of a table", _states, (2, 4, 8), (3, 6, 12)),
+    "states": Axis("optimizer states of a table", _states, (1, 2, 4), (1, 3, 6)),
     "values": Axis("values beside a marker", _notes, (8, 16, 32), (16, 32, 64)),
     "name length": Axis("signs in the name of a table", _named, (16, 32, 64), (64, 128, 256)),
     "tables x ranks": Axis("tables x ranks, as many of each", _tables_and_ranks, (16, 64, 256), (256, 1024, 4096)),

@@ -26,8 +26,7 @@ SIZES = {
     "dense files": 20,
     "foreign files": 40,
     "rows": 2000,
-    "column shards": 8,
-    "states": 6,
+    "states": 3,
     "values": 16,
     "name length": 32,
     "segments": 20,
@@ -46,7 +45,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
         patch.setenv("BENCH_ALLOCATOR", "default")
         sys.path.insert(0, str(FOLDER))
         try:
-            found = SimpleNamespace(**{name: importlib.import_module(name) for name in ("axes", "calls", "run")})
+            found = SimpleNamespace(**{name: importlib.import_module(name) for name in ("axes", "run", "calls")})
             found.run.warm_up(tmp_path_factory.mktemp("growth"), CALLS)
             yield found
         finally:

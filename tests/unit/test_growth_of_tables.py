@@ -13,7 +13,7 @@ from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.format.control import TableScalars
 from torchrec_stream_ckpt.format.proof import POSITIONS, Proof, Window
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.proofs.compare import Check
+from torchrec_stream_ckpt.proofs.compare import Check, shared_blocks
 from torchrec_stream_ckpt.proofs.met import Circle, Marks, agree
 from torchrec_stream_ckpt.restore.apply import set_scalars
 from torchrec_stream_ckpt.restore.plan import RestorePlan
@@ -35,6 +35,13 @@ def find_blocks(tables: int) -> None:
     assert [check.blocks_of(number + 1, 0, 64).tolist() for number in range(tables)] == [[0]] * tables
 
 
+def find_shared_blocks(tables: int) -> None:
+    """Ask which blocks two readers share, each of which holds half of every table's rows."""
+    specs = tuple(TableSpec(f"t{number}", 64, 1, "float32", "sgd", (), id=number + 1) for number in range(tables))
+    readers = [tuple(TableShard(number, row0, 32, 0, 1) for number in range(tables)) for row0 in (0, 32)]
+    assert [found.tolist() for found in shared_blocks(Schema(specs), readers).values()] == [[0]] * tables
+
+
 def put_back_scalars(tables: int) -> None:
     """Give a kernel of these tables the iteration count and the rate that a marker has for each of them."""
     shards = [TableShard(number, 0, 8, 0, 4) for number in range(tables)]
@@ -50,7 +57,7 @@ def put_back_scalars(tables: int) -> None:
     assert put == [(7, 1.0, 0.5, 0.5)]
 
 
-@pytest.mark.parametrize("act", [find_blocks, put_back_scalars])
+@pytest.mark.parametrize("act", [find_blocks, find_shared_blocks, put_back_scalars])
 def test_each_line_is_executed_as_often_for_each_table(act: Any) -> None:
     few, many = (lines_of(lambda tables=tables: act(tables)) for tables in (FEW, MANY))
     assert few

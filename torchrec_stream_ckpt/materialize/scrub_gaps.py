@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.layout import dropped_name, manifest_name
+from torchrec_stream_ckpt.route.strides import Strides
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.types import MarkerId
@@ -30,12 +31,8 @@ def lost_manifests(objects: Objects, lineage: Lineage, catalog: Catalog) -> Iter
 
 def markers_without_a_way(lineage: Lineage, catalog: Catalog) -> Iterator[MarkerId]:
     """Find markers to which no pieces of the store lead. Arguments are those of :func:`lost_manifests`."""
-    for generation in _newest(catalog):
-        known = {marker for marker in lineage.commits if marker.generation == generation}
-        offered = sorted(known & (catalog.markers - catalog.dropped))
-        if offered:
-            strides = catalog.strides(lineage.chain(offered[-1]))
-            yield from (marker for marker in offered if marker not in strides)
+    ways, offered = Strides(lineage, catalog), catalog.markers - catalog.dropped
+    yield from (marker for marker in sorted(offered & set(lineage.commits)) if not ways.serves(marker))
 
 
 def _newest(catalog: Catalog) -> dict[int, MarkerId]:

@@ -239,9 +239,9 @@ def shared_blocks(schema: Schema, readers: Sequence[Sequence[TableShard]]) -> di
         readers: The shards of each reader; together they hold each cell once.
     """
     found: dict[int, Ints] = {}
+    held = _by_table(readers)
     for table, spec in enumerate(schema.tables):
-        by_reader = [[s for s in shards if s.table == table and s.rows and s.cols] for shards in readers]
-        by_reader = [shards for shards in by_reader if shards]
+        by_reader = held.get(table, [])
         if len(by_reader) < 2:
             continue
         if any(shard.cols < spec.dim for shards in by_reader for shard in shards):
@@ -250,6 +250,19 @@ def shared_blocks(schema: Schema, readers: Sequence[Sequence[TableShard]]) -> di
         edges = {shard.row0 // BLOCK_ROWS for shards in by_reader for shard in shards if shard.row0 % BLOCK_ROWS}
         if edges:
             found[table] = np.array(sorted(edges), np.int64)
+    return found
+
+
+def _by_table(readers: Sequence[Sequence[TableShard]]) -> dict[int, list[list[TableShard]]]:
+    """For each table, the shards with cells of each reader that has some."""
+    found: dict[int, list[list[TableShard]]] = {}
+    for shards in readers:
+        own: dict[int, list[TableShard]] = {}
+        for shard in shards:
+            if shard.rows and shard.cols:
+                own.setdefault(shard.table, []).append(shard)
+        for table, some in own.items():
+            found.setdefault(table, []).append(some)
     return found
 
 

@@ -118,8 +118,10 @@ def read_history(
     """
     chosen = list(lineage.commits.values())[-last if last is not None else 0 :]
     history = History(_intervals(lineage, chosen), _heat(lineage, chosen))
-    for generation in dict.fromkeys(commit.generation for commit in chosen):
-        intervals = [each for each in history.intervals.values() if each.commit.generation == generation]
+    by_generation: dict[int, list[Traffic]] = {}
+    for each in history.intervals.values():
+        by_generation.setdefault(each.commit.generation, []).append(each)
+    for intervals in by_generation.values():
         for rank in range(len(intervals[-1].commit.ranks)):
             _read_rank(log, lineage, history, intervals, rank, advance)
     return history

@@ -122,7 +122,7 @@ def lineage(whole: Lineage) -> str:
     """A lane a generation, over steps; each begins below its parent marker."""
     generations = sorted(whole.claims)
     shown = generations[-MOST_LANES:]
-    ends = {generation: _span(whole, generation) for generation in generations}
+    ends = _ends(whole)
     height = 48 + _LANE * len(shown)
     across, _ = plot_axes(height)
     x = Axis(0.0, float(max(end for _, end, _ in ends.values()) or 1), LEFT - 40, across[1] - 230)
@@ -141,12 +141,17 @@ def lineage(whole: Lineage) -> str:
     return chart("lineage", "Lineage of generations", said, body, height) + older + _generations(whole, ends)
 
 
-def _span(whole: Lineage, generation: int) -> tuple[int, int, int]:
-    """(step where it begins, step of its last marker, number of its markers)."""
-    parent = whole.claims[generation].parent
-    begin = whole.commits[parent].step if parent is not None and parent in whole.commits else 0
-    steps = [commit.step for marker, commit in whole.commits.items() if marker.generation == generation]
-    return begin, max(steps, default=begin), len(steps)
+def _ends(whole: Lineage) -> dict[int, tuple[int, int, int]]:
+    """For each generation, (step where it begins, step of its last marker, number of its markers)."""
+    steps: dict[int, list[int]] = {}
+    for marker, commit in whole.commits.items():
+        steps.setdefault(marker.generation, []).append(commit.step)
+    found = {}
+    for generation, claim in whole.claims.items():
+        own, parent = steps.get(generation, []), claim.parent
+        begin = whole.commits[parent].step if parent is not None and parent in whole.commits else 0
+        found[generation] = begin, max(own, default=begin), len(own)
+    return found
 
 
 def _lane(whole: Lineage, generation: int, lanes: dict[int, int], span: tuple[int, int, int], x: Axis) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -13,7 +14,7 @@ from torchrec_stream_ckpt.types import MarkerId
 
 @dataclass(frozen=True, slots=True)
 class _WholeWay:
-    """The way to the newest marker of a generation, on which the ways to its older ones lie."""
+    """The way to the newest marker of a generation, or of one that stands on it; ways to older markers lie on it."""
 
     chain: list[Commit]
     places: dict[MarkerId, int]
@@ -43,15 +44,39 @@ class Strides:
         self._lineage = lineage
         self._catalog = catalog
         self._ways: dict[int, _WholeWay] = {}
+        """By generation. Generations that stand on each other's newest markers share one."""
         self._shared: dict[tuple[int, int], int] = {}
 
     def _way(self, marker: MarkerId) -> _WholeWay:
         if marker.generation not in self._ways:
-            chain = self._lineage.chain(self._lineage.newest_of(marker.generation))
+            # A caller that asks for one generation alone needs no COMMITs of later ones.
+            tip = self._tip(marker.generation) if self._ways else marker.generation
+            newest = self._lineage.newest_of(tip)
+            chain = self._lineage.chain(newest)
             places = {commit.id: place for place, commit in enumerate(chain)}
             strides = self._catalog.strides(chain) if self._catalog is not None else {}
-            self._ways[marker.generation] = _WholeWay(chain, places, strides)
+            way = _WholeWay(chain, places, strides)
+            for each in self._lineage.way(newest):
+                if each == self._lineage.newest_of(each.generation):
+                    self._ways.setdefault(each.generation, way)
         return self._ways[marker.generation]
+
+    def _tip(self, generation: int) -> int:
+        """Return the last generation of those that stand on each other's newest markers, from this one on."""
+        while generation in self._children:
+            generation = self._children[generation]
+        return generation
+
+    @cached_property
+    def _children(self) -> dict[int, int]:
+        """For each generation, a later one with markers that stands on its newest marker."""
+        newest = {marker.generation: marker for marker in self._lineage.commits}
+        parents = ((each, self._lineage.claims[each].parent) for each in newest)
+        return {
+            parent.generation: each
+            for each, parent in parents
+            if parent is not None and newest.get(parent.generation) == parent
+        }
 
     def chain(self, marker: MarkerId) -> list[Commit]:
         """``Lineage.chain``, without looking through all commits each time."""
@@ -87,6 +112,8 @@ class Strides:
         if key not in self._shared:
             ways = [self._ways[generation].chain for generation in key]
             low, high = 0, min(map(len, ways))
+            if ways[0] is ways[1]:
+                low = high
             while low < high:
                 middle = (low + high) // 2
                 low, high = (middle + 1, high) if ways[0][middle].id == ways[1][middle].id else (low, middle)

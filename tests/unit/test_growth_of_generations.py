@@ -1,0 +1,78 @@
+"""The ways to the markers of generations that stand on each other are found once, not once for each generation."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+
+from tests import builders
+from tests.work import grown, lines_of
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.materialize.scrub_gaps import markers_without_a_way
+from torchrec_stream_ckpt.route.strides import Strides
+from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.types import MarkerId
+
+FEW, MANY = 16, 32
+
+
+def history(parents: list[MarkerId | None], markers: int) -> Lineage:
+    """Generations with so many markers each."""
+    lineage = Lineage()
+    for generation, parent in enumerate(parents, 1):
+        lineage.apply(builders.claim(generation, parent=parent))
+        for marker in range(1, markers + 1):
+            lineage.apply(builders.commit(generation, marker))
+    return lineage
+
+
+def straight(generations: int) -> Lineage:
+    return history([None, *(MarkerId(number, 2) for number in range(1, generations))], 2)
+
+
+def compare_all(lineage: Lineage) -> None:
+    """Look at the ways to all markers, from the oldest one on."""
+    strides = Strides(lineage, None)
+    for one, other in itertools.pairwise(lineage.commits):
+        assert strides.covers(strides.stretch(None, other), strides.stretch(None, one))
+
+
+def test_the_ways_to_all_markers_are_compared_in_a_time_that_grows_with_them() -> None:
+    few, many = (lines_of(lambda count=count: compare_all(straight(count))) for count in (FEW, MANY))
+    assert not grown(few, many, 1.2 * MANY / FEW)
+
+
+def test_markers_without_a_way_are_found_in_a_time_that_grows_with_them(tmp_path: Path) -> None:
+    objects = open_store(str(tmp_path))
+
+    def found(count: int) -> None:
+        lineage = straight(count)
+        catalog = Catalog(objects, builders.JOB, frozenset(lineage.commits), frozenset(), frozenset())
+        assert list(markers_without_a_way(lineage, catalog)) == []
+
+    few, many = (lines_of(lambda count=count: found(count)) for count in (FEW, MANY))
+    assert not grown(few, many, 1.2 * MANY / FEW)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_markers_have_in_common_is_the_same_in_any_order(seed: int) -> None:
+    """Generations stand on any marker of an older one, or on nothing; ways are shared or not."""
+    chance, parents = random.Random(seed), [None]
+    for generation in range(2, 9):
+        parent = MarkerId(chance.randrange(1, generation), chance.choice((1, 2, 2)))
+        parents.append(parent if chance.random() < 0.9 else None)
+    lineage = history(parents, 2)
+    order = list(lineage.commits)
+    chance.shuffle(order)
+    strides = Strides(lineage, None)
+    for one, other in itertools.product(order, order):
+        ways = [set(lineage.leading_to(marker)) for marker in (one, other)]
+        stretches = [strides.stretch(None, marker) for marker in (one, other)]
+        assert strides.overlap(*stretches) == bool(ways[0] & ways[1])
+        assert strides.covers(*stretches) == (ways[1] <= ways[0])
+        assert strides.overlap(strides.interval(one), stretches[1]) == (one in ways[1])
+        assert [commit.id for commit in strides.chain(one)] == lineage.leading_to(one)
