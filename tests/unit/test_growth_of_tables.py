@@ -16,6 +16,7 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.proofs.compare import Check, shared_blocks
 from torchrec_stream_ckpt.proofs.met import Circle, Marks, agree
 from torchrec_stream_ckpt.restore.apply import set_scalars
+from torchrec_stream_ckpt.restore.coverage import Coverage
 from torchrec_stream_ckpt.restore.plan import RestorePlan
 from torchrec_stream_ckpt.route.path import Path
 from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
@@ -42,6 +43,14 @@ def find_shared_blocks(tables: int) -> None:
     assert [found.tolist() for found in shared_blocks(Schema(specs), readers).values()] == [[0]] * tables
 
 
+def cover_columns(slices: int) -> None:
+    """Ask whether all rows of all column slices of a table have been sent."""
+    coverage = Coverage(Schema((TableSpec("t", 2, slices, "float32", "sgd", (), id=1),)), [0])
+    for column in range(slices):
+        coverage.add(0, column, 1, np.arange(2))
+    coverage.check()
+
+
 def put_back_scalars(tables: int) -> None:
     """Give a kernel of these tables the iteration count and the rate that a marker has for each of them."""
     shards = [TableShard(number, 0, 8, 0, 4) for number in range(tables)]
@@ -57,7 +66,7 @@ def put_back_scalars(tables: int) -> None:
     assert put == [(7, 1.0, 0.5, 0.5)]
 
 
-@pytest.mark.parametrize("act", [find_blocks, find_shared_blocks, put_back_scalars])
+@pytest.mark.parametrize("act", [cover_columns, find_blocks, find_shared_blocks, put_back_scalars])
 def test_each_line_is_executed_as_often_for_each_table(act: Any) -> None:
     few, many = (lines_of(lambda tables=tables: act(tables)) for tables in (FEW, MANY))
     assert few

@@ -48,10 +48,15 @@ class Coverage:
             missing = table.rows - self._records[index]
             if missing > 0:  # said before a table that only claims to be huge takes memory
                 raise CorruptionError(f"{missing} rows are not there", table=table.name)
-            slices = of_table.get(index, [])
-            for column in sorted({edge for col0, cols, _ in slices for edge in (col0, col0 + cols)} | {0}):
+            slices = sorted(of_table.get(index, []), key=lambda each: -each[0])
+            here: list[tuple[int, int, npt.NDArray[np.bool_]]] = []  # those that hold the column
+            edges = {edge for col0, cols, _ in slices for edge in (col0, col0 + cols)}
+            for column in sorted(edges | {0}):
+                here = [each for each in here if column < each[0] + each[1]]
+                while slices and slices[-1][0] <= column:
+                    here.append(slices.pop())
                 if column < table.dim:
-                    flags = [sent for col0, cols, sent in slices if col0 <= column < col0 + cols]
+                    flags = [sent for _, _, sent in here]
                     missing = table.rows - int(np.logical_or.reduce(flags).sum()) if flags else table.rows
                     if missing:
                         raise CorruptionError(f"{missing} rows are not there", table=table.name, column=column)
