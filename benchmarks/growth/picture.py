@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-IMAGE = Path(__file__).resolve().parents[2] / "docs" / "img" / "growth.svg"
+IMAGE = Path(__file__).resolve().parent / "growth.svg"
 COLUMNS, WIDTH, HEIGHT = 4, 210, 190
 LEFT, TOP, SIDE = 30, 30, 130
 """Of the square in which the lines of a picture are."""
