@@ -22,7 +22,7 @@ def start_broker(case: str, stack: ExitStack) -> str:
     Raises:
         UnavailableError: it does not start; says why.
     """
-    from torchrec_stream_ckpt.broker.kraft import Broker
+    from torchrec_stream_ckpt.extras.broker.kraft import Broker
 
     broker = Broker(stack.enter_context(scratch(case)) / "broker")
     try:

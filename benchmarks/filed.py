@@ -34,7 +34,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "encode": ("capture/staging.py", "format/frame.py", "format/ring.py", "format/rows.py"),
     "evolve": (*_RESTORE, "evolve"),
     "growth": (*_FOLD, "cli", "restore", "proofs", "reporting", "engine"),
-    "head": (*_RESTORE, "materialize/head.py"),
+    "head": (*_RESTORE, "maintain/head.py"),
     "hooks": ("adapter", "capture"),
     "ingest": _FOLD,
     "limits": (),

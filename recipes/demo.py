@@ -273,7 +273,7 @@ def run_demo(folder: Path, use_kafka: bool) -> bool:
 @contextmanager
 def broker(folder: Path) -> Iterator[str]:
     """A Kafka broker of our own on loopback, stopped at the end."""
-    from torchrec_stream_ckpt.broker.kraft import Broker
+    from torchrec_stream_ckpt.extras.broker.kraft import Broker
 
     ours = Broker(folder / "broker")
     say("starting a Kafka broker (the first time, this fetches it)")

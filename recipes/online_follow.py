@@ -31,8 +31,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_stream_ckpt import FollowedTables, StreamCkptError, follow
+from torchrec_stream_ckpt.extras.follower.tables import Served, load_dense
 from torchrec_stream_ckpt.flags import FlagParser
-from torchrec_stream_ckpt.follower.tables import Served, load_dense
 
 log = logging.getLogger("online_follow")
 

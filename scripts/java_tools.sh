@@ -9,7 +9,7 @@ readonly python=.venv/bin/python
 # Here and not in the first test that needs them: a slow download is no test that hangs.
 for name in "$@"; do
   case $name in
-    kafka) jars="from torchrec_stream_ckpt.broker.runtime import KAFKA as jars" ;;
+    kafka) jars="from torchrec_stream_ckpt.extras.broker.runtime import KAFKA as jars" ;;
     s3proxy) jars="from tests.s3.jars import S3PROXY as jars" ;;
     *) echo "java-tools: what is $name?" >&2 && exit 2 ;;
   esac
@@ -23,7 +23,7 @@ for name in "$@"; do
 import sys
 
 $jars
-from torchrec_stream_ckpt.broker.runtime import find_java
+from torchrec_stream_ckpt.extras.broker.runtime import find_java
 from torchrec_stream_ckpt.errors import StreamCkptError
 
 try:

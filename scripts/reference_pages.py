@@ -16,7 +16,7 @@ import typer
 from torchrec_stream_ckpt.cli.main import STATUSES, app
 from torchrec_stream_ckpt.cli.variables import SHARED, variables_of
 from torchrec_stream_ckpt.flags import add_flags
-from torchrec_stream_ckpt.metrics import METRICS, TRAINER_METRICS, Metric
+from torchrec_stream_ckpt.util.metrics import METRICS, TRAINER_METRICS, Metric
 
 CLI = """# Command line
 

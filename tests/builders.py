@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark, Trim
+from torchrec_stream_ckpt.format.end_note import End
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, parse_header, seal
-from torchrec_stream_ckpt.format.remarks import End
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import Ack, Log
-from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
+from torchrec_stream_ckpt.util.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
 
 JOB = uuid.UUID(int=7).bytes
 OTHER_JOB = uuid.UUID(int=8).bytes

@@ -15,7 +15,7 @@ from tests.clouds import servers
 from tests.java_classes import ARCHIVE
 from tests.s3.server import S3Server
 from tests.sampled import sampled
-from torchrec_stream_ckpt.broker.kraft import Broker
+from torchrec_stream_ckpt.extras.broker.kraft import Broker
 
 # How long an example takes says more of the machine than of the code. The same examples each time, so that what
 # fails is what was changed; new ones in the long form (make test-slow).

@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.builders import JOB, Stream
 from tests.synthetic import Job
-from torchrec_stream_ckpt.format.changed import ClaimChanges, changes_of
+from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, changes_of
 from torchrec_stream_ckpt.format.control import Commit, Mark
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.frame import Kind
@@ -28,8 +28,8 @@ from torchrec_stream_ckpt.format.proof import (
 )
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES
 from torchrec_stream_ckpt.format.schema import Schema, canonical
-from torchrec_stream_ckpt.layout import dense_name
-from torchrec_stream_ckpt.types import TOMBSTONE, MarkerId, StateSpec, TableShard, TableSpec
+from torchrec_stream_ckpt.util.layout import dense_name
+from torchrec_stream_ckpt.util.types import TOMBSTONE, MarkerId, StateSpec, TableShard, TableSpec
 
 NAMES = tuple("m.t_" + letter for letter in "abcdefgh")
 ROWWISE, FULL = StateSpec("momentum1", "float32", True), StateSpec("exp_avg", "float32", False)

@@ -18,7 +18,7 @@ from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.errors import SchemaMismatchError
 from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges, RowChange
 from torchrec_stream_ckpt.evolve.row_maps import IdMap
-from torchrec_stream_ckpt.types import Restored
+from torchrec_stream_ckpt.util.types import Restored
 
 State = dict[str, torch.Tensor]
 ROWS = (13, 30, 41, 57, 97)

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from tests.synthetic import PLAIN, ROWWISE, SCHEMA, WIDE, Image, Job, image_of_log
 from torchrec_stream_ckpt import FollowedTables, follow
-from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.follower.core import Follower, FollowMode
-from torchrec_stream_ckpt.follower.updates import Update, UpdateKind
+from torchrec_stream_ckpt.extras.follower.core import Follower, FollowMode
+from torchrec_stream_ckpt.extras.follower.updates import Update, UpdateKind
 from torchrec_stream_ckpt.format.rows import RowsView
-from torchrec_stream_ckpt.layout import DATA_DIR, SEGMENTS_DIR, parse_segment
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.util.layout import DATA_DIR, SEGMENTS_DIR, parse_segment
+from torchrec_stream_ckpt.util.types import MarkerId
 
 STEPS = Policy(rebase=0, compact="none")
 BASES = Policy(rebase=1e-9, compact="none")

@@ -16,21 +16,21 @@ from typing import Any
 import torch.distributed as dist
 
 from torchrec_stream_ckpt import StreamCheckpointer
-from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.capture.hook import Capture
 from torchrec_stream_ckpt.capture.staging import RowStager
 from torchrec_stream_ckpt.capture.touched import TouchedRows
-from torchrec_stream_ckpt.commit.coordinator import Coordinator
-from torchrec_stream_ckpt.commit.dense import DenseState
+from torchrec_stream_ckpt.dense.dense_state import DenseState
+from torchrec_stream_ckpt.extras.tiers.job import Tiered
+from torchrec_stream_ckpt.find.job import Tier
 from torchrec_stream_ckpt.format.ring import FrameRing
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.publisher import Publisher
-from torchrec_stream_ckpt.route.job import Tier
-from torchrec_stream_ckpt.tiers.job import Tiered
-from torchrec_stream_ckpt.trainer.cuts import Cuts
-from torchrec_stream_ckpt.trainer.session import Session
-from torchrec_stream_ckpt.trainer.stream import Stream
-from torchrec_stream_ckpt.types import Committed
+from torchrec_stream_ckpt.model import FusedKernel
+from torchrec_stream_ckpt.restore.session import Session
+from torchrec_stream_ckpt.save.coordinator import Coordinator
+from torchrec_stream_ckpt.save.rank_cut import Cuts
+from torchrec_stream_ckpt.save.stream import Stream
+from torchrec_stream_ckpt.util.types import Committed
 
 
 class Inside:

@@ -11,8 +11,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from torchrec_stream_ckpt.broker.kraft import Broker
-from torchrec_stream_ckpt.broker.runtime import KAFKA, find_java, locked
+from torchrec_stream_ckpt.extras.broker.kraft import Broker
+from torchrec_stream_ckpt.extras.broker.runtime import KAFKA, find_java, locked
 
 ARCHIVE = KAFKA.folder.with_name(f"{KAFKA.folder.name}.jsa")
 

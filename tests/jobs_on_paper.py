@@ -11,14 +11,14 @@ import numpy as np
 from tests import builders
 from tests.builders import Stream
 from torchrec_stream_ckpt.format.control import Commit, Mark
+from torchrec_stream_ckpt.format.end_note import Note
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.proof import Proof, Window
 from torchrec_stream_ckpt.format.record import meta_of
-from torchrec_stream_ckpt.format.remarks import Note
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.types import MarkerId, TableShard
+from torchrec_stream_ckpt.util.types import MarkerId, TableShard
 
 FIRST_S = 1_700_000_000.0
 """When the first generation began."""

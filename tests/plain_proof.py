@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from torchrec_stream_ckpt.adapter import FusedKernel, LocalShard
 from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, parse_control
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -15,6 +14,7 @@ from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Window
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import open_log
 from torchrec_stream_ckpt.log.stream import read_hello, read_mark, read_stream
+from torchrec_stream_ckpt.model import FusedKernel, LocalShard
 
 MASK = 2**64 - 1
 

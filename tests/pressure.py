@@ -14,9 +14,9 @@ from tests import model
 from tests.inside import inside
 from tests.model import Trainer, trainer
 from torchrec_stream_ckpt import StreamCheckpointer
-from torchrec_stream_ckpt.commit import coordinator
 from torchrec_stream_ckpt.log.api import Ack
 from torchrec_stream_ckpt.log.file_writer import FileWriter
+from torchrec_stream_ckpt.save import coordinator
 
 ROWS = 40_000
 RING_BYTES = 2_000_000

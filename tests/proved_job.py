@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 from hypothesis import strategies as st
 
+from torchrec_stream_ckpt.find.route import Path
 from torchrec_stream_ckpt.format.proof import (
     Digests,
     Ints,
@@ -24,9 +25,8 @@ from torchrec_stream_ckpt.format.proof import (
 )
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.proofs.met import blocks_of
-from torchrec_stream_ckpt.route.path import Path
-from torchrec_stream_ckpt.types import MarkerId, StateSpec, TableShard, TableSpec
+from torchrec_stream_ckpt.proofs.seen_marks import blocks_of
+from torchrec_stream_ckpt.util.types import MarkerId, StateSpec, TableShard, TableSpec
 
 ROWS, DIM = 500, 8
 TABLES = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.manifest import Manifest
-from torchrec_stream_ckpt.format.packed_manifest import read_manifest, written_manifest
+from torchrec_stream_ckpt.format.packed_commit import read_manifest, written_manifest
 
 
 def both_ways(data: Buffer, where: str) -> Manifest:

@@ -11,12 +11,12 @@ import numpy as np
 
 from tests import builders
 from tests.builders import JOB, Stream
-from torchrec_stream_ckpt.format.changed import ClaimChanges
+from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
+from torchrec_stream_ckpt.format.claim_references import brief
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rank_shards import RankShards
-from torchrec_stream_ckpt.format.referring import brief
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout, RowsView, decode_rows
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import decode_chunk
@@ -26,7 +26,7 @@ from torchrec_stream_ckpt.log.stream import read_stream
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.reader import open_pieces, read_chunks
-from torchrec_stream_ckpt.types import MarkerId, StateSpec, TableShard
+from torchrec_stream_ckpt.util.types import MarkerId, StateSpec, TableShard
 
 PLAIN, ROWWISE, WIDE = range(3)
 SCHEMA = Schema(

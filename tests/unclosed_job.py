@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from tests.inside import inside
 from tests.model import PLAN_1, PLAN_2, trainer
-from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig, interpreter_exit
+from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt.util import interpreter_exit
 
 
 def alone(ours: StreamCheckpointer) -> None:

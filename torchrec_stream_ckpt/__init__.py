@@ -3,25 +3,24 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchrec_stream_ckpt.config import Source, StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import TORCH_HINT, StreamCkptError
-from torchrec_stream_ckpt.types import Committed, MarkerId, MarkerReport, Restored
+from torchrec_stream_ckpt.util.config import Source, StreamConfig, Takeover
+from torchrec_stream_ckpt.util.types import Committed, MarkerId, MarkerReport, Restored
 
 if TYPE_CHECKING:
     from torchrec_stream_ckpt.checkpointer import StreamCheckpointer
     from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges, RowChange
     from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
     from torchrec_stream_ckpt.evolve.row_maps import IdMap
-    from torchrec_stream_ckpt.follower.core import Follower
-    from torchrec_stream_ckpt.follower.follow import follow
-    from torchrec_stream_ckpt.follower.tables import FollowedTables
-    from torchrec_stream_ckpt.global_batches import GlobalBatches
-    from torchrec_stream_ckpt.global_samples import GlobalSampler, sample_generator
-    from torchrec_stream_ckpt.global_stream import GlobalStream
-    from torchrec_stream_ckpt.interchange.dcp_reader import StreamReader
-    from torchrec_stream_ckpt.interchange.marker_rows import OpenMarker, open_marker
-    from torchrec_stream_ckpt.loader import TrackedLoader
-    from torchrec_stream_ckpt.planner import planner_constraints
+    from torchrec_stream_ckpt.extras.follower.core import Follower, follow
+    from torchrec_stream_ckpt.extras.follower.tables import FollowedTables
+    from torchrec_stream_ckpt.extras.interchange.dcp_reader import StreamReader
+    from torchrec_stream_ckpt.extras.interchange.marker_rows import OpenMarker, open_marker
+    from torchrec_stream_ckpt.extras.planner import planner_constraints
+    from torchrec_stream_ckpt.loaders.global_batches import GlobalBatches
+    from torchrec_stream_ckpt.loaders.global_samples import GlobalSampler, sample_generator
+    from torchrec_stream_ckpt.loaders.global_stream import GlobalStream
+    from torchrec_stream_ckpt.loaders.tracked_loader import TrackedLoader
 
 __all__ = [
     "Changes",
@@ -60,22 +59,22 @@ __version__ = "0.1.0"
 _LAZY = {
     "Changes": "evolve.changes",
     "DenseChanges": "evolve.changes",
-    "FollowedTables": "follower.tables",
-    "Follower": "follower.core",
-    "GlobalBatches": "global_batches",
-    "GlobalSampler": "global_samples",
-    "GlobalStream": "global_stream",
+    "FollowedTables": "extras.follower.tables",
+    "Follower": "extras.follower.core",
+    "GlobalBatches": "loaders.global_batches",
+    "GlobalSampler": "loaders.global_samples",
+    "GlobalStream": "loaders.global_stream",
     "IdMap": "evolve.row_maps",
     "ModelSchema": "evolve.model_schema",
     "RowChange": "evolve.changes",
-    "OpenMarker": "interchange.marker_rows",
+    "OpenMarker": "extras.interchange.marker_rows",
     "StreamCheckpointer": "checkpointer",
-    "StreamReader": "interchange.dcp_reader",
-    "TrackedLoader": "loader",
-    "follow": "follower.follow",
-    "open_marker": "interchange.marker_rows",
-    "planner_constraints": "planner",
-    "sample_generator": "global_samples",
+    "StreamReader": "extras.interchange.dcp_reader",
+    "TrackedLoader": "loaders.tracked_loader",
+    "follow": "extras.follower.core",
+    "open_marker": "extras.interchange.marker_rows",
+    "planner_constraints": "extras.planner",
+    "sample_generator": "loaders.global_samples",
 }
 
 

@@ -14,36 +14,36 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchrec_stream_ckpt.capture.attached_model import Attached
 from torchrec_stream_ckpt.capture.staging import allocate
-from torchrec_stream_ckpt.commit.dense import DenseState
-from torchrec_stream_ckpt.commit.handed_over import Stateful
-from torchrec_stream_ckpt.commit.live_dense import LiveDense
-from torchrec_stream_ckpt.commit.meeting import PER_RANK, check_handed_over, check_settings, meet
-from torchrec_stream_ckpt.config import Source, StreamConfig, Takeover
+from torchrec_stream_ckpt.dense.dense_state import DenseState
+from torchrec_stream_ckpt.dense.live_dense import LiveDense
+from torchrec_stream_ckpt.dense.rank_agreement import PER_RANK, check_handed_over, check_settings, meet
+from torchrec_stream_ckpt.dense.stateful_objects import Stateful
 from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
 from torchrec_stream_ckpt.evolve.changes import Changes
 from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
+from torchrec_stream_ckpt.extras.tiers.job import Tiered
+from torchrec_stream_ckpt.find.job import open_tier
 from torchrec_stream_ckpt.format.ring import FrameRing
-from torchrec_stream_ckpt.loader import TrackedLoader
+from torchrec_stream_ckpt.job.startup import Restoring
+from torchrec_stream_ckpt.loaders.tracked_loader import TrackedLoader
+from torchrec_stream_ckpt.ranks.collective import PEERS_S, Groups
+from torchrec_stream_ckpt.ranks.exclusive_calls import Calls, collective
+from torchrec_stream_ckpt.restore.finder import chosen
 from torchrec_stream_ckpt.restore.plan import RestorePlan
-from torchrec_stream_ckpt.route.job import open_tier
-from torchrec_stream_ckpt.stats import Stats
-from torchrec_stream_ckpt.tiers.job import Tiered
-from torchrec_stream_ckpt.trainer.announcing import Announcer
-from torchrec_stream_ckpt.trainer.attached import Attached
-from torchrec_stream_ckpt.trainer.calls import Calls, collective
-from torchrec_stream_ckpt.trainer.choosing import chosen
-from torchrec_stream_ckpt.trainer.ending import Ending, LastWord
-from torchrec_stream_ckpt.trainer.groups import PEERS_S, Groups
-from torchrec_stream_ckpt.trainer.remarks import agreed
-from torchrec_stream_ckpt.trainer.restoring import Restoring
-from torchrec_stream_ckpt.trainer.session import RestoreParts, Session
-from torchrec_stream_ckpt.trainer.showing import Showing
-from torchrec_stream_ckpt.trainer.signals import Signals
-from torchrec_stream_ckpt.trainer.stream import JOIN_S, StreamParts
-from torchrec_stream_ckpt.trainer.streaming import Streaming
-from torchrec_stream_ckpt.trainer.telemetry import Telemetry
-from torchrec_stream_ckpt.types import Committed, MarkerId, MarkerReport, Restored
+from torchrec_stream_ckpt.restore.session import RestoreParts, Session
+from torchrec_stream_ckpt.save.commit_callbacks import Announcer
+from torchrec_stream_ckpt.save.generation_end import Ending, LastWord
+from torchrec_stream_ckpt.save.marker_notes import agreed
+from torchrec_stream_ckpt.save.metrics_export import Showing
+from torchrec_stream_ckpt.save.signals import Signals
+from torchrec_stream_ckpt.save.stream import JOIN_S, StreamParts
+from torchrec_stream_ckpt.save.streaming import Streaming
+from torchrec_stream_ckpt.save.telemetry import Telemetry
+from torchrec_stream_ckpt.util.config import Source, StreamConfig, Takeover
+from torchrec_stream_ckpt.util.stats import Stats
+from torchrec_stream_ckpt.util.types import Committed, MarkerId, MarkerReport, Restored
 
 log = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
-from torchrec_stream_ckpt.config import PROOF_BYTES, SIGNAL_S, Source, StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import ChangesError, ConfigError, JobFinishedError
-from torchrec_stream_ckpt.settings import PREFIX, Setting, gather, warn_of_strangers
-from torchrec_stream_ckpt.types import Restored
+from torchrec_stream_ckpt.util.config import PROOF_BYTES, SIGNAL_S, Source, StreamConfig, Takeover
+from torchrec_stream_ckpt.util.settings import PREFIX, Setting, gather, warn_of_strangers
+from torchrec_stream_ckpt.util.types import Restored
 
 if TYPE_CHECKING:
     from torchrec_stream_ckpt.evolve.changes import Changes

@@ -19,8 +19,8 @@ from torch import nn
 
 from torchrec_stream_ckpt.checkpointer import StreamCheckpointer
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.loader import TrackedLoader
-from torchrec_stream_ckpt.types import Committed, Restored
+from torchrec_stream_ckpt.loaders.tracked_loader import TrackedLoader
+from torchrec_stream_ckpt.util.types import Committed, Restored
 
 try:
     with warnings.catch_warnings():

@@ -24,22 +24,22 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2
 import start  # noqa: E402, F401
 from common import Goal, Measured, Report, arguments, at_least, parse, refuse_small_machine, scratch, tell  # noqa: E402
 
-from torchrec_stream_ckpt.commit.generation import check_claimed  # noqa: E402
-from torchrec_stream_ckpt.control.older import Older  # noqa: E402
-from torchrec_stream_ckpt.control.partition import Control  # noqa: E402
+from torchrec_stream_ckpt.find.find import Search  # noqa: E402
+from torchrec_stream_ckpt.find.job import Job  # noqa: E402
+from torchrec_stream_ckpt.find.tiers import TierState  # noqa: E402
+from torchrec_stream_ckpt.format.claim_references import brief  # noqa: E402
 from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark  # noqa: E402
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files  # noqa: E402
 from torchrec_stream_ckpt.format.dense_files import DenseFile, listed  # noqa: E402
 from torchrec_stream_ckpt.format.frame import Header, Kind, json_frame  # noqa: E402
 from torchrec_stream_ckpt.format.rank_shards import RankShards  # noqa: E402
-from torchrec_stream_ckpt.format.referring import brief  # noqa: E402
 from torchrec_stream_ckpt.format.schema import Schema  # noqa: E402
-from torchrec_stream_ckpt.layout import CONTROL_FILE, partition_dir, segment_name  # noqa: E402
+from torchrec_stream_ckpt.log.control.ancestor_check import Older  # noqa: E402
+from torchrec_stream_ckpt.log.control.partition import Control  # noqa: E402
 from torchrec_stream_ckpt.log.files import FileLog  # noqa: E402
-from torchrec_stream_ckpt.route.find import Search  # noqa: E402
-from torchrec_stream_ckpt.route.job import Job  # noqa: E402
-from torchrec_stream_ckpt.route.tiers import TierState  # noqa: E402
-from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec  # noqa: E402
+from torchrec_stream_ckpt.save.generation import check_claimed  # noqa: E402
+from torchrec_stream_ckpt.util.layout import CONTROL_FILE, partition_dir, segment_name  # noqa: E402
+from torchrec_stream_ckpt.util.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec  # noqa: E402
 
 JOB = bytes(range(16))
 TIMEOUT_S = 60.0

@@ -28,12 +28,12 @@ import torch  # noqa: E402
 from common import Goal, Measured, Report, UnavailableError, arguments, parse, refuse_small_machine, take_turns, timed  # noqa: E402
 from crc32c import crc32c  # noqa: E402
 
-from torchrec_stream_ckpt.adapter import LocalShard  # noqa: E402
 from torchrec_stream_ckpt.capture.staging import RowStager, StreamIdentity  # noqa: E402
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES, parse_header, payload_of, seal  # noqa: E402
 from torchrec_stream_ckpt.format.ring import FrameBuffer  # noqa: E402
 from torchrec_stream_ckpt.format.rows import decode_rows  # noqa: E402
-from torchrec_stream_ckpt.types import StateSpec, TableSpec  # noqa: E402
+from torchrec_stream_ckpt.model import LocalShard  # noqa: E402
+from torchrec_stream_ckpt.util.types import StateSpec, TableSpec  # noqa: E402
 
 DIM, ROWS, GATHERED, LAYERS = 64, 2_000_000, 100_000, 8
 SIZES = {

@@ -16,8 +16,8 @@ from tests import builders
 from tests.synthetic import JOB, SCHEMA, Job
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.layout import dense_name
-from torchrec_stream_ckpt.types import MarkerId, StateSpec
+from torchrec_stream_ckpt.util.layout import dense_name
+from torchrec_stream_ckpt.util.types import MarkerId, StateSpec
 
 Sizes = tuple[int, int, int]
 _NO_TENSORS = pickle.dumps(Metadata({}, storage_data={}))

@@ -48,10 +48,10 @@ from common import (  # noqa: E402
 from job import Job, Shape, build, first, spread  # noqa: E402
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
-from torchrec_stream_ckpt.control.partition import Control  # noqa: E402
+from torchrec_stream_ckpt.log.control.partition import Control  # noqa: E402
 from torchrec_stream_ckpt.log.files import FileLog  # noqa: E402
-from torchrec_stream_ckpt.materialize.head import HeadWriter  # noqa: E402
-from torchrec_stream_ckpt.materialize.materializer import Materializer  # noqa: E402
+from torchrec_stream_ckpt.maintain.head import HeadWriter  # noqa: E402
+from torchrec_stream_ckpt.maintain.materializer import Materializer  # noqa: E402
 from torchrec_stream_ckpt.store.api import open_store  # noqa: E402
 from torchrec_stream_ckpt.store.dense import open_dense  # noqa: E402
 

@@ -30,18 +30,18 @@ from cache import COLD, STATES, WARM, files_under, prepare  # noqa: E402
 from common import at_least, fresh_processes, machine, parse, refuse_small_machine  # noqa: E402
 
 from tests import builders  # noqa: E402
-from torchrec_stream_ckpt.broker.kraft import Broker  # noqa: E402
-from torchrec_stream_ckpt.control.partition import Control  # noqa: E402
 from torchrec_stream_ckpt.errors import StreamCkptError  # noqa: E402
+from torchrec_stream_ckpt.extras.broker.kraft import Broker  # noqa: E402
 from torchrec_stream_ckpt.format.control import Hello, Mark  # noqa: E402
 from torchrec_stream_ckpt.format.frame import Header, Kind, json_frame, seal  # noqa: E402
 from torchrec_stream_ckpt.format.interval import Interval  # noqa: E402
 from torchrec_stream_ckpt.format.rows import RowLayout  # noqa: E402
 from torchrec_stream_ckpt.format.schema import Schema  # noqa: E402
 from torchrec_stream_ckpt.log.api import Ack, open_log  # noqa: E402
-from torchrec_stream_ckpt.materialize.fold import fold_interval  # noqa: E402
+from torchrec_stream_ckpt.log.control.partition import Control  # noqa: E402
+from torchrec_stream_ckpt.maintain.fold import fold_interval  # noqa: E402
 from torchrec_stream_ckpt.store.api import open_store  # noqa: E402
-from torchrec_stream_ckpt.types import RankEnd, StateSpec, TableShard  # noqa: E402
+from torchrec_stream_ckpt.util.types import RankEnd, StateSpec, TableShard  # noqa: E402
 
 STATE = StateSpec("momentum1", "float32", True)
 DIM = 64

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_stream_ckpt.materialize.compactor import spans
+from torchrec_stream_ckpt.maintain.compactor import spans
 
 Ids = npt.NDArray[np.int64]
 

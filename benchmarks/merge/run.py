@@ -31,21 +31,21 @@ from workload import Workload  # noqa: E402
 from tests import builders  # noqa: E402
 from tests.jobs_on_paper import PaperJob, tables  # noqa: E402
 from tests.synthetic import Job  # noqa: E402
-from torchrec_stream_ckpt.control.partition import Control  # noqa: E402
+from torchrec_stream_ckpt.extras.interchange.rows import TableReader, open_rows  # noqa: E402
+from torchrec_stream_ckpt.find.locate import load_catalog, locate  # noqa: E402
 from torchrec_stream_ckpt.flags import positive, whole  # noqa: E402
 from torchrec_stream_ckpt.format.lineage import Lineage  # noqa: E402
 from torchrec_stream_ckpt.format.schema import Schema  # noqa: E402
-from torchrec_stream_ckpt.interchange.rows import TableReader, open_rows  # noqa: E402
 from torchrec_stream_ckpt.log.api import Log  # noqa: E402
-from torchrec_stream_ckpt.materialize.compactor import Policy  # noqa: E402
-from torchrec_stream_ckpt.materialize.materializer import Materializer  # noqa: E402
-from torchrec_stream_ckpt.materialize.merge import merge  # noqa: E402
-from torchrec_stream_ckpt.route.locate import load_catalog, locate  # noqa: E402
+from torchrec_stream_ckpt.log.control.partition import Control  # noqa: E402
+from torchrec_stream_ckpt.maintain.compactor import Policy  # noqa: E402
+from torchrec_stream_ckpt.maintain.materializer import Materializer  # noqa: E402
+from torchrec_stream_ckpt.maintain.merge import merge  # noqa: E402
 from torchrec_stream_ckpt.store.api import Entry  # noqa: E402
 from torchrec_stream_ckpt.store.catalog import Catalog  # noqa: E402
 from torchrec_stream_ckpt.store.dense import open_dense  # noqa: E402
 from torchrec_stream_ckpt.store.folder import FolderObjects  # noqa: E402
-from torchrec_stream_ckpt.types import StateSpec  # noqa: E402
+from torchrec_stream_ckpt.util.types import StateSpec  # noqa: E402
 
 DIM = 64
 

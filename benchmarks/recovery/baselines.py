@@ -20,7 +20,7 @@ from files import Buffer, Gather, Image, Piece, copy_pieces, needed, place_piece
 from stream import Trainer, linear_ids, read_rows
 from workload import Ids, Tables
 
-from torchrec_stream_ckpt.durable import fsync_dir
+from torchrec_stream_ckpt.util.durable import fsync_dir
 
 
 class UnavailableError(Exception):

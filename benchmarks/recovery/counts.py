@@ -27,7 +27,7 @@ from lists import RATIO, Asked, Chunk, Filters, Lists  # noqa: E402
 from radix import Layout  # noqa: E402
 from workload import WORKLOADS, Ids, Workload, shaped  # noqa: E402
 
-from torchrec_stream_ckpt.materialize.compactor import Policy  # noqa: E402
+from torchrec_stream_ckpt.maintain.compactor import Policy  # noqa: E402
 
 RATIOS = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 1.0)
 MARKERS = (10, 31, 50, 75, 100, 125, 150)

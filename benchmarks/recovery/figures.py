@@ -34,7 +34,7 @@ from counts import ALL, Counted, differential, incrcp, naive, spans  # noqa: E40
 from lists import RATIO, Filters  # noqa: E402
 from workload import WORKLOADS, Workload  # noqa: E402
 
-from torchrec_stream_ckpt.materialize.compactor import Policy  # noqa: E402
+from torchrec_stream_ckpt.maintain.compactor import Policy  # noqa: E402
 
 RATIOS = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0)
 BUNDLED_RATIOS = RATIOS[:6]

@@ -22,7 +22,7 @@ from cache import Part
 from crc32c import crc32c
 from workload import Ids, Tables
 
-from torchrec_stream_ckpt.durable import fsync_dir, write_all
+from torchrec_stream_ckpt.util.durable import fsync_dir, write_all
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Rows: TypeAlias = npt.NDArray[Any]

@@ -25,7 +25,7 @@ from saved import TorchLoad, TorchLoadAndCopy, TorchMmapAndCopy
 from workload import Tables, Workload
 
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize.compactor import Policy
+from torchrec_stream_ckpt.maintain.compactor import Policy
 
 FROM_FILES: dict[str, Callable[..., Any]] = {
     "torch.load": TorchLoad,

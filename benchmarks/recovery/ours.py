@@ -15,22 +15,22 @@ from baselines import Ledger, Reads, UnavailableError
 from stream import Trainer, marker_of
 from workload import Tables, Workload
 
-from torchrec_stream_ckpt.adapter.kernels import LocalShard
-from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.layout import partition_dir
+from torchrec_stream_ckpt.find.find import Search
+from torchrec_stream_ckpt.find.job import Job
+from torchrec_stream_ckpt.find.route import Route
+from torchrec_stream_ckpt.find.tiers import TierState
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.proofs.met import Met
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.maintain.materializer import Materializer
+from torchrec_stream_ckpt.model.kernels import LocalShard
+from torchrec_stream_ckpt.proofs.seen_marks import Met
 from torchrec_stream_ckpt.restore import apply
 from torchrec_stream_ckpt.restore.plan import RestorePlan, plan_restore
-from torchrec_stream_ckpt.route.find import Search
-from torchrec_stream_ckpt.route.job import Job
-from torchrec_stream_ckpt.route.route import Route
-from torchrec_stream_ckpt.route.tiers import TierState
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import DenseFolder
-from torchrec_stream_ckpt.types import MarkerId, TableShard
+from torchrec_stream_ckpt.util.layout import partition_dir
+from torchrec_stream_ckpt.util.types import MarkerId, TableShard
 
 
 class _NoScalars:

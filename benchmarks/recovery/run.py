@@ -39,7 +39,7 @@ from report import COPY, DEFAULT, MAPPED, against_paper, goals, lines, newest_li
 from saved import TorchLoad, TorchLoadAndCopy, TorchMmapAndCopy  # noqa: E402
 from workload import WORKLOADS, Values, Workload  # noqa: E402
 
-from torchrec_stream_ckpt.materialize.compactor import Policy  # noqa: E402
+from torchrec_stream_ckpt.maintain.compactor import Policy  # noqa: E402
 
 QUICK = {"rows": 30_000, "batch": 64, "intervals": 16}
 PUBLISHED = "IncrCP, base every N"

@@ -24,9 +24,9 @@ from torchrec_stream_ckpt.format.frame import (
     seal,
 )
 from torchrec_stream_ckpt.format.rows import RowLayout, RowsView, decode_rows
-from torchrec_stream_ckpt.layout import dense_name
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd, TableShard
+from torchrec_stream_ckpt.util.layout import dense_name
+from torchrec_stream_ckpt.util.types import LogSpan, MarkerId, RankEnd, TableShard
 
 GENERATION = 1
 _NONCE = "recovery-benchmark"

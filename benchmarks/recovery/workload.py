@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.types import StateSpec, TableSpec
+from torchrec_stream_ckpt.util.types import StateSpec, TableSpec
 
 Ids = npt.NDArray[np.int64]
 

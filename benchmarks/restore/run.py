@@ -59,12 +59,12 @@ from device import add_device  # noqa: E402
 from job import Job, Shape, build, first, slowest, spread  # noqa: E402
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamCkptError, StreamConfig, StreamReader  # noqa: E402
-from torchrec_stream_ckpt.control.partition import Control  # noqa: E402
+from torchrec_stream_ckpt.log.control.partition import Control  # noqa: E402
 from torchrec_stream_ckpt.log.files import FileLog  # noqa: E402
-from torchrec_stream_ckpt.materialize.materializer import Materializer  # noqa: E402
+from torchrec_stream_ckpt.maintain.materializer import Materializer  # noqa: E402
 from torchrec_stream_ckpt.store.api import open_store  # noqa: E402
 from torchrec_stream_ckpt.store.dense import open_dense  # noqa: E402
-from torchrec_stream_ckpt.types import Restored  # noqa: E402
+from torchrec_stream_ckpt.util.types import Restored  # noqa: E402
 
 LOAD, MAPPED, DCP, LOG, STORE = (
     "torch.load + copy",
@@ -184,7 +184,7 @@ def consume(uri: str) -> None:
     import confluent_kafka as ck
 
     from torchrec_stream_ckpt.log.kafka.settings import consumer_settings
-    from torchrec_stream_ckpt.uris import KafkaUri, parse_uri
+    from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri
 
     log = parse_uri(uri)
     assert isinstance(log, KafkaUri)
@@ -278,7 +278,7 @@ def _measure_all(args: argparse.Namespace, report: Report) -> None:
 
 
 def _measure_kafka(args: argparse.Namespace, report: Report, shape: Shape, folder: Path) -> None:
-    from torchrec_stream_ckpt.broker.kraft import Broker
+    from torchrec_stream_ckpt.extras.broker.kraft import Broker
 
     broker = Broker(folder / "broker")
     try:

@@ -23,14 +23,14 @@ from device import add_device, finish_queued, join, start_ranks  # noqa: E402
 
 from tests.inside import inside  # noqa: E402
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
-from torchrec_stream_ckpt.control.partition import Control  # noqa: E402
+from torchrec_stream_ckpt.extras.sizing import TableLoad, Workload, ZipfTouched, optimizer_states  # noqa: E402
+from torchrec_stream_ckpt.log.control.partition import Control  # noqa: E402
 from torchrec_stream_ckpt.log.files import FileLog  # noqa: E402
-from torchrec_stream_ckpt.materialize.head import HeadWriter  # noqa: E402
-from torchrec_stream_ckpt.materialize.materializer import Materializer  # noqa: E402
-from torchrec_stream_ckpt.sizing import TableLoad, Workload, ZipfTouched, optimizer_states  # noqa: E402
+from torchrec_stream_ckpt.maintain.head import HeadWriter  # noqa: E402
+from torchrec_stream_ckpt.maintain.materializer import Materializer  # noqa: E402
 from torchrec_stream_ckpt.store.api import open_store  # noqa: E402
 from torchrec_stream_ckpt.store.dense import open_dense  # noqa: E402
-from torchrec_stream_ckpt.types import TableSpec  # noqa: E402
+from torchrec_stream_ckpt.util.types import TableSpec  # noqa: E402
 
 ZIPF = 1.05
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed as dist
 from live import Shape, attach, build, dense_bytes_of, fold, sent, settle, timed_restores
 
-from torchrec_stream_ckpt.sizing import (
+from torchrec_stream_ckpt.extras.sizing import (
     StepCost,
     UnitCosts,
     drain_bytes,

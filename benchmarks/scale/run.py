@@ -28,7 +28,7 @@ from real import measure, predict  # noqa: E402
 from units import NARROW, PROBES, WIDE, broker_produce, parts, probe, solve  # noqa: E402
 
 from torchrec_stream_ckpt.errors import StreamCkptError  # noqa: E402
-from torchrec_stream_ckpt.sizing import (  # noqa: E402
+from torchrec_stream_ckpt.extras.sizing import (  # noqa: E402
     Deployment,
     TableLoad,
     UnitCosts,
@@ -39,7 +39,7 @@ from torchrec_stream_ckpt.sizing import (  # noqa: E402
     restore_time,
     step_cost,
 )
-from torchrec_stream_ckpt.types import TableSpec  # noqa: E402
+from torchrec_stream_ckpt.util.types import TableSpec  # noqa: E402
 
 MARKERS_S = (10, 30, 120)
 GPU_TABLES, GPU_ROWS, GPU_DIM, GPU_BATCH, GPU_IDS, STEPS_PER_S = 26, 800_000, 128, 4096, 1, 5.0

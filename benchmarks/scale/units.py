@@ -17,11 +17,11 @@ from crc32c import crc32c
 from live import ZIPF, Shape, attach, build, dense_bytes_of, drain, fold, sent, settle, timed_markers, timed_restores
 
 from tests.inside import inside
-from torchrec_stream_ckpt.broker.kraft import Broker
 from torchrec_stream_ckpt.capture.touched import TouchedRows
+from torchrec_stream_ckpt.extras.broker.kraft import Broker
+from torchrec_stream_ckpt.extras.sizing import UnitCosts
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
 from torchrec_stream_ckpt.log.api import open_log
-from torchrec_stream_ckpt.sizing import UnitCosts
 
 TINY = Shape(tables=8, rows=64, dim=16, batch=64, ids=1, over=16)
 FRAMES = Shape(tables=8, rows=64, dim=16, batch=64, ids=1, over=16, more_drains=300)

@@ -35,19 +35,19 @@ from simulate import Day, simulate  # noqa: E402
 
 from tests import builders  # noqa: E402
 from tests.synthetic import Job  # noqa: E402
-from torchrec_stream_ckpt.control.partition import Control  # noqa: E402
-from torchrec_stream_ckpt.engine.address import SiteAddress  # noqa: E402
-from torchrec_stream_ckpt.engine.api import Engine, InProcess, Site  # noqa: E402
-from torchrec_stream_ckpt.engine.processes import Processes  # noqa: E402
 from torchrec_stream_ckpt.flags import positive, whole  # noqa: E402
 from torchrec_stream_ckpt.format.schema import Schema  # noqa: E402
+from torchrec_stream_ckpt.log.control.partition import Control  # noqa: E402
 from torchrec_stream_ckpt.log.files import FileLog  # noqa: E402
-from torchrec_stream_ckpt.materialize import compactor, interval_folder  # noqa: E402
-from torchrec_stream_ckpt.materialize.compactor import Policy  # noqa: E402
-from torchrec_stream_ckpt.materialize.materializer import Materializer  # noqa: E402
+from torchrec_stream_ckpt.maintain import compactor, interval_folder  # noqa: E402
+from torchrec_stream_ckpt.maintain.compactor import Policy  # noqa: E402
+from torchrec_stream_ckpt.maintain.engine.api import Engine, InProcess, Site  # noqa: E402
+from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress  # noqa: E402
+from torchrec_stream_ckpt.maintain.engine.processes import Processes  # noqa: E402
+from torchrec_stream_ckpt.maintain.materializer import Materializer  # noqa: E402
 from torchrec_stream_ckpt.store.dense import open_dense  # noqa: E402
 from torchrec_stream_ckpt.store.folder import FolderObjects  # noqa: E402
-from torchrec_stream_ckpt.types import StateSpec  # noqa: E402
+from torchrec_stream_ckpt.util.types import StateSpec  # noqa: E402
 
 DIM, RANKS = 64, 4
 # Workers import this file again, and need no torch: what imports it is imported where it is used.
@@ -244,7 +244,7 @@ def main() -> None:
         "scaleout", args, "a log and its stores", memory=(2 << 30) + room // 2, disk=room, folder=args.scratch
     )
     if args.rows < 1_000_000:  # a smoke test: nothing is small then
-        from torchrec_stream_ckpt.engine import api
+        from torchrec_stream_ckpt.maintain.engine import api
 
         api.SMALL_BYTES, interval_folder.BATCH_BYTES, compactor.TASK_BYTES = 0, 1, 1
         tasks.make_small()

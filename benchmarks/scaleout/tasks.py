@@ -15,25 +15,26 @@ from typing import Any
 
 from tests import builders
 from tests.evolved import EvolvingJob
-from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.engine.address import SiteAddress
-from torchrec_stream_ckpt.engine.api import Engine, InProcess, Site
-from torchrec_stream_ckpt.engine.processes import Processes
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize import gc_delete, scrubber
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.gc_delete import delete_all
-from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.materialize.proof_task import read_shares
-from torchrec_stream_ckpt.materialize.scrubber import Scrubber
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.maintain.engine.api import Engine, InProcess, Site
+from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress
+from torchrec_stream_ckpt.maintain.engine.processes import Processes
+from torchrec_stream_ckpt.maintain.gc import gc_delete
+from torchrec_stream_ckpt.maintain.gc.gc_delete import delete_all
+from torchrec_stream_ckpt.maintain.materializer import Materializer
+from torchrec_stream_ckpt.maintain.proof_checker import read_shares
+from torchrec_stream_ckpt.maintain.scrub import scrubber
+from torchrec_stream_ckpt.maintain.scrub.scrubber import Scrubber
 from torchrec_stream_ckpt.proofs import window
 from torchrec_stream_ckpt.proofs.window import WindowReader
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.types import StateSpec
+from torchrec_stream_ckpt.util.types import StateSpec
 
 DIM = 64
 READERS = 4

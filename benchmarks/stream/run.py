@@ -54,7 +54,7 @@ from torchrec_stream_ckpt.format.ring import FrameRing  # noqa: E402
 from torchrec_stream_ckpt.format.rows import RowLayout  # noqa: E402
 from torchrec_stream_ckpt.log.api import Log, open_log  # noqa: E402
 from torchrec_stream_ckpt.log.publisher import Publisher  # noqa: E402
-from torchrec_stream_ckpt.types import StateSpec, TableSpec  # noqa: E402
+from torchrec_stream_ckpt.util.types import StateSpec, TableSpec  # noqa: E402
 
 OURS, RAW, IN_TURN = "ours", "raw", "raw, in turn"
 TABLE = TableSpec("t", 10_000_000, 64, "float32", "exact_rowwise_adagrad", (StateSpec("sum", "float32", True),))
@@ -192,7 +192,7 @@ def unsynced(args: Any, count: int, frames: list[Any]) -> Measured:
 
 
 def kafka(args: Any, count: int, frames: list[Any]) -> Measured:
-    from torchrec_stream_ckpt.broker.kraft import Broker
+    from torchrec_stream_ckpt.extras.broker.kraft import Broker
 
     with scratch("stream") as folder, ExitStack() as stack:
         try:
@@ -205,7 +205,7 @@ def kafka(args: Any, count: int, frames: list[Any]) -> Measured:
         from confluent_kafka.admin import AdminClient, NewTopic
 
         from torchrec_stream_ckpt.log.kafka.settings import data_settings
-        from torchrec_stream_ckpt.uris import parse_uri
+        from torchrec_stream_ckpt.util.uris import parse_uri
 
         uri = f"kafka://{bootstrap}/bench"
         stream = Stream(open_log(uri), 1)

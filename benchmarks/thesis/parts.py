@@ -59,7 +59,7 @@ from torchrec_stream_ckpt.format.ring import FrameRing  # noqa: E402
 from torchrec_stream_ckpt.format.rows import RowLayout  # noqa: E402
 from torchrec_stream_ckpt.log.api import open_log  # noqa: E402
 from torchrec_stream_ckpt.log.publisher import Publisher  # noqa: E402
-from torchrec_stream_ckpt.types import StateSpec, TableSpec  # noqa: E402
+from torchrec_stream_ckpt.util.types import StateSpec, TableSpec  # noqa: E402
 
 ITEMS = 200
 """Puts that are timed together."""

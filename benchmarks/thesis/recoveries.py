@@ -17,10 +17,10 @@ from design import LoadingService, restore
 from job import Job, build, first, slowest
 from setting import Setting, State, attach, shape_of
 
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.log.api import open_log
-from torchrec_stream_ckpt.materialize.head import HeadWriter
-from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.maintain.head import HeadWriter
+from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import open_dense
 

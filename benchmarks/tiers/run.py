@@ -32,7 +32,7 @@ from common import unmeasured as file_unmeasured  # noqa: E402
 from job import Job, Shape, build, first, spread  # noqa: E402
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamCkptError, StreamConfig  # noqa: E402
-from torchrec_stream_ckpt.broker.kraft import Broker  # noqa: E402
+from torchrec_stream_ckpt.extras.broker.kraft import Broker  # noqa: E402
 
 BATCH = 512
 INNER, OUTER = "inner", "outer"

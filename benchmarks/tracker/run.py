@@ -42,8 +42,8 @@ from job import Job, Shape, build, features, join_group  # noqa: E402
 from torchrec.distributed.model_tracker.types import DeltaTrackerConfig, TrackingMode  # noqa: E402
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor  # noqa: E402
 
-from torchrec_stream_ckpt.adapter import Lookup, fused_kernels  # noqa: E402
 from torchrec_stream_ckpt.capture.touched import TouchedRows  # noqa: E402
+from torchrec_stream_ckpt.model import Lookup, fused_kernels  # noqa: E402
 
 OURS, TRACKER = "ours", "tracker"
 THESIS = Shape((80_000,) * 8)

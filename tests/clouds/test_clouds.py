@@ -15,7 +15,7 @@ from tests.faults.proxy import free_port
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StoreUnavailableError
 from torchrec_stream_ckpt.store.api import Entry, KeepsTime, Objects, open_store
 from torchrec_stream_ckpt.store.identity import check_store, place_of, prepare_store
-from torchrec_stream_ckpt.store.once import put_once
+from torchrec_stream_ckpt.store.write_once import put_once
 
 LARGE = bytes(range(256)) * 4096 * 65
 """65 MiB: more than one request of an upload takes."""

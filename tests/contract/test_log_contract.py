@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StreamCkpt
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, MAX_FRAME_BYTES, Header, Kind, parse_header, payload_of, seal
 from torchrec_stream_ckpt.log import file_writer
 from torchrec_stream_ckpt.log.api import Ack, DataWriter, Freed, Log, TrimRange, open_log
-from torchrec_stream_ckpt.types import LogSpan
+from torchrec_stream_ckpt.util.types import LogSpan
 
 JOB = uuid.UUID(int=7).bytes
 ACK_TIMEOUT_S = 30.0

@@ -17,7 +17,7 @@ from tests.clouds.servers import CLOUDS
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, UnsupportedError
 from torchrec_stream_ckpt.store.api import Entry, Objects, open_store
 from torchrec_stream_ckpt.store.identity import check_store, prepare_store, prove_writable, refuses_taken_names
-from torchrec_stream_ckpt.store.once import put_once
+from torchrec_stream_ckpt.store.write_once import put_once
 
 LARGE = bytes(range(256)) * 4096
 """1 MiB: a folder gives a view of a map."""

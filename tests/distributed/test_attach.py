@@ -16,7 +16,7 @@ from tests.jobs import attach
 from tests.model import OPTIMIZERS, PLAN_1, Trainer, batch, differences, trainer, truth
 from tests.pool import Pool
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.adapter import fused_kernels
+from torchrec_stream_ckpt.model import fused_kernels
 
 pytestmark = pytest.mark.distributed
 

@@ -16,7 +16,7 @@ from tests.model import differences
 from tests.zoo_models import Model, Plan
 from torchrec_stream_ckpt import FollowedTables, StreamConfig, follow
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.materialize.compactor import Policy
+from torchrec_stream_ckpt.maintain.compactor import Policy
 
 pytestmark = pytest.mark.distributed
 

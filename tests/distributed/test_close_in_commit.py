@@ -13,8 +13,8 @@ from tests import ranks
 from tests.inside import inside
 from tests.model import PLAN_2, trainer
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import CommitUnknownError, MarkerFailedError, StreamCkptError
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
 
 pytestmark = pytest.mark.distributed

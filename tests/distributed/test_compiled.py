@@ -45,7 +45,7 @@ def before() -> Trainer:
 
 
 def after() -> Trainer:
-    """All of the model is compiled once it was sharded. Its lookups could not be trained (``adapter/lookups.py``)."""
+    """All of the model is compiled once it was sharded. Its lookups could not be trained (``model/lookups.py``)."""
     job = trainer(PLAN_2)
     wrapper = job.dmp._dmp_wrapped_module
     wrapper.module = compiled(wrapper.module)

@@ -13,8 +13,8 @@ from tests import jobs, ranks
 from tests.inside import inside
 from tests.model import PLAN_2, PLAN_3, differences, trainer, truth
 from torchrec_stream_ckpt import StreamConfig
+from torchrec_stream_ckpt.capture import attached_model
 from torchrec_stream_ckpt.capture.hook import Capture
-from torchrec_stream_ckpt.trainer import attached
 
 pytestmark = pytest.mark.distributed
 
@@ -29,7 +29,7 @@ def at_once(_device: torch.device) -> Callable[[], bool]:
 def _train(uri: str, drain_every: int) -> tuple[dict[str, torch.Tensor], list[int], int]:
     """The truth at the last marker, the rows that each step has sent behind the first one, and all that were left."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(attached, "Capture", partial(Capture, defer=lambda _device: at_once))
+        patched.setattr(attached_model, "Capture", partial(Capture, defer=lambda _device: at_once))
         job = trainer(PLAN_2)
         settings = StreamConfig(uri=uri, marker_every=None, drain_every=drain_every, ring_bytes=3_000_000)
         with jobs.attach(job, settings) as ours:

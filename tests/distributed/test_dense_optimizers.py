@@ -15,9 +15,9 @@ from torch import nn
 from tests.dense_job import OPTIMIZERS, Job, OneOfItsOwn, attach, build, go_on, resume, train, unequal
 from tests.pool import Pool
 from tests.starts import from_both_starts
-from torchrec_stream_ckpt.adapter import fused_kernels
 from torchrec_stream_ckpt.errors import MarkerFailedError, SchemaMismatchError, UnsupportedError
 from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges
+from torchrec_stream_ckpt.model import fused_kernels
 
 pytestmark = pytest.mark.distributed
 
@@ -264,7 +264,7 @@ class _Lines(logging.Handler):
 def _restore(uri: str, **fused: Any) -> tuple[list[dict[str, float]], dict[str, Any], list[str]]:
     """(fused hyperparameters, the param group, what was logged of them)"""
     logging.disable(logging.NOTSET)
-    seen, logger = _Lines(), logging.getLogger("torchrec_stream_ckpt.commit.dense_loader")
+    seen, logger = _Lines(), logging.getLogger("torchrec_stream_ckpt.dense.dense_loader")
     logger.addHandler(seen)
     try:
         job = build("Adam", **fused)

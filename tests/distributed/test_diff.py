@@ -13,7 +13,7 @@ from tests import jobs, stores, warm
 from tests.model import PLAN_2, PLAN_3, Spec
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.distributed
 

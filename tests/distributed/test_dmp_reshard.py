@@ -14,7 +14,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from tests import jobs, ranks
 from tests.model import PLAN_2, PLAN_3, Net, Spec, Trainer, differences, trainer, truth
 from torchrec_stream_ckpt import StreamConfig
-from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
 
 pytestmark = [pytest.mark.distributed, pytest.mark.pitfall(31)]

@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 from tests.forks import ROOT, Torchrun
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]

@@ -15,15 +15,15 @@ from tests import jobs, ranks
 from tests.inside import inside
 from tests.model import PLAN_1, PLAN_2, Spec, Trainer, trainer
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig, Takeover
-from torchrec_stream_ckpt.commit.generation import fence_of
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, JobFinishedError
-from torchrec_stream_ckpt.failpoints import arm
 from torchrec_stream_ckpt.format.control import Commit, parse_control
+from torchrec_stream_ckpt.format.end_note import End
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.remarks import End
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.trainer import ending
+from torchrec_stream_ckpt.save import generation_end
+from torchrec_stream_ckpt.save.generation import fence_of
+from torchrec_stream_ckpt.util.failpoints import arm
 
 pytestmark = pytest.mark.distributed
 
@@ -104,11 +104,11 @@ def fenced(checkpointer: StreamCheckpointer) -> None:
 
 
 def by_rank_0_alone(checkpointer: StreamCheckpointer) -> None:
-    before, ending.OTHERS_S = ending.OTHERS_S, 0.3
+    before, generation_end.OTHERS_S = generation_end.OTHERS_S, 0.3
     if dist.get_rank() == 0:
         checkpointer.close()
     dist.barrier()
-    ending.OTHERS_S = before
+    generation_end.OTHERS_S = before
 
 
 WAYS: dict[Callable[[StreamCheckpointer], None], tuple[str, str] | None] = {

@@ -14,8 +14,8 @@ from tests import ranks
 from tests.jobs import attach
 from tests.model import PLAN_2, Trainer, trainer
 from torchrec_stream_ckpt import StreamConfig
-from torchrec_stream_ckpt.adapter.versions import installed
 from torchrec_stream_ckpt.errors import UnsupportedError
+from torchrec_stream_ckpt.model.versions import installed
 
 pytestmark = pytest.mark.distributed
 

@@ -21,13 +21,14 @@ from tests.model import differences
 from tests.pool import Pool
 from tests.zoo import MARK
 from tests.zoo_models import Place, Plan
-from torchrec_stream_ckpt import Changes, StreamConfig, failpoints
+from torchrec_stream_ckpt import Changes, StreamConfig
 from torchrec_stream_ckpt.cli.main import app, main
-from torchrec_stream_ckpt.commit.generation import fence_of
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, FencedError, StreamCkptError
-from torchrec_stream_ckpt.interchange import importing
+from torchrec_stream_ckpt.extras.interchange import importing
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.save.generation import fence_of
+from torchrec_stream_ckpt.util import failpoints
 
 pytestmark = pytest.mark.distributed
 

@@ -19,12 +19,12 @@ from tests.jobs import attach, settle
 from tests.model import PLAN_2, Trainer, trainer
 from tests.pressure import RING, RING_BYTES, ROWS, Gate, everywhere, large, steps, touch_everything
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.log.api import open_log
-from torchrec_stream_ckpt.metrics import TRAINER_METRICS
-from torchrec_stream_ckpt.stats import Stats
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.util.metrics import TRAINER_METRICS
+from torchrec_stream_ckpt.util.stats import Stats
+from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.distributed
 
@@ -41,7 +41,7 @@ class Urls(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
-        self.logger = logging.getLogger("torchrec_stream_ckpt.trainer.showing")
+        self.logger = logging.getLogger("torchrec_stream_ckpt.save.metrics_export")
         self.logger.setLevel(logging.INFO)
         self.logger.addHandler(self)
 

@@ -14,10 +14,10 @@ from tests import ranks
 from tests.inside import inside
 from tests.model import PLAN_2, Trainer, trainer
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.commit.coordinator import Coordinator, CutOrder, MarkerVote
-from torchrec_stream_ckpt.commit.meeting import meet
+from torchrec_stream_ckpt.dense.rank_agreement import meet
 from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError, RankLostError, StreamCkptError
-from torchrec_stream_ckpt.trainer import groups
+from torchrec_stream_ckpt.ranks import collective
+from torchrec_stream_ckpt.save.coordinator import Coordinator, CutOrder, MarkerVote
 
 pytestmark = pytest.mark.distributed
 
@@ -196,8 +196,8 @@ def test_a_rank_that_has_closed_is_named_to_the_one_that_steps(tmp_path: Path) -
 def _one_save_is_left_out(uri: str, left_out_by: int, pause_s: float) -> list[str]:
     """A rank gives a marker up before it saves dense state, as one does that still saves an earlier one; all go on."""
     if pause_s:
-        made = groups.new_group
-        groups.new_group = lambda _: made(pause_s - 3)  # gloo's own time-out, which ends a group for good
+        made = collective.new_group
+        collective.new_group = lambda _: made(pause_s - 3)  # gloo's own time-out, which ends a group for good
     job, checkpointer = _attach(uri)
     checkpointer.restore()
     prepare, left_out = Coordinator._prepare, []

@@ -12,9 +12,9 @@ from tests import jobs, ranks
 from tests.jobs import Truths, attach, settle
 from tests.model import PLAN_2, Spec, differences, trainer, truth
 from torchrec_stream_ckpt import StreamConfig
-from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.distributed
 

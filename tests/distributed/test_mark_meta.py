@@ -13,11 +13,11 @@ from tests.inside import inside
 from tests.jobs import attach
 from tests.model import PLAN_2, trainer
 from torchrec_stream_ckpt import MarkerReport, StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.find.best import said_of
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import open_log
-from torchrec_stream_ckpt.route.best import said_of
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.pins import pinned
 

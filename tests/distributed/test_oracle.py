@@ -16,11 +16,11 @@ from tests.inside import inside
 from tests.jobs import attach, settle
 from tests.model import PLAN_2, PLAN_3, Trainer, trainer
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.adapter import fused_kernels
 from torchrec_stream_ckpt.errors import CaptureMismatchError
 from torchrec_stream_ckpt.format.control import parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import open_log
+from torchrec_stream_ckpt.model import fused_kernels
 
 pytestmark = pytest.mark.distributed
 

@@ -21,8 +21,8 @@ from tests.jobs import attach
 from tests.model import PLAN_1, PLAN_2, Spec, Trainer, differences, trainer, truth
 from tests.pool import Pool
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.adapter import fused_kernels
 from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
+from torchrec_stream_ckpt.model import fused_kernels
 
 pytestmark = pytest.mark.distributed
 
@@ -266,7 +266,7 @@ def _write_under_an_open_cut(uri: str) -> tuple[str, str, list[str], State]:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.disable(logging.NOTSET)  # warm ranks are quiet
-    logging.getLogger("torchrec_stream_ckpt.capture.outside").addHandler(handler)
+    logging.getLogger("torchrec_stream_ckpt.capture.outside_writes").addHandler(handler)
     with StreamCheckpointer(job.dmp, job.optimizer, config=config, stateful={"loader": job}) as checkpointer:
         checkpointer.mark().result(60)
         job.step()

@@ -13,11 +13,11 @@ from tests import jobs
 from tests.model import PLAN_1, Spec, differences, trainer, truth
 from tests.pool import Pool
 from torchrec_stream_ckpt import MarkerId, StreamConfig
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, parse_header
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.types import LogSpan
+from torchrec_stream_ckpt.util.types import LogSpan
 
 pytestmark = pytest.mark.distributed
 

@@ -25,8 +25,8 @@ from tests import jobs, ranks
 from tests.model import PLAN_2, assemble, differences, trainer, truth
 from tests.wrapped import wrapped
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.adapter import modules
 from torchrec_stream_ckpt.errors import UnsupportedError
+from torchrec_stream_ckpt.model import modules
 
 pytestmark = pytest.mark.distributed
 

@@ -14,7 +14,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from tests import jobs, ranks, stores
 from tests.model import OPTIMIZERS, PLAN_2, Net, Spec, differences
 from torchrec_stream_ckpt import StreamConfig, planner_constraints
-from torchrec_stream_ckpt.layout import DATA_DIR
+from torchrec_stream_ckpt.util.layout import DATA_DIR
 
 pytestmark = pytest.mark.distributed
 

@@ -16,11 +16,11 @@ from tests.pool import Pool
 from tests.zoo import MARK
 from tests.zoo_models import OPTIMIZERS, Job, Model, Part, Place, Plan, Table
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.adapter import fused_kernels
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import MarkerFailedError
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Window, replicated_id
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.model import fused_kernels
+from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.distributed
 

@@ -14,8 +14,8 @@ from tests import jobs, ranks, stores, warm
 from tests.model import PLAN_2, PLAN_3, Spec, differences, trainer, truth
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.layout import CONTROL_FILE, RECORDS_DIR
 from torchrec_stream_ckpt.log import file_writer
+from torchrec_stream_ckpt.util.layout import CONTROL_FILE, RECORDS_DIR
 
 pytestmark = pytest.mark.distributed
 

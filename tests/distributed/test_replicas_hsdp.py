@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from tests import ranks
 from tests.distributed.test_dense import Job, build
 from tests.distributed.test_replicas_differ import _mark, attach, steps
-from torchrec_stream_ckpt.commit.dense_digests import digests
-from torchrec_stream_ckpt.commit.replica_check import Held, Scope, all_same, check_same, hold
+from torchrec_stream_ckpt.dense.dense_digests import digests
+from torchrec_stream_ckpt.dense.replica_check import Held, Scope, all_same, check_same, hold
 from torchrec_stream_ckpt.errors import ReplicaMismatchError, StreamCkptError
 
 pytestmark = pytest.mark.distributed

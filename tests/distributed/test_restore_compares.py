@@ -18,12 +18,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from tests import ranks, warm
 from tests.buffers_job import BufferJob, Holding, attach, build
 from torchrec_stream_ckpt import StreamCkptError, TrackedLoader
-from torchrec_stream_ckpt.commit.saved_dense import SavedDense
+from torchrec_stream_ckpt.dense.saved_dense import SavedDense
 from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges
-from torchrec_stream_ckpt.proving import SplitTensors
+from torchrec_stream_ckpt.find.route import Route
+from torchrec_stream_ckpt.model.proving import SplitTensors
 from torchrec_stream_ckpt.restore.plan import RestorePlan
-from torchrec_stream_ckpt.route.route import Route
 
 pytestmark = pytest.mark.distributed
 
@@ -286,7 +286,7 @@ def _passing(uri: str) -> list[str]:
             lines.append(record.getMessage())
 
     logging.disable(logging.NOTSET)
-    logging.getLogger("torchrec_stream_ckpt.commit.buffers").addHandler(Seen())
+    logging.getLogger("torchrec_stream_ckpt.dense.buffers").addHandler(Seen())
     job = build([], Passing)
     with attach(job, uri) as checkpointer:
         for _ in range(3):

@@ -22,10 +22,10 @@ from tests import jobs, ranks
 from tests.inside import inside
 from tests.model import PLAN_2, Trainer, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.trainer import stopping
+from torchrec_stream_ckpt.save import stop_requests
 
 pytestmark = pytest.mark.distributed
 
@@ -309,7 +309,7 @@ def test_a_signal_during_sweep_restore_cut_or_commit_is_honored_after_it_by_one_
 
 def _too_late(folder: Path) -> tuple[list[str], float]:
     """(both ranks) The sweep is far from its end for SIGUSR1, and the store takes nothing for SIGTERM."""
-    stopping.LEAST_S = 0.3
+    stop_requests.LEAST_S = 0.3
     job = trainer(PLAN_2)
     going_on = threading.Event()
     with Said() as said, attach(job, folder, sweep_bytes=1, signal_s=0.3) as checkpointer:

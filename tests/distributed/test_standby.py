@@ -15,11 +15,11 @@ from tests import jobs, ranks
 from tests.inside import inside
 from tests.model import PLAN_1, PLAN_2, PLAN_2_OTHER, PLAN_3, Spec, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig, Takeover
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import FencedError
-from torchrec_stream_ckpt.layout import DATA_DIR
+from torchrec_stream_ckpt.find.route import Route
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.route.route import Route
+from torchrec_stream_ckpt.util.layout import DATA_DIR
 
 pytestmark = pytest.mark.distributed
 

@@ -18,11 +18,11 @@ from tests.model import differences
 from tests.zoo import MARK
 from tests.zoo_models import Model, Plan
 from torchrec_stream_ckpt import StreamConfig, Takeover
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import SchemaMismatchError, StoreUnavailableError
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.trainer.ending import Ending
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.save.generation_end import Ending
+from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.distributed
 

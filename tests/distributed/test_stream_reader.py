@@ -19,12 +19,12 @@ from tests.zoo import MARK
 from tests.zoo_models import OPTIMIZERS, Model, Part, Table
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.find.tiers import open_tiers
 from torchrec_stream_ckpt.format.segment import entries_of, parse_front
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.route.tiers import open_tiers
 from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.distributed
 

@@ -17,8 +17,8 @@ from tests import ranks
 from tests.model import GLOBAL_BATCH, PLAN_1, PLAN_2, PLAN_3, Trainer, batch, differences, trainer, truth
 from tests.pool import Pool
 from torchrec_stream_ckpt import GlobalBatches, StreamCheckpointer, StreamConfig, TrackedLoader
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
 
 tnt = pytest.importorskip(

@@ -17,13 +17,13 @@ from tests import ranks
 from tests.jobs import attach
 from tests.model import PLAN_2, PLAN_3, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.control.trim import trim_log
 from torchrec_stream_ckpt.errors import TrimmedError
 from torchrec_stream_ckpt.format.control import Commit, Trim, parse_control
 from torchrec_stream_ckpt.log import file_writer
 from torchrec_stream_ckpt.log.api import open_log
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.log.control.trim import trim_log
+from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.distributed
 

@@ -20,10 +20,10 @@ from tests import jobs, stores, warm
 from tests.model import PLAN_1, PLAN_2, PLAN_3, differences
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.distributed
 

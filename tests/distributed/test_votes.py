@@ -20,10 +20,10 @@ from tests.interrupts import interrupt
 from tests.jobs import attach
 from tests.model import PLAN_1, PLAN_2, trainer
 from torchrec_stream_ckpt import StreamConfig
-from torchrec_stream_ckpt.commit.cadence import NOTHING, Cadence, StepVote
-from torchrec_stream_ckpt.commit.collective import new_group
-from torchrec_stream_ckpt.commit.event_time import EventTime
-from torchrec_stream_ckpt.commit.spacing import MOST_STEPS
+from torchrec_stream_ckpt.ranks.collective import new_group
+from torchrec_stream_ckpt.ranks.vote_interval import MOST_STEPS
+from torchrec_stream_ckpt.save.cadence import NOTHING, Cadence, StepVote
+from torchrec_stream_ckpt.save.event_time import EventTime
 
 pytestmark = pytest.mark.distributed
 

@@ -30,15 +30,16 @@ from tests.model import differences
 from tests.ranks import RankFailed
 from tests.zoo import MARK, Marks
 from tests.zoo_models import Model, Place, Plan
-from torchrec_stream_ckpt import Source, StreamConfig, failpoints, planner_constraints
+from torchrec_stream_ckpt import Source, StreamConfig, planner_constraints
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.commit.generation import fence_of
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.evolve.changes import Changes, RowChange
-from torchrec_stream_ckpt.layout import dense_name
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.types import MarkerId, Restored
+from torchrec_stream_ckpt.save.generation import fence_of
+from torchrec_stream_ckpt.util import failpoints
+from torchrec_stream_ckpt.util.layout import dense_name
+from torchrec_stream_ckpt.util.types import MarkerId, Restored
 
 pytestmark = pytest.mark.distributed
 

@@ -32,8 +32,8 @@ from tests.faults import (
 )
 from tests.faults.board import Board
 from tests.faults.subject import Form
-from torchrec_stream_ckpt.broker.kraft import Broker
-from torchrec_stream_ckpt.broker.runtime import KAFKA
+from torchrec_stream_ckpt.extras.broker.kraft import Broker
+from torchrec_stream_ckpt.extras.broker.runtime import KAFKA
 
 SCENARIOS: tuple[Callable[[Form], None], ...] = (
     kills.kills_on_files,

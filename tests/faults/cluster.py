@@ -14,10 +14,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tests.faults.hosts import Host
-from torchrec_stream_ckpt.broker.kraft import LOG4J
-from torchrec_stream_ckpt.broker.process import ProcessId, spawn, wait_until
-from torchrec_stream_ckpt.broker.runtime import KAFKA, find_java
-from torchrec_stream_ckpt.broker.wire import Connection
+from torchrec_stream_ckpt.extras.broker.kraft import LOG4J
+from torchrec_stream_ckpt.extras.broker.process import ProcessId, spawn, wait_until
+from torchrec_stream_ckpt.extras.broker.runtime import KAFKA, find_java
+from torchrec_stream_ckpt.extras.broker.wire import Connection
 
 CONTROLLER_ID, CONTROLLER_PORT, PORT = 100, 9093, 9092
 START_S = 90.0

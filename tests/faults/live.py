@@ -20,9 +20,10 @@ import tests.model as model
 from tests.inside import inside
 from tests.jobs import attach
 from tests.model import PLAN_2, Spec, Trainer, differences, trainer, truth
-from torchrec_stream_ckpt import StreamCheckpointer, StreamCkptError, StreamConfig, failpoints
-from torchrec_stream_ckpt.commit.coordinator import Coordinator
-from torchrec_stream_ckpt.types import Committed
+from torchrec_stream_ckpt import StreamCheckpointer, StreamCkptError, StreamConfig
+from torchrec_stream_ckpt.save.coordinator import Coordinator
+from torchrec_stream_ckpt.util import failpoints
+from torchrec_stream_ckpt.util.types import Committed
 
 
 @dataclass(frozen=True)

@@ -18,17 +18,18 @@ from typing import TYPE_CHECKING
 from tests.faults.board import Row
 from tests.forks import context
 from tests.synthetic import PLAIN, ROWWISE, Job, image_of_store, images_of_all
-from torchrec_stream_ckpt import failpoints
-from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.engine import api
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
 from torchrec_stream_ckpt.format.segment import front_bytes_of, parse_front
-from torchrec_stream_ckpt.layout import parse_store_segment
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize import gc_delete, scrubber
+from torchrec_stream_ckpt.maintain.engine import api
+from torchrec_stream_ckpt.maintain.gc import gc_delete
+from torchrec_stream_ckpt.maintain.scrub import scrubber
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util import failpoints
+from torchrec_stream_ckpt.util.layout import parse_store_segment
+from torchrec_stream_ckpt.util.types import MarkerId
 
 if TYPE_CHECKING:  # which imports this module
     from tests.faults.subject import Form

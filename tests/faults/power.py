@@ -31,11 +31,11 @@ from tests.faults.surgery import restore_from
 from tests.jobs import attach
 from tests.model import PLAN_1, trainer, truth
 from torchrec_stream_ckpt import MarkerId, StreamCkptError, StreamConfig
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.format.control import Claim
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.restore.verify import verify_marker
 from torchrec_stream_ckpt.store.dense import DenseFolder
+from torchrec_stream_ckpt.verify.verify import verify_marker
 
 MOST = 256
 """Above this many combinations at one moment, a drawn part of them is looked at."""

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchrec_stream_ckpt.broker import tether
-from torchrec_stream_ckpt.broker.kraft import HOST
-from torchrec_stream_ckpt.broker.process import birth_of
+from torchrec_stream_ckpt.extras.broker import tether
+from torchrec_stream_ckpt.extras.broker.kraft import HOST
+from torchrec_stream_ckpt.extras.broker.process import birth_of
 
 ROOT = Path(__file__).parents[2]
 

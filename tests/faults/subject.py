@@ -22,8 +22,8 @@ from torchrec_stream_ckpt import MarkerId, StreamCkptError, StreamConfig
 from torchrec_stream_ckpt.format.control import parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import open_log
-from torchrec_stream_ckpt.restore.verify import verify_marker
 from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.verify.verify import verify_marker
 
 TEAMS = [(2, PLAN_2), (3, PLAN_3), (1, PLAN_1), (2, PLAN_2_OTHER)]
 PATIENCE_S = 300.0

@@ -21,8 +21,8 @@ from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.frame import parse_header
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Ack, Log, open_log
-from torchrec_stream_ckpt.types import LogSpan
-from torchrec_stream_ckpt.uris import KafkaUri, parse_uri
+from torchrec_stream_ckpt.util.types import LogSpan
+from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri
 
 Item = tuple[int, bytes]
 """A frame and the seq that it had in the whole stream."""

@@ -9,7 +9,7 @@ from tests.faults.subject import Form, Subject, kafka_job
 from tests.faults.surgery import Case, opened, restore_cases
 from tests.model import PLAN_2, PLAN_3
 from torchrec_stream_ckpt.log.api import Log
-from torchrec_stream_ckpt.uris import KafkaUri, parse_uri
+from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri
 
 
 def topics_tampered_with(form: Form) -> None:

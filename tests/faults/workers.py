@@ -18,10 +18,10 @@ from tests.faults.board import Row
 from tests.faults.materializer import PATIENCE_S, Beside, check_listed_objects, compare_all, grow, start, wait
 from tests.faults.subject import Form
 from tests.synthetic import Job
-from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
 
 VERBS = ("materialize", "gc", "scrub")
 KILLS_A_LOG = 24

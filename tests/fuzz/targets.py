@@ -29,19 +29,19 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Verdict
 from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.packed_commit import pack_commit
-from torchrec_stream_ckpt.format.reading import Reading
+from torchrec_stream_ckpt.format.readings import Reading
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.format.segment import check_chunk, check_tables, decode_chunk, entries_of, parse_front
 from torchrec_stream_ckpt.format.summary import Summary
-from torchrec_stream_ckpt.layout import parse_summary_name
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.log.stream import read_stream
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.restore.verify import verify_marker
+from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseFolder
 from torchrec_stream_ckpt.store.identity import check_store
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.layout import parse_summary_name
+from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.verify.verify import verify_marker
 
 _CONTROL = {Kind.CLAIM, Kind.COMMIT, Kind.TRIM, Kind.SNAPSHOT}
 

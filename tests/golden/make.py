@@ -16,10 +16,12 @@ from pathlib import Path
 import numpy as np
 from crc32c import crc32c
 
-from torchrec_stream_ckpt.format.announced import KNOWN, ObjectEnd
-from torchrec_stream_ckpt.format.changed import ClaimChanges
+from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
+from torchrec_stream_ckpt.format.claim_features import KNOWN, ObjectEnd
+from torchrec_stream_ckpt.format.claim_references import brief
 from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark, Serve, TableScalars, Trim
 from torchrec_stream_ckpt.format.dense_files import DenseFile, listed
+from torchrec_stream_ckpt.format.end_note import End, Note, Outcome
 from torchrec_stream_ckpt.format.entry_digests import DenseProof, scalars_digest
 from torchrec_stream_ckpt.format.folding import Folded, snapshot_of
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, NEWEST_VERSION, Header, Kind, json_frame, pad_frame, seal
@@ -29,14 +31,12 @@ from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.format.proof import Proof, ReplicatedProof, Window
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.record import meta_of
-from torchrec_stream_ckpt.format.referring import brief
-from torchrec_stream_ckpt.format.remarks import End, Note, Outcome
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
 from torchrec_stream_ckpt.format.schema import Schema, canonical
 from torchrec_stream_ckpt.format.serving import served_schema
 from torchrec_stream_ckpt.format.snapshot import Base
-from torchrec_stream_ckpt.layout import dense_name
-from torchrec_stream_ckpt.types import TOMBSTONE, MarkerId, RankEnd, StateSpec, TableShard, TableSpec
+from torchrec_stream_ckpt.util.layout import dense_name
+from torchrec_stream_ckpt.util.types import TOMBSTONE, MarkerId, RankEnd, StateSpec, TableShard, TableSpec
 
 HERE = Path(__file__).parent
 JOB = bytes.fromhex("000102030405060708090a0b0c0d0e0f")

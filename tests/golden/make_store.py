@@ -28,15 +28,15 @@ from torchrec_stream_ckpt.format.manifest import (
     Verdict,
 )
 from torchrec_stream_ckpt.format.notes import Notes
-from torchrec_stream_ckpt.format.reading import Reading, ReadUnit
+from torchrec_stream_ckpt.format.readings import Reading, ReadUnit
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.format.schema import canonical
 from torchrec_stream_ckpt.format.segment import ENTRY, HEADER_LEN, SegmentId, SegmentKind, lay_out, parse_front
 from torchrec_stream_ckpt.format.summary import HEADER_LEN as SUMMARY_HEADER_LEN
 from torchrec_stream_ckpt.format.summary import Part, Summary
-from torchrec_stream_ckpt.layout import FoldName, StoreSegment, manifest_name
-from torchrec_stream_ckpt.materialize.sorter import RowSorter
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.maintain.sorter import RowSorter
+from torchrec_stream_ckpt.util.layout import FoldName, StoreSegment, manifest_name
+from torchrec_stream_ckpt.util.types import MarkerId
 
 MARKER = MarkerId(1, make.MARKER)
 INTERVAL = SegmentId(SegmentKind.INTERVAL, make.JOB, MARKER, 0, 0)

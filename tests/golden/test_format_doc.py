@@ -12,31 +12,29 @@ from pathlib import Path
 import pytest
 
 from tests.golden import make, make_store
-from torchrec_stream_ckpt import layout
 from torchrec_stream_ckpt.format import (
-    announced,
-    changed,
+    claim_changes,
+    claim_features,
     control,
     dense_files,
+    end_note,
     frame,
     manifest,
     notes,
-    remarks,
     schema,
     segment,
     snapshot,
     summary,
 )
-from torchrec_stream_ckpt.format.compared import Comparison
 from torchrec_stream_ckpt.format.entry_digests import DenseProof
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Proof, ReplicatedProof
-from torchrec_stream_ckpt.format.reading import Reading, ReadUnit
-from torchrec_stream_ckpt.format.scrub_place import MAX_DAMAGED, ScrubPlace
-from torchrec_stream_ckpt.materialize.fold import SEGMENT_BYTES
-from torchrec_stream_ckpt.materialize.merge_plan import WINDOWS_OF_BLOCK
-from torchrec_stream_ckpt.materialize.read_back import COUNTS_FOR_S
-from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
-from torchrec_stream_ckpt.uris import KafkaUri
+from torchrec_stream_ckpt.format.readings import MAX_DAMAGED, Comparison, Reading, ReadUnit, ScrubPlace
+from torchrec_stream_ckpt.maintain.fold import SEGMENT_BYTES
+from torchrec_stream_ckpt.maintain.merge_plan import WINDOWS_OF_BLOCK
+from torchrec_stream_ckpt.maintain.scrub.readings import COUNTS_FOR_S
+from torchrec_stream_ckpt.util import layout
+from torchrec_stream_ckpt.util.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
+from torchrec_stream_ckpt.util.uris import KafkaUri
 
 DOC = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 
@@ -54,7 +52,7 @@ def cells(title: str) -> list[list[str]]:
 
 
 def test_every_announcement_is_documented() -> None:
-    assert [row[0] for row in cells("announcements")] == list(announced.KNOWN)
+    assert [row[0] for row in cells("announcements")] == list(claim_features.KNOWN)
 
 
 def test_header_table_is_the_layout_of_the_code() -> None:
@@ -93,13 +91,13 @@ def test_kinds_and_dtypes_are_those_of_the_code() -> None:
         ("CLAIM", control.Claim),
         ("COMMIT", control.Commit),
         ("TRIM", control.Trim),
-        ("END", remarks.End),
-        ("NOTE", remarks.Note),
+        ("END", end_note.End),
+        ("NOTE", end_note.Note),
         ("SNAPSHOT", snapshot.Snapshot),
         ("BASE", snapshot.Base),
         ("schema", schema.Schema),
         ("table", TableSpec),
-        ("changes", changed.ClaimChanges),
+        ("changes", claim_changes.ClaimChanges),
         ("state", StateSpec),
         ("shard", TableShard),
         ("scalars", control.TableScalars),

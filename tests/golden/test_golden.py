@@ -12,8 +12,8 @@ import pytest
 
 from tests.golden import make, make_store
 from torchrec_stream_ckpt.errors import CorruptionError, ServingStreamError, UnsupportedError
-from torchrec_stream_ckpt.format.announced import KNOWN, ObjectEnd
-from torchrec_stream_ckpt.format.changed import TableChange, changes_of
+from torchrec_stream_ckpt.format.claim_changes import TableChange, changes_of
+from torchrec_stream_ckpt.format.claim_features import KNOWN, ObjectEnd
 from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark, parse_control
 from torchrec_stream_ckpt.format.folding import lineage_of
 from torchrec_stream_ckpt.format.frame import Kind, check_pad, parse_header, payload_of
@@ -24,7 +24,7 @@ from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
 from torchrec_stream_ckpt.format.snapshot import Base, Snapshot, unpack
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.log.stream import read_mark, read_stream
-from torchrec_stream_ckpt.types import TOMBSTONE
+from torchrec_stream_ckpt.util.types import TOMBSTONE
 
 GOOD = (
     "hello",
@@ -192,10 +192,10 @@ def test_golden_frames_are_one_whole_stream(tmp_path: Path) -> None:
 
 def test_a_trainer_stages_the_golden_rows() -> None:
     torch = pytest.importorskip("torch")
-    from torchrec_stream_ckpt.adapter import LocalShard
     from torchrec_stream_ckpt.capture.staging import RowStager, StreamIdentity
     from torchrec_stream_ckpt.format.frame import seal
     from torchrec_stream_ckpt.format.ring import FrameBuffer
+    from torchrec_stream_ckpt.model import LocalShard
 
     ids, weights, momentum = map(torch.from_numpy, make.user_arrays())
     live, state = torch.zeros(4, 4), torch.zeros(4)

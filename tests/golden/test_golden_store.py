@@ -19,7 +19,7 @@ from torchrec_stream_ckpt.format.interval import Interval
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, TableRows, Verdict
 from torchrec_stream_ckpt.format.notes import Notes
-from torchrec_stream_ckpt.format.reading import Reading
+from torchrec_stream_ckpt.format.readings import Reading
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import canonical
 from torchrec_stream_ckpt.format.segment import (
@@ -32,13 +32,13 @@ from torchrec_stream_ckpt.format.segment import (
     parse_front,
 )
 from torchrec_stream_ckpt.format.summary import Summary
-from torchrec_stream_ckpt.layout import STORE_FILE, claim_name
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize.fold import fold_interval
-from torchrec_stream_ckpt.materialize.merge import merge
+from torchrec_stream_ckpt.maintain.fold import fold_interval
+from torchrec_stream_ckpt.maintain.merge import merge
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog, Piece
 from torchrec_stream_ckpt.store.identity import prepare_store
+from torchrec_stream_ckpt.util.layout import STORE_FILE, claim_name
 
 
 def golden(name: str) -> bytes:

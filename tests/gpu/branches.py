@@ -21,13 +21,13 @@ from tests.gpu.job import Build, attach, make, restored, run, truth
 from tests.inside import inside
 from tests.played import cuda
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.adapter.kernels import FusedKernel, Lookup
 from torchrec_stream_ckpt.capture import sender, staging
 from torchrec_stream_ckpt.capture.sender import Drain
 from torchrec_stream_ckpt.capture.staging import RowStager
 from torchrec_stream_ckpt.capture.touched import TouchedRows
-from torchrec_stream_ckpt.commit.replicas import CopyMemory
+from torchrec_stream_ckpt.dense.replicas import CopyMemory
 from torchrec_stream_ckpt.errors import StreamCkptError, UnsupportedError
+from torchrec_stream_ckpt.model.kernels import FusedKernel, Lookup
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

@@ -13,8 +13,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.gpu.job import Build, attach, covers, make, restored, truth
-from torchrec_stream_ckpt.adapter.modules import _check_kernel
 from torchrec_stream_ckpt.errors import StreamCkptError, UnsupportedError
+from torchrec_stream_ckpt.model.modules import _check_kernel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

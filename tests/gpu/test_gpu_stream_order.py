@@ -22,13 +22,13 @@ import torch
 
 from tests.gpu.job import Build, Job, attach, covers, make, raw, restored, truth
 from torchrec_stream_ckpt import StreamCheckpointer
-from torchrec_stream_ckpt.adapter.kernels import FusedKernel
-from torchrec_stream_ckpt.adapter.streams import StreamOrder
 from torchrec_stream_ckpt.capture import staging
+from torchrec_stream_ckpt.capture.hook import RunningUpdates
 from torchrec_stream_ckpt.capture.staging import RowStager
-from torchrec_stream_ckpt.capture.updates import RunningUpdates
-from torchrec_stream_ckpt.commit.dense import DenseState
+from torchrec_stream_ckpt.dense.dense_state import DenseState
 from torchrec_stream_ckpt.errors import StreamCkptError
+from torchrec_stream_ckpt.model.kernels import FusedKernel
+from torchrec_stream_ckpt.model.streams import StreamOrder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

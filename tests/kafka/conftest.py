@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.kafka.secure import CommandLines, Secure
-from torchrec_stream_ckpt.broker.kraft import Broker
 from torchrec_stream_ckpt.cli import broker as broker_cli
+from torchrec_stream_ckpt.extras.broker.kraft import Broker
 
 
 @pytest.fixture(scope="module")

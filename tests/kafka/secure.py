@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchrec_stream_ckpt.broker.kraft import BrokerStatus
+from torchrec_stream_ckpt.extras.broker.kraft import BrokerStatus
 from torchrec_stream_ckpt.log.api import load_options
 
 HANG_S = 300.0

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from torchrec_stream_ckpt.broker import runtime
-from torchrec_stream_ckpt.broker.kraft import Broker
-from torchrec_stream_ckpt.broker.process import ProcessId
 from torchrec_stream_ckpt.cli import broker as cli
 from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.extras.broker import runtime
+from torchrec_stream_ckpt.extras.broker.kraft import Broker
+from torchrec_stream_ckpt.extras.broker.process import ProcessId
 from torchrec_stream_ckpt.log.api import open_log
 
 
@@ -97,7 +97,7 @@ def _socket_inodes(pid: int | None) -> set[str]:
 @pytest.mark.kafka
 def test_broker_dies_with_the_process_that_it_is_tied_to(own: Path) -> None:
     script = (
-        "import os, sys, time; from pathlib import Path; from torchrec_stream_ckpt.broker.kraft import Broker;"
+        "import os, sys, time; from pathlib import Path; from torchrec_stream_ckpt.extras.broker.kraft import Broker;"
         "print(Broker(Path(sys.argv[1])).start(die_with=os.getpid()).pid, flush=True); time.sleep(300)"
     )
     with subprocess.Popen([sys.executable, "-c", script, str(own)], stdout=subprocess.PIPE, text=True) as starter:

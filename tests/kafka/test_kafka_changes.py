@@ -12,9 +12,9 @@ from tests.distributed.test_changed_model_faults import ALONE, CHANGES, EVENTS, 
 from tests.evolving import restored
 from tests.model import differences
 from torchrec_stream_ckpt import StreamConfig
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.log.api import open_log
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.kafka
 

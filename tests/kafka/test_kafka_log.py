@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from torchrec_stream_ckpt.broker.kraft import Broker
 from torchrec_stream_ckpt.errors import CommitUnknownError, ConfigError, CorruptionError, LogUnavailableError
+from torchrec_stream_ckpt.extras.broker.kraft import Broker
 from torchrec_stream_ckpt.log.api import Log, open_log
 from torchrec_stream_ckpt.log.kafka import brokers as kafka_brokers
 from torchrec_stream_ckpt.log.kafka import control_topic
 from torchrec_stream_ckpt.log.kafka.brokers import Brokers
 from torchrec_stream_ckpt.log.kafka.producer import KafkaSender
 from torchrec_stream_ckpt.log.kafka.reasons import Reasons
-from torchrec_stream_ckpt.types import LogSpan
-from torchrec_stream_ckpt.uris import KafkaUri
+from torchrec_stream_ckpt.util.types import LogSpan
+from torchrec_stream_ckpt.util.uris import KafkaUri
 
 UNREACHABLE = "kafka://127.0.0.1:1/job"
 

@@ -20,12 +20,12 @@ from tests.model import PLAN_2, Spec, differences, trainer
 from tests.tables import FIRST, write_tables
 from tests.unit.test_interchange import SCHEMA, values
 from torchrec_stream_ckpt import StreamConfig
-from torchrec_stream_ckpt.broker.kraft import Broker
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
+from torchrec_stream_ckpt.extras.broker.kraft import Broker
 from torchrec_stream_ckpt.log.api import open_log
-from torchrec_stream_ckpt.uris import KafkaUri, parse_uri
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri
 
 pytestmark = pytest.mark.kafka
 

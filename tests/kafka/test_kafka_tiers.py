@@ -18,11 +18,11 @@ from tests.jobs import Truths, attach
 from tests.model import PLAN_2, PLAN_3, Spec, differences, trainer, truth
 from tests.tiered import config
 from torchrec_stream_ckpt import StreamConfig
-from torchrec_stream_ckpt.broker.kraft import Broker
 from torchrec_stream_ckpt.errors import LogUnavailableError
-from torchrec_stream_ckpt.route.tiers import open_tiers
-from torchrec_stream_ckpt.tiers.relay_service import state_of
-from torchrec_stream_ckpt.types import LogSpan
+from torchrec_stream_ckpt.extras.broker.kraft import Broker
+from torchrec_stream_ckpt.extras.tiers.relay_service import state_of
+from torchrec_stream_ckpt.find.tiers import open_tiers
+from torchrec_stream_ckpt.util.types import LogSpan
 
 pytestmark = [pytest.mark.kafka, pytest.mark.distributed]
 

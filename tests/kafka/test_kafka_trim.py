@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from tests.builders import Stream, claim, commit
-from torchrec_stream_ckpt.commit.generation import Generation
-from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.control.trim import trim_log
 from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
+from torchrec_stream_ckpt.find.locate import locate
 from torchrec_stream_ckpt.format.frame import parse_header
 from torchrec_stream_ckpt.log.api import Ack, Freed, Log, open_log
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.log.control.trim import trim_log
 from torchrec_stream_ckpt.log.stream import read_stream
-from torchrec_stream_ckpt.route.locate import locate
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.save.generation import Generation
+from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.kafka
 

@@ -26,10 +26,7 @@ from tests.jobs import attach
 from tests.kafka.secure import HANG_S, WRONG, CommandLines, Options, Secure, Wrong, admin, allow_again, forbid
 from tests.model import PLAN_2, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.broker.kraft import Broker
 from torchrec_stream_ckpt.cli.main import main
-from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.control.trim import trim_log
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
@@ -37,8 +34,11 @@ from torchrec_stream_ckpt.errors import (
     MarkerFailedError,
     StreamCkptError,
 )
+from torchrec_stream_ckpt.extras.broker.kraft import Broker
 from torchrec_stream_ckpt.log.api import Freed, open_log
-from torchrec_stream_ckpt.types import LogSpan
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.log.control.trim import trim_log
+from torchrec_stream_ckpt.util.types import LogSpan
 
 pytestmark = pytest.mark.kafka
 

@@ -10,7 +10,7 @@ from tests.coverage import DOC, PITFALLS, Cell, Claim, Suite, collect, render
 pytest.importorskip("torch")  # the whole suite is collected, and most of it needs torch
 
 from tests.sharders import installed_sharders
-from torchrec_stream_ckpt.adapter.versions import TESTED, installed
+from torchrec_stream_ckpt.model.versions import TESTED, installed
 
 
 @pytest.fixture(scope="module")

@@ -20,21 +20,21 @@ from tests.forks import context
 from tests.synthetic import Job, image_of_store, images_of_all
 from tests.unit.folded_job import events_of, has, lineage_of, made_once
 from tests.unit.test_fold import check
-from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.engine import api
-from torchrec_stream_ckpt.engine.address import SiteAddress
-from torchrec_stream_ckpt.engine.processes import Processes
 from torchrec_stream_ckpt.errors import EngineUnavailableError
+from torchrec_stream_ckpt.find.holdings import Holdings
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize import compactor, interval_folder
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.materialize.synced import check_synced
-from torchrec_stream_ckpt.route.holdings import Holdings
+from torchrec_stream_ckpt.maintain import compactor, interval_folder
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.maintain.engine import api
+from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress
+from torchrec_stream_ckpt.maintain.engine.processes import Processes
+from torchrec_stream_ckpt.maintain.gc.trim_check import check_synced
+from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
 
 POLICY = Policy(rebase=0.5, compact="span2")
 FAILPOINTS, REPORT = "STREAM_CKPT_FAILPOINTS", "STREAM_CKPT_FAILPOINTS_REPORT"

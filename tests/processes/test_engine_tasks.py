@@ -30,31 +30,32 @@ from tests.synthetic import Job
 from tests.unit.folded_job import lineage_of, made_once, store_of
 from tests.unit.gc_history import HOUR, branched, check_whole, gc, names
 from tests.unit.scrubbed_job import check_markers, harm, invoke, name_of, one, scrub, scrubbed_job
-from torchrec_stream_ckpt import failpoints
-from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.engine import api
-from torchrec_stream_ckpt.engine.address import SiteAddress
-from torchrec_stream_ckpt.engine.api import Engine, InProcess, Order, Site, TaskQueue
-from torchrec_stream_ckpt.engine.processes import Processes
 from torchrec_stream_ckpt.errors import StoreUnavailableError
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize import gc_delete, scrubber
-from torchrec_stream_ckpt.materialize.background_scrub import BackgroundScrub
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.gc import GcRules, collect
-from torchrec_stream_ckpt.materialize.gc_delete import DeleteTask, delete_all
-from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.materialize.proof_checker import ProofRule
-from torchrec_stream_ckpt.materialize.repairer import Repair
-from torchrec_stream_ckpt.materialize.retention import Retention
-from torchrec_stream_ckpt.materialize.scrubber import Scrubber
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.maintain.engine import api
+from torchrec_stream_ckpt.maintain.engine.api import Engine, InProcess, Order, Site, TaskQueue
+from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress
+from torchrec_stream_ckpt.maintain.engine.processes import Processes
+from torchrec_stream_ckpt.maintain.gc import gc_delete
+from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
+from torchrec_stream_ckpt.maintain.gc.gc_delete import DeleteTask, delete_all
+from torchrec_stream_ckpt.maintain.gc.retention import Retention
+from torchrec_stream_ckpt.maintain.materializer import Materializer
+from torchrec_stream_ckpt.maintain.proof_checker import ProofRule
+from torchrec_stream_ckpt.maintain.repairer import Repair
+from torchrec_stream_ckpt.maintain.scrub import scrubber
+from torchrec_stream_ckpt.maintain.scrub.background_scrub import BackgroundScrub
+from torchrec_stream_ckpt.maintain.scrub.scrubber import Scrubber
 from torchrec_stream_ckpt.proofs import window
 from torchrec_stream_ckpt.proofs.window import WindowCheck
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.store.proved import list_proved
+from torchrec_stream_ckpt.store.verdicts import list_proved
+from torchrec_stream_ckpt.util import failpoints
 
 SCHEMA = Schema((replace(table("t_a", 700, 4), id=3), replace(table("t_b", 500, 4), id=9)))
 PART_BYTES = 2000

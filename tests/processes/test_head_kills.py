@@ -13,7 +13,7 @@ import pytest
 
 from tests.unit.warm_head import Warm, counted_builds
 from torchrec_stream_ckpt.format import head as head_format
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
 
 POINTS = ("head.dirty", "head.chunk", "head.clean")
 """Where a writer is killed."""
@@ -52,10 +52,10 @@ def test_a_writer_that_is_killed_leaves_none_and_the_next_one_builds_it_anew(
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize.head import HeadWriter
-from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.maintain.head import HeadWriter
+from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import open_dense
 folder = Path(sys.argv[1])

@@ -105,7 +105,7 @@ def test_the_wheel_has_one_name_and_what_it_needs(published: Published) -> None:
         names = set(wheel.namelist())
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"torchrec_stream_ckpt"}
     package = {name.removeprefix("torchrec_stream_ckpt/") for name in names}
-    assert {"py.typed", "broker/pom.xml", "components/example.torchxconfig"} <= package
+    assert {"py.typed", "extras/broker/pom.xml", "components/example.torchxconfig"} <= package
     for folder, there in (("recipes", "recipes"), ("components", "torchx_components")):
         assert {f"{folder}/{path.name}" for path in (ROOT / there).glob("*.py")} <= package
 
@@ -133,8 +133,10 @@ def test_a_user_of_mypy_sees_the_types(published: Published) -> None:
     (folder / "mypy.ini").write_text("[mypy]\nstrict = true\n[mypy-torch.*]\nfollow_imports = skip\n")
     mypy = (sys.executable, "-m", "mypy", "--python-executable", str(published.python), "--cache-dir", str(folder))
     said = published.run(*mypy, "user.py", code=1)
-    assert 'Revealed type is "torchrec_stream_ckpt.loader.TrackedLoader[list[int]]"' in said.replace("builtins.", "")
-    assert "Restored | None" in said.replace("torchrec_stream_ckpt.types.", "")
+    assert 'Revealed type is "torchrec_stream_ckpt.loaders.tracked_loader.TrackedLoader[list[int]]"' in said.replace(
+        "builtins.", ""
+    )
+    assert "Restored | None" in said.replace("torchrec_stream_ckpt.util.types.", "")
     assert 'Argument "uri" to "StreamConfig" has incompatible type "int"' in said
     assert said.count("error:") == 1
 

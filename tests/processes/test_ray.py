@@ -22,15 +22,17 @@ from tests.processes.test_engine_tasks import PART_BYTES, RULES, materialize, pr
 from tests.synthetic import Job
 from tests.unit.folded_job import lineage_of
 from tests.unit.gc_history import check_whole, names
-from torchrec_stream_ckpt.engine import api, on_ray, parcel
-from torchrec_stream_ckpt.engine.address import SiteAddress
-from torchrec_stream_ckpt.engine.on_ray import OnRay
 from torchrec_stream_ckpt.errors import ConfigError, EngineUnavailableError
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize import compactor, gc_delete, interval_folder, scrubber
-from torchrec_stream_ckpt.materialize.gc import collect
-from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.materialize.scrubber import Scrubber
+from torchrec_stream_ckpt.maintain import compactor, interval_folder
+from torchrec_stream_ckpt.maintain.engine import api, on_ray, parcel
+from torchrec_stream_ckpt.maintain.engine.on_ray import OnRay
+from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress
+from torchrec_stream_ckpt.maintain.gc import gc_delete
+from torchrec_stream_ckpt.maintain.gc.gc import collect
+from torchrec_stream_ckpt.maintain.materializer import Materializer
+from torchrec_stream_ckpt.maintain.scrub import scrubber
+from torchrec_stream_ckpt.maintain.scrub.scrubber import Scrubber
 from torchrec_stream_ckpt.proofs import window
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.dense import open_dense

@@ -15,9 +15,9 @@ from tests.forks import context
 from tests.synthetic import JOB, Job
 from tests.unit.folded_job import store_of
 from tests.unit.scrubbed_job import KINDS, harm, name_of, one, scrub, scrubbed_job
-from torchrec_stream_ckpt import failpoints
 from torchrec_stream_ckpt.cli.main import main
-from torchrec_stream_ckpt.materialize import scrubber
+from torchrec_stream_ckpt.maintain.scrub import scrubber
+from torchrec_stream_ckpt.util import failpoints
 
 POINTS = ("scrub.read", "scrub.place")
 """Where a process may die."""

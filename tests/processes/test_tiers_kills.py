@@ -13,7 +13,7 @@ import pytest
 from tests import tiered
 from tests.synthetic import image_of_log
 from tests.tiered import TieredJob, relay
-from torchrec_stream_ckpt.route.tiers import TierState
+from torchrec_stream_ckpt.find.tiers import TierState
 
 POINTS = ("relay.sent", "relay.dense", "relay.commit", "relay.committed")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.forks import ROOT, run_script
-from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
 
 

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchrec_stream_ckpt.broker.runtime import Jars
+from torchrec_stream_ckpt.extras.broker.runtime import Jars
 
 S3PROXY = Jars(Path(__file__).with_name("pom.xml"), "s3proxy")

@@ -15,10 +15,10 @@ from typing import Any
 
 from tests.faults.proxy import free_port
 from tests.s3.jars import S3PROXY
-from torchrec_stream_ckpt.broker import tether
-from torchrec_stream_ckpt.broker.kraft import HOST
-from torchrec_stream_ckpt.broker.process import birth_of
-from torchrec_stream_ckpt.broker.runtime import find_java
+from torchrec_stream_ckpt.extras.broker import tether
+from torchrec_stream_ckpt.extras.broker.kraft import HOST
+from torchrec_stream_ckpt.extras.broker.process import birth_of
+from torchrec_stream_ckpt.extras.broker.runtime import find_java
 
 HERE = Path(__file__).parent
 KEY, SECRET = "AKTESTS", "only-for-tests"

@@ -12,10 +12,10 @@ import pytest
 from tests.s3.faults import FAULTS, Fault, FaultyProxy, Kind
 from tests.s3.server import SECRET, S3Server
 from torchrec_stream_ckpt.errors import CorruptionError, StoreUnavailableError
-from torchrec_stream_ckpt.store import once
+from torchrec_stream_ckpt.store import write_once
 from torchrec_stream_ckpt.store.api import Entry, Objects, open_store
 from torchrec_stream_ckpt.store.identity import prepare_store, prove_writable, refuses_taken_names
-from torchrec_stream_ckpt.store.once import put_once
+from torchrec_stream_ckpt.store.write_once import put_once
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
@@ -117,7 +117,7 @@ def test_a_put_whose_answer_was_lost_has_succeeded(s3_server: S3Server, proxy: F
 def test_a_name_that_is_taken_by_nothing_is_said(
     s3_server: S3Server, proxy: FaultyProxy, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(once, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(write_once, "_PAUSE_S", 0.001)
     store = opened(s3_server, proxy, attempts=3)
     proxy.refuse("put", 409 if code.startswith("C") else 412, code)
     with pytest.raises(StoreUnavailableError, match="the name is taken, and has no such object") as failed:

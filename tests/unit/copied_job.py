@@ -11,14 +11,14 @@ from typer.testing import CliRunner
 from tests.builders import JOB
 from tests.synthetic import Image, Job, image_of_log
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.control.lost import check_whole
-from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.layout import copied_log
+from torchrec_stream_ckpt.log.control.loss_check import check_whole
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.records import read_copy
-from torchrec_stream_ckpt.types import MarkerId
-from torchrec_stream_ckpt.uris import parse_uri
+from torchrec_stream_ckpt.util.layout import copied_log
+from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.util.uris import parse_uri
 
 
 def copied(folder: Path) -> Path:

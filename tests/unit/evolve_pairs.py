@@ -11,7 +11,7 @@ from tests.unit.evolve_oracle import Array, Table
 from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges, RowChange
 from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, DenseOptimizer, ModelSchema
 from torchrec_stream_ckpt.evolve.row_maps import IdMap
-from torchrec_stream_ckpt.types import TOMBSTONE, StateSpec, TableSpec
+from torchrec_stream_ckpt.util.types import TOMBSTONE, StateSpec, TableSpec
 
 _SUM = StateSpec("sum", "float32", per_row=True)
 _WIDE_SUM = StateSpec("sum", "float32", per_row=False)

@@ -7,14 +7,13 @@ from pathlib import Path
 
 from tests import stores
 from tests.stores import History
+from torchrec_stream_ckpt.find.holdings import Holdings
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.gc import GcRules, collect
-from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
-from torchrec_stream_ckpt.materialize.retention import Retention
-from torchrec_stream_ckpt.route.holdings import Holdings
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
+from torchrec_stream_ckpt.maintain.gc.retention import GcPlan, Retention
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
 
 HOUR = 3600.0
 

@@ -9,17 +9,17 @@ from pathlib import Path
 import numpy as np
 
 from tests.synthetic import JOB, Image, Job
-from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.follower.follow import follow
+from torchrec_stream_ckpt.extras.follower.core import follow
+from torchrec_stream_ckpt.extras.interchange.rows import MarkerRows, TableReader, TableWindow, open_rows
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import RowsView
-from torchrec_stream_ckpt.interchange.rows import MarkerRows, TableReader, TableWindow, open_rows
-from torchrec_stream_ckpt.layout import dense_name
-from torchrec_stream_ckpt.restore.verify import Verified, verify_marker
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.layout import dense_name
+from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.verify.verify import Verified, verify_marker
 
 
 def go_on(job: Job) -> None:

@@ -11,12 +11,12 @@ from typer.testing import CliRunner
 from tests.synthetic import JOB, Job, image_of_store, images_of_chain
 from tests.unit.folded_job import made_once, materialize, store_of
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.format.dense import digest_files
-from torchrec_stream_ckpt.layout import DATA_DIR, dense_name
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.layout import DATA_DIR, dense_name
+from torchrec_stream_ckpt.util.types import MarkerId
 
 MARKERS = 6
 

@@ -51,7 +51,7 @@ class Stream:
 class Device:
     """Some streams, one of which is current, and the chance by which they advance.
 
-    Stands for ``torch.cuda`` where ``adapter/streams.py`` asks for it.
+    Stands for ``torch.cuda`` where ``model/streams.py`` asks for it.
     """
 
     def __init__(self, streams: int, chance: random.Random) -> None:

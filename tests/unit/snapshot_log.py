@@ -8,14 +8,14 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from tests.builders import claim, commit, trim
-from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.control.snapshots import shorten_control
 from torchrec_stream_ckpt.format.control import Commit, ControlRecord
+from torchrec_stream_ckpt.format.end_note import End, Note, Outcome
 from torchrec_stream_ckpt.format.folding import is_snapshot
 from torchrec_stream_ckpt.format.record import meta_of
-from torchrec_stream_ckpt.format.remarks import End, Note, Outcome
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.log.control.snapshots import shorten_control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
 
 JOB = claim(1).job
 

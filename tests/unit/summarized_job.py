@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 
 from tests.stores import HeldObjects, History, contents, rows_by_route
+from torchrec_stream_ckpt.find.route import Route
 from torchrec_stream_ckpt.format.summary import Part, Summary
-from torchrec_stream_ckpt.layout import (
-    SUMMARIES_DIR,
-    parse_summary_name,
-)
-from torchrec_stream_ckpt.materialize import summarizer
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.route.route import Route
+from torchrec_stream_ckpt.maintain import summarizer
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.store import summaries
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.summaries import load_summary, put_summary
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.layout import (
+    SUMMARIES_DIR,
+    parse_summary_name,
+)
+from torchrec_stream_ckpt.util.types import MarkerId
 
 NEVER = Policy(rebase=0, compact="none")
 RUN = 8

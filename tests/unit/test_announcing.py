@@ -10,9 +10,9 @@ import pytest
 from tests.builders import commit
 from torchrec_stream_ckpt.errors import MarkerFailedError
 from torchrec_stream_ckpt.format.record import meta_of
-from torchrec_stream_ckpt.trainer import announcing
-from torchrec_stream_ckpt.trainer.announcing import Announcer
-from torchrec_stream_ckpt.types import MarkerReport
+from torchrec_stream_ckpt.save import commit_callbacks
+from torchrec_stream_ckpt.save.commit_callbacks import Announcer
+from torchrec_stream_ckpt.util.types import MarkerReport
 
 
 def test_what_a_callback_raises_is_logged_and_the_next_marker_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -40,7 +40,7 @@ def test_what_a_callback_raises_is_logged_and_the_next_marker_is_told(caplog: py
 def test_a_callback_that_stands_still_holds_markers_up_and_is_named(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(announcing, "MOST_WAITING", 2)
+    monkeypatch.setattr(commit_callbacks, "MOST_WAITING", 2)
     free = threading.Event()
     announcer = Announcer(lambda _: free.wait(60))
     announcer.committed(commit(1, 1))

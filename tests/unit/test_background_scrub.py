@@ -13,16 +13,16 @@ from tests.synthetic import Job
 from tests.unit.folded_job import command, folded_job, materialize, store_of
 from torchrec_stream_ckpt.cli import materialize as verb
 from torchrec_stream_ckpt.cli.events import line
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import StoreUnavailableError, StreamCkptError
-from torchrec_stream_ckpt.materialize import background_scrub
-from torchrec_stream_ckpt.materialize.background_scrub import BackgroundScrub
-from torchrec_stream_ckpt.materialize.materialize_service import MaterializeService
-from torchrec_stream_ckpt.materialize.scrubber import Scrubber
-from torchrec_stream_ckpt.metrics import METRICS
-from torchrec_stream_ckpt.service import Event
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.maintain.materialize_service import MaterializeService
+from torchrec_stream_ckpt.maintain.scrub import background_scrub
+from torchrec_stream_ckpt.maintain.scrub.background_scrub import BackgroundScrub
+from torchrec_stream_ckpt.maintain.scrub.scrubber import Scrubber
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.folder import FolderObjects
+from torchrec_stream_ckpt.util.metrics import METRICS
+from torchrec_stream_ckpt.util.service import Event
 
 FAST = 10**12
 

@@ -21,20 +21,20 @@ from tests import builders
 from tests.counting import CountingObjects
 from tests.synthetic import Job
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.extras.sizing import Deployment, Share, TableLoad, UnitCosts, Workload, fold_load
+from torchrec_stream_ckpt.extras.sizing import requests as model
+from torchrec_stream_ckpt.extras.sizing.bills import store_shares
+from torchrec_stream_ckpt.find.locate import load_catalog, locate
 from torchrec_stream_ckpt.format import segment
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.layout import parse_fold_segment, parse_store_segment
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.route.locate import load_catalog, locate
-from torchrec_stream_ckpt.sizing import Deployment, Share, TableLoad, UnitCosts, Workload, fold_load
-from torchrec_stream_ckpt.sizing import requests as model
-from torchrec_stream_ckpt.sizing.bills import store_shares
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.store import api, reader
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.reader import read_chunks
+from torchrec_stream_ckpt.util.layout import parse_fold_segment, parse_store_segment
 
 MARKERS, RANKS, SHARE = 80, 2, 0.04
 RANGE, CHUNK = 64 * 2**10, 16 * 2**10

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from torchrec_stream_ckpt.adapter.slots import CacheSlots
 from torchrec_stream_ckpt.errors import UnsupportedError
+from torchrec_stream_ckpt.model.cache import CacheSlots
 
 
 def looked_up(slots: CacheSlots) -> int:

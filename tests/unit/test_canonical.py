@@ -24,7 +24,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_stream_ckpt.commit.canonical import Canonical
+from torchrec_stream_ckpt.dense.canonical import Canonical
 from torchrec_stream_ckpt.errors import UnsupportedError
 
 Pair = namedtuple("Pair", "left right")
@@ -182,7 +182,7 @@ def test_objects_that_hold_themselves_are_walked() -> None:
 def test_processes_with_other_hash_seeds_agree() -> None:
     state = "{'seen': {'alpha', 'beta', 'gamma', 'delta'}, 'of': {frozenset({'a', 'b'}): {('x', 1), ('y', 2)}}}"
     code = (
-        f"from torchrec_stream_ckpt.commit.canonical import Canonical\nprint(Canonical.of({state}, 'it').digest.hex())"
+        f"from torchrec_stream_ckpt.dense.canonical import Canonical\nprint(Canonical.of({state}, 'it').digest.hex())"
     )
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     other = subprocess.run(
@@ -239,7 +239,7 @@ def test_tensors_of_a_gpu_are_read_back_once(monkeypatch: pytest.MonkeyPatch) ->
     asked = []
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _tensor: True))
     monkeypatch.setattr(
-        "torchrec_stream_ckpt.commit.canonical.digests",
+        "torchrec_stream_ckpt.dense.canonical.digests",
         lambda tensors: asked.append(list(tensors)) or {name: 7 + int(name) for name in tensors},
     )
     found = digest(value)

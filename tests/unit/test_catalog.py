@@ -15,12 +15,12 @@ from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Manifest, SegmentRef
-from torchrec_stream_ckpt.layout import FoldName, StoreSegment, claim_name, dropped_name, manifest_name, pin_name
 from torchrec_stream_ckpt.log.api import Incarnation
-from torchrec_stream_ckpt.materialize.recovered import came_after_recovery
+from torchrec_stream_ckpt.maintain.materializer import came_after_recovery
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog, Piece
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.layout import FoldName, StoreSegment, claim_name, dropped_name, manifest_name, pin_name
+from torchrec_stream_ckpt.util.types import MarkerId
 
 ALL = ("1:1", "1:2", "1:3", "2:3", "2:4", "2:5", "3:3")
 

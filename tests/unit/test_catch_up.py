@@ -17,15 +17,15 @@ from tests import synthetic
 from tests.synthetic import Job
 from tests.unit.folded_job import made_once
 from tests.unit.test_fold import fold, lineage_of
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.format import commits
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.store import kept
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.maintain.materializer import Materializer
+from torchrec_stream_ckpt.store import catalog
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 
@@ -119,7 +119,7 @@ def test_no_span_crosses_a_base(tmp_path: Path) -> None:
 
 
 def test_what_was_read_of_many_manifests_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "MOST_REFS", 10)
+    monkeypatch.setattr(catalog, "MOST_REFS", 10)
     job, objects = history(tmp_path, 30), open_store(str(tmp_path / "store"))
     fold(job, objects, Policy(rebase=0, compact="none"))
     lineage, found = lineage_of(job), Catalog.load(objects, synthetic.JOB)

@@ -10,11 +10,11 @@ import pytest
 
 from tests.unit.folded_job import lineage_of
 from tests.unit.test_catch_up import history
-from torchrec_stream_ckpt.engine import api
-from torchrec_stream_ckpt.engine.api import InProcess, Site, Task
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.maintain.engine import api
+from torchrec_stream_ckpt.maintain.engine.api import InProcess, Site, Task
+from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import open_dense
 

@@ -8,7 +8,8 @@ import pytest
 
 from tests.builders import JOB, ROWWISE, claim, commit, table
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.changed import (
+from torchrec_stream_ckpt.find.route import Path
+from torchrec_stream_ckpt.format.claim_changes import (
     MAX_TEXT_BYTES,
     ClaimChanges,
     TableChange,
@@ -17,13 +18,12 @@ from torchrec_stream_ckpt.format.changed import (
     in_words,
     same_tables,
 )
+from torchrec_stream_ckpt.format.claim_references import alone, brief
 from torchrec_stream_ckpt.format.control import Claim, parse_control
 from torchrec_stream_ckpt.format.frame import parse_header
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.referring import alone, brief
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.route.path import Path
-from torchrec_stream_ckpt.types import TOMBSTONE, MarkerId, TableShard
+from torchrec_stream_ckpt.util.types import TOMBSTONE, MarkerId, TableShard
 
 A, B, C = table("a", 6), table("b", 8, 4, "float32", ROWWISE), table("c", 3)
 OLD = Schema((A, B)).named(None, JOB, 1)

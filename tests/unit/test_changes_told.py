@@ -8,13 +8,13 @@ import pytest
 
 from tests.builders import JOB, claim, commit, table
 from torchrec_stream_ckpt.errors import CorruptionError, SchemaMismatchError
-from torchrec_stream_ckpt.format.changed import MAX_TEXT_BYTES, ClaimChanges
+from torchrec_stream_ckpt.format.claim_changes import MAX_TEXT_BYTES, ClaimChanges
+from torchrec_stream_ckpt.format.claim_references import brief
 from torchrec_stream_ckpt.format.control import Claim, parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage, told_to
-from torchrec_stream_ckpt.format.referring import brief
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.trainer.evolving import refuse_changed
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.restore.model_change import refuse_changed
+from torchrec_stream_ckpt.util.types import MarkerId
 
 A, B = table("a", 6), table("b", 8)
 OLD = Schema((A, B)).named(None, JOB, 1)

@@ -13,19 +13,19 @@ from typer.testing import CliRunner
 
 from tests import stores
 from tests.stores import History, choose
-from torchrec_stream_ckpt import units
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
-from torchrec_stream_ckpt.layout import DATA_DIR, claim_name
-from torchrec_stream_ckpt.materialize import rounds
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.route.job import Job
+from torchrec_stream_ckpt.find.job import Job
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.maintain.gc import clocks
 from torchrec_stream_ckpt.store import pins
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.dense import DenseFolder
 from torchrec_stream_ckpt.store.identity import prepare_store
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util import units
+from torchrec_stream_ckpt.util.layout import DATA_DIR, claim_name
+from torchrec_stream_ckpt.util.types import MarkerId
 
 
 def two_generations(root: Path) -> History:
@@ -100,7 +100,7 @@ def test_a_dry_run_over_an_object_store_tells_the_time_that_the_store_shows(
     history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each run of gc is a new pod: no run reads the clock of another one's host."""
-    monkeypatch.setattr(rounds, "_host_clock", dict)
+    monkeypatch.setattr(clocks, "_host_clock", dict)
     url = f"memory://dry-{tmp_path.name}"
     run("materialize", f"file://{history.root}", "--store", url, "--once")
     command = ("gc", f"file://{history.root}", "--store", url, "--newest", "1")

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from tests.builders import claim, commit, end
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import CorruptionError, FencedError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, json_frame
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
 
 
 @pytest.fixture

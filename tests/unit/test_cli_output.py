@@ -20,14 +20,14 @@ from typer.testing import CliRunner
 
 from tests.jobs_on_paper import PaperJob, tables
 from tests.stores import History
+from torchrec_stream_ckpt.cli.common import short_names
 from torchrec_stream_ckpt.cli.events import line
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.cli.names import short_names
 from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError
-from torchrec_stream_ckpt.format.remarks import End, Outcome
+from torchrec_stream_ckpt.format.end_note import End, Outcome
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.service import Event
-from torchrec_stream_ckpt.units import clock
+from torchrec_stream_ckpt.util.service import Event
+from torchrec_stream_ckpt.util.units import clock
 
 PREFIX = "model.sparse_arch.embedding_bag_collection.t_category_"
 NAMES = [f"{PREFIX}{number}" for number in range(8)]

@@ -13,7 +13,7 @@ from tests.builders import claim, commit
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.types import RankEnd
+from torchrec_stream_ckpt.util.types import RankEnd
 
 TABLES = ["--tables", "26", "--rows", "4e7", "--dim", "128"]
 RATE = ["--touched-rows-per-second", "2e6"]

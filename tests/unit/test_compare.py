@@ -28,14 +28,14 @@ from tests.proved_job import (
 )
 from tests.sampled import sampled
 from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.find.route import Path
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Proof, Window
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.proofs.compare import Check, Tally, shared_blocks
-from torchrec_stream_ckpt.proofs.met import NEVER, Circle, Marks, Met, agree, blocks_of
 from torchrec_stream_ckpt.proofs.rowsums import RowSums
+from torchrec_stream_ckpt.proofs.seen_marks import NEVER, Circle, Marks, Met, agree, blocks_of
 from torchrec_stream_ckpt.proofs.unproved import name_blocks
-from torchrec_stream_ckpt.route.path import Path
-from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
+from torchrec_stream_ckpt.util.types import MarkerId, TableShard, TableSpec
 
 
 @dataclass

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from torchrec_stream_ckpt.config import Source, StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.log.api import load_options, open_log
-from torchrec_stream_ckpt.options import read_options
+from torchrec_stream_ckpt.util.config import Source, StreamConfig
+from torchrec_stream_ckpt.util.options import read_options
 
 FILE = "file:///data/log"
 KAFKA = "kafka://host:9092/job"

@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark, Tabl
 from torchrec_stream_ckpt.format.dense_files import DenseFile, DenseList
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, parse_header, payload_of, seal
 from torchrec_stream_ckpt.format.schema import Schema, canonical
-from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard
+from torchrec_stream_ckpt.util.types import MarkerId, RankEnd, StateSpec, TableShard
 
 UNUSED = {"rank": 7, "seq": 9, "rows": 5, "table": 3, "col0": 1, "cols": 2, "schema_crc": 77, "chain": 88}
 

@@ -16,16 +16,16 @@ from tests import stores
 from tests.builders import JOB, claim, commit
 from tests.unit.copied_job import check, copied, copied_offsets, image, keep, key, offsets, recover, trainer
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
 )
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.store.api import Entry, open_store
 from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.store.records import Copied
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_a_fence_does_not_wait_for_a_store_and_says_that_it_is_not_copied(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deaf, answers = Late(root), Event()
-    monkeypatch.setattr("torchrec_stream_ckpt.route.job.open_store", lambda *_: deaf)
+    monkeypatch.setattr("torchrec_stream_ckpt.find.job.open_store", lambda *_: deaf)
     monkeypatch.setattr("torchrec_stream_ckpt.cli.fence.STORE_S", 0.2)
     deaf.before = lambda: answers.wait(60)
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_stream_ckpt.engine.cores import usable_cores
+from torchrec_stream_ckpt.maintain.engine.choose import usable_cores
 
 GROUPS = {
     "no groups": (None, {}, 8),

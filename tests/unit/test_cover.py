@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_stream_ckpt.restore.cover import Rectangle, covered_cells
+from torchrec_stream_ckpt.restore.plan import Rectangle, covered_cells
 
 RECTANGLES = st.lists(
     st.tuples(st.integers(0, 12), st.integers(0, 9), st.integers(0, 12), st.integers(0, 9)), max_size=9

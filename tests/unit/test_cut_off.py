@@ -9,16 +9,16 @@ from types import SimpleNamespace
 import pytest
 
 from tests.builders import claim
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import CorruptionError, LogUnavailableError, StreamLostError
 from torchrec_stream_ckpt.format.frame import parse_header
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.log.kafka import brokers as kafka_brokers
 from torchrec_stream_ckpt.log.kafka.brokers import Brokers, Edge
 from torchrec_stream_ckpt.log.kafka.log import KafkaLog
 from torchrec_stream_ckpt.log.kafka.reader import Reader
-from torchrec_stream_ckpt.types import LogSpan, MarkPlace
-from torchrec_stream_ckpt.uris import KafkaUri
+from torchrec_stream_ckpt.util.types import LogSpan, MarkPlace
+from torchrec_stream_ckpt.util.uris import KafkaUri
 
 OLD, NEW, AWAY = "old:9092", "new:9092", "away:9092"
 
@@ -45,7 +45,7 @@ def test_a_claim_is_read_back_from_a_broker_that_knows_of_it(tmp_path: Path) -> 
 def test_a_claim_that_nobody_shows_is_an_outage_and_not_a_rival(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchrec_stream_ckpt.control.partition._READ_BACK_S", 0.0)
+    monkeypatch.setattr("torchrec_stream_ckpt.log.control.partition._READ_BACK_S", 0.0)
     log = Lagging(tmp_path, hidden=1000)
     log.prepare(2)
     with pytest.raises(LogUnavailableError, match="shows its records only up to"):

@@ -19,7 +19,7 @@ from tests.unit.captured_job import BUDGET_BYTES, EVENTS, ROWS, Job
 from torchrec_stream_ckpt.capture.counts import LateCounts
 from torchrec_stream_ckpt.capture.rowmask import BLOCK, RowMask
 from torchrec_stream_ckpt.capture.sender import Drain
-from torchrec_stream_ckpt.capture.sweep import RangeSweep
+from torchrec_stream_ckpt.capture.touched import RangeSweep
 from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
 from torchrec_stream_ckpt.format.ring import FrameRing

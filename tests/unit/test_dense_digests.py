@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchrec_stream_ckpt.commit import dense_digests
-from torchrec_stream_ckpt.commit.dense_digests import LocalBox, digests
+from torchrec_stream_ckpt.dense import dense_digests
+from torchrec_stream_ckpt.dense.dense_digests import LocalBox, digests
 from torchrec_stream_ckpt.format.dense_proof import COLUMNS, MODULUS, SECTION, digest_words
 from torchrec_stream_ckpt.format.proof import column_keys, replicated_id, row_keys
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchrec_stream_ckpt.commit.optimizer_state import outline
-from torchrec_stream_ckpt.commit.tree import KINDS, decode, encode, reading
+from torchrec_stream_ckpt.dense.optimizer_state import outline
+from torchrec_stream_ckpt.dense.tree import KINDS, decode, encode, reading
 from torchrec_stream_ckpt.errors import CorruptionError
 
 TREE: dict[str, Any] = {

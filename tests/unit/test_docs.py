@@ -16,7 +16,7 @@ import typer
 
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.flags import add_flags
-from torchrec_stream_ckpt.metrics import METRICS, TRAINER_METRICS
+from torchrec_stream_ckpt.util.metrics import METRICS, TRAINER_METRICS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(

@@ -16,13 +16,13 @@ from tests.unit.test_followed_proofs import LOST, LosingJob, followed, is_true, 
 from tests.unit.test_proof_checker import SCHEMA
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.errors import CorruptionError, ProofMismatchError, ReplicaNotReadyError
-from torchrec_stream_ckpt.follower.source import Delivered, FollowedJob
-from torchrec_stream_ckpt.follower.updates import Update, UpdateKind
+from torchrec_stream_ckpt.extras.follower.source import Delivered, FollowedJob
+from torchrec_stream_ckpt.extras.follower.updates import Update, UpdateKind
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.types import TOMBSTONE, MarkerId, TableSpec
+from torchrec_stream_ckpt.util.types import TOMBSTONE, MarkerId, TableSpec
 
 IN_DOUBT = r"t_a weights rows \[64, 128\) \(proved by 1:2"
 BAD = MarkerId(1, 2)
@@ -152,7 +152,7 @@ def test_what_was_wrong_in_the_replica_alone_is_served_after_that_load(
     job.send(np.array([0, 300]))
     job.commit()
     with monkeypatch.context() as patched:
-        patched.setattr("torchrec_stream_ckpt.restore.planes.Plane.put", lambda *_: None)
+        patched.setattr("torchrec_stream_ckpt.restore.row_writers.Plane.put", lambda *_: None)
         with pytest.raises(ProofMismatchError):
             tables.advance()
     commit(job, 500)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
-from torchrec_stream_ckpt.format.remarks import End, Outcome
-from torchrec_stream_ckpt.trainer import ending
-from torchrec_stream_ckpt.trainer.ending import Ending, LastWord
+from torchrec_stream_ckpt.format.end_note import End, Outcome
+from torchrec_stream_ckpt.save import generation_end
+from torchrec_stream_ckpt.save.generation_end import Ending, LastWord
 
 FINISHED, FAILED, PREEMPTED = (LastWord(outcome) for outcome in (Outcome.FINISHED, Outcome.FAILED, Outcome.PREEMPTED))
 
@@ -93,7 +93,7 @@ def test_a_trainer_that_was_fenced_or_has_a_marker_in_flight_says_nothing() -> N
 
 def test_a_log_that_takes_nothing_and_a_store_that_hangs_keep_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     assert say([FINISHED], _Control(LogUnavailableError("away"))) == []
-    monkeypatch.setattr(ending, "JOIN_S", 0.1)
+    monkeypatch.setattr(generation_end, "JOIN_S", 0.1)
     silent = threading.Event()
     assert say([FINISHED, FINISHED], store=_Store(silent)) == []
     silent.set()

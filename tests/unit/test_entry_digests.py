@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from tests.plain_proof import MASK, mix
-from torchrec_stream_ckpt.commit.dense_prover import MAX_ENTRIES, DenseTurns
+from torchrec_stream_ckpt.dense.dense_prover import MAX_ENTRIES, DenseTurns
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.dense_proof import digest_words
 from torchrec_stream_ckpt.format.entry_digests import DenseProof, bytes_digest, scalars_digest
 from torchrec_stream_ckpt.format.proof import replicated_id
 from torchrec_stream_ckpt.proofs.dense import DenseMarks, damaged, not_as_proved
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
 
 SCALARS = [(1, 0, 2**40, 0, 16, 2**63, 1.0, 0.1, -0.0)]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from torchrec_stream_ckpt import StreamConfig
-from torchrec_stream_ckpt.commit.event_time import EventTime
 from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.save.event_time import EventTime
 
 
 def vote(*ranks: EventTime) -> list[bool]:

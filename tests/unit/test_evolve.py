@@ -9,11 +9,11 @@ import pytest
 
 from torchrec_stream_ckpt.errors import ChangesError, SchemaMismatchError
 from torchrec_stream_ckpt.evolve.changes import Changes, RowChange
-from torchrec_stream_ckpt.evolve.outcome import Evolution
 from torchrec_stream_ckpt.evolve.resolve import resolve
 from torchrec_stream_ckpt.evolve.row_maps import IdMap, RowMap
+from torchrec_stream_ckpt.evolve.table_outcome import Evolution
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.types import TOMBSTONE, StateSpec, TableSpec
+from torchrec_stream_ckpt.util.types import TOMBSTONE, StateSpec, TableSpec
 
 SUM = StateSpec("sum", "float32", per_row=True)
 MOMENTS = tuple(StateSpec(name, "float32", per_row=False) for name in ("exp_avg", "exp_avg_sq"))

@@ -14,8 +14,8 @@ from torchrec_stream_ckpt import Changes, DenseChanges, IdMap, ModelSchema, RowC
 from torchrec_stream_ckpt.errors import ChangesError, ConfigError
 from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, DenseOptimizer
 from torchrec_stream_ckpt.evolve.row_maps import RowMap
-from torchrec_stream_ckpt.evolve.toml_file import nearest
-from torchrec_stream_ckpt.types import StateSpec, TableSpec
+from torchrec_stream_ckpt.evolve.text import nearest
+from torchrec_stream_ckpt.util.types import StateSpec, TableSpec
 
 FULL = Changes(
     added=("a", 'quo"te'),

@@ -11,10 +11,10 @@ import pytest
 from torchrec_stream_ckpt import Changes, DenseChanges, IdMap, ModelSchema, RowChange
 from torchrec_stream_ckpt.errors import ChangesError, SchemaMismatchError
 from torchrec_stream_ckpt.evolve.findings import PYTHON_FOLLOWS, TOML_FOLLOWS
+from torchrec_stream_ckpt.evolve.model_evolution import ModelEvolution, evolve
 from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, DenseOptimizer
-from torchrec_stream_ckpt.evolve.whole import ModelEvolution, evolve
-from torchrec_stream_ckpt.format.changed import ClaimChanges
-from torchrec_stream_ckpt.types import StateSpec, TableSpec
+from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
+from torchrec_stream_ckpt.util.types import StateSpec, TableSpec
 
 SUM = StateSpec("sum", "float32", per_row=True)
 NAMES = {"Changes": Changes, "DenseChanges": DenseChanges, "IdMap": IdMap, "RowChange": RowChange}

@@ -15,11 +15,11 @@ from tests.unit.evolve_pairs import Draw, Pair, pair
 from tests.unit.test_evolve_messages import pasted
 from torchrec_stream_ckpt.errors import ChangesError, SchemaMismatchError
 from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges, RowChange
-from torchrec_stream_ckpt.evolve.outcome import Evolution, TableOutcome
-from torchrec_stream_ckpt.evolve.whole import ModelEvolution, evolve
-from torchrec_stream_ckpt.format.changed import ClaimChanges, check_follows
+from torchrec_stream_ckpt.evolve.model_evolution import ModelEvolution, evolve
+from torchrec_stream_ckpt.evolve.table_outcome import Evolution, TableOutcome
+from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, check_follows
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.types import TableSpec
+from torchrec_stream_ckpt.util.types import TableSpec
 
 CHUNKS, PAIRS = 8, sampled(250, 50)
 FIRST = sampled(secrets.randbelow(2**40), 0)

@@ -27,26 +27,26 @@ from tests.unit.test_fold import lineage_of
 from torchrec_stream_ckpt import follow
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import SchemaMismatchError
-from torchrec_stream_ckpt.follower.updates import UpdateKind
+from torchrec_stream_ckpt.extras.follower.updates import UpdateKind
+from torchrec_stream_ckpt.extras.interchange.dcp_reader import Region, fill
+from torchrec_stream_ckpt.extras.interchange.rows import TableReader, open_rows
+from torchrec_stream_ckpt.find import job as route_job
+from torchrec_stream_ckpt.find.locate import locate
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.interchange.dcp_fill import Region, fill
-from torchrec_stream_ckpt.interchange.rows import TableReader, open_rows
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.gc import GcRules, collect
-from torchrec_stream_ckpt.materialize.head import HeadWriter
-from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.materialize.retention import Retention
-from torchrec_stream_ckpt.restore.verdicts import Verifier
-from torchrec_stream_ckpt.restore.verify import verify_marker
-from torchrec_stream_ckpt.route import job as route_job
-from torchrec_stream_ckpt.route.locate import locate
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
+from torchrec_stream_ckpt.maintain.gc.retention import Retention
+from torchrec_stream_ckpt.maintain.head import HeadWriter
+from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.head import Head
-from torchrec_stream_ckpt.types import TOMBSTONE, MarkerId, TableShard
+from torchrec_stream_ckpt.util.types import TOMBSTONE, MarkerId, TableShard
+from torchrec_stream_ckpt.verify.verdicts import Verifier
+from torchrec_stream_ckpt.verify.verify import verify_marker
 
 
 def random_job(root: Path, seed: int) -> EvolvingJob:

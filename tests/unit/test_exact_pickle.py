@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrec_stream_ckpt.commit.dcp import blob, unblob
+from torchrec_stream_ckpt.dense.dcp import blob, unblob
 
 
 def back(value: object) -> Any:

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import torchrec_stream_ckpt
-from torchrec_stream_ckpt import failpoints
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.failpoints import arm, failpoint
+from torchrec_stream_ckpt.util import failpoints
+from torchrec_stream_ckpt.util.failpoints import arm, failpoint
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,9 @@ def test_a_spec_that_says_nothing_is_refused(spec: str) -> None:
 
 
 def test_the_environment_arms_a_process_that_dies_at_its_point(tmp_path: Path) -> None:
-    program = "from torchrec_stream_ckpt.failpoints import failpoint; failpoint('a'); failpoint('b'); print('alive')"
+    program = (
+        "from torchrec_stream_ckpt.util.failpoints import failpoint; failpoint('a'); failpoint('b'); print('alive')"
+    )
     environment = {
         **os.environ,
         "STREAM_CKPT_FAILPOINTS": "b=kill",

@@ -148,102 +148,102 @@ WITH_TORCH = frozenset(
         "capture/counts.py",
         "capture/device_areas.py",
         "capture/frozen.py",
-        "capture/kernel_rows.py",
+        "capture/sender.py",
         "capture/hook.py",
         "capture/oracle.py",
-        "capture/outside.py",
+        "capture/outside_writes.py",
         "capture/prover.py",
         "capture/rowmask.py",
         "capture/sender.py",
         "capture/shards.py",
         "capture/staging.py",
-        "capture/sweep.py",
         "capture/touched.py",
-        "capture/updates.py",
+        "capture/touched.py",
+        "capture/hook.py",
         "checkpointer.py",
-        "commit/buffer_memory.py",
-        "commit/buffers.py",
-        "commit/cadence.py",
-        "commit/collective.py",
-        "commit/comm_hooks.py",
-        "commit/meeting.py",
-        "commit/canonical.py",
-        "commit/coordinator.py",
-        "commit/data_parallel.py",
-        "commit/dcp.py",
-        "commit/dense.py",
-        "commit/dense_digests.py",
-        "commit/dense_guard.py",
-        "commit/dense_loaded.py",
-        "commit/dense_loader.py",
-        "commit/dense_prover.py",
-        "commit/exact_pickle.py",
-        "commit/extra_state.py",
-        "commit/gradient_loader.py",
-        "commit/gradients.py",
-        "commit/handed_over.py",
-        "commit/hyperparameters.py",
-        "commit/id_maps.py",
-        "commit/live_dense.py",
-        "commit/match.py",
-        "commit/optimizer_memory.py",
-        "commit/optimizer_state.py",
-        "commit/saved_dense.py",
-        "commit/random_state.py",
-        "commit/replica_check.py",
-        "commit/replicas.py",
-        "commit/roll.py",
-        "commit/schedules.py",
-        "commit/tree.py",
-        "follower/tables.py",
-        "interchange/checkpoint.py",
-        "interchange/contents.py",
-        "interchange/dcp.py",
-        "interchange/dcp_checkpoint.py",
-        "interchange/dcp_dense.py",
-        "interchange/dcp_entries.py",
-        "interchange/dcp_fill.py",
-        "interchange/dcp_reader.py",
-        "interchange/dense_proof.py",
-        "interchange/dense_state.py",
-        "interchange/importing.py",
-        "interchange/torch_checkpoint.py",
-        "interchange/torch_file.py",
+        "dense/buffer_memory.py",
+        "dense/buffers.py",
+        "save/cadence.py",
+        "ranks/collective.py",
+        "dense/comm_hooks.py",
+        "dense/rank_agreement.py",
+        "dense/canonical.py",
+        "save/coordinator.py",
+        "dense/data_parallel.py",
+        "dense/dcp.py",
+        "dense/dense_state.py",
+        "dense/dense_digests.py",
+        "dense/dense_guard.py",
+        "dense/loaded_digests.py",
+        "dense/dense_loader.py",
+        "dense/dense_prover.py",
+        "dense/exact_pickle.py",
+        "dense/extra_state.py",
+        "dense/gradient_loader.py",
+        "dense/gradients.py",
+        "dense/stateful_objects.py",
+        "dense/hyperparameters.py",
+        "dense/id_maps.py",
+        "dense/live_dense.py",
+        "dense/entry_matching.py",
+        "dense/optimizer_memory.py",
+        "dense/optimizer_state.py",
+        "dense/saved_dense.py",
+        "dense/random_state.py",
+        "dense/replica_check.py",
+        "dense/replicas.py",
+        "ranks/liveness.py",
+        "dense/schedules.py",
+        "dense/tree.py",
+        "extras/follower/tables.py",
+        "extras/interchange/contents.py",
+        "extras/interchange/contents.py",
+        "extras/interchange/dcp.py",
+        "extras/interchange/dcp_checkpoint.py",
+        "extras/interchange/dcp_dense.py",
+        "extras/interchange/dcp_entries.py",
+        "extras/interchange/dcp_reader.py",
+        "extras/interchange/dcp_reader.py",
+        "extras/interchange/dense_state.py",
+        "extras/interchange/dense_state.py",
+        "extras/interchange/importing.py",
+        "extras/interchange/torch_checkpoint.py",
+        "extras/interchange/torch_file.py",
         "planner.py",
         "proving.py",
         "global_samples.py",
         "global_stream.py",
         "positions.py",
         "restore/apply.py",
-        "restore/replicated.py",
+        "restore/proof_check.py",
         "restore/from_log.py",
         "restore/from_store.py",
-        "restore/straight.py",
-        "restore/planes.py",
+        "restore/from_store.py",
+        "restore/row_writers.py",
         "restore/target.py",
-        "tiers/job.py",
-        "trainer/attached.py",
-        "trainer/begin.py",
-        "trainer/calls.py",
-        "trainer/checking.py",
-        "trainer/choosing.py",
-        "trainer/claims.py",
-        "trainer/cuts.py",
-        "trainer/dense_checking.py",
-        "trainer/drains.py",
-        "trainer/ending.py",
-        "trainer/evolving.py",
-        "trainer/finder.py",
-        "trainer/groups.py",
-        "trainer/remarks.py",
-        "trainer/restoring.py",
-        "trainer/session.py",
-        "trainer/showing.py",
-        "trainer/standby.py",
-        "trainer/stopping.py",
-        "trainer/stream.py",
-        "trainer/streaming.py",
-        "trainer/telemetry.py",
+        "extras/tiers/job.py",
+        "capture/attached_model.py",
+        "job/startup.py",
+        "ranks/exclusive_calls.py",
+        "restore/proof_check.py",
+        "restore/finder.py",
+        "save/claims.py",
+        "save/rank_cut.py",
+        "restore/dense_proof_check.py",
+        "save/rank_cut.py",
+        "save/generation_end.py",
+        "restore/model_change.py",
+        "restore/finder.py",
+        "ranks/collective.py",
+        "save/marker_notes.py",
+        "job/startup.py",
+        "restore/session.py",
+        "save/metrics_export.py",
+        "job/standby.py",
+        "save/stop_requests.py",
+        "save/stream.py",
+        "save/streaming.py",
+        "save/telemetry.py",
         "tnt.py",
     }
 )
@@ -286,7 +286,7 @@ def ours(source: str) -> Iterator[str]:
 
 
 def test_the_package_was_found() -> None:
-    assert {"adapter/kernels.py", "format/frame.py", "log/files.py", "control/partition.py"} <= SOURCES.keys()
+    assert {"model/kernels.py", "format/frame.py", "log/files.py", "log/control/partition.py"} <= SOURCES.keys()
     assert "torch.distributed" in imports("checkpointer.py")
 
 
@@ -328,10 +328,10 @@ def test_fsspec_stays_in_its_module_and_no_file_system_of_it_is_imported_by_name
 
 
 def test_ray_is_imported_by_its_engine_alone_when_it_is_used() -> None:
-    assert importers("ray") == set(), "by name: engine/on_ray.py asks importlib"
+    assert importers("ray") == set(), "by name: maintain/engine/on_ray.py asks importlib"
     assert [source for source in SOURCES if '"ray"' in SOURCES[source].read_text()] == [
-        "engine/choose.py",
-        "engine/on_ray.py",
+        "maintain/engine/choose.py",
+        "maintain/engine/on_ray.py",
     ]
 
 
@@ -344,12 +344,12 @@ def test_torchtnt_is_imported_by_its_callback_alone() -> None:
 
 
 def test_tensorboard_is_imported_where_scalars_are_written() -> None:
-    assert importers("torch.utils.tensorboard") == {"trainer/showing.py"}
+    assert importers("torch.utils.tensorboard") == {"save/metrics_export.py"}
 
 
 def test_process_groups_stay_where_ranks_talk() -> None:
     # Post-local SGD is an optimizer that stands there; its group is its own.
-    others = {"restore/apply.py", "adapter/wrappers.py"}
+    others = {"restore/apply.py", "model/wrappers.py"}
     for source in importers("torch.distributed"):
         assert room(source) in ("commit", "checkpointer", "interchange") or source in others
     of_checkpoints = ("torch.distributed.checkpoint.",)
@@ -387,7 +387,7 @@ def test_torch_is_imported_where_tensors_are_alone() -> None:
 
 
 def test_what_the_extra_export_brings_is_imported_by_its_format_alone() -> None:
-    assert importers("pyarrow") == {"interchange/parquet.py"}
+    assert importers("pyarrow") == {"extras/interchange/parquet.py"}
     assert importers("safetensors") == set()
 
 
@@ -398,7 +398,7 @@ def test_a_moment_becomes_text_in_one_place_which_knows_that_a_record_may_say_an
 
 def test_tasks_and_the_users_objects_alone_are_pickled() -> None:
     """Tasks on their way to a worker of the same version; what ``torch.save`` pickles for a blob of the dense state."""
-    assert importers("pickle") == {"engine/parcel.py", "commit/exact_pickle.py"}
+    assert importers("pickle") == {"maintain/engine/parcel.py", "dense/exact_pickle.py"}
 
 
 def modules() -> list[str]:

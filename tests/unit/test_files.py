@@ -18,11 +18,11 @@ from torchrec_stream_ckpt.errors import (
     LogUnavailableError,
     StreamLostError,
 )
-from torchrec_stream_ckpt.layout import MAX_PARTITIONS, segment_name
 from torchrec_stream_ckpt.log import file_writer
 from torchrec_stream_ckpt.log.file_writer import FileWriter
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.types import LogSpan
+from torchrec_stream_ckpt.util.layout import MAX_PARTITIONS, segment_name
+from torchrec_stream_ckpt.util.types import LogSpan
 
 
 @pytest.fixture

@@ -33,21 +33,21 @@ from tests.synthetic import Job
 from tests.unit.test_followed_proofs import is_true
 from tests.unit.test_proof_checker import SCHEMA as PROVED
 from torchrec_stream_ckpt import FollowedTables, follow
-from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.control.trim import trim_log
 from torchrec_stream_ckpt.errors import (
     CorruptionError,
     MarkerNotFoundError,
     ReplicaNotReadyError,
     StoreUnavailableError,
 )
-from torchrec_stream_ckpt.follower.core import FollowMode
-from torchrec_stream_ckpt.follower.source import FollowedJob
-from torchrec_stream_ckpt.follower.updates import Changed
+from torchrec_stream_ckpt.extras.follower.core import FollowMode
+from torchrec_stream_ckpt.extras.follower.source import FollowedJob
+from torchrec_stream_ckpt.extras.follower.updates import Changed
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.layout import DATA_DIR
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.log.control.trim import trim_log
 from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.layout import DATA_DIR
+from torchrec_stream_ckpt.util.types import MarkerId
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from tests.unit.test_proof_checker import ROUND, SCHEMA
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ProofMismatchError, ReplicaNotReadyError
-from torchrec_stream_ckpt.follower.updates import UpdateKind
+from torchrec_stream_ckpt.extras.follower.updates import UpdateKind
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.restore.planes import Plane
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.restore.row_writers import Plane
 
 LOST = np.arange(64, 70)
 """Rows of t_a, all of one block."""

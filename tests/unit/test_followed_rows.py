@@ -29,15 +29,15 @@ from tests.followers import (
 )
 from tests.synthetic import Job
 from torchrec_stream_ckpt import FollowedTables, follow
-from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.control.trim import trim_log
 from torchrec_stream_ckpt.errors import (
     CorruptionError,
     ReplicaNotReadyError,
 )
-from torchrec_stream_ckpt.follower.updates import Update
-from torchrec_stream_ckpt.layout import DATA_DIR, SEGMENTS_DIR
+from torchrec_stream_ckpt.extras.follower.updates import Update
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.log.control.trim import trim_log
 from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.util.layout import DATA_DIR, SEGMENTS_DIR
 
 
 @pytest.fixture

@@ -23,10 +23,10 @@ from torchrec_stream_ckpt.errors import (
     SchemaMismatchError,
     StoreUnavailableError,
 )
-from torchrec_stream_ckpt.follower.source import FollowedJob
-from torchrec_stream_ckpt.follower.tables import weights_of
-from torchrec_stream_ckpt.follower.updates import Changed
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.extras.follower.source import FollowedJob
+from torchrec_stream_ckpt.extras.follower.tables import weights_of
+from torchrec_stream_ckpt.extras.follower.updates import Changed
+from torchrec_stream_ckpt.util.types import MarkerId
 
 NAMES = [table.name for table in SCHEMA.tables]
 

@@ -23,8 +23,6 @@ from tests.followers import (
 )
 from tests.synthetic import SCHEMA, Job
 from torchrec_stream_ckpt import follow
-from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.control.trim import trim_log
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
@@ -34,10 +32,12 @@ from torchrec_stream_ckpt.errors import (
     StreamLostError,
 )
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.layout import DATA_DIR, SEGMENTS_DIR
-from torchrec_stream_ckpt.materialize.compactor import Policy
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.log.control.trim import trim_log
+from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.layout import DATA_DIR, SEGMENTS_DIR
+from torchrec_stream_ckpt.util.types import MarkerId
 
 
 @pytest.fixture

@@ -21,17 +21,17 @@ from torchrec_stream_ckpt.errors import (
     MarkerNotFoundError,
     StoreUnavailableError,
 )
-from torchrec_stream_ckpt.failpoints import arm
-from torchrec_stream_ckpt.layout import dense_file_name, manifest_name
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.gc import GcRules, collect, plan_gc
-from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.materialize.retention import Retention
-from torchrec_stream_ckpt.materialize.stock import take_stock
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect, plan_gc
+from torchrec_stream_ckpt.maintain.gc.inventory import take_stock
+from torchrec_stream_ckpt.maintain.gc.retention import Retention
+from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.types import MarkerId
-from torchrec_stream_ckpt.units import size
+from torchrec_stream_ckpt.util.failpoints import arm
+from torchrec_stream_ckpt.util.layout import dense_file_name, manifest_name
+from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.util.units import size
 
 
 def test_what_only_dropped_markers_needed_goes_and_links_stay(tmp_path: Path, pool: Executor) -> None:

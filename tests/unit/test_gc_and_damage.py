@@ -12,21 +12,19 @@ import pytest
 
 from tests import stores
 from tests.stores import HeldObjects, History
-from torchrec_stream_ckpt.engine.api import InProcess, Site
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.gc import GcRules, collect
-from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
-from torchrec_stream_ckpt.materialize.interval_folder import IntervalFolder
-from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.materialize.progress import Progress
-from torchrec_stream_ckpt.materialize.repairer import Repairer
-from torchrec_stream_ckpt.materialize.retention import Retention
-from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.maintain.engine.api import InProcess, Site
+from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
+from torchrec_stream_ckpt.maintain.gc.retention import GcPlan, Retention
+from torchrec_stream_ckpt.maintain.interval_folder import IntervalFolder
+from torchrec_stream_ckpt.maintain.materializer import Materializer
+from torchrec_stream_ckpt.maintain.progress import Progress
+from torchrec_stream_ckpt.maintain.repairer import Repairer
+from torchrec_stream_ckpt.store.catalog import Catalog, Kept
 from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.store.kept import Kept
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
 
 NEWEST = MarkerId(1, 6)
 BASE = "-m00000006-from-root"

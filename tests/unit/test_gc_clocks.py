@@ -16,12 +16,12 @@ from torchrec_stream_ckpt.errors import (
     MissingObjectError,
 )
 from torchrec_stream_ckpt.format.manifest import Garbage
-from torchrec_stream_ckpt.layout import garbage_name, probe_name
-from torchrec_stream_ckpt.materialize.gc import collect
-from torchrec_stream_ckpt.materialize.rounds import PROBE_S
+from torchrec_stream_ckpt.maintain.gc.clocks import PROBE_S
+from torchrec_stream_ckpt.maintain.gc.gc import collect
 from torchrec_stream_ckpt.store.api import KeepsTime
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.layout import garbage_name, probe_name
+from torchrec_stream_ckpt.util.types import MarkerId
 
 
 def test_nothing_goes_before_the_grace_period_is_over(tmp_path: Path, pool: Executor) -> None:

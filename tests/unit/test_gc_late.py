@@ -16,25 +16,24 @@ from crc32c import crc32c
 from tests import stores
 from tests.stores import History
 from tests.unit.gc_history import ALWAYS, HOUR, branched, check_whole, gc, plain, rules
-from torchrec_stream_ckpt import failpoints
-from torchrec_stream_ckpt.engine.api import Engine, InProcess, Site, Task
 from torchrec_stream_ckpt.errors import EngineUnavailableError, StoreUnavailableError
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.manifest import Garbage
-from torchrec_stream_ckpt.layout import garbage_name, parse_fold_segment
-from torchrec_stream_ckpt.materialize import gc as collecting
-from torchrec_stream_ckpt.materialize import gc_delete
-from torchrec_stream_ckpt.materialize.gc import GcRules, collect
-from torchrec_stream_ckpt.materialize.gc_delete import DeleteTask
-from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
-from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.materialize.merge import Merging, merge_share, plan_merge
-from torchrec_stream_ckpt.materialize.retention import Retention
+from torchrec_stream_ckpt.maintain.engine.api import Engine, InProcess, Site, Task
+from torchrec_stream_ckpt.maintain.gc import gc as collecting
+from torchrec_stream_ckpt.maintain.gc import gc_delete
+from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
+from torchrec_stream_ckpt.maintain.gc.gc_delete import DeleteTask
+from torchrec_stream_ckpt.maintain.gc.retention import GcPlan, Retention
+from torchrec_stream_ckpt.maintain.materializer import Materializer
+from torchrec_stream_ckpt.maintain.merge import Merging, merge_share, plan_merge
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.folder import FolderObjects
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util import failpoints
+from torchrec_stream_ckpt.util.layout import garbage_name, parse_fold_segment
+from torchrec_stream_ckpt.util.types import MarkerId
 
 RULES = GcRules(retention=Retention(newest=1, then_every=4), compact=True)
 CLOCKS = {"a host": 1e6}

@@ -16,15 +16,15 @@ from torchrec_stream_ckpt.errors import (
     MarkerNotFoundError,
     StoreUnavailableError,
 )
-from torchrec_stream_ckpt.failpoints import arm
+from torchrec_stream_ckpt.find.holdings import Holdings
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.manifest import Pin
-from torchrec_stream_ckpt.layout import dropped_name, pin_name
-from torchrec_stream_ckpt.materialize.gc import collect
-from torchrec_stream_ckpt.route.holdings import Holdings
+from torchrec_stream_ckpt.maintain.gc.gc import collect
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.pins import pin, unpin
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.failpoints import arm
+from torchrec_stream_ckpt.util.layout import dropped_name, pin_name
+from torchrec_stream_ckpt.util.types import MarkerId
 
 
 def test_a_pinned_marker_stays_until_its_pin_is_gone(tmp_path: Path, pool: Executor) -> None:

@@ -16,17 +16,17 @@ from tests.stores import History, choose
 from tests.unit.test_cli_gc import gc, markers, run
 from torchrec_stream_ckpt.cli import gc as cli_gc
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
+from torchrec_stream_ckpt.find.holdings import Holdings
 from torchrec_stream_ckpt.format.manifest import BY_HAND, Dropped
-from torchrec_stream_ckpt.layout import dropped_name
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.giving_up import FRESH_S, Reasked, WaysBack
-from torchrec_stream_ckpt.materialize.stock import Stock, take_stock
-from torchrec_stream_ckpt.materialize.synced import check_synced
-from torchrec_stream_ckpt.route.holdings import Holdings
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.maintain.gc.inventory import Stock, take_stock
+from torchrec_stream_ckpt.maintain.gc.lost_markers import FRESH_S, Reasked, WaysBack
+from torchrec_stream_ckpt.maintain.gc.trim_check import check_synced
 from torchrec_stream_ckpt.store import pins
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseFolder
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.layout import dropped_name
+from torchrec_stream_ckpt.util.types import MarkerId
 
 FIFTH = "g00000001-r00000-m00000005-p000.seg"
 BOTH = ("--give-up", "1:5", "--give-up", "1:6")

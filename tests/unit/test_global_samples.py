@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.pipelined import pipelined
-from torchrec_stream_ckpt import GlobalSampler, GlobalStream, TrackedLoader, loader, sample_generator
+from torchrec_stream_ckpt import GlobalSampler, GlobalStream, TrackedLoader, sample_generator
 from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.loaders import tracked_loader
 
 EPOCHS = 3
 
@@ -70,7 +71,7 @@ def streamed(source: Counting, rank: int, world: int, *, workers: int = 0, **how
 
 def trained(loader: TrackedLoader[Any], ahead: int = 0) -> Iterator[Any]:
     """What a loop over all epochs trains that keeps ``ahead`` batches in flight."""
-    return pipelined(loader, ahead, loader.epoch, EPOCHS)
+    return pipelined(tracked_loader, ahead, tracked_loader.epoch, EPOCHS)
 
 
 def job(loaders: list[TrackedLoader[Any]], steps: int | None, ahead: int = 0) -> list[list[Any]]:
@@ -193,10 +194,10 @@ def test_batches_of_a_loader_without_a_position_are_counted_and_skipped() -> Non
 
 def test_a_position_of_one_rank_is_refused_on_another_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     data = TrackedLoader(StatefulDataLoader(range(12), batch_size=2))
-    monkeypatch.setattr(loader, "place_in_job", lambda: (0, 2))
+    monkeypatch.setattr(tracked_loader, "place_in_job", lambda: (0, 2))
     state = data.state_dict()
     data.load_state_dict(state)
-    monkeypatch.setattr(loader, "place_in_job", lambda: (0, 3))
+    monkeypatch.setattr(tracked_loader, "place_in_job", lambda: (0, 3))
     with pytest.raises(ConfigError, match="StatefulDataLoader is that of one rank of 2: on 3 ranks") as refused:
         data.load_state_dict(state)
     assert "restore on 2 ranks" in str(refused.value)
@@ -342,10 +343,10 @@ def test_a_pass_of_another_epoch_of_the_sampler_is_refused() -> None:
         )
 
     def epoch_of(loader: TrackedLoader[Any], steps: int | None) -> list[Any]:
-        loader.sampler.set_epoch(loader.epoch)
+        tracked_loader.sampler.set_epoch(tracked_loader.epoch)
         found = []
-        for batch in itertools.islice(loader, steps):
-            loader.trained()
+        for batch in itertools.islice(tracked_loader, steps):
+            tracked_loader.trained()
             found.append(batch)
         return found
 

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from tests.work import grown, lines_of
-from torchrec_stream_ckpt.adapter import FusedKernel
+from torchrec_stream_ckpt.find.route import Path
 from torchrec_stream_ckpt.format.control import TableScalars
 from torchrec_stream_ckpt.format.proof import POSITIONS, Proof, Window
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.model import FusedKernel
 from torchrec_stream_ckpt.proofs.compare import Check, shared_blocks
-from torchrec_stream_ckpt.proofs.met import Circle, Marks, agree
+from torchrec_stream_ckpt.proofs.seen_marks import Circle, Marks, agree
 from torchrec_stream_ckpt.restore.apply import set_scalars
 from torchrec_stream_ckpt.restore.coverage import Coverage
 from torchrec_stream_ckpt.restore.plan import RestorePlan
-from torchrec_stream_ckpt.route.path import Path
-from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
+from torchrec_stream_ckpt.util.types import MarkerId, TableShard, TableSpec
 
 FEW, MANY = 16, 32
 

@@ -18,25 +18,25 @@ from tests.stores import choose
 from tests.synthetic import PLAIN, ROWWISE, SCHEMA, WIDE, Image, image_of_log
 from tests.unit.warm_head import Warm, counted_builds, whole
 from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.find.locate import locate, warm
 from torchrec_stream_ckpt.format import head as head_format
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.head import HeadState, SliceLayout, column_slices, head_slice_name
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import decode_chunk
-from torchrec_stream_ckpt.layout import (
-    DATA_DIR,
-    dense_name,
-)
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.gc import GcRules, collect
-from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.materialize.retention import Retention
-from torchrec_stream_ckpt.route.locate import locate, warm
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
+from torchrec_stream_ckpt.maintain.gc.retention import Retention
+from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.reader import read_chunks
-from torchrec_stream_ckpt.types import MarkerId, TableShard
+from torchrec_stream_ckpt.util.layout import (
+    DATA_DIR,
+    dense_name,
+)
+from torchrec_stream_ckpt.util.types import MarkerId, TableShard
 
 ALWAYS = Policy(rebase=1e-9, compact="none")
 

@@ -18,11 +18,11 @@ from tests.unit.warm_head import Warm, counted_builds, image_of_head, whole
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format import head as head_format
 from torchrec_stream_ckpt.format.head import HEAD_FILE, head_slice_name
-from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.head import Head, HeadDamagedError
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.unit.captured_job import ROWS, Job
-from torchrec_stream_ckpt.capture import updates
+from torchrec_stream_ckpt.capture import hook
 from torchrec_stream_ckpt.capture.sender import Drain
 from torchrec_stream_ckpt.errors import MarkerFailedError
 
@@ -114,7 +114,7 @@ def test_many_cuts_are_one_moment_each_while_threads_train() -> None:
 
 
 def test_an_update_that_does_not_end_fails_the_marker_and_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(hook, "_PATIENCE_S", 0.05)
     job = Job()
     job.forward([1], [2])
     reached, go_on = threading.Event(), threading.Event()

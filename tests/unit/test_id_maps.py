@@ -15,9 +15,9 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_stream_ckpt.adapter import CollisionMap
-from torchrec_stream_ckpt.commit.id_maps import merge_pieces, read_pieces
+from torchrec_stream_ckpt.dense.id_maps import merge_pieces, read_pieces
 from torchrec_stream_ckpt.errors import SchemaMismatchError
+from torchrec_stream_ckpt.model import CollisionMap
 
 ROWS, INTERVAL = 24, 3
 LARGEST = 2**63 - 1

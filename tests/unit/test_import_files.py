@@ -17,8 +17,8 @@ from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, SchemaMismatchError, StreamCkptError
 from torchrec_stream_ckpt.evolve.changes import Changes
 from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, DenseOptimizer, ModelSchema
-from torchrec_stream_ckpt.interchange import importing
-from torchrec_stream_ckpt.types import StateSpec, TableSpec
+from torchrec_stream_ckpt.extras.interchange import importing
+from torchrec_stream_ckpt.util.types import StateSpec, TableSpec
 
 WEIGHT, HEAD = "ebc.embedding_bags.t_user.weight", "head.weight"
 ROWWISE = ("--optimizer=exact_rowwise_adagrad", "--model-key=model", "--optimizer-key=optim")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from torchrec_stream_ckpt.log.kafka.probe import find_cause, knock, leader_in
-from torchrec_stream_ckpt.uris import KafkaUri
+from torchrec_stream_ckpt.util.uris import KafkaUri
 
 TLS = {"security.protocol": "SASL_SSL", "sasl.mechanism": "SCRAM-SHA-512"}
 HANG_S = 120.0

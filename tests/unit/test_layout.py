@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrec_stream_ckpt.durable import fsync_dir
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.layout import (
+from torchrec_stream_ckpt.util.durable import fsync_dir
+from torchrec_stream_ckpt.util.layout import (
     FoldName,
     StoreSegment,
     dense_file_name,
@@ -28,8 +28,8 @@ from torchrec_stream_ckpt.layout import (
     partition_dir,
     segment_name,
 )
-from torchrec_stream_ckpt.types import MarkerId
-from torchrec_stream_ckpt.uris import FileUri, KafkaUri, check_store_url, parse_uri
+from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri, check_store_url, parse_uri
 
 
 @pytest.mark.parametrize("uri", ["file:///data/log", "file:///data/with space", "file:///"])

@@ -16,10 +16,10 @@ from tests.proved_job import COL_CUTS, DIM, ROW_CUTS, ROWS, SCHEMA, TABLES, Fram
 from tests.sampled import sampled
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import POSITIONS
-from torchrec_stream_ckpt.proofs.met import Said
+from torchrec_stream_ckpt.proofs.seen_marks import Said
 from torchrec_stream_ckpt.proofs.unproved import Unproved
-from torchrec_stream_ckpt.restore.ledger import Ledger
-from torchrec_stream_ckpt.types import MarkerId, TableShard
+from torchrec_stream_ckpt.util.types import MarkerId, TableShard
+from torchrec_stream_ckpt.verify.ledger import Ledger
 
 Place = tuple[int, int, int]
 """(table, block, section)."""

@@ -26,14 +26,14 @@ from tests.followers import (
 from tests.synthetic import Image, Job
 from tests.unit.read_job import flipped
 from torchrec_stream_ckpt import FollowedTables, follow
-from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.control.trim import trim_log
 from torchrec_stream_ckpt.errors import CorruptionError, ReplicaNotReadyError, StoreUnavailableError
-from torchrec_stream_ckpt.follower.source import FollowedJob
-from torchrec_stream_ckpt.follower.updates import Changed
-from torchrec_stream_ckpt.materialize.compactor import Policy
+from torchrec_stream_ckpt.extras.follower.source import FollowedJob
+from torchrec_stream_ckpt.extras.follower.updates import Changed
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.log.control.trim import trim_log
+from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
 
 NEWEST = MarkerId(1, 4)
 HALF_OR_WHOLE = pytest.mark.parametrize("whole", [False, True], ids=["half", "whole"])

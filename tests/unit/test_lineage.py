@@ -7,7 +7,7 @@ import pytest
 from tests.builders import OTHER_JOB, SCHEMA, claim, commit, trim
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.lineage import Lineage, towards
-from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
+from torchrec_stream_ckpt.util.types import LogSpan, MarkerId, RankEnd
 
 
 def ids(lineage: Lineage) -> list[str]:

@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 
 from tests.builders import claim, commit
+from torchrec_stream_ckpt.extras.tiers.lock import RelayLock
 from torchrec_stream_ckpt.format.head import HEAD_LOCK
-from torchrec_stream_ckpt.layout import CONTROL_LOCK, RELAY_LOCK
-from torchrec_stream_ckpt.locks import held
 from torchrec_stream_ckpt.log import control_file
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.store.head import HeadFolder
-from torchrec_stream_ckpt.tiers.lock import RelayLock
+from torchrec_stream_ckpt.util.layout import CONTROL_LOCK, RELAY_LOCK
+from torchrec_stream_ckpt.util.locks import held
 
 RECORDS = [claim(1).to_frame(), commit(1, 1).to_frame(), commit(1, 2).to_frame()]
 

@@ -19,11 +19,11 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit, Mark, TableScalars
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, Pin, SegmentRef
 from torchrec_stream_ckpt.format.notes import Notes
-from torchrec_stream_ckpt.format.packed_manifest import written_manifest
+from torchrec_stream_ckpt.format.packed_commit import written_manifest
 from torchrec_stream_ckpt.format.schema import canonical
 from torchrec_stream_ckpt.format.segment import HEADER_LEN
-from torchrec_stream_ckpt.layout import FoldName, StoreSegment
-from torchrec_stream_ckpt.types import MarkerId, RankEnd, TableShard
+from torchrec_stream_ckpt.util.layout import FoldName, StoreSegment
+from torchrec_stream_ckpt.util.types import MarkerId, RankEnd, TableShard
 
 U32, U63 = st.integers(0, 2**32 - 1), st.integers(0, 2**63 - 1)
 MARKERS = st.builds(MarkerId, st.integers(1, 10**9 - 1), st.integers(1, 10**18 - 1))

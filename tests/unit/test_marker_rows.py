@@ -11,12 +11,12 @@ import pytest
 from tests import stores, synthetic
 from tests.tables import write_tables
 from torchrec_stream_ckpt import open_marker
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.format import segment
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.store.folder import FolderObjects
-from torchrec_stream_ckpt.types import StateSpec, TableSpec
+from torchrec_stream_ckpt.util.types import StateSpec, TableSpec
 
 ROWS, DIM = 5000, 16
 SUM, HALF = StateSpec("sum", "float32", True), StateSpec("momentum", "bfloat16", False)

@@ -14,18 +14,18 @@ from tests import stores, tiered
 from tests.stores import History
 from tests.tiered import TieredJob, lose, relay
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError, MarkerNotFoundError
-from torchrec_stream_ckpt.failpoints import arm
+from torchrec_stream_ckpt.find.best import Best, Condition, best_of, meeting, ordered, said_of
+from torchrec_stream_ckpt.format.end_note import Note
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.record import PIN, Meta, meta_of
-from torchrec_stream_ckpt.format.remarks import Note
-from torchrec_stream_ckpt.route.best import Best, Condition, best_of, meeting, ordered, said_of
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.save.marker_notes import given
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.pins import pin, pinned
-from torchrec_stream_ckpt.trainer.remarks import given
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.failpoints import arm
+from torchrec_stream_ckpt.util.types import MarkerId
 
 POINTS = ("note.append", "note.appended", "relay.note")
 """Where a writer of a NOTE dies here."""
@@ -223,7 +223,7 @@ def test_a_log_that_is_away_for_a_moment_is_asked_again(history: History, monkey
         return append(frame)
 
     monkeypatch.setattr(control, "_append", flaky)
-    monkeypatch.setattr("torchrec_stream_ckpt.control.partition._RETRY_S", 0.01)
+    monkeypatch.setattr("torchrec_stream_ckpt.log.control.partition._RETRY_S", 0.01)
     add(control, THIRD, meta_of({"auc": 0.5}), "another")
     assert dict(control.refresh().meta(THIRD))["auc"] == 0.5
 

@@ -18,19 +18,19 @@ from tests import builders
 from tests.synthetic import Job
 from tests.unit.folded_job import check_folded, command, folded_job, materialize, store_of
 from torchrec_stream_ckpt.cli.events import Panel, line
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import LogUnavailableError, StoreUnavailableError
-from torchrec_stream_ckpt.layout import CONTROL_LOCK, STORE_FILE
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize import interval_folder
-from torchrec_stream_ckpt.materialize import materialize_service as service_module
-from torchrec_stream_ckpt.materialize.head import HeadWriter
-from torchrec_stream_ckpt.materialize.materialize_service import MaterializeService
-from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.service import Event
+from torchrec_stream_ckpt.maintain import interval_folder
+from torchrec_stream_ckpt.maintain import materialize_service as service_module
+from torchrec_stream_ckpt.maintain.head import HeadWriter
+from torchrec_stream_ckpt.maintain.materialize_service import MaterializeService
+from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.layout import CONTROL_LOCK, STORE_FILE
+from torchrec_stream_ckpt.util.service import Event
+from torchrec_stream_ckpt.util.types import MarkerId
 
 
 @pytest.fixture

@@ -20,17 +20,17 @@ from tests.unit.folded_job import (
     newest_bytes,
     store_of,
 )
-from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.layout import DATA_DIR, STORE_FILE, manifest_name
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.gc import GcRules, collect
-from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.materialize.retention import Retention
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
+from torchrec_stream_ckpt.maintain.gc.retention import Retention
+from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.layout import DATA_DIR, STORE_FILE, manifest_name
+from torchrec_stream_ckpt.util.types import MarkerId
 
 
 @pytest.fixture

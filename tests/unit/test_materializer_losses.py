@@ -24,22 +24,22 @@ from tests.unit.folded_job import (
     store_of,
     truth_of,
 )
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import MarkerNotFoundError, StoreUnavailableError
-from torchrec_stream_ckpt.failpoints import arm
+from torchrec_stream_ckpt.find.holdings import Holdings
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.layout import DATA_DIR, claim_name, damaged_name, dense_name
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize.gc import GcRules, collect
-from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.materialize.retention import Retention
-from torchrec_stream_ckpt.materialize.synced import check_synced
-from torchrec_stream_ckpt.route.holdings import Holdings
+from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
+from torchrec_stream_ckpt.maintain.gc.retention import Retention
+from torchrec_stream_ckpt.maintain.gc.trim_check import check_synced
+from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.failpoints import arm
+from torchrec_stream_ckpt.util.layout import DATA_DIR, claim_name, damaged_name, dense_name
+from torchrec_stream_ckpt.util.types import MarkerId
 
 
 @pytest.fixture

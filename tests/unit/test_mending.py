@@ -11,20 +11,20 @@ import pytest
 from tests.stores import contents
 from tests.synthetic import Job, image_of_store, images_of_chain
 from tests.unit.folded_job import lineage_of, materialize, store_of
-from torchrec_stream_ckpt.engine.api import InProcess, Site
 from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize import fold as fold_module
-from torchrec_stream_ckpt.materialize import merge as merge_module
-from torchrec_stream_ckpt.materialize.interval_folder import IntervalFolder
-from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.materialize.progress import Progress
-from torchrec_stream_ckpt.materialize.repairer import Repair, Repairer
+from torchrec_stream_ckpt.maintain import fold as fold_module
+from torchrec_stream_ckpt.maintain import merge as merge_module
+from torchrec_stream_ckpt.maintain.engine.api import InProcess, Site
+from torchrec_stream_ckpt.maintain.interval_folder import IntervalFolder
+from torchrec_stream_ckpt.maintain.materializer import Materializer
+from torchrec_stream_ckpt.maintain.progress import Progress
+from torchrec_stream_ckpt.maintain.repairer import Repair, Repairer
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.folder import FolderObjects
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
 
 BASES = ("--rebase", "0.3")
 

@@ -22,25 +22,25 @@ from tests.synthetic import Job
 from tests.unit.folded_job import made_once
 from tests.unit.test_fold import fold, history, lineage_of
 from torchrec_stream_ckpt.errors import CorruptionError, ScratchUnavailableError, StoreUnavailableError
+from torchrec_stream_ckpt.extras.interchange import rows as rows_module
+from torchrec_stream_ckpt.extras.interchange.rows import TableReader, open_rows
+from torchrec_stream_ckpt.find.locate import locate
 from torchrec_stream_ckpt.format import segment as segment_module
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.interchange import rows as rows_module
-from torchrec_stream_ckpt.interchange.rows import TableReader, open_rows
-from torchrec_stream_ckpt.materialize import fold as fold_module
-from torchrec_stream_ckpt.materialize import merge as merge_module
-from torchrec_stream_ckpt.materialize import merge_plan, narrow
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.gc import GcRules, collect
-from torchrec_stream_ckpt.materialize.merge import merge, merge_share, plan_merge
-from torchrec_stream_ckpt.materialize.retention import Retention
-from torchrec_stream_ckpt.materialize.sorter import RowSorter
-from torchrec_stream_ckpt.route.locate import locate
+from torchrec_stream_ckpt.maintain import fold as fold_module
+from torchrec_stream_ckpt.maintain import merge as merge_module
+from torchrec_stream_ckpt.maintain import merge_plan, run_merging
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
+from torchrec_stream_ckpt.maintain.gc.retention import Retention
+from torchrec_stream_ckpt.maintain.merge import merge, merge_share, plan_merge
+from torchrec_stream_ckpt.maintain.sorter import RowSorter
 from torchrec_stream_ckpt.store import reader, runs
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
 from torchrec_stream_ckpt.store.folder import FolderObjects
-from torchrec_stream_ckpt.types import StateSpec
+from torchrec_stream_ckpt.util.types import StateSpec
 
 ROWS = 4000
 SPREAD = Schema((builders.table("t", ROWS, 8, "float32", StateSpec("momentum1", "float32", True)),))
@@ -68,7 +68,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (fold_module, merge_module):
         monkeypatch.setattr(module, "SEGMENT_BYTES", 16_000)
     monkeypatch.setattr(segment_module, "CHUNK_BYTES", 4_000)
-    monkeypatch.setattr(narrow, "PASS_BYTES", 8_000)
+    monkeypatch.setattr(run_merging, "PASS_BYTES", 8_000)
     monkeypatch.setattr(rows_module, "WINDOW_BYTES", 5_000)
     monkeypatch.setattr(reader, "GAP_BYTES", 0)
 
@@ -109,7 +109,7 @@ def merged(job: Job, objects: Objects, scratch: Path | None = None) -> dict[str,
 def test_a_merge_reads_each_byte_once_and_what_it_wrote_once(
     tmp_path: Path, spread: Job, fan_in: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(narrow, "FAN_IN", fan_in)
+    monkeypatch.setattr(run_merging, "FAN_IN", fan_in)
     objects, scratch = Counting(tmp_path / "store"), tmp_path / "scratch"
     scratch.mkdir()
     passed: list[int] = []
@@ -144,7 +144,7 @@ def test_a_merge_in_passes_writes_what_one_pass_writes(
     wanted = merged(spread, open_store(str(tmp_path / "store")))
     for entry in list(open_store(str(tmp_path / "store")).list("folds/")):
         open_store(str(tmp_path / "store")).delete(entry.name)
-    monkeypatch.setattr(narrow, "FAN_IN", fan_in)
+    monkeypatch.setattr(run_merging, "FAN_IN", fan_in)
     assert merged(spread, open_store(str(tmp_path / "store"))) == wanted
 
 
@@ -170,7 +170,7 @@ def test_the_bytes_of_folds_are_those_of_earlier_releases(
         monkeypatch.setattr(module, "WINDOWS_OF_BLOCK", block)
     for module in (fold_module, merge_module):
         monkeypatch.setattr(module, "SEGMENT_BYTES", 2000)
-    monkeypatch.setattr(narrow, "FAN_IN", fan_in)
+    monkeypatch.setattr(run_merging, "FAN_IN", fan_in)
     job, objects, digest = history(tmp_path / "log"), open_store(str(tmp_path / "store")), hashlib.sha256()
     fold(job, objects, policy)
     for name in sorted(entry.name for entry in objects.list("")):
@@ -185,7 +185,7 @@ def test_tasks_of_any_number_and_in_any_order_write_the_same_bytes(
 ) -> None:
     objects, lineage, cover = open_store(str(tmp_path / "store")), lineage_of(spread), pieces_of_intervals(spread)
     wanted, at_once = merged(spread, objects), []
-    monkeypatch.setattr(narrow, "FAN_IN", fan_in)
+    monkeypatch.setattr(run_merging, "FAN_IN", fan_in)
     monkeypatch.setattr(merge_plan, "_READ_TWICE", 100.0)
     with ThreadPoolExecutor(2) as pool:
         for task_bytes in (1, 150_000):
@@ -208,8 +208,8 @@ def test_bits_that_flip_on_the_way_through_the_scratch_folder_never_reach_a_fold
             weights.view(np.uint32)[0, 0] ^= 1
             super().add(table, col0, cols, RowsView(rows.ids, weights, rows.states))
 
-    monkeypatch.setattr(narrow, "FAN_IN", 4)
-    monkeypatch.setattr(narrow, "RowSorter", Flipping)
+    monkeypatch.setattr(run_merging, "FAN_IN", 4)
+    monkeypatch.setattr(run_merging, "RowSorter", Flipping)
     objects = open_store(str(tmp_path / "store"))
     with pytest.raises(CorruptionError, match="came back, or other bits"):
         merged(spread, objects)
@@ -219,7 +219,7 @@ def test_bits_that_flip_on_the_way_through_the_scratch_folder_never_reach_a_fold
 def test_without_room_for_temporary_files_a_merge_says_which_folder(
     tmp_path: Path, spread: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(narrow, "FAN_IN", 4)
+    monkeypatch.setattr(run_merging, "FAN_IN", 4)
     with pytest.raises(StoreUnavailableError, match="temporary files") as told:
         merged(spread, open_store(str(tmp_path / "store")), scratch=tmp_path / "none")
     assert told.value.where["path"] == tmp_path / "none"
@@ -228,7 +228,7 @@ def test_without_room_for_temporary_files_a_merge_says_which_folder(
 def test_a_full_disk_of_temporary_files_is_not_said_of_the_store(
     tmp_path: Path, spread: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(narrow, "FAN_IN", 4)
+    monkeypatch.setattr(run_merging, "FAN_IN", 4)
     scratch, objects = tmp_path / "scratch", open_store(str(tmp_path / "store"))
     scratch.mkdir()
     fill_up(scratch, monkeypatch)
@@ -255,7 +255,7 @@ def fill_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_temporary_file_that_somebody_deletes_is_not_said_of_the_store(
     tmp_path: Path, spread: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(narrow, "FAN_IN", 4)
+    monkeypatch.setattr(run_merging, "FAN_IN", 4)
     scratch, lost = tmp_path / "scratch", list[Path]()
     scratch.mkdir()
 
@@ -275,7 +275,7 @@ def test_temporary_files_go_as_soon_as_they_are_read(
     tmp_path: Path, spread: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They stayed up to the end of a merge: those of all passes, and of all tables."""
-    monkeypatch.setattr(narrow, "FAN_IN", 2)
+    monkeypatch.setattr(run_merging, "FAN_IN", 2)
     scratch, most = tmp_path / "scratch", [0]
     scratch.mkdir()
 
@@ -294,7 +294,7 @@ def test_gc_deletes_what_it_can_while_nothing_can_be_merged(
     tmp_path: Path, spread: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ended at the first merge, run after run, and deleted nothing ever."""
-    monkeypatch.setattr(narrow, "FAN_IN", 4)
+    monkeypatch.setattr(run_merging, "FAN_IN", 4)
     objects, lineage, rules = open_store(str(tmp_path / "store")), lineage_of(spread), Retention(then_every=15)
     full = tmp_path / "full"
     full.mkdir()
@@ -308,7 +308,7 @@ def test_gc_deletes_what_it_can_while_nothing_can_be_merged(
     assert "No space left on device" in done.describe()
     assert "Try: make room there" in done.describe()
     monkeypatch.undo()
-    monkeypatch.setattr(narrow, "FAN_IN", 4)
+    monkeypatch.setattr(run_merging, "FAN_IN", 4)
     with ThreadPoolExecutor(2) as pool:
         again = collect(objects, lineage, lineage.job, GcRules(retention=rules, grace_s=0.0, compact=True), pool)
     assert (again.unmerged, bool(again.spans), bool(again.now)) == ((), True, True)
@@ -318,7 +318,7 @@ def test_gc_deletes_what_it_can_while_nothing_can_be_merged(
 def test_a_table_is_read_once_by_windows(
     tmp_path: Path, spread: Job, fan_in: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(narrow, "FAN_IN", fan_in)
+    monkeypatch.setattr(run_merging, "FAN_IN", fan_in)
     objects, lineage = Counting(tmp_path / "store"), lineage_of(spread)
     newest = max(lineage.commits)
     route = locate(lineage, newest, Catalog.load(objects, lineage.job))
@@ -398,11 +398,11 @@ def test_chunks_that_are_open_at_once_are_counted_by_columns(tmp_path: Path, spr
         columns = runs.columns_of(opened)
         assert columns == {(0, 8)}
         assert runs.open_at_once(opened, runs.cuts_of(columns)) == 31
-        with closing(narrow.ScratchRuns(objects, pool)) as scratch:
-            narrow.FAN_IN, kept = 4, narrow.FAN_IN
+        with closing(run_merging.ScratchRuns(objects, pool)) as scratch:
+            run_merging.FAN_IN, kept = 4, run_merging.FAN_IN
             try:
                 few = scratch.narrowed(SPREAD, opened[::-1], 0)
             finally:
-                narrow.FAN_IN = kept
+                run_merging.FAN_IN = kept
             assert runs.open_at_once(few, [0, 8]) <= 4
             assert few[-1].ref == opened[0].ref, "the table itself, the oldest, was left where it is"

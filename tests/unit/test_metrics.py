@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError
-from torchrec_stream_ckpt.follower.stats import FollowStats, values_of
-from torchrec_stream_ckpt.metrics import (
+from torchrec_stream_ckpt.extras.follower.stats import FollowStats, values_of
+from torchrec_stream_ckpt.save.metrics_export import scalars
+from torchrec_stream_ckpt.save.telemetry import Telemetry
+from torchrec_stream_ckpt.util.config import StreamConfig
+from torchrec_stream_ckpt.util.metrics import (
     FOLLOWER_METRICS,
     METRICS,
     TRAINER_METRICS,
@@ -24,10 +26,8 @@ from torchrec_stream_ckpt.metrics import (
     serve_metrics,
     trainer_values,
 )
-from torchrec_stream_ckpt.stats import BUCKETS_S, Stats, Stopwatch, Timing
-from torchrec_stream_ckpt.trainer.showing import scalars
-from torchrec_stream_ckpt.trainer.telemetry import Telemetry
-from torchrec_stream_ckpt.types import Committed, MarkerId
+from torchrec_stream_ckpt.util.stats import BUCKETS_S, Stats, Stopwatch, Timing
+from torchrec_stream_ckpt.util.types import Committed, MarkerId
 
 DOCS = Path(__file__).parents[2] / "docs"
 

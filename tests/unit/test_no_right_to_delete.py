@@ -17,11 +17,11 @@ from tests.unit.test_proof_checker import SCHEMA
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import StoreUnavailableError
 from torchrec_stream_ckpt.format.proof import POSITIONS
-from torchrec_stream_ckpt.layout import TEMPORARY_PREFIX
-from torchrec_stream_ckpt.materialize import proof_checker
+from torchrec_stream_ckpt.maintain import proof_checker
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.layout import TEMPORARY_PREFIX
+from torchrec_stream_ckpt.util.types import MarkerId
 
 KEEP = ("--newest", "1", "--grace", "0s")
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.builders import claim, commit, trim
-from torchrec_stream_ckpt.control.older import EACH_TIME, Older
 from torchrec_stream_ckpt.errors import CorruptionError, StreamLostError
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.layout import partition_dir, segment_name
+from torchrec_stream_ckpt.log.control.ancestor_check import EACH_TIME, Older
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
+from torchrec_stream_ckpt.util.layout import partition_dir, segment_name
+from torchrec_stream_ckpt.util.types import LogSpan, MarkerId, RankEnd
 
 GENERATIONS, RANKS = 100, 4
 PARENT = MarkerId(GENERATIONS, 1)

@@ -13,14 +13,14 @@ from tests.unit.test_doubted_rows import begun, commit
 from tests.unit.test_followed_proofs import LOST, LosingJob, followed, is_true, lose
 from torchrec_stream_ckpt import follow
 from torchrec_stream_ckpt.errors import ProofMismatchError
-from torchrec_stream_ckpt.follower.serve import ServingWriter
+from torchrec_stream_ckpt.extras.follower.serve import ServingWriter
+from torchrec_stream_ckpt.extras.interchange.rows import MarkerRows
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.segment import ChunkEntry
-from torchrec_stream_ckpt.interchange.rows import MarkerRows
-from torchrec_stream_ckpt.materialize.compactor import Policy
+from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.store.catalog import Picked
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
 
 LOST_TEXT = r"t_a weights rows \[64, 128\) \(proved by 1:2"
 

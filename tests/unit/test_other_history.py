@@ -14,19 +14,19 @@ from tests.unit import summarized_job
 from tests.unit.summarized_job import NEVER, NEWEST, Store, folded, materializer
 from tests.unit.test_summaries import lying_history
 from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError
-from torchrec_stream_ckpt.interchange.rows import open_rows
-from torchrec_stream_ckpt.layout import StoreSegment, manifest_name
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.head import HeadWriter
-from torchrec_stream_ckpt.materialize.read_back import ReadBack
-from torchrec_stream_ckpt.materialize.synced import check_synced
+from torchrec_stream_ckpt.extras.interchange.rows import open_rows
+from torchrec_stream_ckpt.find.holdings import Holdings
+from torchrec_stream_ckpt.find.locate import load_catalog, locate
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.maintain.gc.trim_check import check_synced
+from torchrec_stream_ckpt.maintain.head import HeadWriter
+from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack
 from torchrec_stream_ckpt.proofs.window import WindowReader
-from torchrec_stream_ckpt.restore.verdicts import Verifier
-from torchrec_stream_ckpt.route.holdings import Holdings
-from torchrec_stream_ckpt.route.locate import load_catalog, locate
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.layout import StoreSegment, manifest_name
+from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.verify.verdicts import Verifier
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.unit.test_target import DIM, IDS, ROWS, RUNS, SPLITS, random_bits, raw, targets_of, view
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.rows import RowsView
-from torchrec_stream_ckpt.restore.reshard import Move, intersect
+from torchrec_stream_ckpt.restore.plan import Move, intersect
 from torchrec_stream_ckpt.restore.target import Target
-from torchrec_stream_ckpt.types import TableShard
+from torchrec_stream_ckpt.util.types import TableShard
 
 DTYPES, FLAT = ("float16", "float32", "float32", "bfloat16"), (False, True, False, False)
 

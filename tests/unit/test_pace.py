@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.sampled import sampled
-from torchrec_stream_ckpt.commit.pace import LONGEST_INTERVAL, Account, DrainInterval, Pace
-from torchrec_stream_ckpt.commit.spacing import MOST_STEPS
+from torchrec_stream_ckpt.ranks.vote_interval import MOST_STEPS
+from torchrec_stream_ckpt.save.pace import LONGEST_INTERVAL, Account, DrainInterval, Pace
 
 
 @dataclass

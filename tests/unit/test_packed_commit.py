@@ -28,7 +28,7 @@ from torchrec_stream_ckpt.format.packed_commit import (
     read_record,
 )
 from torchrec_stream_ckpt.format.rank_ends import RankEnds
-from torchrec_stream_ckpt.types import MarkerId, RankEnd
+from torchrec_stream_ckpt.util.types import MarkerId, RankEnd
 
 JOB = bytes(range(16))
 KEY = CommitKey(bytes(range(32)))

@@ -8,7 +8,7 @@ import pickle
 import pytest
 from torch import nn
 
-from torchrec_stream_ckpt.adapter.patch import Hook, patch, wrap
+from torchrec_stream_ckpt.model.patch import Hook, patch, wrap
 
 
 class Counter(nn.Module):

@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 
 from tests.jobs_on_paper import PaperJob, tables
-from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.find.locate import load_catalog, locate
+from torchrec_stream_ckpt.find.route import Route
 from torchrec_stream_ckpt.format import notes
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Manifest
-from torchrec_stream_ckpt.materialize.compactor import Compact, Policy
-from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.route.locate import load_catalog, locate
-from torchrec_stream_ckpt.route.route import Route
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.maintain.compactor import Compact, Policy
+from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.store.api import Entry
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.folder import FolderObjects
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

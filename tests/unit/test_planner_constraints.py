@@ -10,8 +10,8 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from tests.builders import ROWWISE, table
 from torchrec_stream_ckpt import StreamConfig, planner_constraints
 from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError, UnsupportedError
-from torchrec_stream_ckpt.planner import WHOLE, constrain
-from torchrec_stream_ckpt.types import TableSpec
+from torchrec_stream_ckpt.extras.planner import WHOLE, constrain
+from torchrec_stream_ckpt.util.types import TableSpec
 
 FREE = ParameterConstraints()
 ROWS = table("ebc.t", 8, 32, "float32", ROWWISE)

@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.format.proof import (
     words_of,
 )
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.types import TableSpec
+from torchrec_stream_ckpt.util.types import TableSpec
 
 
 def plain_digest(bits: list[list[int]], table: int, section: int, row0: int, col0: int) -> int:

@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.format.control import Mark
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind
 from torchrec_stream_ckpt.format.proof import POSITIONS, Proved, Window
 from torchrec_stream_ckpt.format.ring import FrameRing
-from torchrec_stream_ckpt.trainer.cuts import put_mark
+from torchrec_stream_ckpt.save.rank_cut import put_mark
 
 MIB = 2**20
 

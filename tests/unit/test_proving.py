@@ -17,12 +17,12 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 
 from tests.plain_proof import plain_digest, plain_digests, shards_of
-from torchrec_stream_ckpt.adapter import FusedKernel, modules
 from torchrec_stream_ckpt.capture.oracle import Oracle
 from torchrec_stream_ckpt.capture.shards import local_shards, merge_schema
 from torchrec_stream_ckpt.format.proof import POSITIONS, Window, replicated_id
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.proving import digests, replicated_digests
+from torchrec_stream_ckpt.model import FusedKernel, modules
+from torchrec_stream_ckpt.model.proving import digests, replicated_digests
 
 WHOLE = Window(5, POSITIONS)
 ROWS, DIM = 200, 12

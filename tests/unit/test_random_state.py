@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchrec_stream_ckpt.commit.random_state import place_cuda_states, random_state, set_random_state
+from torchrec_stream_ckpt.dense.random_state import place_cuda_states, random_state, set_random_state
 
 
 def _draw() -> tuple[Any, ...]:

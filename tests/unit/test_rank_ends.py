@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.rank_ends import COLUMNS, RankEnds
-from torchrec_stream_ckpt.types import LogSpan, RankEnd
+from torchrec_stream_ckpt.util.types import LogSpan, RankEnd
 
 WIDTH = st.integers(0, 64)
 VALUE = WIDTH.flatmap(lambda bits: st.integers(0, 2**bits - 1))

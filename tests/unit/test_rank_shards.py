@@ -14,7 +14,7 @@ from tests.builders import SCHEMA
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format import rank_shards
 from torchrec_stream_ckpt.format.rank_shards import MAX_TEXT, RankShards
-from torchrec_stream_ckpt.types import TableShard
+from torchrec_stream_ckpt.util.types import TableShard
 
 VALUE = st.integers(0, 64).flatmap(lambda bits: st.integers(0, 2**bits - 1))
 SHARD = st.builds(TableShard, VALUE, VALUE, VALUE, VALUE, VALUE)

@@ -12,14 +12,14 @@ from tests.stores import fold, lose_rows
 from tests.synthetic import JOB, Image, Job, image_of_log
 from tests.unit.read_job import exported, flipped, followed, go_on, lineage_of, put, verified
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.interchange.rows import TableReader, open_rows
-from torchrec_stream_ckpt.layout import manifest_name, parse_store_segment
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.route.locate import locate
+from torchrec_stream_ckpt.extras.interchange.rows import TableReader, open_rows
+from torchrec_stream_ckpt.find.locate import locate
+from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.folder import FolderObjects
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.layout import manifest_name, parse_store_segment
+from torchrec_stream_ckpt.util.types import MarkerId
 
 BASE = "segments/*/f-*-from-root-p000.seg"
 INTERVAL = "segments/*/g00000001-r00001-m00000004-p000.seg"

@@ -14,23 +14,21 @@ from tests import stores
 from tests.stores import HeldObjects, History
 from tests.unit.gc_history import ALWAYS, NEVER, SPANS, branched
 from torchrec_stream_ckpt.errors import CorruptionError, StoreUnavailableError
+from torchrec_stream_ckpt.find.holdings import Holdings
 from torchrec_stream_ckpt.format.manifest import Fold
-from torchrec_stream_ckpt.format.reading import Reading, ReadUnit
-from torchrec_stream_ckpt.format.scrub_place import ScrubPlace
-from torchrec_stream_ckpt.layout import READINGS_DIR, FoldName, scrub_place_name
-from torchrec_stream_ckpt.materialize import gc as gc_module
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.gc import GcRules, collect
-from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
-from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.materialize.read_back import COUNTS_FOR_S, ReadBack
-from torchrec_stream_ckpt.materialize.retention import Retention
-from torchrec_stream_ckpt.materialize.scrubber import Scrubber
-from torchrec_stream_ckpt.route.holdings import Holdings
+from torchrec_stream_ckpt.format.readings import Reading, ReadUnit, ScrubPlace
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.maintain.gc import gc as gc_module
+from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
+from torchrec_stream_ckpt.maintain.gc.retention import GcPlan, Retention
+from torchrec_stream_ckpt.maintain.materializer import Materializer
+from torchrec_stream_ckpt.maintain.scrub.readings import COUNTS_FOR_S, ReadBack
+from torchrec_stream_ckpt.maintain.scrub.scrubber import Scrubber
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.store.readings import take_back
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.store.verdicts import take_back
+from torchrec_stream_ckpt.util.layout import READINGS_DIR, FoldName, scrub_place_name
+from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

@@ -19,16 +19,15 @@ from tests.unit.gc_history import NEVER
 from tests.unit.test_read_back import six_markers, units
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.layout import READINGS_DIR, FoldName
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.gc import GcRules, collect
-from torchrec_stream_ckpt.materialize.read_back import ReadBack
-from torchrec_stream_ckpt.materialize.retention import Retention
-from torchrec_stream_ckpt.route.damaged import Damaged
-from torchrec_stream_ckpt.route.find import find
-from torchrec_stream_ckpt.route.holdings import Holdings
-from torchrec_stream_ckpt.route.job import Job
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.find.find import Damaged, find
+from torchrec_stream_ckpt.find.holdings import Holdings
+from torchrec_stream_ckpt.find.job import Job
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
+from torchrec_stream_ckpt.maintain.gc.retention import Retention
+from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack
+from torchrec_stream_ckpt.util.layout import READINGS_DIR, FoldName
+from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

@@ -18,20 +18,20 @@ from tests.stores import History
 from tests.tables import FIRST, write_tables
 from tests.unit.test_interchange import SCHEMA, values
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.control.lost import check_not_lost
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, UnsupportedError
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.layout import CONTROL_FILE, RECORDS_DIR, STORE_FILE, claim_name, dense_name
 from torchrec_stream_ckpt.log import file_writer
+from torchrec_stream_ckpt.log.control.loss_check import check_not_lost
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize.materializer import Materializer
+from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.identity import prepare_store
-from torchrec_stream_ckpt.types import MarkerId
-from torchrec_stream_ckpt.uris import parse_uri
+from torchrec_stream_ckpt.util.layout import CONTROL_FILE, RECORDS_DIR, STORE_FILE, claim_name, dense_name
+from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.util.uris import parse_uri
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_a_recovery_that_was_killed_is_finished_by_the_next(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("torchrec_stream_ckpt.interchange.recover.failpoint", die)
+        patch.setattr("torchrec_stream_ckpt.extras.interchange.recover.failpoint", die)
         with pytest.raises((KeyboardInterrupt, AssertionError)):
             run(*arguments)
     assert run(*arguments)["appended"] == 4 - hits
@@ -203,7 +203,7 @@ def test_a_lost_trim_is_put_back_for_rows_that_the_store_holds(tmp_path: Path, m
     shutil.rmtree(history.root / RECORDS_DIR)
     assert not history.lineage.trims
     with monkeypatch.context() as patch:  # a first recovery dies before it says so
-        patch.setattr("torchrec_stream_ckpt.interchange.put_back.failpoint", _die_at_the_trim)
+        patch.setattr("torchrec_stream_ckpt.extras.interchange.control_recovery.failpoint", _die_at_the_trim)
         with pytest.raises((KeyboardInterrupt, AssertionError)):
             run("recover", uri, "--store", history.root)
     assert not history.lineage.trims

@@ -13,19 +13,19 @@ import pytest
 
 from tests.builders import SCHEMA, claim, commit, table
 from tests.synthetic import Job, image_of_log
-from torchrec_stream_ckpt.commit.generation import fence_of
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.claim_references import alone, brief
 from torchrec_stream_ckpt.format.control import Claim, parse_control
 from torchrec_stream_ckpt.format.folding import body_of, lineage_of
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES, parse_header, payload_of
 from torchrec_stream_ckpt.format.lineage import Lineage, knows, towards
 from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.format.rank_shards import RankShards
-from torchrec_stream_ckpt.format.referring import alone, brief
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.types import MarkerId, TableShard
+from torchrec_stream_ckpt.save.generation import fence_of
+from torchrec_stream_ckpt.util.types import MarkerId, TableShard
 
 WHOLE = RankShards.of([(TableShard(0, 0, 6, 0, 4), TableShard(1, 0, 8, 0, 4))])
 TURNED = RankShards.of([(TableShard(1, 0, 8, 0, 4), TableShard(0, 0, 6, 0, 4))])
@@ -281,6 +281,6 @@ def test_a_claim_that_shall_stand_alone_goes_without_a_layout_that_finds_no_room
     first, second = folded(written(WHOLE, TURNED)).claims.values()
     assert second.same_schema is not None
     assert alone(second).layout == TURNED
-    monkeypatch.setattr("torchrec_stream_ckpt.format.referring._ROOM", 100)
+    monkeypatch.setattr("torchrec_stream_ckpt.format.claim_references._ROOM", 100)
     found = alone(second)
     assert (found.schema, found.layout, found.same_schema) == (first.schema, None, None)

@@ -10,10 +10,10 @@ import pytest
 from tests.golden import make
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
+from torchrec_stream_ckpt.format.end_note import End, Note, Outcome
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.record import MAX_META_BYTES, meta_of
-from torchrec_stream_ckpt.format.remarks import End, Note, Outcome
-from torchrec_stream_ckpt.types import MarkerId, RankEnd
+from torchrec_stream_ckpt.util.types import MarkerId, RankEnd
 
 FIRST = MarkerId(1, make.MARKER)
 

@@ -13,19 +13,19 @@ import pytest
 from tests.stores import contents
 from tests.synthetic import Job, image_of_store, images_of_chain
 from tests.unit.folded_job import materialize, store_of
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.failpoints import arm
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.rows import RowsView
-from torchrec_stream_ckpt.layout import DATA_DIR
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize import merge
-from torchrec_stream_ckpt.materialize.sorter import RowSorter
+from torchrec_stream_ckpt.maintain import merge
+from torchrec_stream_ckpt.maintain.sorter import RowSorter
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.folder import FolderObjects
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.failpoints import arm
+from torchrec_stream_ckpt.util.layout import DATA_DIR
+from torchrec_stream_ckpt.util.types import MarkerId
 
 BASES = ("--rebase", "0.3")
 BASE = "segments/*/f-*-from-root-p000.seg"

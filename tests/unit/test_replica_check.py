@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchrec_stream_ckpt.commit.replica_check import ALL, Held, Scope, all_same, check_same, hold
+from torchrec_stream_ckpt.dense.replica_check import ALL, Held, Scope, all_same, check_same, hold
 from torchrec_stream_ckpt.errors import MarkerFailedError, ReplicaMismatchError
 
 WHOLE = Scope()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchrec_stream_ckpt.commit.replicas import CopyMemory, owners
+from torchrec_stream_ckpt.dense.replicas import CopyMemory, owners
 
 TENSORS = {
     "model.a": torch.arange(12.0).view(3, 4),

@@ -17,16 +17,7 @@ from tests.counting import CountingObjects
 from tests.jobs_on_paper import PaperJob, tables
 from tests.synthetic import SCHEMA, Job
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.format import segment
-from torchrec_stream_ckpt.materialize import fold, gc, gc_delete, scrub_task, summarizer
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.gc import GcRules, collect
-from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.materialize.retention import Retention
-from torchrec_stream_ckpt.materialize.scrubber import Scrubber
-from torchrec_stream_ckpt.route.locate import load_catalog, locate
-from torchrec_stream_ckpt.sizing import (
+from torchrec_stream_ckpt.extras.sizing import (
     Deployment,
     RateTouched,
     Requests,
@@ -38,13 +29,24 @@ from torchrec_stream_ckpt.sizing import (
     marker_requests,
     plan,
 )
-from torchrec_stream_ckpt.sizing import requests as model
-from torchrec_stream_ckpt.sizing.inputs import optimizer_states
+from torchrec_stream_ckpt.extras.sizing import requests as model
+from torchrec_stream_ckpt.extras.sizing.inputs import optimizer_states
+from torchrec_stream_ckpt.find.locate import load_catalog, locate
+from torchrec_stream_ckpt.format import segment
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.maintain import fold, summarizer
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.maintain.gc import gc, gc_delete
+from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
+from torchrec_stream_ckpt.maintain.gc.retention import Retention
+from torchrec_stream_ckpt.maintain.materializer import Materializer
+from torchrec_stream_ckpt.maintain.scrub import scrub_reader
+from torchrec_stream_ckpt.maintain.scrub.scrubber import Scrubber
 from torchrec_stream_ckpt.store import api, ranges, reader
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.reader import read_chunks
-from torchrec_stream_ckpt.types import TableSpec
+from torchrec_stream_ckpt.util.types import TableSpec
 
 Asked = Counter[tuple[str, str]]
 
@@ -103,7 +105,7 @@ def test_a_base_asks_for_no_more_than_the_model_says(tmp_path: Path, world: int)
 def test_the_sizes_of_the_model_are_those_of_the_code() -> None:
     assert (model.SEGMENT_BYTES, model.RANGE_BYTES) == (fold.SEGMENT_BYTES, reader.RANGE_BYTES)
     assert model.LEAST_RANGE_BYTES == reader.RANGE_BYTES - segment.CHUNK_BYTES
-    assert (model.PIECE_BYTES, model.SMALL_BYTES) == (scrub_task.PIECE_BYTES, ranges.SMALL_BYTES)
+    assert (model.PIECE_BYTES, model.SMALL_BYTES) == (scrub_reader.PIECE_BYTES, ranges.SMALL_BYTES)
     assert (len(gc.PHASES), gc_delete.LOOK_EVERY) == (model.GC_KINDS, model.GC_LOOK_NAMES)
     assert (model.SUMMED, model.NOTES_READS) == (summarizer.MARKERS, reader.NOTES_READS)
 

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from tests.builders import ROWWISE, claim, commit, table
 from torchrec_stream_ckpt.errors import ColumnResplitError, CorruptionError, MarkerNotFoundError, SchemaMismatchError
+from torchrec_stream_ckpt.find.locate import locate
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.restore.plan import RestorePlan, check_schema, plan_restore
-from torchrec_stream_ckpt.restore.reshard import Move, intersect
-from torchrec_stream_ckpt.route.locate import locate
-from torchrec_stream_ckpt.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
+from torchrec_stream_ckpt.restore.plan import Move, RestorePlan, check_schema, intersect, plan_restore
+from torchrec_stream_ckpt.util.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
 
 PLAIN = table("a_plain", 13, 6)
 ROWSTATE = table("b_rowstate", 9, 4, "float32", ROWWISE)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.sampled import sampled
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.materialize.retention import Candidate, Decision, Retention
-from torchrec_stream_ckpt.types import MarkerId
-from torchrec_stream_ckpt.units import parse_duration
+from torchrec_stream_ckpt.maintain.gc.retention import Candidate, Decision, Retention
+from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.util.units import parse_duration
 
 HOUR = 3600.0
 

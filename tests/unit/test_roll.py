@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from torchrec_stream_ckpt.commit.roll import Roll
 from torchrec_stream_ckpt.errors import RankLostError
+from torchrec_stream_ckpt.ranks.liveness import Roll
 
 NAME = "stream-ckpt-roll"
 WAIT_S = 60.0

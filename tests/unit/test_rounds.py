@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tests import builders
 from tests.stores import HeldObjects
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.materialize import rounds
-from torchrec_stream_ckpt.materialize.rounds import ages, elapsed, glance_at_clocks, read_clocks
+from torchrec_stream_ckpt.maintain.gc import clocks
+from torchrec_stream_ckpt.maintain.gc.clocks import ages, elapsed, glance_at_clocks, read_clocks
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.identity import place_of
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
 
 JOB = bytes(16)
 
@@ -87,7 +87,7 @@ def test_a_folder_is_one_store_whatever_link_leads_there(tmp_path: Path) -> None
 
 
 def test_a_sandbox_that_shows_no_boot_has_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "_BOOT_ID", Path("/nowhere"))
+    monkeypatch.setattr(clocks, "_BOOT_ID", Path("/nowhere"))
     assert read_clocks(HeldObjects({}), JOB) == {}  # type: ignore[arg-type]
 
 
@@ -102,7 +102,7 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (made / name).symlink_to("time:[4026531834]")
     names = {"_BOOT_ID": "boot_id", "_OFFSETS": "timens_offsets", "_TIME_NAMESPACE": "time"}
     for constant, name in (names | {"_OF_CHILDREN": "time_for_children"}).items():
-        monkeypatch.setattr(rounds, constant, made / name)
+        monkeypatch.setattr(clocks, constant, made / name)
     return made
 
 

@@ -21,7 +21,7 @@ from torchrec_stream_ckpt.format.frame import (
     seal,
 )
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout, RowsView, decode_rows
-from torchrec_stream_ckpt.types import StateSpec, TableSpec
+from torchrec_stream_ckpt.util.types import StateSpec, TableSpec
 
 DTYPES = st.sampled_from(sorted(DTYPE_CODES))
 STATES = st.lists(st.builds(StateSpec, st.just("state"), DTYPES, st.booleans()), max_size=6)

@@ -29,17 +29,17 @@ from tests.unit.read_job import (
     verified,
 )
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.control.trim import trim_log
 from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
-from torchrec_stream_ckpt.follower.follow import follow
+from torchrec_stream_ckpt.extras.follower.core import follow
+from torchrec_stream_ckpt.extras.interchange.rows import MarkerRows, TableReader
 from torchrec_stream_ckpt.format.segment import parse_front
-from torchrec_stream_ckpt.interchange.rows import MarkerRows, TableReader
-from torchrec_stream_ckpt.layout import DATA_DIR, dropped_name, manifest_name
-from torchrec_stream_ckpt.materialize.compactor import Policy
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.log.control.trim import trim_log
+from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.layout import DATA_DIR, dropped_name, manifest_name
+from torchrec_stream_ckpt.util.types import MarkerId
 
 Read = Callable[[Job, MarkerId], Image]
 

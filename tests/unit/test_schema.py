@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchrec_stream_ckpt.format.schema import NO_TABLES, Schema
-from torchrec_stream_ckpt.types import TOMBSTONE, TableShard, TableSpec
+from torchrec_stream_ckpt.util.types import TOMBSTONE, TableShard, TableSpec
 
 USER, ITEM = (TableSpec(name, 10, 4, "float32", "exact_sgd", ()) for name in ("user", "item"))
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_stream_ckpt import scratch
-from torchrec_stream_ckpt.scratch import ScratchFolder, clear_dead
+from torchrec_stream_ckpt.util import scratch
+from torchrec_stream_ckpt.util.scratch import ScratchFolder, clear_dead
 
 
 def child(where: Path) -> tuple[int, Path]:

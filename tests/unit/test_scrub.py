@@ -25,20 +25,20 @@ from tests.unit.scrubbed_job import (
     scrub,
     scrubbed_job,
 )
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.manifest import Dropped
-from torchrec_stream_ckpt.format.scrub_place import ScrubPlace
-from torchrec_stream_ckpt.layout import SCRUB_DIR, dense_name, dropped_name, manifest_name, scrub_place_name
-from torchrec_stream_ckpt.materialize import scrubber as scrubber_module
-from torchrec_stream_ckpt.materialize.allowance import Allowance
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.gc import GcRules, collect
-from torchrec_stream_ckpt.materialize.retention import Retention
-from torchrec_stream_ckpt.materialize.scrubber import Damage, Scrubber
+from torchrec_stream_ckpt.format.readings import ScrubPlace
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
+from torchrec_stream_ckpt.maintain.gc.retention import Retention
+from torchrec_stream_ckpt.maintain.scrub import scrubber as scrubber_module
+from torchrec_stream_ckpt.maintain.scrub.background_scrub import Allowance
+from torchrec_stream_ckpt.maintain.scrub.scrubber import Damage, Scrubber
 from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.layout import SCRUB_DIR, dense_name, dropped_name, manifest_name, scrub_place_name
+from torchrec_stream_ckpt.util.types import MarkerId
 
 
 @pytest.fixture

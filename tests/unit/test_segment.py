@@ -38,7 +38,7 @@ from torchrec_stream_ckpt.format.segment import (
     parse_front,
     parse_fronts,
 )
-from torchrec_stream_ckpt.types import MarkerId, StateSpec, TableSpec
+from torchrec_stream_ckpt.util.types import MarkerId, StateSpec, TableSpec
 
 ADAM = (StateSpec("exp_avg", "float32", False), StateSpec("exp_avg_sq", "float64", False))
 SCHEMA = Schema(

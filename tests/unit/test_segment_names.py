@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.builders import Stream, write
-from torchrec_stream_ckpt.layout import parse_segment, segment_name
 from torchrec_stream_ckpt.log import segments
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.types import LogSpan
+from torchrec_stream_ckpt.util.layout import parse_segment, segment_name
+from torchrec_stream_ckpt.util.types import LogSpan
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

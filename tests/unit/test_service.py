@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from torchrec_stream_ckpt.errors import CorruptionError, LogUnavailableError, StreamCkptError
-from torchrec_stream_ckpt.service import Event, Service
+from torchrec_stream_ckpt.util.service import Event, Service
 
 AWAY, FULL = LogUnavailableError("away", hint="mend it"), LogUnavailableError("full", hint="make room")
 

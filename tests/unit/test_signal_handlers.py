@@ -14,8 +14,8 @@ from types import FrameType
 import pytest
 
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.trainer import signals as room
-from torchrec_stream_ckpt.trainer.signals import MARK, STOP, Signals
+from torchrec_stream_ckpt.save import signals as room
+from torchrec_stream_ckpt.save.signals import MARK, STOP, Signals
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.interrupts import interrupt
 from torchrec_stream_ckpt.format.ring import FrameRing
-from torchrec_stream_ckpt.signal_safe import SafeCondition, SafeEvent, SafeFuture
+from torchrec_stream_ckpt.util.signal_safe import SafeCondition, SafeEvent, SafeFuture
 
 PLACES = ("/threading.py", "/concurrent/futures/_base.py", "torchrec_stream_ckpt/")
 

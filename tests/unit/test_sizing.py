@@ -12,11 +12,8 @@ from hypothesis import strategies as st
 from recipe_helper import load_recipe
 
 from tests.builders import rows_frame
-from torchrec_stream_ckpt.adapter.optimizers import OPTIMIZERS
-from torchrec_stream_ckpt.adapter.optimizers import optimizer_states as captured_states
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
-from torchrec_stream_ckpt.sizing import (
+from torchrec_stream_ckpt.extras.sizing import (
     Deployment,
     RateTouched,
     StepCost,
@@ -34,7 +31,10 @@ from torchrec_stream_ckpt.sizing import (
     store_bytes,
     stream_bytes_per_s,
 )
-from torchrec_stream_ckpt.types import TableSpec
+from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
+from torchrec_stream_ckpt.model.optimizers import OPTIMIZERS
+from torchrec_stream_ckpt.model.optimizers import optimizer_states as captured_states
+from torchrec_stream_ckpt.util.types import TableSpec
 
 data = load_recipe("data")
 

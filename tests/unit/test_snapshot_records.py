@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.format.folding import body_of, lineage_of
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.snapshot import Snapshot, pack, unpack
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
 
 
 @given(st.lists(RECORDS, max_size=30), st.data())

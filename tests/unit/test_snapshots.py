@@ -14,9 +14,6 @@ from tests.builders import claim, commit
 from tests.golden import make
 from tests.unit.snapshot_log import RECORDS, again, grow, markers, parts, shorten
 from tests.unit.test_commit_key import KEY, key_file
-from torchrec_stream_ckpt.control import snapshots
-from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.control.snapshots import shorten_control
 from torchrec_stream_ckpt.errors import (
     CommitUnknownError,
     ConfigError,
@@ -28,10 +25,13 @@ from torchrec_stream_ckpt.format.folding import body_of, is_snapshot
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.mac import CommitKey
-from torchrec_stream_ckpt.layout import CONTROL_FILE
 from torchrec_stream_ckpt.log import control_file
+from torchrec_stream_ckpt.log.control import snapshots
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.log.control.snapshots import shorten_control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.layout import CONTROL_FILE
+from torchrec_stream_ckpt.util.types import MarkerId
 
 
 @pytest.fixture

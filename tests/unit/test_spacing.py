@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from torchrec_stream_ckpt.commit.event_time import EventTime
-from torchrec_stream_ckpt.commit.spacing import LATEST_S, MOST_STEPS, NEVER, Spacing
+from torchrec_stream_ckpt.ranks.vote_interval import LATEST_S, MOST_STEPS, NEVER, Spacing
+from torchrec_stream_ckpt.save.event_time import EventTime
 
 
 class Clock:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests import builders
-from torchrec_stream_ckpt.config import Takeover
 from torchrec_stream_ckpt.errors import (
     CommitUnknownError,
     FencedError,
@@ -21,8 +20,9 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.trainer.standby import Standby
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.job.standby import Standby
+from torchrec_stream_ckpt.util.config import Takeover
+from torchrec_stream_ckpt.util.types import MarkerId
 
 SILENT = LogUnavailableError("the broker does not answer", hint="bring it back")
 UNKNOWN = CommitUnknownError("the broker did not say whether it has the record", hint="ask the log")
@@ -90,7 +90,7 @@ def test_a_store_that_is_away_after_the_fence_is_waited_for(monkeypatch: pytest.
         route.complete = lambda log, known: route
         return route
 
-    monkeypatch.setattr("torchrec_stream_ckpt.trainer.standby.locate", locating)
+    monkeypatch.setattr("torchrec_stream_ckpt.job.standby.locate", locating)
     control = _Control(claim_fails=[committed_before])
     assert spare(control, loaded(control)).wait() == MarkerId(1, 2)
     assert (len(control.claims), away) == (1, [])
@@ -117,7 +117,7 @@ def test_rows_of_an_advance_that_broke_off_do_not_stay_when_the_trainer_goes_on_
         route.complete = lambda log, known: route
         return route
 
-    monkeypatch.setattr("torchrec_stream_ckpt.trainer.standby.locate", locating)
+    monkeypatch.setattr("torchrec_stream_ckpt.job.standby.locate", locating)
     waiting = spare(control, load)
     waiting._advance = advance
     waiting._follow()
@@ -220,7 +220,7 @@ def test_a_spare_takes_over_at_once_from_a_trainer_that_failed_and_after_a_while
         waits.append(len(control.claims))
         waiting._pulse.after_s = -1.0
 
-    monkeypatch.setattr("torchrec_stream_ckpt.trainer.standby.time.sleep", nap)
+    monkeypatch.setattr("torchrec_stream_ckpt.job.standby.time.sleep", nap)
     assert waiting.wait() == MarkerId(1, 1)
     assert waits == ([] if at_once else [0])
 

@@ -14,8 +14,6 @@ from tests.builders import claim, commit, trim
 from tests.sampled import sampled
 from tests.unit.snapshot_log import RECORDS, again, note
 from tests.unit.test_commit_key import KEY, key_file
-from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.control.snapshots import shorten_control
 from torchrec_stream_ckpt.errors import CorruptionError, LogUnavailableError, MarkerNotFoundError, StreamCkptError
 from torchrec_stream_ckpt.format.commits import Commits, Place
 from torchrec_stream_ckpt.format.control import Commit, ControlRecord
@@ -23,9 +21,11 @@ from torchrec_stream_ckpt.format.folding import body_of
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
 from torchrec_stream_ckpt.format.lineage import Lineage, towards
 from torchrec_stream_ckpt.format.mac import CommitKey
-from torchrec_stream_ckpt.layout import CONTROL_FILE
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.log.control.snapshots import shorten_control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.layout import CONTROL_FILE
+from torchrec_stream_ckpt.util.types import MarkerId
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from torchrec_stream_ckpt.adapter import LocalShard
 from torchrec_stream_ckpt.capture import staging
 from torchrec_stream_ckpt.capture.staging import RowStager, StreamIdentity
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
 from torchrec_stream_ckpt.format.ring import FrameBuffer
-from torchrec_stream_ckpt.types import StateSpec, TableSpec
+from torchrec_stream_ckpt.model import LocalShard
+from torchrec_stream_ckpt.util.types import StateSpec, TableSpec
 
 ROWS, DIM, ROW0 = 50, 8, 100
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_stream_ckpt import failpoints
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MissingObjectError, StoreUnavailableError
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.folder import FolderObjects
-from torchrec_stream_ckpt.store.once import put_once
+from torchrec_stream_ckpt.store.write_once import put_once
+from torchrec_stream_ckpt.util import failpoints
 
 DATA = b"0123456789" * 100
 

@@ -10,7 +10,7 @@ import pytest
 from tests.builders import claim, commit
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.manifest import Dropped, Garbage, Manifest, SegmentRef
-from torchrec_stream_ckpt.layout import (
+from torchrec_stream_ckpt.util.layout import (
     StoreSegment,
     dropped_name,
     garbage_name,
@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.layout import (
     parse_pin_name,
     pin_name,
 )
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
 
 JOB = claim(1).job
 

@@ -14,14 +14,12 @@ from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.rows import RowLayout
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import Chunk, SegmentId, SegmentKind, lay_out, parse_front
-from torchrec_stream_ckpt.restore.from_store import apply_store
-from torchrec_stream_ckpt.restore.plan import RestorePlan
-from torchrec_stream_ckpt.restore.reshard import intersect
-from torchrec_stream_ckpt.restore.straight import read_runs
+from torchrec_stream_ckpt.restore.from_store import apply_store, read_runs
+from torchrec_stream_ckpt.restore.plan import RestorePlan, intersect
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.store.catalog import Picked, Piece
 from torchrec_stream_ckpt.store.folder import FolderObjects
-from torchrec_stream_ckpt.types import MarkerId, StateSpec, TableShard
+from torchrec_stream_ckpt.util.types import MarkerId, StateSpec, TableShard
 
 SPEC = table("t", 10, 4, "float32", StateSpec("sum", "float32", True))
 SCHEMA = Schema((SPEC,))

@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.log.gaps import Gap, StreamName, check_gaps
 from torchrec_stream_ckpt.log.stream import Strays, checked_payload, read_hello, read_mark, read_stream
-from torchrec_stream_ckpt.types import LogSpan, RankEnd
+from torchrec_stream_ckpt.util.types import LogSpan, RankEnd
 
 
 @pytest.fixture

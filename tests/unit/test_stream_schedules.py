@@ -16,8 +16,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.simulated_streams import Device, Stream
-from torchrec_stream_ckpt.adapter import streams
-from torchrec_stream_ckpt.adapter.streams import StreamOrder
+from torchrec_stream_ckpt.model import streams
+from torchrec_stream_ckpt.model.streams import StreamOrder
 
 ROWS = 8
 SCHEDULES = 1_500

@@ -32,14 +32,20 @@ from tests.unit.summarized_job import (
     put_again,
 )
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.failpoints import arm
+from torchrec_stream_ckpt.extras.interchange.rows import open_rows
+from torchrec_stream_ckpt.find.locate import load_catalog, locate
 from torchrec_stream_ckpt.format import summary as summary_format
 from torchrec_stream_ckpt.format.control import Mark, TableScalars
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.manifest import Manifest
 from torchrec_stream_ckpt.format.summary import Part, Summary
-from torchrec_stream_ckpt.interchange.rows import open_rows
-from torchrec_stream_ckpt.layout import (
+from torchrec_stream_ckpt.maintain import summarizer
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.store.summaries import list_summaries, load_summary
+from torchrec_stream_ckpt.util.failpoints import arm
+from torchrec_stream_ckpt.util.layout import (
     SEGMENTS_DIR,
     SUMMARIES_DIR,
     StoreSegment,
@@ -47,14 +53,8 @@ from torchrec_stream_ckpt.layout import (
     parse_store_segment,
     parse_summary_name,
 )
-from torchrec_stream_ckpt.materialize import summarizer
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.restore.verify import verify_marker
-from torchrec_stream_ckpt.route.locate import load_catalog, locate
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.store.summaries import list_summaries, load_summary
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.verify.verify import verify_marker
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

@@ -21,19 +21,19 @@ from tests.unit.summarized_job import (
 )
 from torchrec_stream_ckpt.format.manifest import Manifest
 from torchrec_stream_ckpt.format.summary import Part, Summary
-from torchrec_stream_ckpt.layout import parse_summary_name
-from torchrec_stream_ckpt.materialize import summarizer
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.gc import GcRules, collect
-from torchrec_stream_ckpt.materialize.interval_folder import IntervalFolder
-from torchrec_stream_ckpt.materialize.progress import Progress
-from torchrec_stream_ckpt.materialize.repairer import Repairer
-from torchrec_stream_ckpt.materialize.retention import Retention
-from torchrec_stream_ckpt.materialize.scrub_mender import ScrubMender
-from torchrec_stream_ckpt.materialize.scrubber import Damage, Scrubber
+from torchrec_stream_ckpt.maintain import summarizer
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
+from torchrec_stream_ckpt.maintain.gc.retention import Retention
+from torchrec_stream_ckpt.maintain.interval_folder import IntervalFolder
+from torchrec_stream_ckpt.maintain.progress import Progress
+from torchrec_stream_ckpt.maintain.repairer import Repairer
+from torchrec_stream_ckpt.maintain.scrub.scrub_mender import ScrubMender
+from torchrec_stream_ckpt.maintain.scrub.scrubber import Damage, Scrubber
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.summaries import put_summary
+from torchrec_stream_ckpt.util.layout import parse_summary_name
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

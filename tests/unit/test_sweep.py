@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from tests.unit.captured_job import ROWS, Job
-from torchrec_stream_ckpt.capture import sweep as sweep_module
-from torchrec_stream_ckpt.capture.kernel_rows import KernelRows
-from torchrec_stream_ckpt.capture.sender import Drain
-from torchrec_stream_ckpt.capture.sweep import MaskSweep
+from torchrec_stream_ckpt.capture import touched as sweep_module
+from torchrec_stream_ckpt.capture.sender import Drain, KernelRows
+from torchrec_stream_ckpt.capture.touched import MaskSweep
 
 
 @pytest.mark.parametrize("limit", [1, 3, 100])

@@ -13,20 +13,20 @@ from tests import synthetic
 from tests.stores import contents
 from tests.synthetic import Job
 from tests.unit.folded_job import check_folded, folded_job, lineage_of, materialize, store_of
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import OtherLogError, StoreUnavailableError, StreamCkptError
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.manifest import Fold
-from torchrec_stream_ckpt.layout import DAMAGED_DIR, DATA_DIR, STORE_FILE, claim_name, manifest_name
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.store import once
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.maintain.materializer import Materializer
+from torchrec_stream_ckpt.store import write_once
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.store.identity import check_store, prepare_store
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.layout import DAMAGED_DIR, DATA_DIR, STORE_FILE, claim_name, manifest_name
+from torchrec_stream_ckpt.util.types import MarkerId
 
 MANIFEST = manifest_name(synthetic.JOB, MarkerId(1, 4))
 CLAIM = claim_name(synthetic.JOB, 1)
@@ -230,7 +230,7 @@ def test_the_format_is_said_also_if_another_process_was_about_to(
 ) -> None:
     """Without it the store would count as empty, whatever is put there afterwards."""
     pauses: list[float] = []
-    monkeypatch.setattr(once.time, "sleep", pauses.append)
+    monkeypatch.setattr(write_once.time, "sleep", pauses.append)
     objects = Busy(tmp_path / "store")
     prepare_store(objects)
     assert check_store(objects)

@@ -19,7 +19,6 @@ from tests import tiered
 from tests.synthetic import Image, image_of_log
 from tests.tiered import TieredJob, lose, relay
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.commit.generation import check_same_log
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
@@ -28,16 +27,17 @@ from torchrec_stream_ckpt.errors import (
     StreamCkptError,
     TrimmedError,
 )
-from torchrec_stream_ckpt.format.remarks import End
-from torchrec_stream_ckpt.layout import CONTROL_FILE, DATA_DIR, DENSE_DIR, dense_name
+from torchrec_stream_ckpt.extras.tiers.relay import Relay
+from torchrec_stream_ckpt.extras.tiers.relay_service import state_of
+from torchrec_stream_ckpt.find.find import find as find_in
+from torchrec_stream_ckpt.find.route import Route
+from torchrec_stream_ckpt.find.tiers import TierState
+from torchrec_stream_ckpt.format.end_note import End
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.restore.verify import verify_marker
-from torchrec_stream_ckpt.route.find import find as find_in
-from torchrec_stream_ckpt.route.route import Route
-from torchrec_stream_ckpt.route.tiers import TierState
-from torchrec_stream_ckpt.tiers.relay import Relay
-from torchrec_stream_ckpt.tiers.relay_service import state_of
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.save.generation import check_same_log
+from torchrec_stream_ckpt.util.layout import CONTROL_FILE, DATA_DIR, DENSE_DIR, dense_name
+from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.verify.verify import verify_marker
 
 
 def three_markers(root: Path) -> TieredJob:
@@ -150,7 +150,7 @@ def test_one_relay_goes_on_over_markers_that_it_does_not_commit(job: TieredJob) 
 
 def test_a_relay_whose_trainer_died_before_it_had_started_copies_what_there_is(job: TieredJob) -> None:
     order = {"config": {"uri": job.settings.uris, "outer_every": 4}, "parent": 0, "linger_s": 60.0, "poll_s": 0.1}
-    command = [sys.executable, "-m", "torchrec_stream_ckpt.tiers.child"]
+    command = [sys.executable, "-m", "torchrec_stream_ckpt.extras.tiers.process"]
     done = subprocess.run(command, input=json.dumps(order), text=True, capture_output=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert TierState.read(job.tiers).outer.newest.id == MarkerId(1, 3)  # type: ignore[union-attr]

@@ -12,14 +12,14 @@ from typer.testing import CliRunner
 from tests.tiered import TieredJob, relay
 from tests.unit.test_tiers import another_node, call, three_markers
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     MarkerNotFoundError,
     TrimmedError,
 )
+from torchrec_stream_ckpt.find.tiers import TierState
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.route.tiers import TierState
+from torchrec_stream_ckpt.util.config import StreamConfig
 
 
 @pytest.fixture

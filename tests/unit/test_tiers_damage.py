@@ -12,12 +12,11 @@ from tests.synthetic import SCHEMA, Image
 from tests.tiered import TieredJob, relay
 from tests.unit.read_job import flipped
 from torchrec_stream_ckpt import open_marker
-from torchrec_stream_ckpt.control.trim import trim_log
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.route.damaged import Damaged
-from torchrec_stream_ckpt.route.find import find
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.find.find import Damaged, find
+from torchrec_stream_ckpt.log.control.trim import trim_log
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.util.types import MarkerId
 
 NEWEST = MarkerId(1, 3)
 DAMAGED = "segments/*/g00000001-r00001-m0000000{}-p000.seg"

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.dense_job import unequal
-from torchrec_stream_ckpt.commit.tree import MAX_DEPTH, decode, encode
+from torchrec_stream_ckpt.dense.tree import MAX_DEPTH, decode, encode
 from torchrec_stream_ckpt.errors import CorruptionError, UnsupportedError
 
 keys = st.none() | st.booleans() | st.integers() | st.text() | st.binary() | st.tuples(st.integers(), st.text())

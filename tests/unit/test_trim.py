@@ -18,9 +18,6 @@ from typer.testing import CliRunner
 from tests.builders import Stream, claim, commit, trim, write
 from tests.stores import choose
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.commit.generation import Generation
-from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.control.trim import Trimmed, trim_log, trim_range
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
@@ -29,13 +26,16 @@ from torchrec_stream_ckpt.errors import (
     TrimmedError,
 )
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files
-from torchrec_stream_ckpt.layout import parse_segment
 from torchrec_stream_ckpt.log.api import Freed, Incarnation
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.log.control.trim import Trimmed, trim_log, trim_range
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.restore.verify import verify_marker
+from torchrec_stream_ckpt.save.generation import Generation
 from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
-from torchrec_stream_ckpt.units import size
+from torchrec_stream_ckpt.util.layout import parse_segment
+from torchrec_stream_ckpt.util.types import LogSpan, MarkerId, RankEnd
+from torchrec_stream_ckpt.util.units import size
+from torchrec_stream_ckpt.verify.verify import verify_marker
 
 STORE = "s3://bucket/job"
 POINTS = {"trim.append": 1, "trim.appended": 1, "trim.recorded": 1, "trim.deleted": 2}
@@ -303,11 +303,11 @@ def test_a_job_with_a_commit_key_is_trimmed_with_it_alone(tmp_path: Path) -> Non
 
 _PROGRAM = """
 import sys
-from torchrec_stream_ckpt.control.partition import Control
-from torchrec_stream_ckpt.control.trim import trim_log
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.log.control.trim import trim_log
 from torchrec_stream_ckpt.log.api import open_log
-from torchrec_stream_ckpt.types import MarkerId
-from torchrec_stream_ckpt.units import size
+from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.util.units import size
 log = open_log(sys.argv[1])
 control = Control(log)
 trim_log(log, control, control.refresh().find(MarkerId.parse(sys.argv[2])), sys.argv[3])

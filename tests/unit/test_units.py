@@ -7,7 +7,7 @@ import time
 import pytest
 
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.units import age, clock, day, duration, parse_duration, parse_size, size
+from torchrec_stream_ckpt.util.units import age, clock, day, duration, parse_duration, parse_size, size
 
 
 def test_bytes_are_shown_in_powers_of_1000() -> None:

@@ -20,8 +20,8 @@ from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES, Kind
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log import disk
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.types import TableShard, TableSpec
-from torchrec_stream_ckpt.uris import check_store_url
+from torchrec_stream_ckpt.util.types import TableShard, TableSpec
+from torchrec_stream_ckpt.util.uris import check_store_url
 
 EVIL = "t\x1b]0;owned\x07\x1b[2J[red]\u202e\n"
 METADATA = DenseFile(".metadata", 1, "ab" * 32)

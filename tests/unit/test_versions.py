@@ -21,14 +21,14 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
-from torchrec_stream_ckpt import adapter
-from torchrec_stream_ckpt.adapter import modules, versions
-from torchrec_stream_ckpt.adapter.optimizers import OPTIMIZERS
-from torchrec_stream_ckpt.adapter.versions import HOOK_POINTS, KERNEL, OPTIMIZER_WRAPPER, TESTED, Stack, installed
+from torchrec_stream_ckpt import model
 from torchrec_stream_ckpt.errors import UnsupportedError
+from torchrec_stream_ckpt.model import modules, versions
+from torchrec_stream_ckpt.model.optimizers import OPTIMIZERS
+from torchrec_stream_ckpt.model.versions import HOOK_POINTS, KERNEL, OPTIMIZER_WRAPPER, TESTED, Stack, installed
 
 REQUIREMENTS = Path(__file__).parents[2] / "requirements"
-ADAPTER = Path(adapter.__file__).parent
+ADAPTER = Path(model.__file__).parent
 _, NEWER = TESTED
 
 
@@ -156,7 +156,7 @@ def test_the_optimizer_that_is_new_in_1_9_is_known_exactly_where_fbgemm_has_it()
 
 def table_names() -> set[str]:
     """First column of the table in the adapter's docstring, without the lines that name an owner."""
-    _, _, body, _ = re.split(r"^=+  =+  =+$", adapter.__doc__ or "", flags=re.MULTILINE)
+    _, _, body, _ = re.split(r"^=+  =+  =+$", model.__doc__ or "", flags=re.MULTILINE)
     rows = [line for line in body.splitlines() if line.startswith("``")]
     return {name for row in rows for name in re.findall(r"``(\w+)``", re.split(r"\s\d+\.\d+\s", row)[0])}
 

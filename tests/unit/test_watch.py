@@ -21,12 +21,12 @@ from torchrec_stream_ckpt.cli.common import open_job
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.cli.watch import Watcher
 from torchrec_stream_ckpt.cli.watching import line, view
-from torchrec_stream_ckpt.control.partition import Control
+from torchrec_stream_ckpt.extras.reporting.job_status import Look, look
+from torchrec_stream_ckpt.find.job import Job
 from torchrec_stream_ckpt.format.proof import Window
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.reporting.now import Look, look
-from torchrec_stream_ckpt.route.job import Job
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
 
 RATE = 1e6
 """Bytes a second that a rank restores."""

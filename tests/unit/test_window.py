@@ -14,23 +14,23 @@ from tests.builders import table
 from tests.evolved import EvolvingJob, random_job
 from tests.sampled import paired
 from tests.stores import fold
-from torchrec_stream_ckpt.control.partition import Control
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import entries_of
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.materialize import fold as fold_module
-from torchrec_stream_ckpt.materialize import merge as merge_module
-from torchrec_stream_ckpt.materialize.compactor import Policy
+from torchrec_stream_ckpt.maintain import fold as fold_module
+from torchrec_stream_ckpt.maintain import merge as merge_module
+from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.proofs import window as window_module
 from torchrec_stream_ckpt.proofs.window import WindowCheck, WindowReader, cells_of
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.reader import open_segments
-from torchrec_stream_ckpt.types import StateSpec
+from torchrec_stream_ckpt.util.types import StateSpec
 
 
 def checks(root: Path) -> Iterator[tuple[WindowCheck, Lineage]]:

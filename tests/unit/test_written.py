@@ -17,7 +17,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import nn
 
 from tests.model import OPTIMIZERS
-from torchrec_stream_ckpt.adapter.written import Versions
+from torchrec_stream_ckpt.model.tensor_versions import Versions
 
 Kernel = Any
 

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from torchrec_stream_ckpt.capture.kernel_rows import KernelRows
+from torchrec_stream_ckpt.capture.sender import KernelRows
 
 Record = Callable[[torch.device], Callable[[], bool]]
 """Notes what is queued on a device by now; what it returns says, without waiting, whether all of it is done."""

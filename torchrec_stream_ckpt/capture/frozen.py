@@ -15,10 +15,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from torchrec_stream_ckpt.adapter import FusedKernel
-from torchrec_stream_ckpt.capture.kernel_rows import KernelRows
-from torchrec_stream_ckpt.capture.sender import Drain, Sender
+from torchrec_stream_ckpt.capture.sender import Drain, KernelRows, Sender
 from torchrec_stream_ckpt.capture.touched import TouchedRows
+from torchrec_stream_ckpt.model import FusedKernel
 
 log = logging.getLogger(__name__)
 

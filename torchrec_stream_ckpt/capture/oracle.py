@@ -17,14 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.errors import CaptureMismatchError, CorruptionError
 from torchrec_stream_ckpt.format.control import Mark, TableScalars
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind
 from torchrec_stream_ckpt.format.ring import FrameBuffer
 from torchrec_stream_ckpt.format.rows import Array, RowLayout, RowsView, decode_rows
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.proving import SplitTensors
+from torchrec_stream_ckpt.model import FusedKernel
+from torchrec_stream_ckpt.model.proving import SplitTensors
 
 Bytes = npt.NDArray[np.uint8]
 """Shape (rows, bytes of one row)."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
 from torchrec_stream_ckpt.format.proof import (
     BLOCK_ROWS,
@@ -27,8 +26,9 @@ from torchrec_stream_ckpt.format.proof import (
 )
 from torchrec_stream_ckpt.format.rows import RowLayout
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.proving import BlockRows, CopiedRows, Room, pieces_of, replicated_piece
-from torchrec_stream_ckpt.types import TableSpec
+from torchrec_stream_ckpt.model import FusedKernel
+from torchrec_stream_ckpt.model.proving import BlockRows, CopiedRows, Room, pieces_of, replicated_piece
+from torchrec_stream_ckpt.util.types import TableSpec
 
 Tensors = Mapping[str, torch.Tensor]
 Replicated = Callable[[], Tensors]

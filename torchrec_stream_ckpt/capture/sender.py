@@ -1,4 +1,7 @@
-"""From rows to the ring: the frames that one rank sends, each within what its drain may take."""
+"""From rows to the ring: the frames that one rank sends, each within what its drain may take.
+
+Rows that are to be sent, as masks hand them over.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.capture.device_areas import RUN_FRAMES, DeviceAreas
-from torchrec_stream_ckpt.capture.kernel_rows import KernelRows
 from torchrec_stream_ckpt.capture.staging import RowStager, StreamIdentity
 from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
+from torchrec_stream_ckpt.model import FusedKernel
+
+
+class KernelRows(NamedTuple):
+    """Some rows of one kernel."""
+
+    rows: torch.Tensor
+    """Linear rows, int64, ascending, on the tables' device."""
+    cuts: Sequence[int] | None = None
+    """The place of each shard's first row in ``rows``, and the number of rows; None: the host has to look."""
 
 
 @dataclass(frozen=True, slots=True)

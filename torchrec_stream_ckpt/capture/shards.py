@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.format.control import TableScalars
 from torchrec_stream_ckpt.format.rows import RowLayout
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.types import TableShard, TableSpec
+from torchrec_stream_ckpt.model import FusedKernel
+from torchrec_stream_ckpt.util.types import TableShard, TableSpec
 
 
 def local_tables(kernels: Iterable[FusedKernel]) -> list[TableSpec]:

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchrec_stream_ckpt.adapter import LocalShard
 from torchrec_stream_ckpt.capture.device_areas import DeviceAreas
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind
 from torchrec_stream_ckpt.format.ring import Bytes, FrameBuffer
 from torchrec_stream_ckpt.format.rows import RowLayout, Section, largest
+from torchrec_stream_ckpt.model import LocalShard
 
 SMALL = 1024
 """Rows of a frame up to which calls take longer than bytes."""

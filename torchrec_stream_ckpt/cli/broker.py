@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from torchrec_stream_ckpt.broker.kraft import Broker, BrokerStatus
+from torchrec_stream_ckpt.extras.broker.kraft import Broker, BrokerStatus
 
 app = typer.Typer(help="A private Kafka broker on this machine (loopback only).", no_args_is_help=True)
 

@@ -1,4 +1,7 @@
-"""What the verbs share: opening a log, finding its store, printing."""
+"""What the verbs share: opening a log, finding its store, printing.
+
+Names of tables in little room.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import typer
@@ -17,8 +21,8 @@ from rich.table import Column, Table
 
 from torchrec_stream_ckpt.cli.options import asked_width
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, StreamCkptError, printable
-from torchrec_stream_ckpt.route.job import Job, kept_store
-from torchrec_stream_ckpt.store.jobs import has_job
+from torchrec_stream_ckpt.find.job import Job, kept_store
+from torchrec_stream_ckpt.store.identity import has_job
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
@@ -184,3 +188,36 @@ def stopping(stop: Callable[[], object]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+_CUT = "..."
+
+
+def short_names(console: Console, names: Sequence[str]) -> list[str]:
+    """The names as a column of a table shows them, escaped; what all of them begin with is said once, above.
+
+    Nothing is taken off where the longest name fits into a third of the console. What then is longer still is cut in
+    its middle, unless two names would look the same; ``--width`` makes room for all of it, and a pipe has it.
+    """
+    room = console.width // 3
+    prefix = ""
+    if len(names) > 1 and max(map(len, names)) > room:
+        first, last = min(names), max(names)
+        alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
+        prefix = first[: max(first.rfind(each, 0, alike) for each in "._/-") + 1]
+    if prefix:
+        console.print(f"each table's name begins with {plain(prefix)}", soft_wrap=True)
+    rest = [name.removeprefix(prefix) for name in names]
+    cut = [_cut(name, room) for name in rest]
+    if len(rest) > 1 and cut != rest and len(set(cut)) == len(set(rest)):
+        console.print(f"names longer than {room} characters are cut: --width shows more of them", soft_wrap=True)
+        rest = cut
+    return [plain(name) for name in rest]
+
+
+def _cut(name: str, room: int) -> str:
+    """The begin and the end of a name that has no room."""
+    if len(name) <= room:
+        return name
+    front = (room - len(_CUT)) // 2
+    return name[:front] + _CUT + name[len(name) - (room - len(_CUT) - front) :]

@@ -13,10 +13,10 @@ import typer
 from torchrec_stream_ckpt.cli.common import console, plain, print_json, table
 from torchrec_stream_ckpt.cli.options import Json
 from torchrec_stream_ckpt.cli.variables import readers_of
-from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.flags import FlagParser, add_flags, config_from, settings_of
-from torchrec_stream_ckpt.settings import FILE_VARIABLE, PREFIX, Setting, strangers
-from torchrec_stream_ckpt.units import size
+from torchrec_stream_ckpt.util.config import StreamConfig
+from torchrec_stream_ckpt.util.settings import FILE_VARIABLE, PREFIX, Setting, strangers
+from torchrec_stream_ckpt.util.units import size
 
 
 def print_config(

@@ -9,15 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import console, plain, print_json, progress_bar, table
-from torchrec_stream_ckpt.cli.names import short_names
+from torchrec_stream_ckpt.cli.common import console, plain, print_json, progress_bar, short_names, table
 from torchrec_stream_ckpt.cli.options import Globs, JobOptions, Json
-from torchrec_stream_ckpt.evolve.outcome import table_bytes
+from torchrec_stream_ckpt.evolve.table_outcome import table_bytes
+from torchrec_stream_ckpt.extras.interchange.diff import DenseDiff, TableDiff, diff_dense, diff_tables, pairs
+from torchrec_stream_ckpt.extras.interchange.export import chosen_tables
+from torchrec_stream_ckpt.extras.interchange.rows import open_rows, rows_sent
+from torchrec_stream_ckpt.find.job import Job
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.interchange.diff import DenseDiff, TableDiff, diff_dense, diff_tables, pairs
-from torchrec_stream_ckpt.interchange.export import chosen_tables
-from torchrec_stream_ckpt.interchange.rows import open_rows, rows_sent
-from torchrec_stream_ckpt.route.job import Job
 
 
 def diff_markers(

@@ -13,16 +13,16 @@ import typer
 from torchrec_stream_ckpt.cli.common import console, plain, print_json, table
 from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.errors import StreamCkptError, printable
+from torchrec_stream_ckpt.extras.reporting.job_status import in_words, refused_after, strays_of
+from torchrec_stream_ckpt.find.job import Job
+from torchrec_stream_ckpt.find.survey import Survey
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.layout import copied_log
 from torchrec_stream_ckpt.log.api import Finding, Severity
 from torchrec_stream_ckpt.log.disk import examine_folder
-from torchrec_stream_ckpt.reporting.now import in_words, refused_after, strays_of
-from torchrec_stream_ckpt.route.job import Job
-from torchrec_stream_ckpt.route.survey import Survey
 from torchrec_stream_ckpt.store.identity import OVERWRITES, refuses_taken_names
 from torchrec_stream_ckpt.store.records import Copied
-from torchrec_stream_ckpt.uris import KafkaUri, parse_uri
+from torchrec_stream_ckpt.util.layout import copied_log
+from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri
 
 _MAY_LACK = 2
 """Records that a trainer which is at work, or has died, may not have copied."""

@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchrec_stream_ckpt.cli.options import Access
-from torchrec_stream_ckpt.engine.address import SiteAddress
-from torchrec_stream_ckpt.engine.api import Engine, Site
-from torchrec_stream_ckpt.engine.choose import EngineName
 from torchrec_stream_ckpt.errors import StreamCkptError
-from torchrec_stream_ckpt.layout import probe_name
+from torchrec_stream_ckpt.find.job import options_of
 from torchrec_stream_ckpt.log.api import Log
-from torchrec_stream_ckpt.options import Options
-from torchrec_stream_ckpt.route.job import options_of
+from torchrec_stream_ckpt.maintain.engine.api import Engine, Site
+from torchrec_stream_ckpt.maintain.engine.choose import EngineName
+from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress
 from torchrec_stream_ckpt.store.api import LooksFirst, Objects
 from torchrec_stream_ckpt.store.identity import place_of
-from torchrec_stream_ckpt.uris import parse_uri
+from torchrec_stream_ckpt.util.layout import probe_name
+from torchrec_stream_ckpt.util.options import Options
+from torchrec_stream_ckpt.util.uris import parse_uri
 
 RENEW_S = 3600.0
 """How often a probe is put again: gc takes one that is a day old for one of a process that was killed."""

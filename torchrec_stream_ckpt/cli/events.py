@@ -16,9 +16,9 @@ from rich.table import Table
 
 from torchrec_stream_ckpt.cli.common import plain
 from torchrec_stream_ckpt.errors import printable
-from torchrec_stream_ckpt.materialize.materialize_service import MaterializeService
-from torchrec_stream_ckpt.service import Event
-from torchrec_stream_ckpt.units import clock, duration, size
+from torchrec_stream_ckpt.maintain.materialize_service import MaterializeService
+from torchrec_stream_ckpt.util.service import Event
+from torchrec_stream_ckpt.util.units import clock, duration, size
 
 _RATE_S = 10.0
 

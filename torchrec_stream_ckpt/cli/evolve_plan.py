@@ -1,27 +1,57 @@
-"""``stream-ckpt evolve-plan``: what becomes of a marker in a model that has changed, before anything is restored."""
+"""``stream-ckpt evolve-plan``: what becomes of a marker in a model that has changed, before anything is restored.
+
+How many of a marker's rows were trained, as far as their optimizer state tells: for a table that is to shrink.
+"""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import typer
 
 from torchrec_stream_ckpt.cli.common import console, plain, print_json, table
 from torchrec_stream_ckpt.cli.options import Json, MarkerOptions
-from torchrec_stream_ckpt.cli.trained import trained_rows
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes
+from torchrec_stream_ckpt.evolve.model_evolution import evolve
 from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
 from torchrec_stream_ckpt.evolve.report import EvolutionReport
 from torchrec_stream_ckpt.evolve.resolve import TrainedRows
-from torchrec_stream_ckpt.evolve.whole import evolve
+from torchrec_stream_ckpt.evolve.row_maps import RowMap
+from torchrec_stream_ckpt.extras.interchange.rows import MarkerRows, TableReader, open_rows
+from torchrec_stream_ckpt.find.job import Job
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.interchange.rows import open_rows
-from torchrec_stream_ckpt.route.job import Job
-from torchrec_stream_ckpt.units import size
+from torchrec_stream_ckpt.util.units import size
+
+
+def trained_rows(open_rows: Callable[[], AbstractContextManager[MarkerRows]]) -> TrainedRows:
+    """Counts, among rows of a table that are not kept, those with optimizer state other than zero.
+
+    Zero says nothing: a row may have weights that another job has trained. So there is no count where all of it is
+    zero, or where the optimizer keeps none.
+
+    Args:
+        open_rows: Opens the rows of the marker; each count opens them anew, and reads one table.
+    """
+
+    def count(table: int, kept: RowMap) -> int | None:
+        with open_rows() as rows:
+            reader, found = TableReader(rows, table), 0
+            for row0, height in reader.windows() if reader.spec.states else ():
+                gone = kept.new_of(np.arange(row0, row0 + height)) < 0
+                if gone.any():
+                    window = reader.read(row0, height)
+                    states = [(state != 0).reshape(height, -1).any(1) for state in window.states]
+                    found += int((np.any(states, 0) & gone).sum())
+        return found or None
+
+    return count
 
 
 def plan_evolution(
@@ -87,7 +117,7 @@ def _with_dense(job: Job, commit: Commit, saved: ModelSchema) -> tuple[ModelSche
     """The schema of a marker with its dense part, from files that COMMIT vouches for; whether it was imported."""
     job.check_vouched(commit)
     try:
-        from torchrec_stream_ckpt.commit.saved_dense import SavedDense
+        from torchrec_stream_ckpt.dense.saved_dense import SavedDense
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"--dense needs {error.name}, which is not installed", hint="leave out --dense: tables need no torch"

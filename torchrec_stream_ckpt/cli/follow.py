@@ -20,12 +20,11 @@ from rich.text import Text
 from torchrec_stream_ckpt.cli.common import plain, stopping
 from torchrec_stream_ckpt.cli.options import DAY_S, Globs, JobOptions
 from torchrec_stream_ckpt.errors import ConfigError, printable
-from torchrec_stream_ckpt.follower.core import Follower
-from torchrec_stream_ckpt.follower.follow import follow
-from torchrec_stream_ckpt.follower.serve import ServingWriter
-from torchrec_stream_ckpt.follower.updates import Changed, Update, UpdateKind
-from torchrec_stream_ckpt.units import age, clock
-from torchrec_stream_ckpt.uris import parse_uri
+from torchrec_stream_ckpt.extras.follower.core import Follower, follow
+from torchrec_stream_ckpt.extras.follower.serve import ServingWriter
+from torchrec_stream_ckpt.extras.follower.updates import Changed, Update, UpdateKind
+from torchrec_stream_ckpt.util.units import age, clock
+from torchrec_stream_ckpt.util.uris import parse_uri
 
 
 def follow_stream(

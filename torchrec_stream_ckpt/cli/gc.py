@@ -14,25 +14,24 @@ import typer
 from torchrec_stream_ckpt.cli.common import check_log, check_same_job, parse_job, print_json
 from torchrec_stream_ckpt.cli.engines import opened_engine
 from torchrec_stream_ckpt.cli.options import Access, EngineOption, Json, StoreNamed, is_verbose
-from torchrec_stream_ckpt.engine.api import Site
-from torchrec_stream_ckpt.engine.choose import EngineName
 from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.find.job import Job
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.materialize.gc import GcRules, collect, plan_gc
-from torchrec_stream_ckpt.materialize.gc_plan import GcPlan
-from torchrec_stream_ckpt.materialize.giving_up import Reasked, WaysBack, check_given_up, lost_markers
-from torchrec_stream_ckpt.materialize.retention import Retention
-from torchrec_stream_ckpt.materialize.rounds import glance_at_clocks, stands_still
-from torchrec_stream_ckpt.materialize.stock import Stock, take_stock
-from torchrec_stream_ckpt.route.job import Job
+from torchrec_stream_ckpt.maintain.engine.api import Site
+from torchrec_stream_ckpt.maintain.engine.choose import EngineName
+from torchrec_stream_ckpt.maintain.gc.clocks import glance_at_clocks, stands_still
+from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect, plan_gc
+from torchrec_stream_ckpt.maintain.gc.inventory import Stock, take_stock
+from torchrec_stream_ckpt.maintain.gc.lost_markers import Reasked, WaysBack, check_given_up, lost_markers
+from torchrec_stream_ckpt.maintain.gc.retention import GcPlan, Retention
 from torchrec_stream_ckpt.store.api import Entry, KeepsTime, Objects
 from torchrec_stream_ckpt.store.dense import DenseStore, dense_in
-from torchrec_stream_ckpt.store.jobs import some_jobs_in
-from torchrec_stream_ckpt.store.readings import take_back
-from torchrec_stream_ckpt.types import MarkerId
-from torchrec_stream_ckpt.units import parse_duration, size
-from torchrec_stream_ckpt.uris import check_store_url
+from torchrec_stream_ckpt.store.identity import some_jobs_in
+from torchrec_stream_ckpt.store.verdicts import take_back
+from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.util.units import parse_duration, size
+from torchrec_stream_ckpt.util.uris import check_store_url
 
 _THREADS = 8
 _LOST = "lost"

@@ -12,16 +12,16 @@ from rich.progress import TimeElapsedColumn
 
 from torchrec_stream_ckpt.cli.common import print_json, progress_bar
 from torchrec_stream_ckpt.cli.options import Access, Json
-from torchrec_stream_ckpt.config import StreamConfig
 from torchrec_stream_ckpt.errors import TORCH_HINT, ConfigError
 from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes
 from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
-from torchrec_stream_ckpt.route.job import open_tier
-from torchrec_stream_ckpt.units import size
+from torchrec_stream_ckpt.find.job import open_tier
+from torchrec_stream_ckpt.util.config import StreamConfig
+from torchrec_stream_ckpt.util.units import size
 
 if TYPE_CHECKING:
-    from torchrec_stream_ckpt.interchange.checkpoint import Checkpoint
-    from torchrec_stream_ckpt.interchange.importing import Imported
+    from torchrec_stream_ckpt.extras.interchange.contents import Checkpoint
+    from torchrec_stream_ckpt.extras.interchange.importing import Imported
 
 
 def import_checkpoint(
@@ -91,9 +91,9 @@ def import_checkpoint(
             "--changes lists the differences of a model, and no model is given", hint="name it with --schema FILE"
         )
     try:
-        from torchrec_stream_ckpt.interchange.contents import ImportSource, states_of
-        from torchrec_stream_ckpt.interchange.importing import import_checkpoint as write
-        from torchrec_stream_ckpt.interchange.into_model import IntoModel
+        from torchrec_stream_ckpt.extras.interchange.contents import ImportSource, states_of
+        from torchrec_stream_ckpt.extras.interchange.importing import IntoModel
+        from torchrec_stream_ckpt.extras.interchange.importing import import_checkpoint as write
     except ModuleNotFoundError as error:
         raise ConfigError(f"import needs {error.name}", hint=TORCH_HINT) from None
     states_of(optimizer)
@@ -150,10 +150,10 @@ def _opened(url: str, of_rank_0: tuple[str, ...]) -> Checkpoint:
         )
     path = Path(rest).absolute()
     if scheme == "torch":
-        from torchrec_stream_ckpt.interchange.torch_checkpoint import TorchCheckpoint
+        from torchrec_stream_ckpt.extras.interchange.torch_checkpoint import TorchCheckpoint
 
         return TorchCheckpoint(path, of_rank_0)
-    from torchrec_stream_ckpt.interchange.dcp_checkpoint import DcpCheckpoint
+    from torchrec_stream_ckpt.extras.interchange.dcp_checkpoint import DcpCheckpoint
 
     if of_rank_0:
         raise ConfigError("--of-rank0 is for files of ranks", hint="leave it out: DCP keeps one value of each tensor")

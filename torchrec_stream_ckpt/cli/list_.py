@@ -15,19 +15,18 @@ from rich.tree import Tree
 from torchrec_stream_ckpt.cli.common import check_named_store, console, in_words, plain, print_json_rows, table
 from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
-from torchrec_stream_ckpt.format.compared import Comparison
+from torchrec_stream_ckpt.extras.reporting.job_status import compared_in_words, ended_of, standing_record
+from torchrec_stream_ckpt.find.best import Condition, meeting, numbers_of, ordered, said_of
+from torchrec_stream_ckpt.find.job import Job
+from torchrec_stream_ckpt.find.survey import Survey
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.imported import is_import, unfinished_import
 from torchrec_stream_ckpt.format.lineage import changed_tables
-from torchrec_stream_ckpt.proofs.standing import ProofStanding, blocks_differ, of_history, standing_of
-from torchrec_stream_ckpt.reporting.now import ended_of
-from torchrec_stream_ckpt.reporting.proofs import compared_in_words, standing_record
-from torchrec_stream_ckpt.route.best import Condition, meeting, numbers_of, ordered, said_of
-from torchrec_stream_ckpt.route.job import Job
-from torchrec_stream_ckpt.route.survey import Survey
-from torchrec_stream_ckpt.store.proved import list_proved
-from torchrec_stream_ckpt.types import MarkerId
-from torchrec_stream_ckpt.units import age, clock, size
+from torchrec_stream_ckpt.format.readings import Comparison
+from torchrec_stream_ckpt.proofs.proof_status import ProofStanding, blocks_differ, of_history, standing_of
+from torchrec_stream_ckpt.store.verdicts import list_proved
+from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.util.units import age, clock, size
 
 _WIDE = 100
 """Columns from which on there is room for a date."""

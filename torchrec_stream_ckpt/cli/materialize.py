@@ -16,27 +16,27 @@ from torchrec_stream_ckpt.cli.common import stopping
 from torchrec_stream_ckpt.cli.engines import opened_engine
 from torchrec_stream_ckpt.cli.events import reporter
 from torchrec_stream_ckpt.cli.options import DAY_S, Access, EngineOption, Json, Uri
-from torchrec_stream_ckpt.engine.api import Engine, Site
-from torchrec_stream_ckpt.engine.choose import EngineName
 from torchrec_stream_ckpt.errors import ConfigError, StoreUnavailableError
+from torchrec_stream_ckpt.find.job import Job, kept_store, options_of
+from torchrec_stream_ckpt.format.end_note import Outcome
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.remarks import Outcome
-from torchrec_stream_ckpt.materialize.background_scrub import BackgroundScrub
-from torchrec_stream_ckpt.materialize.compactor import Policy
-from torchrec_stream_ckpt.materialize.head import HeadWriter
-from torchrec_stream_ckpt.materialize.materialize_service import MaterializeService
-from torchrec_stream_ckpt.materialize.materializer import Materializer
-from torchrec_stream_ckpt.materialize.proof_checker import ProofRule
-from torchrec_stream_ckpt.materialize.scrub_mender import ScrubMender
-from torchrec_stream_ckpt.materialize.scrubber import Scrubber, ScrubCounts
-from torchrec_stream_ckpt.metrics import labels_of, serve_metrics
-from torchrec_stream_ckpt.proofs.standing import ProofStanding
-from torchrec_stream_ckpt.route.job import Job, kept_store, options_of
-from torchrec_stream_ckpt.service import Event
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.maintain.engine.api import Engine, Site
+from torchrec_stream_ckpt.maintain.engine.choose import EngineName
+from torchrec_stream_ckpt.maintain.head import HeadWriter
+from torchrec_stream_ckpt.maintain.materialize_service import MaterializeService
+from torchrec_stream_ckpt.maintain.materializer import Materializer
+from torchrec_stream_ckpt.maintain.proof_checker import ProofRule
+from torchrec_stream_ckpt.maintain.scrub.background_scrub import BackgroundScrub
+from torchrec_stream_ckpt.maintain.scrub.scrub_mender import ScrubMender
+from torchrec_stream_ckpt.maintain.scrub.scrubber import Scrubber, ScrubCounts
+from torchrec_stream_ckpt.proofs.proof_status import ProofStanding
 from torchrec_stream_ckpt.store.api import LooksFirst, Objects, open_store
 from torchrec_stream_ckpt.store.head import head_root
 from torchrec_stream_ckpt.store.identity import prepare_store, refuses_taken_names
-from torchrec_stream_ckpt.units import parse_rate
+from torchrec_stream_ckpt.util.metrics import labels_of, serve_metrics
+from torchrec_stream_ckpt.util.service import Event
+from torchrec_stream_ckpt.util.units import parse_rate
 
 _OUTCOMES = (Outcome.FINISHED, Outcome.PREEMPTED, Outcome.FAILED)
 """As the metric numbers them, from 1."""

@@ -22,8 +22,8 @@ import typer
 from torchrec_stream_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torchrec_stream_ckpt.find.job import Job
     from torchrec_stream_ckpt.format.control import Commit
-    from torchrec_stream_ckpt.route.job import Job
     from torchrec_stream_ckpt.store.api import Objects
     from torchrec_stream_ckpt.store.dense import DenseStore
 
@@ -72,7 +72,7 @@ class Access:
 
     def job(self, uri: str, store: str | None = None, *, glance: bool = False) -> Job:
         """A job's log and store, opened and not looked at; the caller closes them."""
-        from torchrec_stream_ckpt.route.job import Job
+        from torchrec_stream_ckpt.find.job import Job
 
         return Job.open(
             uri,
@@ -93,7 +93,7 @@ class Access:
 
     def open_objects(self, url: str) -> AbstractContextManager[Objects]:
         """The store at ``url``."""
-        from torchrec_stream_ckpt.route.job import options_of
+        from torchrec_stream_ckpt.find.job import options_of
         from torchrec_stream_ckpt.store.api import open_store
 
         return contextlib.closing(open_store(url, options_of(url, self.store_options)))
@@ -105,7 +105,7 @@ class Access:
         Args:
             uri: The job's log; None: it is gone, and what COMMITs say has to be enough.
         """
-        from torchrec_stream_ckpt.route.job import kept_store, options_of
+        from torchrec_stream_ckpt.find.job import kept_store, options_of
         from torchrec_stream_ckpt.store.dense import open_dense
 
         opened: dict[str, DenseStore] = {}

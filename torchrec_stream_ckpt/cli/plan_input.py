@@ -10,10 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
-from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
-from torchrec_stream_ckpt.format.rows import RowLayout
-from torchrec_stream_ckpt.route.job import Job
-from torchrec_stream_ckpt.sizing import (
+from torchrec_stream_ckpt.extras.sizing import (
     RateTouched,
     TableLoad,
     UnitCosts,
@@ -21,8 +18,11 @@ from torchrec_stream_ckpt.sizing import (
     ZipfTouched,
     optimizer_states,
 )
-from torchrec_stream_ckpt.types import TableSpec
-from torchrec_stream_ckpt.units import parse_size
+from torchrec_stream_ckpt.find.job import Job
+from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
+from torchrec_stream_ckpt.format.rows import RowLayout
+from torchrec_stream_ckpt.util.types import TableSpec
+from torchrec_stream_ckpt.util.units import parse_size
 
 EXAMPLE = '[{"rows": 40000000, "dim": 128, "optimizer": "rowwise_adagrad", "ids": 20, "zipf": 1.05, "count": 4}]'
 _FIELDS: dict[str, type | tuple[type, ...]] = {

@@ -10,7 +10,7 @@ import typer
 
 from torchrec_stream_ckpt.cli.common import parse_job, print_json
 from torchrec_stream_ckpt.cli.options import Json, StoredJobOptions
-from torchrec_stream_ckpt.interchange.recover import recover
+from torchrec_stream_ckpt.extras.interchange.recover import recover
 
 
 def recover_log(

@@ -12,10 +12,9 @@ from torchrec_stream_ckpt.cli.common import console, progress_bar
 from torchrec_stream_ckpt.cli.options import JobOptions
 from torchrec_stream_ckpt.cli.watch import Rate, Watcher, bytes_per_s
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.reporting.history import frames_bytes, read_history
-from torchrec_stream_ckpt.reporting.page import Report, page
-from torchrec_stream_ckpt.reporting.stalls import read_stalls
-from torchrec_stream_ckpt.units import size
+from torchrec_stream_ckpt.extras.reporting.history import frames_bytes, read_history, read_stalls
+from torchrec_stream_ckpt.extras.reporting.page import Report, page
+from torchrec_stream_ckpt.util.units import size
 
 
 def report_job(

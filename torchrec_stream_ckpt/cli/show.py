@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from torchrec_stream_ckpt.cli.common import check_named_store, console, in_words, plain, print_json, table
-from torchrec_stream_ckpt.cli.names import short_names
+from torchrec_stream_ckpt.cli.common import check_named_store, console, in_words, plain, print_json, short_names, table
 from torchrec_stream_ckpt.cli.options import Json, MarkerOptions
 from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.find.job import Job
+from torchrec_stream_ckpt.find.survey import Survey
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.lineage import changed_tables
-from torchrec_stream_ckpt.route.job import Job
-from torchrec_stream_ckpt.route.survey import Survey
-from torchrec_stream_ckpt.units import age, clock, size
+from torchrec_stream_ckpt.util.units import age, clock, size
 
 
 def show_marker(

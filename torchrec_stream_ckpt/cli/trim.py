@@ -11,8 +11,6 @@ import typer
 
 from torchrec_stream_ckpt.cli.common import print_json
 from torchrec_stream_ckpt.cli.options import Json, StoredJobOptions
-from torchrec_stream_ckpt.control.snapshots import Shortened, shorten_control
-from torchrec_stream_ckpt.control.trim import trim_log
 from torchrec_stream_ckpt.errors import (
     CommitUnknownError,
     ConfigError,
@@ -23,19 +21,21 @@ from torchrec_stream_ckpt.errors import (
     StreamCkptError,
     UnsupportedError,
 )
-from torchrec_stream_ckpt.materialize.read_back import ReadBack
-from torchrec_stream_ckpt.materialize.rounds import glance_at_clocks, read_clocks
-from torchrec_stream_ckpt.materialize.synced import Synced, check_synced, given_up
-from torchrec_stream_ckpt.route.holdings import Holdings
-from torchrec_stream_ckpt.route.job import Job
+from torchrec_stream_ckpt.find.holdings import Holdings
+from torchrec_stream_ckpt.find.job import Job
+from torchrec_stream_ckpt.log.control.snapshots import Shortened, shorten_control
+from torchrec_stream_ckpt.log.control.trim import trim_log
+from torchrec_stream_ckpt.maintain.gc.clocks import glance_at_clocks, read_clocks
+from torchrec_stream_ckpt.maintain.gc.trim_check import Synced, check_synced, given_up
+from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.dense import dense_in
 from torchrec_stream_ckpt.store.identity import check_store
-from torchrec_stream_ckpt.store.reached import copied_upto
-from torchrec_stream_ckpt.store.readings import take_back_if_possible
-from torchrec_stream_ckpt.types import MarkerId
-from torchrec_stream_ckpt.units import size
-from torchrec_stream_ckpt.uris import FileUri, parse_uri
+from torchrec_stream_ckpt.store.pins import copied_upto
+from torchrec_stream_ckpt.store.verdicts import take_back_if_possible
+from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.util.units import size
+from torchrec_stream_ckpt.util.uris import FileUri, parse_uri
 
 _READERS = 8
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from torchrec_stream_ckpt.settings import FILE_VARIABLE, PREFIX
+from torchrec_stream_ckpt.util.settings import FILE_VARIABLE, PREFIX
 
 SHARED = frozenset({"--store", "--store-options", "--kafka-options", "--commit-key-file", "--verbose", "--width"})
 """Options that mean the same for every verb: ``STREAM_CKPT_STORE`` counts unless ``STREAM_CKPT_LIST_STORE`` is set."""

@@ -12,18 +12,17 @@ import typer
 from torchrec_stream_ckpt.cli.common import print_json, progress_bar
 from torchrec_stream_ckpt.cli.options import Json, MarkerOptions
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, TrimmedError, printable
+from torchrec_stream_ckpt.find.job import Job
+from torchrec_stream_ckpt.find.survey import Survey
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.interval import intervals
 from torchrec_stream_ckpt.proofs.unproved import UnprovedBlock
-from torchrec_stream_ckpt.restore.located import located
-from torchrec_stream_ckpt.restore.verdicts import MarkerVerdict, Verifier
-from torchrec_stream_ckpt.restore.verify import CompareDense, Verified, verify_marker
-from torchrec_stream_ckpt.route.job import Job
-from torchrec_stream_ckpt.route.survey import Survey
-from torchrec_stream_ckpt.store.readings import take_back_if_possible
-from torchrec_stream_ckpt.store.verdicts import leave_verdict
-from torchrec_stream_ckpt.types import MarkerId
-from torchrec_stream_ckpt.units import size
+from torchrec_stream_ckpt.restore.damage_location import located
+from torchrec_stream_ckpt.store.verdicts import leave_verdict, take_back_if_possible
+from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.util.units import size
+from torchrec_stream_ckpt.verify.verdicts import MarkerVerdict, Verifier
+from torchrec_stream_ckpt.verify.verify import CompareDense, Verified, verify_marker
 
 
 def verify_markers(
@@ -161,7 +160,7 @@ def _compare() -> CompareDense | None:
     """Import the reader of dense files; None where torch is not installed."""
     if find_spec("torch") is None:
         return None
-    from torchrec_stream_ckpt.interchange.dense_proof import compare_dense
+    from torchrec_stream_ckpt.extras.interchange.dense_state import compare_dense
 
     return compare_dense
 

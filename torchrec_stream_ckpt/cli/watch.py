@@ -23,17 +23,24 @@ from torchrec_stream_ckpt.errors import (
     StreamCkptError,
     printable,
 )
-from torchrec_stream_ckpt.proofs.standing import ProofStanding, standing_of
-from torchrec_stream_ckpt.reporting.now import Alert, Look, MarkerRow, look, strays_of
-from torchrec_stream_ckpt.reporting.proofs import standing_record, window_width
-from torchrec_stream_ckpt.route.holdings import Holdings
-from torchrec_stream_ckpt.route.job import Job
-from torchrec_stream_ckpt.route.survey import Survey
-from torchrec_stream_ckpt.stats import RESTORE_BYTES_PER_S
+from torchrec_stream_ckpt.extras.reporting.job_status import (
+    Alert,
+    Look,
+    MarkerRow,
+    look,
+    standing_record,
+    strays_of,
+    window_width,
+)
+from torchrec_stream_ckpt.find.holdings import Holdings
+from torchrec_stream_ckpt.find.job import Job
+from torchrec_stream_ckpt.find.survey import Survey
+from torchrec_stream_ckpt.proofs.proof_status import ProofStanding, standing_of
 from torchrec_stream_ckpt.store.identity import check_store
-from torchrec_stream_ckpt.store.proved import list_proved
-from torchrec_stream_ckpt.types import MarkerId
-from torchrec_stream_ckpt.uris import FileUri, KafkaUri, parse_uri
+from torchrec_stream_ckpt.store.verdicts import list_proved
+from torchrec_stream_ckpt.util.stats import RESTORE_BYTES_PER_S
+from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri, parse_uri
 
 _GAP_EVERY_S = 30.0
 _LIST_EVERY_S = 10.0

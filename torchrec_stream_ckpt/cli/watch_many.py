@@ -21,9 +21,9 @@ from torchrec_stream_ckpt.cli.common import console, plain
 from torchrec_stream_ckpt.cli.options import JobOptions
 from torchrec_stream_ckpt.cli.watch import Lines, Watcher, alerts_of, bytes_per_s, record
 from torchrec_stream_ckpt.errors import StreamCkptError, printable
-from torchrec_stream_ckpt.reporting.now import Look
-from torchrec_stream_ckpt.units import clock, duration
-from torchrec_stream_ckpt.uris import job_name, without_login
+from torchrec_stream_ckpt.extras.reporting.job_status import Look
+from torchrec_stream_ckpt.util.units import clock, duration
+from torchrec_stream_ckpt.util.uris import job_name, without_login
 
 
 class Watched:

@@ -9,10 +9,9 @@ from rich.text import Text
 
 from torchrec_stream_ckpt.cli.common import in_words, plain
 from torchrec_stream_ckpt.errors import printable
+from torchrec_stream_ckpt.extras.reporting.job_status import Look, MarkerRow, RankRow, compared_in_words
 from torchrec_stream_ckpt.format.proof import Proved
-from torchrec_stream_ckpt.reporting.now import Look, MarkerRow, RankRow
-from torchrec_stream_ckpt.reporting.proofs import compared_in_words
-from torchrec_stream_ckpt.units import clock, duration, size
+from torchrec_stream_ckpt.util.units import clock, duration, size
 
 _WIDE = 110
 _RANKS = 8

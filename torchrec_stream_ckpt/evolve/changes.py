@@ -12,8 +12,7 @@ from typing import Any
 
 from torchrec_stream_ckpt.errors import ChangesError
 from torchrec_stream_ckpt.evolve.row_maps import IdMap
-from torchrec_stream_ckpt.evolve.text import as_python, as_toml, is_said
-from torchrec_stream_ckpt.evolve.toml_file import read_toml
+from torchrec_stream_ckpt.evolve.text import as_python, as_toml, is_said, read_toml
 from torchrec_stream_ckpt.format.schema import canonical
 
 

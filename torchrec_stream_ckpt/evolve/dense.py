@@ -16,10 +16,10 @@ from torchrec_stream_ckpt.evolve.dense_outcome import (
 )
 from torchrec_stream_ckpt.evolve.findings import Findings
 from torchrec_stream_ckpt.evolve.imported import ImportedOptimizers, States, imported_stateful
-from torchrec_stream_ckpt.evolve.labels import BY_RULE, DROPPED, EXACT, FRESH
 from torchrec_stream_ckpt.evolve.model_schema import NO_TENSOR, DenseEntry, DenseOptimizer, ModelSchema
-from torchrec_stream_ckpt.evolve.toml_file import nearest
-from torchrec_stream_ckpt.types import plain_name
+from torchrec_stream_ckpt.evolve.table_outcome import BY_RULE, DROPPED, EXACT, FRESH
+from torchrec_stream_ckpt.evolve.text import nearest
+from torchrec_stream_ckpt.util.types import plain_name
 
 T = TypeVar("T")
 _PLAIN = re.compile(r"[\w.]+")

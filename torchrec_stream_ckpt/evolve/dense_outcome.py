@@ -6,8 +6,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from torchrec_stream_ckpt.evolve.labels import DROPPED, EXACT
 from torchrec_stream_ckpt.evolve.model_schema import NO_TENSOR, DenseEntry
+from torchrec_stream_ckpt.evolve.table_outcome import DROPPED, EXACT
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 
 from torchrec_stream_ckpt.evolve.dense_outcome import OptimizerOutcome, StatefulOutcome, StateOutcome
 from torchrec_stream_ckpt.evolve.findings import Findings
-from torchrec_stream_ckpt.evolve.labels import BY_RULE, FRESH
 from torchrec_stream_ckpt.evolve.model_schema import DenseOptimizer, ModelSchema
-from torchrec_stream_ckpt.evolve.toml_file import nearest
+from torchrec_stream_ckpt.evolve.table_outcome import BY_RULE, FRESH
+from torchrec_stream_ckpt.evolve.text import nearest
 
 States = Mapping[str, Collection[str]]
 """Names of the states that an imported marker has, by parameter."""

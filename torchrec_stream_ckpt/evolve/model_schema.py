@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
-from torchrec_stream_ckpt.types import StateSpec, TableSpec
+from torchrec_stream_ckpt.util.types import StateSpec, TableSpec
 
 FORMAT = 1
 NO_TENSOR = "None"

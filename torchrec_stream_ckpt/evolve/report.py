@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchrec_stream_ckpt.evolve.dense_outcome import DenseEvolution
-from torchrec_stream_ckpt.evolve.labels import DROPPED, EXACT, FRESH
-from torchrec_stream_ckpt.evolve.outcome import TableOutcome
-from torchrec_stream_ckpt.evolve.whole import ModelEvolution
-from torchrec_stream_ckpt.units import size
+from torchrec_stream_ckpt.evolve.model_evolution import ModelEvolution
+from torchrec_stream_ckpt.evolve.table_outcome import DROPPED, EXACT, FRESH, TableOutcome
+from torchrec_stream_ckpt.util.units import size
 
 
 @dataclass(frozen=True, slots=True)

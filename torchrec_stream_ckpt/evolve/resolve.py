@@ -7,12 +7,11 @@ from dataclasses import replace
 
 from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes, RowChange
 from torchrec_stream_ckpt.evolve.findings import Findings
-from torchrec_stream_ckpt.evolve.labels import BY_RULE, DROPPED, EXACT, FRESH
-from torchrec_stream_ckpt.evolve.outcome import Evolution, TableOutcome
 from torchrec_stream_ckpt.evolve.row_maps import IdMap, RowMap
-from torchrec_stream_ckpt.evolve.toml_file import nearest
+from torchrec_stream_ckpt.evolve.table_outcome import BY_RULE, DROPPED, EXACT, FRESH, Evolution, TableOutcome
+from torchrec_stream_ckpt.evolve.text import nearest
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.types import TOMBSTONE, StateSpec, TableSpec, plain_name
+from torchrec_stream_ckpt.util.types import TOMBSTONE, StateSpec, TableSpec, plain_name
 
 TrainedRows = Callable[[int, RowMap], int | None]
 """Index of a table in the marker, the rows of it that are kept -> how many of the others were trained; None: nothing

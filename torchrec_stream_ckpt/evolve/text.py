@@ -1,13 +1,136 @@
-"""Declared changes as text that can be pasted: an expression of Python, or a TOML file. ASCII."""
+"""Declared changes as text that can be pasted: an expression of Python, or a TOML file. ASCII.
+
+A TOML file of declared changes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from torchrec_stream_ckpt.errors import ChangesError
 from torchrec_stream_ckpt.evolve.row_maps import IdMap
+
+T = TypeVar("T")
+_MAX_BYTES = 64 * 2**20
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Name in words what a wrong name may have meant; empty if nothing is near."""
+    names = sorted(set(known))
+    ends = [each for each in names if name and each.endswith(f".{name}")]  # a table's own name is given, not its path
+    found = ends[:3] or difflib.get_close_matches(name, names, 3, 0.6)
+    return f" (near: {', '.join(map(repr, found))})" if found else ""
+
+
+def read_toml(path: Path, kind: type[T], dense: type[Any], row_change: type[Any]) -> T:
+    """The changes of a file.
+
+    Raises:
+        ChangesError: it does not parse, or has unknown fields or wrong values; names all of them.
+    """
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ChangesError(f"the file is larger than {_MAX_BYTES:,} bytes", path=path)
+        data = tomllib.loads(path.read_text("utf-8-sig"))
+    except OSError as error:
+        raise ChangesError(f"cannot be read: {error.strerror}", hint="name a TOML file", path=path) from None
+    except ChangesError:
+        raise
+    except (ValueError, RecursionError) as error:  # a number that is too long is a plain ValueError
+        raise ChangesError(
+            f"not TOML: {str(error).partition(';')[0]}", hint="see docs/evolve.md for an example", path=path
+        ) from None
+    reader = _Reader(path, row_change)
+    for section, names in data.items():
+        reader.unquoted(section, names)
+    values = reader.fields(data, kind, "")
+    if "dense" in values:
+        inner = values["dense"]
+        if not isinstance(inner, Mapping):
+            reader.problems.append(f"dense is {inner!r:.80}, not a section")
+        else:
+            values["dense"] = reader.made(lambda: dense(**reader.fields(inner, dense, "dense.")), "dense: ")
+    if "rows" in values:
+        values["rows"] = reader.rows(values["rows"])
+    made = reader.made(lambda: kind(**{name: value for name, value in values.items() if value is not None}), "")
+    if reader.problems:
+        said = "\n".join(["the declared changes are wrong:", *reader.problems])
+        raise ChangesError(said, hint="correct these", path=path)
+    assert made is not None
+    return made
+
+
+class _Reader:
+    """Gathers what is wrong, so that one error names all of it."""
+
+    def __init__(self, path: Path, row_change: type[Any]) -> None:
+        self._folder = path.parent
+        self._row_change = row_change
+        self._row_fields = {each.name for each in fields(row_change)}
+        self.problems: list[str] = []
+
+    def fields(self, data: Mapping[str, Any], kind: type[Any], above: str) -> dict[str, Any]:
+        """The known fields of ``data``."""
+        known = {each.name for each in fields(kind)}
+        for name in sorted(data.keys() - known):
+            self.problems.append(f"unknown field {above}{name}{nearest(name, known)}")
+        return {name: value for name, value in data.items() if name in known}
+
+    def unquoted(self, section: str, names: Any) -> None:
+        """TOML takes the dots of a bare name apart."""
+        if not isinstance(names, Mapping):
+            return
+        for name, value in names.items():
+            if section == "dense":
+                self.unquoted(f"{section}.{name}", value)
+            elif isinstance(value, Mapping) and (section != "rows" or not self._row_fields & value.keys()):
+                self.problems.append(f"[{section}] {name}.{next(iter(value), '')}: a name with dots stands in quotes")
+
+    def made(self, make: Callable[[], T], where: str) -> T | None:
+        """Call ``make`` and return its result; None if it refuses, which is noted."""
+        try:
+            return make()
+        except ChangesError as error:
+            lines = [line for line in error.message.splitlines() if not line.endswith("changes are wrong:")]
+            place = f" [{error.where['path']}]" if "path" in error.where else ""
+            self.problems += [f"{where}{line}{place}" for line in lines]
+            return None
+
+    def rows(self, data: Any) -> Any:
+        """Numbers stay; a table of TOML becomes a ``RowChange``."""
+        if not isinstance(data, Mapping):
+            return data
+        found = {name: self._row(name, value) if isinstance(value, Mapping) else value for name, value in data.items()}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _row(self, name: str, data: Mapping[str, Any]) -> Any:
+        where = f"rows[{name!r}]: "
+        values = self.fields(data, self._row_change, f"rows[{name!r}].")
+        if not isinstance(values.get("allow_dropped_rows", False), bool):
+            self.problems.append(f"{where}allow_dropped_rows is neither true nor false")
+            return None
+        if "rows" not in values:
+            self.problems.append(f"{where}rows is missing")
+            return None
+        if "ids" in values:
+            ids = values["ids"]
+            values["ids"] = self.made(lambda: self._ids(ids), where)
+            if values["ids"] is None:
+                return None
+        return self.made(lambda: self._row_change(**values), where)
+
+    def _ids(self, given: Any) -> IdMap:
+        if isinstance(given, str):
+            return IdMap.load(self._folder / given)
+        if isinstance(given, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in given):
+            return IdMap(*([pair[side] for pair in given] for side in (0, 1)))  # type: ignore[arg-type]
+        raise ChangesError(f"ids is {given!r:.80}, not a file or a list of pairs")
+
 
 MOST_PAIRS = 32
 """Pairs of an id map that is written out; a longer one without a file has to be saved first."""

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.packed_commit import PackedCommit, open_commit
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
 
 Place: TypeAlias = int
 """Where a COMMIT stands in its log, in the terms of the function that fetches it."""

@@ -11,8 +11,9 @@ from sys import intern
 from typing import Any, ClassVar, TypeAlias
 
 from torchrec_stream_ckpt.errors import CorruptionError, ServingStreamError
-from torchrec_stream_ckpt.format.changed import ClaimChanges
+from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
 from torchrec_stream_ckpt.format.dense_files import DenseFile, DenseList, check_files
+from torchrec_stream_ckpt.format.end_note import End, Note
 from torchrec_stream_ckpt.format.entry_digests import DenseProof
 from torchrec_stream_ckpt.format.fields import Fields
 from torchrec_stream_ckpt.format.frame import (
@@ -29,11 +30,10 @@ from torchrec_stream_ckpt.format.proof import Proof
 from torchrec_stream_ckpt.format.rank_ends import RankEnds
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.record import MAC, Meta, Record
-from torchrec_stream_ckpt.format.remarks import End, Note
 from torchrec_stream_ckpt.format.schema import NO_TABLES, Schema, canonical, plain
 from torchrec_stream_ckpt.format.snapshot import Snapshot
-from torchrec_stream_ckpt.types import MarkerId, RankEnd, TableShard
-from torchrec_stream_ckpt.units import day
+from torchrec_stream_ckpt.util.types import MarkerId, RankEnd, TableShard
+from torchrec_stream_ckpt.util.units import day
 
 MAX_PLACE_CHARS = 4096
 

@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense_files import LIST_NAME, DenseFile, parse_list
-from torchrec_stream_ckpt.layout import dense_name
+from torchrec_stream_ckpt.util.layout import dense_name
 
 
 def digest_files(path: Path, names: Iterable[str]) -> tuple[DenseFile, ...]:

@@ -11,8 +11,8 @@ from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
-from torchrec_stream_ckpt.format.announced import check_announced
-from torchrec_stream_ckpt.format.changed import MAX_EARLIER, ClaimChanges
+from torchrec_stream_ckpt.format.claim_changes import MAX_EARLIER, ClaimChanges
+from torchrec_stream_ckpt.format.claim_features import check_announced
 from torchrec_stream_ckpt.format.dense_files import DenseList
 from torchrec_stream_ckpt.format.entry_digests import DenseProof
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES, NEWEST_VERSION, VERSION, Buffer
@@ -20,7 +20,7 @@ from torchrec_stream_ckpt.format.proof import MAX_ID, Proof, ReplicatedProof
 from torchrec_stream_ckpt.format.rank_ends import RankEnds
 from torchrec_stream_ckpt.format.record import Meta, meta_of
 from torchrec_stream_ckpt.format.schema import OPTIONAL, SINCE_3, SINCE_4, Schema
-from torchrec_stream_ckpt.types import TOMBSTONE, MarkerId, RankEnd, StateSpec, TableSpec
+from torchrec_stream_ckpt.util.types import TOMBSTONE, MarkerId, RankEnd, StateSpec, TableSpec
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage, count_trim
 from torchrec_stream_ckpt.format.packed_commit import PackedCommit, read_record
 from torchrec_stream_ckpt.format.schema import canonical
 from torchrec_stream_ckpt.format.snapshot import Parts, Snapshot, pack, unpack
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.rows import RowLayout, Section
 from torchrec_stream_ckpt.format.schema import Schema, canonical
-from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
+from torchrec_stream_ckpt.util.types import MarkerId, TableShard, TableSpec
 
 FORMAT = 1
 BLOCK_BYTES = 2**20

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.segment import SegmentId, SegmentKind
-from torchrec_stream_ckpt.layout import StoreSegment
-from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
+from torchrec_stream_ckpt.util.layout import StoreSegment
+from torchrec_stream_ckpt.util.types import LogSpan, MarkerId, RankEnd
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,17 +13,17 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
-from torchrec_stream_ckpt.format.announced import check_readable
-from torchrec_stream_ckpt.format.changed import ClaimChanges, in_words
+from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, in_words
+from torchrec_stream_ckpt.format.claim_features import check_readable
+from torchrec_stream_ckpt.format.claim_references import resolved
 from torchrec_stream_ckpt.format.commits import Commits, Place
 from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Trim
+from torchrec_stream_ckpt.format.end_note import End, Note
 from torchrec_stream_ckpt.format.packed_commit import PackedCommit
 from torchrec_stream_ckpt.format.record import Meta
-from torchrec_stream_ckpt.format.referring import resolved
-from torchrec_stream_ckpt.format.remarks import End, Note
 from torchrec_stream_ckpt.format.snapshot import Snapshot
 from torchrec_stream_ckpt.format.trims import Trims
-from torchrec_stream_ckpt.types import LogSpan, MarkerId, RankEnd
+from torchrec_stream_ckpt.util.types import LogSpan, MarkerId, RankEnd
 
 _COMMIT = (PackedCommit, Commit)
 _MAX_GAP = 1000

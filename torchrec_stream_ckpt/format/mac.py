@@ -13,8 +13,8 @@ from typing import NoReturn, TypeVar
 
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Trim
+from torchrec_stream_ckpt.format.end_note import End, Note
 from torchrec_stream_ckpt.format.packed_commit import PackedCommit
-from torchrec_stream_ckpt.format.remarks import End, Note
 from torchrec_stream_ckpt.format.snapshot import Snapshot
 
 Record = TypeVar("Record", Claim, Commit, Trim, End, Note, Snapshot)

@@ -23,9 +23,9 @@ from torchrec_stream_ckpt.format.fields import Fields
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.schema import canonical
 from torchrec_stream_ckpt.format.segment import HEADER_LEN
-from torchrec_stream_ckpt.layout import FoldName, StoreSegment, parse_fold_segment
-from torchrec_stream_ckpt.types import MarkerId
-from torchrec_stream_ckpt.units import day
+from torchrec_stream_ckpt.util.layout import FoldName, StoreSegment, parse_fold_segment
+from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.util.units import day
 
 FORMAT = 1
 """Format of a store: of its names, its segments and its JSON objects."""

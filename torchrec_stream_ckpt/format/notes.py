@@ -10,7 +10,7 @@ from torchrec_stream_ckpt.format.control import Mark
 from torchrec_stream_ckpt.format.fields import Fields
 from torchrec_stream_ckpt.format.frame import NEWEST_VERSION
 from torchrec_stream_ckpt.format.schema import canonical, plain
-from torchrec_stream_ckpt.types import TableShard
+from torchrec_stream_ckpt.util.types import TableShard
 
 
 @dataclass(frozen=True, slots=True)

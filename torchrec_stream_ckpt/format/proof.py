@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.mixing import GOLDEN, mixed
+from torchrec_stream_ckpt.util.mixing import GOLDEN, mixed
 
 BLOCK_ROWS = 64
 """Rows of a block: a digest is of the rows of one block."""

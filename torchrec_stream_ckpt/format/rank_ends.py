@@ -14,7 +14,7 @@ from typing import overload
 import numpy as np
 
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.types import LogSpan, RankEnd
+from torchrec_stream_ckpt.util.types import LogSpan, RankEnd
 
 COLUMNS = ("partition", "begin", "end", "frames", "chain", "rows", "num_bytes")
 """The packed columns, in order. The rank is the position."""

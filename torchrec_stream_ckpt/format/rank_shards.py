@@ -21,7 +21,7 @@ from crc32c import crc32c
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.rank_ends import MAX_RANKS, from_base64
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.types import TableShard
+from torchrec_stream_ckpt.util.types import TableShard
 
 COLUMNS = ("table", "row0", "rows", "col0", "cols")
 """The packed columns, in order."""

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, MAX_FRAME_BYTES, Header, aligned
-from torchrec_stream_ckpt.signal_safe import SafeCondition
+from torchrec_stream_ckpt.util.signal_safe import SafeCondition
 
 Bytes = npt.NDArray[np.uint8]
 

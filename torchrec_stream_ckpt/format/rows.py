@@ -24,7 +24,7 @@ from torchrec_stream_ckpt.format.frame import (
     Header,
     aligned,
 )
-from torchrec_stream_ckpt.types import StateSpec, TableSpec
+from torchrec_stream_ckpt.util.types import StateSpec, TableSpec
 
 Array = npt.NDArray[np.generic]
 

@@ -16,7 +16,7 @@ from typing import Any
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.format.proof import MAX_ID
-from torchrec_stream_ckpt.types import TableShard, TableSpec
+from torchrec_stream_ckpt.util.types import TableShard, TableSpec
 
 SINCE_3 = {"changes", "text", "origin", "earlier"}
 """Optional fields that no payload of version 2 has."""

@@ -12,7 +12,7 @@ from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, seal
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array, RowLayout, RowsView
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.types import StateSpec, TableSpec
+from torchrec_stream_ckpt.util.types import StateSpec, TableSpec
 
 Encoding = Literal["int8", "bf16"]
 Floats = npt.NDArray[np.float32]

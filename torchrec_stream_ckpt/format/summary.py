@@ -16,7 +16,7 @@ from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.layout import parse_manifest_name, parse_store_segment
+from torchrec_stream_ckpt.util.layout import parse_manifest_name, parse_store_segment
 
 MAGIC = b"TRSU"
 VERSION = 1

@@ -11,9 +11,9 @@ from enum import StrEnum
 from typing import Protocol
 
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.options import Options, read_options
-from torchrec_stream_ckpt.types import LogSpan, MarkPlace
-from torchrec_stream_ckpt.uris import FileUri, KafkaUri, parse_uri
+from torchrec_stream_ckpt.util.options import Options, read_options
+from torchrec_stream_ckpt.util.types import LogSpan, MarkPlace
+from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri, parse_uri
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from torchrec_stream_ckpt.durable import fsync_dir, write_all
 from torchrec_stream_ckpt.errors import CommitUnknownError, CorruptionError, LogUnavailableError, PrunedError
-from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, MAGIC, MAX_FRAME_BYTES, Kind, parse_header, payload_of
 from torchrec_stream_ckpt.format.packed_commit import commit_payload_len
 from torchrec_stream_ckpt.format.snapshot import Base
-from torchrec_stream_ckpt.layout import CONTROL_FILE, CONTROL_LOCK
-from torchrec_stream_ckpt.locks import held
 from torchrec_stream_ckpt.log.disk import explained
+from torchrec_stream_ckpt.util.durable import fsync_dir, write_all
+from torchrec_stream_ckpt.util.failpoints import failpoint
+from torchrec_stream_ckpt.util.layout import CONTROL_FILE, CONTROL_LOCK
+from torchrec_stream_ckpt.util.locks import held
 
 LOCK_TIMEOUT_S = 30.0
 _BUFFER_BYTES = 2**20

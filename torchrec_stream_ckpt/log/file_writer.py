@@ -7,14 +7,14 @@ import os
 from concurrent.futures import Future, wait
 from pathlib import Path
 
-from torchrec_stream_ckpt.durable import fsync_dir, write_all
 from torchrec_stream_ckpt.errors import LogUnavailableError, StreamLostError
-from torchrec_stream_ckpt.failpoints import failpoint
-from torchrec_stream_ckpt.layout import segment_name
 from torchrec_stream_ckpt.log.api import Ack
 from torchrec_stream_ckpt.log.disk import explained, unavailable
 from torchrec_stream_ckpt.log.segments import segments
 from torchrec_stream_ckpt.log.worker import Worker
+from torchrec_stream_ckpt.util.durable import fsync_dir, write_all
+from torchrec_stream_ckpt.util.failpoints import failpoint
+from torchrec_stream_ckpt.util.layout import segment_name
 
 SEGMENT_BYTES = 256 * 2**20
 

@@ -15,15 +15,7 @@ import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from torchrec_stream_ckpt.durable import fsync_dir, make_dirs, write_synced
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
-from torchrec_stream_ckpt.layout import (
-    CONTROL_FILE,
-    DATA_DIR,
-    IDENTITY_FILE,
-    MAX_PARTITIONS,
-    partition_dir,
-)
 from torchrec_stream_ckpt.log.api import DataWriter, Finding, Freed, Incarnation, Rows, TrimRange
 from torchrec_stream_ckpt.log.control_file import ControlFile
 from torchrec_stream_ckpt.log.disk import examine_folder, explained
@@ -39,8 +31,16 @@ from torchrec_stream_ckpt.log.segments import (
     size_of,
     unlink,
 )
-from torchrec_stream_ckpt.types import LogSpan, MarkPlace
-from torchrec_stream_ckpt.uris import FileUri, KafkaUri
+from torchrec_stream_ckpt.util.durable import fsync_dir, make_dirs, write_synced
+from torchrec_stream_ckpt.util.layout import (
+    CONTROL_FILE,
+    DATA_DIR,
+    IDENTITY_FILE,
+    MAX_PARTITIONS,
+    partition_dir,
+)
+from torchrec_stream_ckpt.util.types import LogSpan, MarkPlace
+from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri
 
 _MOST_STREAMS = 2**16
 """Streams of which a place is remembered."""

@@ -8,11 +8,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from torchrec_stream_ckpt.errors import StreamLostError
-from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, seal
 from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
 from torchrec_stream_ckpt.log.api import Ack, DataWriter
 from torchrec_stream_ckpt.log.gaps import Gap
+from torchrec_stream_ckpt.util.failpoints import failpoint
 
 
 @dataclass(frozen=True, slots=True)

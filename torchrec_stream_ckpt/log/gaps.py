@@ -14,7 +14,7 @@ from torchrec_stream_ckpt.errors import CorruptionError, StreamLostError
 from torchrec_stream_ckpt.format.frame import Header
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import Strays, data_header
-from torchrec_stream_ckpt.types import LogSpan
+from torchrec_stream_ckpt.util.types import LogSpan
 
 _NEAR = 256
 """Gaps no further apart than this are read at one go."""

@@ -17,12 +17,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from torchrec_stream_ckpt.errors import LogUnavailableError, StreamLostError
-from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind
 from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
 from torchrec_stream_ckpt.log.api import DataWriter
 from torchrec_stream_ckpt.log.flight import Flight, StreamEnd
-from torchrec_stream_ckpt.signal_safe import SafeCondition, SafeEvent
+from torchrec_stream_ckpt.util.failpoints import failpoint
+from torchrec_stream_ckpt.util.signal_safe import SafeCondition, SafeEvent
 
 log = logging.getLogger(__name__)
 

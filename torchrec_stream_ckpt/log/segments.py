@@ -15,11 +15,11 @@ from operator import itemgetter
 from pathlib import Path
 
 from torchrec_stream_ckpt.errors import CorruptionError, StreamLostError
-from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header
-from torchrec_stream_ckpt.layout import DATA_DIR, IDENTITY_FILE, parse_segment, partition_dir, segment_name
 from torchrec_stream_ckpt.log.disk import explained
-from torchrec_stream_ckpt.types import LogSpan
+from torchrec_stream_ckpt.util.failpoints import failpoint
+from torchrec_stream_ckpt.util.layout import DATA_DIR, IDENTITY_FILE, parse_segment, partition_dir, segment_name
+from torchrec_stream_ckpt.util.types import LogSpan
 
 SETTLED_S = 2.0
 """A folder whose time of change is that old changes it when a file is added: file systems count time in steps."""

@@ -11,7 +11,7 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark
 from torchrec_stream_ckpt.format.frame import DATA_KINDS, Buffer, Header, Kind, check_pad, parse_header, payload_of
 from torchrec_stream_ckpt.log.api import LogReader
-from torchrec_stream_ckpt.types import LogSpan, RankEnd, TableShard
+from torchrec_stream_ckpt.util.types import LogSpan, RankEnd, TableShard
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from torchrec_stream_ckpt.interpreter_exit import end_at_exit, stopping
-from torchrec_stream_ckpt.signal_safe import SafeFuture
+from torchrec_stream_ckpt.util.interpreter_exit import end_at_exit, stopping
+from torchrec_stream_ckpt.util.signal_safe import SafeFuture
 
 T = TypeVar("T")
 

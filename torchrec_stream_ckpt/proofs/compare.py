@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from torchrec_stream_ckpt.find.route import Path
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Digests, Ints
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.proofs.met import Circle, Marks, Places, Said, blocks_of, digests_of
-from torchrec_stream_ckpt.route.path import Path
-from torchrec_stream_ckpt.types import TableShard
+from torchrec_stream_ckpt.proofs.seen_marks import Circle, Marks, Places, Said, blocks_of, digests_of
+from torchrec_stream_ckpt.util.types import TableShard
 
 Flags = npt.NDArray[np.bool_]
 

@@ -9,7 +9,7 @@ from torchrec_stream_ckpt.errors import CorruptionError, ProofMismatchError
 from torchrec_stream_ckpt.format.dense_proof import MODULUS
 from torchrec_stream_ckpt.format.entry_digests import DenseProof, is_blob
 from torchrec_stream_ckpt.format.proof import replicated_id
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
 
 _NAMED = 8
 """Entries that a message names."""

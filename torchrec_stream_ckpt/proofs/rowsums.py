@@ -26,9 +26,9 @@ from torchrec_stream_ckpt.format.proof import (
 from torchrec_stream_ckpt.format.rows import Array, RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.proofs.compare import Check
-from torchrec_stream_ckpt.proofs.met import NEVER, Circle, Met, agree
+from torchrec_stream_ckpt.proofs.seen_marks import NEVER, Circle, Met, agree
 from torchrec_stream_ckpt.proofs.unproved import Compared, name_blocks
-from torchrec_stream_ckpt.types import TableShard, TableSpec
+from torchrec_stream_ckpt.util.types import TableShard, TableSpec
 
 MEMORY_BYTES = 2 * 2**30
 """What the numbers may take. Where all blocks would take more, a share of them is looked at."""

@@ -16,13 +16,13 @@ import numpy.typing as npt
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Digests, Ints, Window
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import slices_of
-from torchrec_stream_ckpt.proofs.met import NEVER, Met, Places
 from torchrec_stream_ckpt.proofs.rowsums import Slice, TableSums, compare_sums
+from torchrec_stream_ckpt.proofs.seen_marks import NEVER, Met, Places
 from torchrec_stream_ckpt.proofs.unproved import Compared
 from torchrec_stream_ckpt.store.api import Readable
 from torchrec_stream_ckpt.store.catalog import Picked, Piece
 from torchrec_stream_ckpt.store.ranges import read_window
-from torchrec_stream_ckpt.types import TableShard
+from torchrec_stream_ckpt.util.types import TableShard
 
 SHARE_BYTES = 64 * 2**20
 """What a share reads, about."""

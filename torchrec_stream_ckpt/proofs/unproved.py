@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchrec_stream_ckpt.errors import ProofMismatchError
+from torchrec_stream_ckpt.find.route import Path
 from torchrec_stream_ckpt.format.manifest import TableRows
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.proofs.compare import Tally
-from torchrec_stream_ckpt.proofs.met import Circle
-from torchrec_stream_ckpt.proofs.standing import blocks_differ
-from torchrec_stream_ckpt.route.path import Path
-from torchrec_stream_ckpt.types import MarkerId, RowRange
+from torchrec_stream_ckpt.proofs.proof_status import blocks_differ
+from torchrec_stream_ckpt.proofs.seen_marks import Circle
+from torchrec_stream_ckpt.util.types import MarkerId, RowRange
 
 _SAID = 8
 """Blocks that a message names."""

@@ -10,10 +10,10 @@ import numpy as np
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Digests, Ints, Proof, digest_blocks, row_keys
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.proofs.met import Said, common_window, digests_of
 from torchrec_stream_ckpt.proofs.rowsums import plain_sums
+from torchrec_stream_ckpt.proofs.seen_marks import Said, common_window, digests_of
 from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved, UnprovedBlock
-from torchrec_stream_ckpt.types import MarkerId, TableSpec
+from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
 
 ReadRows = Callable[[Ints], Array]
 """Weights of some rows of a table, ids ascending; shape (n, dim), bfloat16 as its bits."""

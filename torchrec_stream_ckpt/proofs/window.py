@@ -1,4 +1,7 @@
-"""Compare the rows that one marker proves, as a store holds them, with its proof. Nothing else is read."""
+"""Compare the rows that one marker proves, as a store holds them, with its proof. Nothing else is read.
+
+Compare what a HEAD holds of the rows that its marker proves with that proof.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +13,23 @@ from itertools import islice
 import numpy as np
 
 from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.find.route import Path
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Window
+from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.proofs.met import Met, common_window
 from torchrec_stream_ckpt.proofs.rowsums import RowSums, Slice
+from torchrec_stream_ckpt.proofs.seen_marks import Met, common_window
 from torchrec_stream_ckpt.proofs.shares import SHARE_BYTES, ShareFound, WindowShare, compare_shares, cut_window
 from torchrec_stream_ckpt.proofs.unproved import Compared
-from torchrec_stream_ckpt.route.path import Path
 from torchrec_stream_ckpt.store.api import Objects, Readable
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
+from torchrec_stream_ckpt.store.head import Head
 from torchrec_stream_ckpt.store.ranges import SMALL_BYTES
 from torchrec_stream_ckpt.store.reader import open_segments
-from torchrec_stream_ckpt.types import MarkerId, TableShard
+from torchrec_stream_ckpt.util.types import MarkerId, TableShard
 
 _MOST_OPEN = 2**14
 """Segments whose directories are kept from marker to marker: some 40 MB."""
@@ -245,3 +250,36 @@ def cells_of(schema: Schema, window: Window) -> int:
             rows = int(np.minimum(BLOCK_ROWS, table.rows - blocks * BLOCK_ROWS).sum())
             total += rows * table.dim * (1 + len(table.states))
     return total
+
+
+def check_head(lineage: Lineage, head: Head) -> WindowCheck:
+    """Read the rows that a HEAD's marker proves out of its arrays, and compare them.
+
+    Args:
+        lineage: The control partition; it has the marker.
+        head: Open: nobody writes to it meanwhile.
+
+    Raises:
+        HeadDamagedError: a file of it is gone or too short, or its checksums were altered.
+    """
+    state = head.state
+    window = window_of(state.notes)
+    if window is None:
+        return WindowCheck(state.marker, None)
+    schema = lineage.claims[state.marker.generation].schema
+    slices: dict[int, set[Slice]] = {}
+    for index, col0, cols in state.columns:
+        slices.setdefault(index, set()).add((col0, cols))
+    sums, num_bytes = window_sums(schema, Path.at(lineage, state.marker), state.notes, slices, window), 0
+    for each in state.slices:
+        table = schema.tables[each.table]
+        if table.id is None:
+            continue
+        blocks = window.blocks(table.id, 0, table.rows)
+        ids = (blocks[:, None] * BLOCK_ROWS + np.arange(BLOCK_ROWS)).ravel()
+        ids = ids[ids < table.rows]
+        weights, *states = (array[ids] for array in head.arrays(each, schema).arrays)
+        sums.rows(each.table, each.col0, each.cols, RowsView(ids, weights, tuple(states)), 0)
+        num_bytes += weights.nbytes + sum(array.nbytes for array in states)
+    compared = replace(sums.compare(), total=cells_of(schema, window))
+    return WindowCheck(state.marker, window, compared, num_bytes)

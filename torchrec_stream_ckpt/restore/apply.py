@@ -10,20 +10,19 @@ from typing import TypeVar
 
 import torch
 
-from torchrec_stream_ckpt.adapter import FusedKernel
 from torchrec_stream_ckpt.errors import SchemaMismatchError
 from torchrec_stream_ckpt.format.control import TableScalars
 from torchrec_stream_ckpt.log.api import LogReader
-from torchrec_stream_ckpt.proofs.met import Met
+from torchrec_stream_ckpt.model import FusedKernel
+from torchrec_stream_ckpt.proofs.seen_marks import Met
 from torchrec_stream_ckpt.restore.from_log import apply_log
 from torchrec_stream_ckpt.restore.from_store import apply_store
-from torchrec_stream_ckpt.restore.plan import RestorePlan
-from torchrec_stream_ckpt.restore.reshard import Move, intersect
+from torchrec_stream_ckpt.restore.plan import Move, RestorePlan, intersect
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.restore.views import View
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.head import Head, SliceArrays
-from torchrec_stream_ckpt.types import TableShard
+from torchrec_stream_ckpt.util.types import TableShard
 
 T = TypeVar("T")
 

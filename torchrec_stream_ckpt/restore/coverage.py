@@ -11,7 +11,7 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.frame import Header
 from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.types import TableSpec
+from torchrec_stream_ckpt.util.types import TableSpec
 
 
 class Coverage:

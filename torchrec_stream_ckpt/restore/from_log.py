@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 
-from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import TableScalars
 from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.interval import Interval
@@ -22,11 +21,11 @@ from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import check_hello, checked_payload, read_mark, read_stream
-from torchrec_stream_ckpt.proofs.met import Met
-from torchrec_stream_ckpt.restore.plan import RestorePlan
-from torchrec_stream_ckpt.restore.reshard import Move, by_slice
+from torchrec_stream_ckpt.proofs.seen_marks import Met
+from torchrec_stream_ckpt.restore.plan import Move, RestorePlan, by_slice
 from torchrec_stream_ckpt.restore.target import Target
-from torchrec_stream_ckpt.types import MarkerId, TableShard
+from torchrec_stream_ckpt.util.failpoints import failpoint
+from torchrec_stream_ckpt.util.types import MarkerId, TableShard
 
 BATCH_BYTES = 8 * 2**20
 BATCH_FRAMES = 64

@@ -1,29 +1,127 @@
-"""What a restore will do, computed before anything is done: a pure value that prints."""
+"""What a restore will do, computed before anything is done: a pure value that prints.
+
+How many cells of a table some rectangles cover together: in O(n log n), for a log may name many of them.
+
+Which part of which source shard lands in which target shard: intervals, nothing else.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
 from torchrec_stream_ckpt.errors import ColumnResplitError, CorruptionError, SchemaMismatchError
-from torchrec_stream_ckpt.evolve.outcome import TableOutcome
 from torchrec_stream_ckpt.evolve.report import EvolutionReport
+from torchrec_stream_ckpt.evolve.table_outcome import TableOutcome
+from torchrec_stream_ckpt.find.route import Path, Route, Shards
 from torchrec_stream_ckpt.format.control import TableScalars
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.interval import Interval
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import check_tables, slices_of
-from torchrec_stream_ckpt.restore.cover import covered_cells
-from torchrec_stream_ckpt.restore.reshard import Columns, Move, intersect
 from torchrec_stream_ckpt.restore.views import Views
-from torchrec_stream_ckpt.route.path import Path
-from torchrec_stream_ckpt.route.route import Route, Shards
 from torchrec_stream_ckpt.store.catalog import Picked, Piece
-from torchrec_stream_ckpt.types import MarkerId, TableShard, TableSpec
+from torchrec_stream_ckpt.util.types import MarkerId, TableShard, TableSpec
+
+Columns = tuple[int, int, int]
+"""A slice of a table: (table, first column, columns)."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Move:
+    """Copy rows [row0, row0+rows), columns [col0, col0+cols) of ``source`` to the same place of ``target``."""
+
+    source: TableShard
+    target: TableShard
+    row0: int
+    rows: int
+    col0: int
+    cols: int
+
+    @property
+    def same_columns(self) -> bool:
+        """Whether both shards hold the very same columns: then a state of one value a row is exact."""
+        return (self.source.col0, self.source.cols) == (self.target.col0, self.target.cols)
+
+    def between(self, row0: int, end: int) -> Move | None:
+        """Its part with rows [row0, end); None when there is none."""
+        first, last = max(self.row0, row0), min(self.row0 + self.rows, end)
+        return replace(self, row0=first, rows=last - first) if first < last else None
+
+
+def intersect(source: TableShard, target: TableShard) -> Move | None:
+    """Return the part that the two shards have in common; None: there is none."""
+    if source.table != target.table:
+        return None
+    row0, col0 = max(source.row0, target.row0), max(source.col0, target.col0)
+    rows = min(source.row0 + source.rows, target.row0 + target.rows) - row0
+    cols = min(source.col0 + source.cols, target.col0 + target.cols) - col0
+    return Move(source, target, row0, rows, col0, cols) if rows > 0 and cols > 0 else None
+
+
+def by_slice(moves: Iterable[Move]) -> dict[Columns, list[Move]]:
+    """Moves by the slice that they come from."""
+    found: dict[Columns, list[Move]] = {}
+    for move in moves:
+        found.setdefault((move.source.table, move.source.col0, move.source.cols), []).append(move)
+    return found
+
+
+Rectangle = tuple[int, int, int, int]
+"""First row, rows, first column, columns."""
+
+
+def covered_cells(rectangles: Collection[Rectangle]) -> int:
+    """Cells of the union: a line is swept over the rows, and a tree keeps how many columns it meets."""
+    edges = sorted({edge for _, _, col0, cols in rectangles for edge in (col0, col0 + cols)})
+    columns = _Columns(edges)
+    events = sorted(
+        event
+        for row0, rows, col0, cols in rectangles
+        for event in ((row0, 1, col0, col0 + cols), (row0 + rows, -1, col0, col0 + cols))
+    )
+    cells = row = 0
+    for at, change, begin, end in events:
+        cells += (at - row) * columns.met
+        columns.change(bisect_left(edges, begin), bisect_left(edges, end), change)
+        row = at
+    return cells
+
+
+class _Columns:
+    """A segment tree over the intervals between ``edges``: how many columns at least one open rectangle has."""
+
+    def __init__(self, edges: list[int]) -> None:
+        self._edges = edges
+        self._size = max(1, len(edges) - 1)
+        self._open = [0] * (4 * self._size)
+        """Rectangles that are open over the whole interval of a node, and not over that of its parent."""
+        self._met = [0] * (4 * self._size)
+
+    @property
+    def met(self) -> int:
+        return self._met[1]
+
+    def change(self, begin: int, end: int, by: int, node: int = 1, low: int = 0, high: int | None = None) -> None:
+        """Open (+1) or close (-1) a rectangle over the intervals [begin, end)."""
+        high = self._size if high is None else high
+        if end <= low or high <= begin:
+            return
+        if begin <= low and high <= end:
+            self._open[node] += by
+        else:
+            middle = (low + high) // 2
+            self.change(begin, end, by, 2 * node, low, middle)
+            self.change(begin, end, by, 2 * node + 1, middle, high)
+        if self._open[node]:
+            self._met[node] = self._edges[high] - self._edges[low]
+        else:
+            self._met[node] = 0 if high - low == 1 else self._met[2 * node] + self._met[2 * node + 1]
 
 
 @dataclass(frozen=True, slots=True)

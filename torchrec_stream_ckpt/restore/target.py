@@ -13,11 +13,11 @@ import torch
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
 from torchrec_stream_ckpt.format.rows import Array, RowsView
-from torchrec_stream_ckpt.proofs.met import NEVER, blocks_of
-from torchrec_stream_ckpt.proofs.met import Places as Markers
-from torchrec_stream_ckpt.restore.planes import CastPlane, Ints, Places, Plane, RowPlane, Unwanted
-from torchrec_stream_ckpt.restore.reshard import Move
-from torchrec_stream_ckpt.types import TableShard
+from torchrec_stream_ckpt.proofs.seen_marks import NEVER, blocks_of
+from torchrec_stream_ckpt.proofs.seen_marks import Places as Markers
+from torchrec_stream_ckpt.restore.plan import Move
+from torchrec_stream_ckpt.restore.row_writers import CastPlane, Ints, Places, Plane, RowPlane, Unwanted
+from torchrec_stream_ckpt.util.types import TableShard
 
 
 class Target:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from torchrec_stream_ckpt.evolve.outcome import Evolution, TableOutcome
-from torchrec_stream_ckpt.types import TableShard
+from torchrec_stream_ckpt.evolve.table_outcome import Evolution, TableOutcome
+from torchrec_stream_ckpt.util.types import TableShard
 
 Ints = npt.NDArray[np.int64]
 

@@ -11,8 +11,8 @@ from typing import Protocol, runtime_checkable
 
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.options import Options, read_options
-from torchrec_stream_ckpt.uris import check_store_url
+from torchrec_stream_ckpt.util.options import Options, read_options
+from torchrec_stream_ckpt.util.uris import check_store_url
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""What a store holds of one job, read from its names and manifests, and what of it leads to a marker."""
+"""What a store holds of one job, read from its names and manifests, and what of it leads to a marker.
+
+What was read of a store's small objects, kept for the next time up to a bound.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import TypeVar
 
 import numpy as np
@@ -16,9 +20,11 @@ from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Manifest, SegmentRef
-from torchrec_stream_ckpt.format.packed_manifest import read_manifest
+from torchrec_stream_ckpt.format.packed_commit import read_manifest
 from torchrec_stream_ckpt.format.segment import Front
-from torchrec_stream_ckpt.layout import (
+from torchrec_stream_ckpt.store.api import Objects, Readable
+from torchrec_stream_ckpt.store.prefetched import side_by_side
+from torchrec_stream_ckpt.util.layout import (
     DROPPED_DIR,
     FOLDS_DIR,
     MANIFESTS_DIR,
@@ -32,10 +38,43 @@ from torchrec_stream_ckpt.layout import (
     parse_manifest_name,
     parse_pin_name,
 )
-from torchrec_stream_ckpt.store.api import Objects, Readable
-from torchrec_stream_ckpt.store.at_hand import side_by_side
-from torchrec_stream_ckpt.store.kept import Kept
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId
+
+MOST_REFS = 2**18
+"""Segments, and ranks of COMMITs, in what is kept: some 100 MB. What was read first is read again."""
+
+
+class Kept:
+    """Objects by name. What was read first goes when there is too much. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, tuple[object, int]] = {}
+        self._weight = 0
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def get(self, name: str, kind: type[T]) -> T | None:
+        """An object that is kept; None: it is to be read."""
+        found = self._held.get(name)
+        return found[0] if found is not None and isinstance(found[0], kind) else None
+
+    def put(self, name: str, value: object, weight: int) -> None:
+        """Keep an object; ``weight``: how many segments or ranks it names."""
+        weight = max(1, weight)
+        with self._lock:
+            self._weight += weight - self._held.pop(name, (None, 0))[1]
+            self._held[name] = value, weight
+            while self._weight > MOST_REFS and len(self._held) > 1:
+                self._weight -= self._held.pop(next(iter(self._held)))[1]
+
+    def clear(self) -> None:
+        """Forget all of it."""
+        with self._lock:
+            self._held.clear()
+            self._weight = 0
+
 
 _FEW = 8
 """Objects that are read one after the other."""

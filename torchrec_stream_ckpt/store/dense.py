@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from torchrec_stream_ckpt.durable import fsync_dir, make_dirs, write_synced
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StoreUnavailableError, StreamCkptError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import dense_path, files_at, verify_dense
@@ -27,12 +26,13 @@ from torchrec_stream_ckpt.format.dense_files import (
     altered,
     listed,
 )
-from torchrec_stream_ckpt.layout import dense_file_name, dense_name
-from torchrec_stream_ckpt.options import Options
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.dense_objects import DenseObjects
-from torchrec_stream_ckpt.types import MarkerId
-from torchrec_stream_ckpt.uris import check_store_url
+from torchrec_stream_ckpt.util.durable import fsync_dir, make_dirs, write_synced
+from torchrec_stream_ckpt.util.layout import dense_file_name, dense_name
+from torchrec_stream_ckpt.util.options import Options
+from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.util.uris import check_store_url
 
 
 class DenseStore(Protocol):

@@ -17,14 +17,14 @@ from torchrec_stream_ckpt.errors import (
     StoreUnavailableError,
     StreamCkptError,
 )
-from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import check_names
 from torchrec_stream_ckpt.format.dense_files import LIST_NAME, DenseFile, agree, altered, parse_list, whole
-from torchrec_stream_ckpt.layout import dense_file_name, dense_name
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.identity import check_store, prove_writable
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.util.failpoints import failpoint
+from torchrec_stream_ckpt.util.layout import dense_file_name, dense_name
+from torchrec_stream_ckpt.util.types import MarkerId
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from torchrec_stream_ckpt.durable import fsync_dir, make_dirs, write_all
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, StoreUnavailableError
-from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.layout import STORE_FILE, TEMPORARY_PREFIX, check_object_name, is_object_name
 from torchrec_stream_ckpt.store.api import Entry
+from torchrec_stream_ckpt.util.durable import fsync_dir, make_dirs, write_all
+from torchrec_stream_ckpt.util.failpoints import failpoint
+from torchrec_stream_ckpt.util.layout import STORE_FILE, TEMPORARY_PREFIX, check_object_name, is_object_name
 
 _MAX_IOV = 1024
 _MAP_FROM_BYTES = 2**18

@@ -30,7 +30,7 @@ from torchrec_stream_ckpt.format.head import (
 )
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.locks import await_lock, close_lock, open_lock
+from torchrec_stream_ckpt.util.locks import await_lock, close_lock, open_lock
 
 READER_WAIT_S = 1.0
 """A restore waits no longer for the writer: it has the store."""

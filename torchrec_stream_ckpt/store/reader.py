@@ -17,11 +17,11 @@ from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.segment import ChunkEntry, Front, check_chunk, entries_of, parse_front, parse_fronts
-from torchrec_stream_ckpt.layout import manifest_name
 from torchrec_stream_ckpt.store.api import Readable
-from torchrec_stream_ckpt.store.at_hand import Summarized, side_by_side
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.store.prefetched import Summarized, side_by_side
+from torchrec_stream_ckpt.util.layout import manifest_name
+from torchrec_stream_ckpt.util.types import MarkerId
 
 A = TypeVar("A")
 B = TypeVar("B")

@@ -3,6 +3,8 @@
 An object is a row of entries: the record's offset (8 bytes, little-endian), then the record. All objects of one epoch
 are of one control partition, in the order of their offsets; a record may be in several of them. Only the newest epoch
 counts: the first object of each one is put with all records that counted then, so it lacks nothing of the one before.
+
+What was said of markers after their COMMIT, as the second copy of the control records has it: for a lost log.
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ from dataclasses import dataclass
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError
+from torchrec_stream_ckpt.format.control import ControlRecord, parse_control
+from torchrec_stream_ckpt.format.end_note import Note
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Buffer, parse_header
-from torchrec_stream_ckpt.layout import CopyName, parse_copy_name, records_dir
+from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.identity import check_store
+from torchrec_stream_ckpt.util.layout import CopyName, parse_copy_name, records_dir
 
 _ATTEMPTS = 5
 _OFFSET = struct.Struct("<Q")
@@ -144,3 +149,29 @@ def parse_entries(data: Buffer) -> Iterator[Entry]:
             return
         yield offset, bytes(view[begin:end])
         position = end
+
+
+def with_notes(lineage: Lineage, objects: Objects) -> Lineage:
+    """Add to what manifests say of a job what NOTEs say; damaged records say nothing.
+
+    Raises:
+        StoreUnavailableError: the store does not answer.
+    """
+    job = lineage.job
+    logs = [
+        [parsed for _, record in read_copy(objects, job, log) if (parsed := _parsed(record)) is not None]
+        for log in copied_logs(objects, job)
+    ]
+    # A log that was recovered into another one has gone on there.
+    for records in sorted(logs, key=lambda records: max((each.generation for each in records), default=0)):
+        for record in records:
+            if isinstance(record, Note) and record.id in lineage.commits:
+                lineage.apply(record)
+    return lineage
+
+
+def _parsed(record: bytes) -> ControlRecord | None:
+    try:
+        return parse_control(record, serving=True)
+    except CorruptionError:
+        return None

@@ -12,9 +12,7 @@ from typing import Any, Literal
 import fsspec
 
 from torchrec_stream_ckpt.errors import ConfigError, MissingObjectError, StreamCkptError
-from torchrec_stream_ckpt.failpoints import failpoint
 from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.layout import check_object_name, is_object_name
 from torchrec_stream_ckpt.store.api import Entry
 from torchrec_stream_ckpt.store.clouds import WHOLE, cloud_of
 from torchrec_stream_ckpt.store.identity import OVERWRITES
@@ -29,7 +27,9 @@ from torchrec_stream_ckpt.store.remote_errors import (
     translated,
     wordless,
 )
-from torchrec_stream_ckpt.uris import StoreUrl
+from torchrec_stream_ckpt.util.failpoints import failpoint
+from torchrec_stream_ckpt.util.layout import check_object_name, is_object_name
+from torchrec_stream_ckpt.util.uris import StoreUrl
 
 log = logging.getLogger(__name__)
 

@@ -17,12 +17,11 @@ from crc32c import crc32c
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.summary import Part, Summary
-from torchrec_stream_ckpt.layout import SUMMARIES_DIR, SummaryName, parse_summary_name
 from torchrec_stream_ckpt.store.api import Objects, Readable
-from torchrec_stream_ckpt.store.at_hand import Summarized
-from torchrec_stream_ckpt.store.catalog import Catalog, follow
-from torchrec_stream_ckpt.store.kept import Kept
-from torchrec_stream_ckpt.types import MarkerId
+from torchrec_stream_ckpt.store.catalog import Catalog, Kept, follow
+from torchrec_stream_ckpt.store.prefetched import Summarized
+from torchrec_stream_ckpt.util.layout import SUMMARIES_DIR, SummaryName, parse_summary_name
+from torchrec_stream_ckpt.util.types import MarkerId
 
 WORTH_IT = 32
 """Markers whose manifests a plan needs, from which on summaries are looked for."""

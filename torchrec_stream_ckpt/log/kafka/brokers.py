@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.log.kafka.client import make_client, outcome, plain
 from torchrec_stream_ckpt.log.kafka.probe import find_cause, knock
 from torchrec_stream_ckpt.log.kafka.reasons import DESTROYED_HINT, Reasons
 from torchrec_stream_ckpt.log.kafka.settings import admin_settings
-from torchrec_stream_ckpt.uris import KafkaUri
+from torchrec_stream_ckpt.util.uris import KafkaUri
 
 ANSWER_TIMEOUT_S = 7.0
 _AGAIN_AFTER_S = (2.0, 2.0)

@@ -14,7 +14,7 @@ import confluent_kafka as ck
 
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.log.kafka.reasons import Reasons
-from torchrec_stream_ckpt.uris import KafkaUri
+from torchrec_stream_ckpt.util.uris import KafkaUri
 
 # What the client raises: a fatal producer error inside a poll that served a delivery callback comes out
 # as SystemError, with the KafkaException as its cause.

@@ -25,8 +25,8 @@ from torchrec_stream_ckpt.log.kafka.presence import Presence
 from torchrec_stream_ckpt.log.kafka.producer import KafkaSender, KafkaWriter
 from torchrec_stream_ckpt.log.kafka.reader import Reader
 from torchrec_stream_ckpt.log.kafka.settings import check_options, data_settings
-from torchrec_stream_ckpt.types import LogSpan, MarkPlace
-from torchrec_stream_ckpt.uris import FileUri, KafkaUri
+from torchrec_stream_ckpt.util.types import LogSpan, MarkPlace
+from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri
 
 
 class KafkaLog:

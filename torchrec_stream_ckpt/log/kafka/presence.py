@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torchrec_stream_ckpt.errors import CorruptionError, StreamLostError
 from torchrec_stream_ckpt.format.frame import parse_header
 from torchrec_stream_ckpt.log.kafka.reasons import DESTROYED_HINT, LOST_HINT
-from torchrec_stream_ckpt.types import LogSpan, MarkPlace
+from torchrec_stream_ckpt.util.types import LogSpan, MarkPlace
 
 if TYPE_CHECKING:
     from torchrec_stream_ckpt.log.kafka.brokers import Brokers, Edge

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchrec_stream_ckpt.errors import LogUnavailableError
 from torchrec_stream_ckpt.log.kafka.probe import Cause
-from torchrec_stream_ckpt.uris import KafkaUri
+from torchrec_stream_ckpt.util.uris import KafkaUri
 
 log = logging.getLogger(__name__)
 

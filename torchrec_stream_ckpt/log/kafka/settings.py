@@ -7,7 +7,7 @@ from typing import Any
 
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
-from torchrec_stream_ckpt.uris import KafkaUri
+from torchrec_stream_ckpt.util.uris import KafkaUri
 
 # Of both topics: they must keep what they hold until we trim it, and take a whole frame with its framing.
 TOPIC_SETTINGS = {"retention.ms": "-1", "retention.bytes": "-1", "cleanup.policy": "delete"}

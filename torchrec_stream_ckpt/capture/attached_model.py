@@ -1,0 +1,142 @@
+"""A model with our hooks on it: the rows that this rank holds, and the capture of what changes in them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from functools import partial
+
+import torch
+from torch import nn
+
+from torchrec_stream_ckpt.capture.hook import Capture
+from torchrec_stream_ckpt.capture.oracle import Oracle
+from torchrec_stream_ckpt.capture.shards import (
+    check_held_once,
+    check_rows_fit,
+    local_shards,
+    local_tables,
+    merge_schema,
+)
+from torchrec_stream_ckpt.format.claim_changes import same_tables
+from torchrec_stream_ckpt.format.rank_shards import RankShards
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.model import (
+    ReplicatedTables,
+    Standing,
+    check_free,
+    claim,
+    dense_optimizers,
+    fused_kernels,
+    watch_outside_writes,
+)
+from torchrec_stream_ckpt.ranks.collective import Team
+from torchrec_stream_ckpt.util.types import TableShard
+
+log = logging.getLogger(__name__)
+
+
+class Attached:
+    """What one rank trains. It is read when this is made, and hooked by :meth:`hook`; both again after a reshard.
+
+    Args:
+        model: The sharded model.
+        optimizer: What the job steps.
+        team: All ranks.
+        paranoid: Whether an oracle follows the stream.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, team: Team, *, paranoid: bool
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._team = team
+        self._paranoid = paranoid
+        self.describe()
+
+    def describe(self, order: Schema | None = None) -> None:
+        """(all ranks) Learn which rows this rank holds, and the schema of all ranks.
+
+        Args:
+            order: A lineage's schema with the same tables, which numbers them; None: they are sorted by name.
+        """
+        self.kernels = self._team.together(lambda: fused_kernels(self._model))
+        self._team.together(lambda: check_rows_fit(self.kernels))
+        found = merge_schema(self._team.gather(local_tables(self.kernels)))
+        same = same_tables(order, found) if order is not None else None
+        self._number(same if same is not None else found)
+
+    def _number(self, schema: Schema) -> None:
+        self.schema = schema
+        """The tables, by their index in frames."""
+        self.shards = self.shards_in(schema)
+        shards = self._team.gather(self.shards)
+        check_held_once(shards, schema)
+        self.layout = RankShards.of(shards) if self._team.rank == 0 else None
+        """(rank 0) Which shards each rank holds."""
+
+    def shards_in(self, schema: Schema) -> tuple[TableShard, ...]:
+        """Return the shards of this rank, by the indices of a schema that has the model's tables."""
+        return local_shards(self.kernels, schema)
+
+    def adopt(self, schema: Schema) -> None:
+        """(all ranks) From here on tables have the indices of ``schema``, which has the same ones: a lineage numbers
+        them once, whatever they are called later. Before a generation is opened.
+        """
+        self._number(schema)
+        self.capture.number(schema)
+        if self.oracle is not None:
+            self.oracle.number(schema)
+
+    def hook(self, reshard: Callable[[Callable[[], float]], float]) -> None:
+        """(all ranks) Hook the kernels as they are now, and what changes rows beside them.
+
+        Args:
+            reshard: Takes the place of ``dmp.reshard()``; what it is given moves the rows.
+        """
+        self._team.together(lambda: check_free(self.kernels))
+        self.standing = Standing(self._model)
+        self.capture = Capture(self.kernels, self.schema)
+        self.oracle = Oracle(self.kernels, self.schema) if self._paranoid else None
+        self._unwatch = watch_outside_writes(self._model, self._optimizer, self.capture.outside.before_load, reshard)
+        self._free_kernels = claim(self.kernels)
+        if self.device.type == "cuda" and self._team.world > 1 and self._team.rank == 0:
+            log.warning(
+                "tables on %d GPUs: its authors have run one (docs/guarantees.md); paranoid=True checks each marker",
+                self._team.world,
+            )
+
+    def unhook(self) -> None:
+        """Leave nothing on the model and on the optimizers."""
+        self._unwatch()
+        self.capture.close()
+        self._free_kernels()
+
+    def begin(self, swept: Collection[int]) -> None:
+        """(all ranks) The next generation stands on what the tables hold now; those in ``swept`` it sends whole."""
+        self.capture.begin()
+        if self.oracle is not None:
+            self._team.together(partial(self.oracle.begin, swept))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are."""
+        return self.kernels[0].device if self.kernels else torch.device("cpu")
+
+    @property
+    def tables(self) -> range:
+        """The indices of all tables, those of dropped ones too."""
+        return range(len(self.schema.tables))
+
+    def replicated(self) -> ReplicatedTables:
+        """The tables that every rank has whole."""
+        return ReplicatedTables(self._model, dense_optimizers(self._optimizer))
+
+    def column_splits(self) -> dict[int, set[tuple[int, int]]]:
+        """(all ranks) Table -> the column ranges of its shards on all ranks."""
+        splits: dict[int, set[tuple[int, int]]] = {}
+        for shards in self._team.gather(self.shards):
+            for shard in shards:
+                splits.setdefault(shard.table, set()).add((shard.col0, shard.cols))
+        return splits

@@ -1,0 +1,86 @@
+"""Data parallelism of the dense part: what DDP replicates and FSDP2 shards is captured, all else is refused by name."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from torchrec_stream_ckpt.errors import UnsupportedError
+from torchrec_stream_ckpt.model import reduced_parameters, sharded_embeddings
+
+
+def at_rest(module: nn.Module) -> None:
+    """Bring FSDP2 to rest: a forward without a backward leaves its root gathered, in parameters of another identity."""
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
+
+
+def check_fully_sharded(model: nn.Module) -> None:
+    """FSDP1 does not load at a new world size; FSDP2 does, around anything that is no embedding.
+
+    Raises:
+        UnsupportedError: names the module.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise UnsupportedError(
+                "FullyShardedDataParallel (FSDP1) is not captured: its state does not load on another number of ranks",
+                hint="use fully_shard (FSDP2) in a DataParallelWrapper, or DDP",
+                module=path,
+            )
+    for path, module in sharded_embeddings(model):
+        if isinstance(module, FSDPModule) or any(isinstance(each, DTensor) for each in module.parameters()):
+            raise UnsupportedError(
+                "fully_shard holds tables of a sharded module",
+                hint="leave sharded modules out, or pass their parameters as ignored_params",
+                module=path,
+            )
+
+
+def check_replicas(model: nn.Module, view: nn.Module, *, since_attach: bool = False) -> None:
+    """One copy of a parameter is saved for all ranks: DDP or FSDP2 must keep them equal.
+
+    Args:
+        model: The live model.
+        view: Its dense part.
+        since_attach: Whether the model has changed since it was checked: DDP does not average the gradients of a layer
+            that was frozen when DDP was built.
+
+    Raises:
+        UnsupportedError: names the parameter.
+    """
+    if dist.get_world_size() == 1:
+        return
+    replicated = {
+        parameter
+        for wrapper in model.modules()
+        if isinstance(wrapper, DistributedDataParallel)
+        for parameter in reduced_parameters(wrapper, exactly=since_attach)
+    }
+    for _, module in sharded_embeddings(model):
+        replicated |= {id(table) for table in module.parameters()}  # TorchRec puts its data-parallel lookups under DDP
+    for name, parameter in view.named_parameters():
+        if parameter.requires_grad and id(parameter) not in replicated and not isinstance(parameter, DTensor):
+            raise UnsupportedError(
+                f"neither DDP nor FSDP2 holds the dense parameter {name}: ranks may differ in it",
+                hint="let the DataParallelWrapper of DMP take in every parameter; without DMP, put the dense layers in "
+                "DistributedDataParallel, or call fully_shard on them; DDP holds only what is trained when it is built",
+            )
+
+
+def check_whole(view: nn.Module) -> None:
+    """One rank's replica can only be saved if a rank has one.
+
+    Raises:
+        UnsupportedError: names a parameter that is sharded.
+    """
+    for name, parameter in view.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise UnsupportedError(
+                f"replicas='rank0' saves rank 0's replica, and no rank has one: {name} is sharded by FSDP2",
+                hint="leave replicas out, or put the dense layers under DDP",
+            )

@@ -1,0 +1,184 @@
+"""The files of a marker's dense state, written and read by torch's own DCP; blobs are uint8 tensors in them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from torchrec_stream_ckpt.dense import exact_pickle
+from torchrec_stream_ckpt.errors import CorruptionError, MarkerFailedError, SchemaMismatchError
+from torchrec_stream_ckpt.util.durable import fsync_dir
+from torchrec_stream_ckpt.util.failpoints import failpoint
+from torchrec_stream_ckpt.util.types import MarkerId
+
+Entries = Mapping[str, Any]
+"""Name -> DCP's metadata."""
+
+
+class _Writer(FileSystemWriter):
+    """DCP's own, with points between its parts."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        failpoint("dense.part")
+        written = super().write_data(plan, planner)
+        failpoint("dense.part_written")
+        return written
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        failpoint("dense.metadata")
+        super().finish(metadata, results)
+
+
+@contextlib.contextmanager
+def _as_error() -> Iterator[None]:
+    """DCP's failure is a BaseException that no handler of errors would see, and its text is tracebacks."""
+    try:
+        yield
+    except CheckpointException as error:
+        said = [f"rank {rank}: {type(failure).__name__}: {failure}" for rank, (failure, _) in error.failures.items()]
+        raise RuntimeError("; ".join(said)) from error
+
+
+def save_together(state: dict[str, Any], path: Path, group: dist.ProcessGroup) -> None:
+    """(all ranks) Write each rank's part; returns when it is durable."""
+    with _as_error():
+        save(state, storage_writer=_Writer(path), process_group=group)
+
+
+def come_together(marker: MarkerId, group: dist.ProcessGroup) -> None:
+    """(all ranks) Return once every rank has come to save this marker.
+
+    DCP's collectives do not say whose they are. A rank that still saves a marker which the others gave up would take
+    part in theirs of the next one, fail it, and stay one marker behind for ever.
+
+    Raises:
+        MarkerFailedError: the other ranks are at a later one. They wait for this one's next save.
+    """
+    mine = torch.tensor(marker)
+    said = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    while True:
+        dist.all_gather(said, mine, group=group)
+        markers = [MarkerId(*each.tolist()) for each in said]
+        if marker < max(markers):
+            raise MarkerFailedError(f"this rank is late: others already save marker {max(markers)}", marker=marker)
+        if marker == min(markers):
+            return
+
+
+def written_by(path: Path, rank: int) -> list[str]:
+    """Names of the files that ``rank`` wrote into a dense directory; rank 0 also wrote DCP's metadata."""
+    mine = [entry.name for entry in path.iterdir() if entry.name.startswith(f"__{rank}_")]
+    if rank == 0:
+        fsync_dir(path)
+        fsync_dir(path.parent)
+        mine.append(".metadata")
+    return mine
+
+
+def load_here(state: dict[str, Any], reader: FileSystemReader) -> dict[str, Any]:
+    """Fill the tensors of ``state`` in place, by entry; returned with its plain values filled in too.
+
+    Every rank reads for itself, so that one that fails leaves none waiting.
+    """
+    if state:
+        with warnings.catch_warnings(), _as_error():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def flat(prefix: str, value: Any) -> dict[str, Any]:
+    """The leaves of nested mappings, by their dotted names."""
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {
+        name: leaf
+        for key, child in value.items()
+        for name, leaf in flat(f"{prefix}.{key}" if prefix else str(key), child).items()
+    }
+
+
+def blob(value: object) -> torch.Tensor:
+    """Any object as one uint8 tensor."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer, pickle_module=exact_pickle)
+    return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+
+
+class _Nowhere(io.BytesIO):
+    """Takes bytes and keeps none."""
+
+    def write(self, data: Any) -> int:
+        return memoryview(data).nbytes
+
+
+def try_blob(value: object) -> None:
+    """Raise what :func:`blob` would raise, in no memory of its size."""
+    torch.save(value, _Nowhere(), pickle_module=exact_pickle)
+
+
+def unblob(saved: torch.Tensor, name: str) -> Any:
+    """Decode what :func:`blob` was given. A pickle, vouched for by the digest in COMMIT.
+
+    Raises:
+        CorruptionError: it was changed before its file was digested, or needs code that is not here; names the entry.
+    """
+    try:
+        return torch.load(io.BytesIO(saved.numpy().tobytes()), map_location="cpu", weights_only=False)
+    except Exception as error:  # whatever pickles and archives raise
+        raise CorruptionError(
+            f"'{name}' of the dense state cannot be decoded: {type(error).__name__}: {error}",
+            hint="import what the objects in it need, or restore an older marker",
+            entry=name,
+        ) from error
+
+
+def json_blob(value: object) -> torch.Tensor:
+    """JSON as one uint8 tensor."""
+    return torch.frombuffer(bytearray(json.dumps(value, separators=(",", ":")).encode()), dtype=torch.uint8)
+
+
+def read_json(saved: torch.Tensor, name: str) -> Any:
+    """Decode what :func:`json_blob` was given.
+
+    Raises:
+        CorruptionError: it was changed before its file was digested; names the entry.
+    """
+    try:
+        return json.loads(saved.numpy().tobytes())
+    except (ValueError, RecursionError) as error:
+        raise CorruptionError(
+            f"'{name}' of the dense state cannot be decoded: {error}", hint="restore an older marker", entry=name
+        ) from error
+
+
+def no_blob(name: str) -> SchemaMismatchError:
+    """Say that the marker lacks a blob."""
+    return SchemaMismatchError(
+        f"the marker holds no '{name}'", hint="hand over the same stateful objects as the job that wrote it"
+    )
+
+
+def empty_blob(entries: Entries, name: str) -> torch.Tensor:
+    """Room for a blob of the marker.
+
+    Raises:
+        SchemaMismatchError: it has none of this name.
+    """
+    entry = entries.get(name)
+    if not isinstance(entry, TensorStorageMetadata):
+        raise no_blob(name)
+    return torch.empty(entry.size, dtype=torch.uint8, device="cpu")

@@ -1,0 +1,315 @@
+"""Brings the dense state of a marker back into the live objects: compares all of it first, then loads it in place."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parameter import is_lazy
+
+from torchrec_stream_ckpt.dense import optimizer_state
+from torchrec_stream_ckpt.dense.buffer_memory import overlaps
+from torchrec_stream_ckpt.dense.dcp import flat, load_here
+from torchrec_stream_ckpt.dense.entry_matching import Match, dense_entry
+from torchrec_stream_ckpt.dense.gradient_loader import load_gradients
+from torchrec_stream_ckpt.dense.hyperparameters import check_fused_values, given, set_fused_values, told
+from torchrec_stream_ckpt.dense.id_maps import PREFIX, State, empty_pieces, merge_pieces
+from torchrec_stream_ckpt.dense.live_dense import LiveDense, names_of
+from torchrec_stream_ckpt.dense.optimizer_state import OptimizerState
+from torchrec_stream_ckpt.dense.random_state import seed_new_rank, set_random_state
+from torchrec_stream_ckpt.dense.saved_dense import SavedDense
+from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError, StreamCkptError
+from torchrec_stream_ckpt.evolve.findings import Misfit
+from torchrec_stream_ckpt.evolve.model_schema import DenseEntry
+from torchrec_stream_ckpt.model import CollisionMap, check_wrappers, load_wrapper_states
+
+log = logging.getLogger(__name__)
+
+
+class DenseLoader:
+    """Compares and loads the dense state of markers.
+
+    Args:
+        live: The objects of this rank.
+    """
+
+    def __init__(self, live: LiveDense) -> None:
+        self._live = live
+        self._given = given(live.kernels, live.optimizers)
+        """Hyperparameters as the code has given them."""
+
+    # Before anything is written.
+
+    def entries(self, saved: SavedDense) -> tuple[tuple[DenseEntry, ...], tuple[DenseEntry, ...]]:
+        """Pair parameters and buffers of a marker with those of this model; what comes back is the same in both.
+
+        Returns:
+            Entries of the marker, and entries here.
+        """
+        parameters, rest = self._live.entries()
+        apart = {entry.name for entry in rest}
+        if saved.imported:
+            names = {entry.name for entry in parameters} | apart
+            held = {entry.name: entry for entry in saved.parameters if entry.name not in names}
+            there, here = self._live.buffers.compare(held, None)
+            return (*(each for each in saved.parameters if each.name in names), *there), (*parameters, *here, *rest)
+        record = saved.buffer_record
+        slots = {name for name in saved.buffers if name not in apart} if record is None else record.now.keys()
+        held = {name: dense_entry(name, value) for name, value in saved.buffers.items()}
+        there, here = self._live.buffers.compare({name: held[name] for name in held if name in slots}, record)
+        objects = (entry for name, entry in held.items() if name not in slots)
+        return (*saved.parameters, *there, *objects), (*parameters, *here, *rest)
+
+    def misfits(self, saved: SavedDense, match: Match | None, *, whole: bool) -> list[Misfit]:
+        """Compare all of the dense state that no ``Changes`` can declare. Local, and nothing is written.
+
+        Args:
+            saved: The marker's.
+            match: What of it a changed model takes; None: all that has the same name.
+            whole: Whether optimizers and id maps are compared, for which it must be known what goes where.
+
+        Returns:
+            All that differs.
+        """
+        found = [Misfit(f"the marker holds no '{name}'", "restore another marker") for name in saved.missing()]
+        if not found and not saved.imported:
+            found += self._caught(lambda: check_wrappers(self._live.optimizer, saved.wrappers))
+        found += self._caught(lambda: self._check_world(saved, match))
+        found += self._unreadable(saved, match)
+        if whole:
+            found += self._caught(lambda: self._read_id_maps(saved, match))
+            if not saved.imported:
+                found += self._caught(lambda: self._merged_schedules(saved, match))
+            found += self._optimizers_differ(saved, match)
+            found += map(Misfit.of, check_fused_values(self._live.kernels, self._fused(saved, match)))
+        return found
+
+    @staticmethod
+    def _caught(compare: Callable[[], object]) -> list[Misfit]:
+        try:
+            compare()
+        except (SchemaMismatchError, ConfigError) as error:
+            return [Misfit.of(error)]
+        return []
+
+    def _check_world(self, saved: SavedDense, match: Match | None) -> None:
+        here = self._live.per_rank if match is None else match.per_rank
+        per_rank = [name for name in here if name in saved.stateful("per_rank")]
+        if per_rank and not saved.imported and saved.world != dist.get_world_size():
+            raise ConfigError(
+                f"{', '.join(per_rank)}: saved for each of {saved.world} ranks, this job has {dist.get_world_size()}",
+                hint="hand it over in stateful if ranks have the same state, in stateful_rank0 if rank 0's serves all",
+            )
+
+    def _objects(self, saved: SavedDense, match: Match | None) -> Iterator[tuple[str, str]]:
+        """Owner and name of each of the user's objects whose state comes."""
+        if saved.imported:
+            return
+        live = {"shared": self._live.shared, "per_rank": self._live.per_rank}
+        come = live if match is None else {"shared": match.shared, "per_rank": match.per_rank}
+        for owner, objects in live.items():
+            there = saved.stateful(owner)
+            yield from ((owner, name) for name in objects if name in come[owner] and name in there)
+
+    def _unreadable(self, saved: SavedDense, match: Match | None) -> list[Misfit]:
+        """Objects whose state cannot be read, or that refuse it; what was read is kept for the load."""
+        return [
+            misfit
+            for owner, name in self._objects(saved, match)
+            for misfit in self._caught(partial(self._ask, saved, owner, name))
+        ]
+
+    def _ask(self, saved: SavedDense, owner: str, name: str) -> None:
+        """Read the state of an object, and let the object check it, if it can without a change to itself."""
+        state = saved.object_of(owner, name)
+        item = (self._live.shared if owner == "shared" else self._live.per_rank)[name]
+        check = getattr(item, "check_state_dict", None)
+        if callable(check):
+            check(state)
+
+    def _fused(self, saved: SavedDense, match: Match | None) -> list[Any]:
+        found = saved.fused()
+        return found if match is None else [match.by_table(values) for values in found]
+
+    def _optimizers_differ(self, saved: SavedDense, match: Match | None) -> list[Misfit]:
+        """What speaks against the optimizers beside classes and groups, which are compared by name."""
+        view = self._live.view()
+        names, there = names_of(view), saved.outline()
+        lacking = [] if saved.tree is None else optimizer_state.missing_tensors(saved.tree, saved.entries)
+        found = [Misfit(f"the marker holds no '{entry}'", "restore another marker") for entry in lacking]
+        if saved.imported:
+            return found
+        if match is not None:
+            live = self._live.optimizers
+            return found + self._caught(lambda: optimizer_state.matched(live, there, match.states, match.groups, names))
+        for key, optimizer in self._live.optimizers.items():
+            if key in there and _same_groups(optimizer, there[key], names):
+                one = {key: optimizer}, {key: there[key]}
+                found += self._caught(partial(optimizer_state.check, *one, names))
+        return found
+
+    # All has been compared.
+
+    def load(self, saved: SavedDense, match: Match | None = None) -> Callable[[], None]:
+        """Load model and optimizers of a marker that was compared. Local.
+
+        Random state and buffers come back on ranks that existed then; a new rank takes the buffers of rank 0
+        and random state derived from the job's seed and its rank. With ``match``, what it does not name stays as it is.
+
+        Returns:
+            Loads the rest, to be called once: the user's objects, whose code may change anything, then random state.
+        """
+        if saved.imported:
+            self._load_imported(saved, match)
+            return lambda: None
+        whole, taken = match is None, match or self._all()
+        view = self._live.view()
+        names, parameters = names_of(view), dict(view.named_parameters())
+        schedules = self._merged_schedules(saved, match)
+        states = saved.optimizers(taken.there(parameters), whole=whole)
+        if not whole:
+            states = optimizer_state.matched(self._live.optimizers, states, taken.states, taken.groups, names)
+        fused = self._fused(saved, match)
+        self._load_model(saved, taken)
+        for key, optimizer in self._live.optimizers.items():
+            fresh = parameters.keys() - taken.states[key].keys()
+            optimizer_state.put_back(optimizer, parameters, states[key], fresh)
+        load_gradients(self._live.gradients, saved, parameters, taken.entries)
+        load_wrapper_states(self._live.optimizer, saved.wrappers)
+        set_fused_values(self._live.kernels, fused)
+        if different := told(self._given, given(self._live.kernels, self._live.optimizers)):
+            log.warning("hyperparameters are those of the marker, not those that the code gives: %s", different)
+        return lambda: self._load_rest(saved, match, schedules)
+
+    def _merged_schedules(self, saved: SavedDense, match: Match | None) -> dict[str, Any]:
+        """What each live schedule takes of the marker; nothing is changed."""
+        found = {}
+        there = saved.stateful("shared")
+        for name, schedule in self._live.schedules.items():
+            if name in there and (match is None or name in match.shared):
+                states = saved.schedule(name)
+                if states is None:
+                    found[name] = schedule.older(saved.object_of("shared", name))
+                else:
+                    found[name] = schedule.merged(states, saved.source, whole=match is None)
+        return found
+
+    def _all(self) -> Match:
+        """All of a marker, by the same names."""
+        names = {name: name for name in (*self._live.view().state_dict(), *self._live.buffers.attached)}
+        states = {key: {name: (key, name) for name in names} for key in self._live.optimizers}
+        return Match(names, states, self._live.handed, self._live.per_rank)
+
+    def _load_model(self, saved: SavedDense, match: Match) -> None:
+        """Buffers, parameters and id maps; what is not matched is copied onto itself."""
+        held = self._put_buffers(saved, match)
+        view = self._live.view()  # which takes over buffers of modules that hold sharded ones as they are now
+        live = view.state_dict()
+        of_files = {
+            name: f"model.{there}"
+            for name, there in match.entries.items()
+            if name not in held and f"model.{there}" in saved.entries
+        }
+        room = load_here({entry: live[name] for name, entry in of_files.items()}, saved.reader)
+        maps, states = self._read_id_maps(saved, match)
+        for id_map, state in zip(maps, states, strict=True):
+            id_map.write(state)
+        found = {name: room[entry] for name, entry in of_files.items()}
+        values = {} if saved.imported else match.here(saved.buffers)
+        rest = {name: value for name, value in values.items() if name not in held}
+        fixed = {name for name, value in live.items() if isinstance(value, torch.Tensor) and _takes_no_copy(value)}
+        loaded = {name: value for name, value in {**live, **found, **rest}.items() if name not in fixed}
+        view.load_state_dict(loaded, strict=not fixed)
+
+    def _put_buffers(self, saved: SavedDense, match: Match) -> set[str]:
+        """Put the marker's buffers into the live modules; returns their names here."""
+        attached, record = self._live.buffers.attached, saved.buffer_record
+        if saved.imported:
+            come = {name: there for name, there in match.entries.items() if name in attached and there in saved.model}
+            empty = {
+                f"model.{there}": torch.empty(*saved.model[there][:1], dtype=saved.model[there][1], device="cpu")
+                for there in come.values()
+            }
+            loaded = load_here(empty, saved.reader)
+            self._live.buffers.put({name: loaded[f"model.{there}"] for name, there in come.items()}, None)
+            return set(come)
+        if record is None:
+            values = {name: value for name, value in match.here(saved.buffers).items() if name in attached}
+            self._live.buffers.put(values, None)
+            return set(values)
+        come = {name: there for name, there in match.entries.items() if there in record.attached or there in record.now}
+        registered = record.now.keys() - record.attached.keys()
+        come |= {name: name for name in registered if name not in come and name not in attached}
+        removed = [name for name, there in come.items() if there not in record.now]
+        removed += self._live.buffers.tensors().keys() - attached.keys() - come.keys()  # registered since the attach
+        values = {name: saved.buffers.get(there) for name, there in come.items() if there in record.now}
+        self._live.buffers.put(values, record.renamed({there: name for name, there in come.items()}), removed)
+        return set(come)
+
+    def _load_rest(self, saved: SavedDense, match: Match | None, schedules: dict[str, Any]) -> None:
+        """The user's objects, then random state, of which their code may have drawn."""
+        for name, state in schedules.items():
+            self._live.schedules[name].load(state)
+        live = {"shared": self._live.shared, "per_rank": self._live.per_rank}
+        for owner, name in self._objects(saved, match):
+            item, state = live[owner][name], saved.object_of(owner, name)
+            try:
+                item.load_state_dict(state)
+            except Exception as error:  # it is the user's code
+                raise StreamCkptError(
+                    f"load_state_dict() of the Stateful '{name}' ({type(item).__name__}) failed: "
+                    f"{type(error).__name__}: {error}",
+                    hint="let it take the state that the marker has of it, then call restore() again",
+                    rank=dist.get_rank(),
+                ) from error
+        seed, random = saved.random()
+        if dist.get_rank() < saved.world:
+            set_random_state(random, seed, dist.get_rank())
+        else:
+            seed_new_rank(seed, dist.get_rank())
+
+    def _load_imported(self, saved: SavedDense, match: Match | None) -> None:
+        """A marker that ``stream-ckpt import`` has made: what it does not hold stays as the job has made it."""
+        whole, match = match is None, match or self._all()
+        view = self._live.view()
+        parameters, names = dict(view.named_parameters()), names_of(view)
+        imported = saved.older_states(match.there(parameters), whole=whole).get("imported", {})
+        self._load_model(saved, match)
+        for key, optimizer in self._live.optimizers.items():
+            groups = optimizer_state.named_groups(optimizer, names)
+            kept = match.states.get(key, {})
+            mine = {name for group in groups for name in group["params"]}
+            state = {name: imported[there] for name, (_, there) in kept.items() if name in mine and there in imported}
+            there = OptimizerState(type(optimizer).__name__, groups, state)
+            optimizer_state.put_back(optimizer, parameters, there, parameters.keys() - state.keys())
+        log.warning(
+            "the marker was imported: random state, stateful objects, param groups, learning rates and the kernels' "
+            "iterations stay as this job has made them"
+        )
+
+    def _read_id_maps(self, saved: SavedDense, match: Match | None) -> tuple[list[CollisionMap], list[State]]:
+        """The live maps that come from a marker, and their state there."""
+        come = {each.table: each.table for each in self._live.id_maps}
+        if match is not None and match.id_maps is not None:
+            come = {table: match.id_maps[table] for table in come if table in match.id_maps}
+        maps = [each for each in self._live.id_maps if each.table in come]
+        if not maps:
+            return [], []
+        pieces = empty_pieces(saved.entries, maps, come)
+        saved.read(flat(PREFIX, pieces))
+        return maps, merge_pieces(maps, pieces, come)
+
+
+def _same_groups(optimizer: torch.optim.Optimizer, saved: OptimizerState, names: Mapping[int, str]) -> bool:
+    """Return whether classes and groups are alike, in whatever order parameters are."""
+    here = [frozenset(group["params"]) for group in optimizer_state.named_groups(optimizer, names) if group["params"]]
+    there = [frozenset(group["params"]) for group in saved.groups if group["params"]]
+    return saved.kind == type(optimizer).__name__ and here == there
+
+
+def _takes_no_copy(value: torch.Tensor) -> bool:
+    return is_lazy(value) or overlaps(value)

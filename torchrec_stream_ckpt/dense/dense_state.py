@@ -1,0 +1,260 @@
+"""The dense state of a marker: all of the job that is no fused shard, saved by torch's own DCP.
+
+================================  ============================================================
+``model.<name>``                  parameters, data-parallel tables included; replicas once
+``optim.<key>.<name>.<s>``        tensor ``s`` that a dense optimizer keeps for a parameter
+``nested.<key>.<n>``              any other tensor in the state of a dense optimizer
+``grad.<name>``                   a gradient that the next optimizer step reads (``gradients.py``);
+                                  a sparse one is ``grad_indices.<name>``, ``grad_values.<name>``
+``rank<r>.optimizers``            JSON: all else of that state, as ``optimizer_state.py`` says
+``rank<r>.fused``                 JSON: hyperparameters of the fused kernels, by table
+``rank<r>.buffer_kinds``          JSON: shape and dtype of buffers, at the attach and now
+``shared.<name>``                 one blob a ``Stateful`` that serves all ranks, of rank 0
+``rank<r>.schedule.<name>``       one blob a schedule over groups of fused tables, by names
+``shared.replicas``               JSON: ``"rank0"`` if replicas may differ, and all is rank 0's
+``rank<r>.<name>``                random state, buffers and per-rank ``Stateful`` of rank r
+``collision.<table>.<row0>``      the id map of one table shard (managed collision)
+``shared.imported``               says that the marker was imported from a checkpoint of DCP:
+                                  then buffers are with the parameters, dense optimizers all
+                                  below ``optim.imported``, and there is nothing else
+================================  ============================================================
+
+Older markers have ``shared.optimizers`` in place of the two JSON entries: classes and param groups, a pickle; what an
+optimizer kept beside tensors stands there below ``optim``. DCP's own metadata and the blobs are pickles: COMMIT holds
+the SHA-256 of every file, and nothing is opened before it has been compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.tensor import DTensor
+
+from torchrec_stream_ckpt.dense import optimizer_state, tree
+from torchrec_stream_ckpt.dense.dcp import blob, come_together, flat, json_blob, save_together
+from torchrec_stream_ckpt.dense.dense_loader import DenseLoader
+from torchrec_stream_ckpt.dense.dense_prover import DenseTurns, ProvedEntries, differing, prove
+from torchrec_stream_ckpt.dense.extra_state import WRAPPERS, buffers_blob, model_state
+from torchrec_stream_ckpt.dense.hyperparameters import fused_values
+from torchrec_stream_ckpt.dense.id_maps import PREFIX, read_pieces
+from torchrec_stream_ckpt.dense.live_dense import LiveDense
+from torchrec_stream_ckpt.dense.random_state import random_state
+from torchrec_stream_ckpt.dense.replica_check import Held, Scope, hold
+from torchrec_stream_ckpt.dense.replicas import CopyMemory, owners
+from torchrec_stream_ckpt.dense.saved_dense import REPLICAS
+from torchrec_stream_ckpt.dense.schedules import State
+from torchrec_stream_ckpt.dense.stateful_objects import blob_of, state_of, stateful_title, title_of
+from torchrec_stream_ckpt.errors import CaptureMismatchError
+from torchrec_stream_ckpt.log.worker import Worker
+from torchrec_stream_ckpt.model import wrapper_parameters, wrapper_states
+from torchrec_stream_ckpt.util.types import MarkerId
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """The dense state of one rank at a step boundary."""
+
+    parameters: Mapping[str, nn.Parameter]
+    alike: Mapping[str, torch.Tensor]
+    """What all ranks hold alike."""
+    mine: Mapping[str, torch.Tensor]
+    """Of that, what this rank saves."""
+    apart: dict[str, Any]
+    """What each rank holds a part of: sharded parameters, id maps."""
+    places: Mapping[str, str]
+    """Where the state of optimizers stands, for messages."""
+    blobs: dict[str, torch.Tensor]
+    """All that is no such tensor, as bytes."""
+    objects: Mapping[str, Any]
+    """Title -> state of each object that is the same on all ranks."""
+
+
+class DenseState:
+    """Saves and loads the dense state of one job.
+
+    Args:
+        live: The objects of this rank.
+        group: A gloo group of our own: never the one that training uses.
+    """
+
+    def __init__(self, live: LiveDense, group: dist.ProcessGroup) -> None:
+        self.live = live
+        self.loader = DenseLoader(live)
+        self._group = group
+        self._rank = dist.get_rank()
+        self._copies = CopyMemory()
+        self.saver = Worker("stream-ckpt-dense")
+        """For DCP's own collectives: a rank that does not come to them must not hold the vote up. One thread, whatever
+        generation the job goes on in: two on one group would take part in each other's."""
+        self.saving: Future[Any] | None = None
+        """What it does, or did last."""
+        self._bytes: dict[str, torch.Tensor] = {}
+        """What the last :meth:`stage` has taken as bytes."""
+        self._counted: list[tuple[float, ...]] = []
+        """What the kernels' own state was then; MARK holds it."""
+        self.held = Held()
+        """What the last :meth:`stage` has found on this rank of what all ranks must hold alike."""
+        self._staged: _Taken | None = None
+        """What it has taken, until that is proved."""
+        self._compared: Mapping[str, int] = {}
+        """(``paranoid``) Digests that the copy is compared with before it counts as saved."""
+
+    def stage(self, scope: Scope | None = None) -> dict[str, Any]:
+        """(training thread) This rank's part of the dense state as it is now, copied. Local: no collectives.
+
+        The copy is this marker's until the next call. Of what all ranks hold alike, a rank copies what it will save.
+        On a GPU the host waits for the whole device: buffers and id maps may be written on other streams.
+
+        Args:
+            scope: What is compared between ranks; None: all of it.
+        """
+        taken = self._staged = self._take()
+        self.live.buffers.say_passing()
+        scope = (scope or Scope()) if dist.get_world_size() > 1 and not self.live.one_replica else None
+        frozen = [f"model.{name}" for name, each in taken.parameters.items() if not each.requires_grad]
+        self.held = hold(taken.alike, taken.apart, taken.objects, taken.places, frozen, scope)
+        staged: dict[str, Any] = BlockingAsyncStager().stage(taken.apart) if taken.apart else {}
+        self._bytes, self._counted = taken.blobs, self._counts()
+        return {**staged, **self._copies.copy(taken.mine), **taken.blobs}
+
+    def prove(self, turns: DenseTurns, *, compare: bool = False) -> ProvedEntries:
+        """(training thread) Digests of what :meth:`stage` has just copied, made of the live tensors. Local.
+
+        Args:
+            turns: Which entries this marker proves.
+            compare: Whether :meth:`save` compares the copy with them.
+        """
+        assert self._staged is not None
+        taken, self._staged = self._staged, None
+        proved = prove({**taken.mine, **taken.apart}, taken.blobs, turns, self.held.entries)
+        self._compared = proved.digests if compare else {}
+        return proved
+
+    def has_changed(self) -> bool:
+        """(training thread) Whether a marker would hold something else now, rows apart, than at the last :meth:`stage`.
+
+        Local. Parts of sharded parameters and id maps are not compared: where this rank holds some, the answer is yes.
+        """
+        if self._counted != self._counts():
+            return True
+        taken = self._take()
+        same_bytes = self._bytes.keys() == taken.blobs.keys() and all(
+            torch.equal(self._bytes[name], value) for name, value in taken.blobs.items()
+        )
+        return not same_bytes or bool(taken.apart) or not self._copies.holds(taken.mine)
+
+    def _counts(self) -> list[tuple[float, ...]]:
+        """Of each kernel: trained batches, largest count, and its learning rates."""
+        scalars = [(kernel.scalars, kernel.lookups.in_flight) for kernel in self.live.kernels]
+        return [
+            (each.iteration - in_flight, each.max_counter, each.learning_rate, each.next_learning_rate)
+            for each, in_flight in scalars
+        ]
+
+    def _take(self) -> _Taken:
+        """The dense state as it is now; its tensors are the live ones."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+        fused = fused_values(self.live.kernels)
+        view = self.live.checked_view()
+        parameters = dict(view.named_parameters())
+        model = model_state(view)
+        dense = {f"model.{name}": value for name, value in model.items() if name in parameters}
+        taken = optimizer_state.take(self.live.optimizers, parameters, wrapper_parameters(self.live.optimizer))
+        gradients = self.live.gradients.take(parameters)
+        alike, apart = _split({**dense, **taken.tensors, **gradients.tensors})
+        world = 1 if self.live.one_replica else dist.get_world_size()
+        owner = owners(alike, world, taken.tree["parameters"])
+        buffers = {name: value for name, value in model.items() if name not in parameters} | self.live.buffers.tensors()
+        wrappers = wrapper_states(self.live.optimizer)
+        shared = {name: state_of(name, self.live.shared[name]) for name in self._taken_here()}
+        schedules = {name: schedule.state() for name, schedule in self.live.schedules.items()}
+        compared = {title_of(name, item): shared[name] for name, item in self.live.compared.items() if name in shared}
+        blobs = {
+            **self._blobs(view, buffers, shared, wrappers, schedules),
+            f"rank{self._rank}.optimizers": json_blob({**taken.tree, "gradients": gradients.tree}),
+            f"rank{self._rank}.fused": json_blob(tree.encode(fused, "hyperparameters", tree.no_tensor)),
+        }
+        return _Taken(
+            parameters,
+            alike,
+            {entry: tensor for entry, tensor in alike.items() if owner[entry] == self._rank},
+            {**apart, **flat(PREFIX, read_pieces(self.live.id_maps))},
+            {**taken.places, **gradients.places},
+            blobs,
+            {WRAPPERS: wrappers, **compared, **self._steps_of(schedules)},
+        )
+
+    def _steps_of(self, schedules: Mapping[str, State]) -> dict[str, Any]:
+        """What a schedule of torch's keeps beside its values for each group: on which step it is, by its title."""
+        live = {} if self.live.one_replica else self.live.schedules
+        return {each.title: schedules[name]["common"] for name, each in live.items() if each.steps_alike}
+
+    def _taken_here(self) -> Mapping[str, Any]:
+        """Shared objects whose state this rank takes: to save it, or to compare it."""
+        return self.live.shared if self._rank == 0 else self.live.compared
+
+    def _blobs(
+        self,
+        view: nn.Module,
+        buffers: dict[str, Any],
+        shared: Mapping[str, Any],
+        wrappers: list[Any],
+        schedules: Mapping[str, State],
+    ) -> dict[str, Any]:
+        """Encode what is not a tensor of the model or of an optimizer."""
+        state: dict[str, Any] = {
+            f"rank{self._rank}.random": blob(random_state()),
+            f"rank{self._rank}.buffers": buffers_blob(view, buffers),
+            f"rank{self._rank}.buffer_kinds": json_blob(self.live.buffers.record().as_json()),
+        }
+        for name, schedule in schedules.items():
+            state[f"rank{self._rank}.schedule.{name}"] = blob_of(self.live.schedules[name].state_title, schedule)
+        for name, item in self.live.per_rank.items():
+            state[f"rank{self._rank}.stateful.{name}"] = blob_of(stateful_title(name, item), state_of(name, item))
+        if self._rank == 0:
+            state["shared.seed"] = blob(torch.initial_seed())
+            state["shared.wrappers"] = blob_of(WRAPPERS, wrappers)
+            if self.live.one_replica:
+                state[REPLICAS] = json_blob("rank0")
+            for name, item in self.live.shared.items():
+                state[f"shared.stateful.{name}"] = blob_of(stateful_title(name, item), shared[name])
+        return state
+
+    def save(self, staged: dict[str, Any], path: Path, marker: MarkerId) -> None:
+        """(all ranks, commit thread) Write what :meth:`stage` returned; returns when it is durable. Collective.
+
+        Raises:
+            MarkerFailedError: the other ranks have given this marker up.
+            CaptureMismatchError: the copy is not what was proved.
+        """
+        self._staged = None  # without proofs nobody took it
+        come_together(marker, self._group)
+        save_together(staged, path, self._group)
+        if changed := list(differing(staged, self._compared)):
+            raise CaptureMismatchError(
+                f"the copy of {changed[0]} is not as the live tensor was at the cut",
+                hint="check this host's memory",
+                marker=marker,
+                rank=self._rank,
+            )
+
+    def end(self) -> None:
+        """Nothing is saved any more: let go of the thread, the group and the hooks."""
+        self.live.unwatch()
+        self.saver.close()
+        del self._group
+
+
+def _split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """(plain tensors, the rest): plain ones are replicas, a DTensor is a part of its own on each rank."""
+    apart = {name: value for name, value in state.items() if isinstance(value, DTensor)}
+    return {name: value for name, value in state.items() if name not in apart}, apart

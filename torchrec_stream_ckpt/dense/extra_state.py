@@ -1,0 +1,72 @@
+"""State that modules and wrappers keep beside tensors: taken for a marker, or refused by the name of its owner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchrec_stream_ckpt.dense.stateful_objects import blob_of, try_blob_of
+from torchrec_stream_ckpt.errors import StreamCkptError, UnsupportedError
+
+WRAPPERS = "the optimizer's wrappers"
+"""What messages call their state."""
+_EXTRA = "_extra_state"
+
+
+def model_state(view: nn.Module) -> dict[str, Any]:
+    """Return what the ``state_dict()`` of the dense model says now.
+
+    Raises:
+        UnsupportedError: it fails; names the module.
+    """
+    try:
+        return view.state_dict()
+    except StreamCkptError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        found = next(_failing(view), "the state_dict() of the model")
+        raise UnsupportedError(
+            f"{found} fails: {type(error).__name__}: {error}",
+            hint="make it work from the attach on, at any step boundary",
+        ) from error
+
+
+def buffers_blob(view: nn.Module, buffers: Mapping[str, Any]) -> torch.Tensor:
+    """Encode buffers and extra state of the modules.
+
+    Raises:
+        UnsupportedError: something cannot be pickled; names the module.
+    """
+    try:
+        return blob_of("the buffers of the model", buffers)
+    except UnsupportedError:
+        for name, value in buffers.items():
+            try_blob_of(_title(view, name), value)
+        raise
+
+
+def try_extra_state(view: nn.Module, state: Mapping[str, Any]) -> None:
+    """Raise what :func:`buffers_blob` would raise of what is not a tensor in the state of a model."""
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            try_blob_of(_title(view, name), value)
+
+
+def _title(view: nn.Module, name: str) -> str:
+    path, _, key = name.rpartition(".")
+    module = dict(view.named_modules()).get(path)
+    owner = f"module '{path}' ({type(module).__name__})"
+    return f"the extra state of {owner}" if key == _EXTRA else f"'{key}' in the state_dict() of {owner}"
+
+
+def _failing(view: nn.Module) -> Iterator[str]:
+    """Modules whose extra state cannot be taken."""
+    for path, module in view.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            try:
+                module.get_extra_state()
+            except Exception:  # whatever the user's code raises
+                yield f"get_extra_state() of module '{path}' ({type(module).__name__})"

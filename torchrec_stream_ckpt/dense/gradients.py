@@ -1,0 +1,276 @@
+"""Gradients of dense parameters between two optimizer steps: which of them a marker holds, and with which values.
+
+==================================================  ================================================================
+a gradient at the cut                               in the marker
+==================================================  ================================================================
+``None``                                            absent: it comes back as ``None``
+zeroed by ``zero_grad(set_to_none=False)`` since    its name: it comes back as zeros
+consumed by its step, and the loop has cleared it   its name: it comes back as zeros, which the loop clears before it
+between all steps so far                            reads them
+any other                                           its values: ``grad.<name>``
+accumulated on this rank alone                      the marker is refused
+==================================================  ================================================================
+
+A loop clears gradients if ``zero_grad()`` of the optimizer or of the model ran between two of its steps. No values are
+read to decide: a gradient is compared by identity and by its count of writes in place. A loop that clears them
+otherwise pays for a copy in each marker.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from torchrec_stream_ckpt.errors import UnsupportedError
+from torchrec_stream_ckpt.model import GradientVersion, unreduced, watch_no_sync, watch_zero_grad
+
+log = logging.getLogger(__name__)
+
+GRADIENT, INDICES, VALUES = "grad", "grad_indices", "grad_values"
+"""Begin the entries of gradients: whole ones, and the two tensors of sparse ones."""
+GRADIENTS = (f"{GRADIENT}.", f"{INDICES}.", f"{VALUES}.")
+_BOUNDARY = "mark at the accumulation boundary: after the optimizer's step, and before the next backward"
+
+
+@dataclass(frozen=True, slots=True)
+class LiveGradients:
+    """The gradients that a marker holds; nothing is copied."""
+
+    tensors: dict[str, torch.Tensor]
+    """By entry; alike on all ranks, but for parts of a sharded parameter."""
+    places: dict[str, str]
+    """Entry -> what it is, for people."""
+    tree: dict[str, Any]
+    """JSON: ``zeros``, the names of those that come back as zeros; ``sparse``, what their two tensors do not say."""
+
+
+@dataclass(slots=True)
+class _Steps:
+    """The steps of one dense optimizer."""
+
+    optimizer: torch.optim.Optimizer
+    begun: bool = False
+    """A step is running, which may be that of a derived class around that of its base class."""
+    cleared: bool = False
+    """Its gradients were cleared since its last step."""
+    clears: bool = False
+    """They were cleared between two of its steps."""
+    kept: bool = False
+    """They were not cleared between two of its steps: it has read their values again."""
+    assumed: bool = False
+    """A marker since its last step says that their values are read no more."""
+    consumed: dict[int, GradientVersion] = field(default_factory=dict)
+    """By parameter: its gradient, as the last step has left it."""
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        return (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+
+    def end(self) -> None:
+        """Note what a step has consumed."""
+        if self.begun and self.consumed:
+            self.clears |= self.cleared
+            self.kept |= not self.cleared
+            if self.assumed and self.kept:
+                log.warning(
+                    "%s has read a gradient again that no zero_grad() has cleared, as between all of its earlier "
+                    "steps: a job that restores the marker before this step has zeros there. Later markers hold it",
+                    type(self.optimizer).__name__,
+                )
+        self.begun = self.cleared = self.assumed = False
+        self.consumed = _versions(self.parameters())
+
+
+class Gradients:
+    """The gradients of the dense parameters of one rank.
+
+    Args:
+        model: The live model.
+        optimizers: Its dense optimizers, by name.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        self._model = model
+        self._steps = {id(optimizer): _Steps(optimizer) for optimizer in optimizers.values()}
+        self._zeroed: dict[int, GradientVersion] = {}
+        """By parameter: a gradient that was zeroed in place, as it was then."""
+        self._apart: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+        """DDP wrappers whose ``no_sync()`` was entered, and which have averaged no gradients since, as far as known."""
+        self._removers: list[Callable[[], None]] = []
+
+    def watch(self) -> None:
+        """Begin to notice what clears gradients, and ``no_sync()``; until :meth:`unwatch`."""
+        for steps in self._steps.values():
+            if _is_torchs_own(steps.optimizer, torch.optim.Optimizer):
+                self._removers.append(watch_zero_grad(steps.optimizer, _Cleared(self, [steps])))
+        if _is_torchs_own(self._model, nn.Module):
+            self._removers.append(watch_zero_grad(self._model, _Cleared(self, list(self._steps.values()))))
+        for module in self._model.modules():
+            if isinstance(module, DistributedDataParallel):
+                self._removers.append(watch_no_sync(module, _Entered(self._apart, module)))
+
+    def unwatch(self) -> None:
+        """Leave nothing on the optimizers and the model."""
+        while self._removers:
+            self._removers.pop()()
+
+    def begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """(before each step of an optimizer of this process)"""
+        if (steps := self._steps.get(id(optimizer))) is not None:
+            steps.begun = True
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """(after each step of an optimizer of this process)"""
+        if (steps := self._steps.get(id(optimizer))) is not None:
+            steps.end()
+
+    def take(self, parameters: Mapping[str, nn.Parameter]) -> LiveGradients:
+        """(each cut) The gradients that a marker holds, as they are now. Local.
+
+        Raises:
+            UnsupportedError: one is this rank's own, or of a kind that is not captured; names the parameter.
+        """
+        self._check_reduced(parameters)
+        apart = self._unsynchronized()
+        holders = self._holders()
+        taken = LiveGradients({}, {}, {"zeros": [], "sparse": {}})
+        for name, parameter in parameters.items():
+            if (gradient := parameter.grad) is None:
+                continue
+            if self._is_unread(parameter, gradient, holders.get(id(parameter), [])):
+                _add_zeros(taken, name, gradient)
+                continue
+            if id(parameter) in apart:
+                raise UnsupportedError(
+                    f"the gradient of {name} was accumulated on this rank alone, under no_sync() of DDP", hint=_BOUNDARY
+                )
+            _add_values(taken, name, gradient)
+        return taken
+
+    def loaded(self, parameters: Iterable[nn.Parameter], zeros: Iterable[nn.Parameter]) -> None:
+        """Note that gradients were put back: those of ``zeros`` are zeros, the others were consumed by no step."""
+        for steps in self._steps.values():
+            steps.consumed, steps.cleared, steps.assumed = {}, False, False
+        for parameter in parameters:
+            self._zeroed.pop(id(parameter), None)
+        self._zeroed |= _versions(zeros)
+
+    def cleared(self, all_steps: Iterable[_Steps]) -> None:
+        """Note that the gradients of these optimizers are None, or zeros."""
+        for steps in all_steps:
+            steps.cleared = True
+            self._zeroed |= _versions(steps.parameters())
+
+    def _holders(self) -> dict[int, list[_Steps]]:
+        """The optimizers of each parameter."""
+        found: dict[int, list[_Steps]] = {}
+        for steps in self._steps.values():
+            for parameter in steps.parameters():
+                found.setdefault(id(parameter), []).append(steps)
+        return found
+
+    def _is_unread(self, parameter: nn.Parameter, gradient: torch.Tensor, holders: list[_Steps]) -> bool:
+        """Return whether the values of a gradient are zeros, or will be cleared before they are read."""
+        if gradient.dtype != parameter.dtype:
+            return False
+        zeroed = self._zeroed.get(id(parameter))
+        if zeroed is not None and zeroed.is_now(parameter):
+            return True
+        for steps in holders:
+            consumed = steps.consumed.get(id(parameter))
+            if steps.kept or not steps.clears or consumed is None or not consumed.is_now(parameter):
+                return False
+        for steps in holders:
+            steps.assumed = True
+        return bool(holders)
+
+    def _check_reduced(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        modules = [module for module in self._model.modules() if isinstance(module, FSDPModule)]
+        own = {id(parameter) for parameter in unreduced(modules)} if modules else set()
+        for name, parameter in parameters.items():
+            if id(parameter) in own:
+                raise UnsupportedError(
+                    f"the gradient of {name} was accumulated on this rank alone: FSDP2 has not reduced it",
+                    hint=_BOUNDARY,
+                )
+
+    def _unsynchronized(self) -> set[int]:
+        """Parameters whose gradients DDP has not averaged since ``no_sync()``."""
+        if dist.get_world_size() == 1:
+            return set()
+        found: set[int] = set()
+        for wrapper in list(self._apart):
+            if wrapper.require_forward_param_sync:  # its last forward with gradients was not under no_sync()
+                del self._apart[wrapper]
+            else:
+                found |= set(map(id, wrapper.parameters()))
+        return found
+
+
+class _Cleared:
+    """Called after a ``zero_grad()``."""
+
+    def __init__(self, gradients: Gradients, steps: list[_Steps]) -> None:
+        self._gradients, self._steps = gradients, steps
+
+    def __call__(self) -> None:
+        self._gradients.cleared(self._steps)
+
+
+class _Entered:
+    """Called before a ``no_sync()``."""
+
+    def __init__(self, apart: WeakKeyDictionary[nn.Module, bool], wrapper: nn.Module) -> None:
+        self._apart, self._wrapper = apart, wrapper
+
+    def __call__(self) -> None:
+        self._apart[self._wrapper] = True
+
+
+def _is_torchs_own(owner: Any, base: Any) -> bool:
+    """Return whether ``owner.zero_grad()`` clears what torch's own does."""
+    return type(owner).zero_grad is base.zero_grad and "zero_grad" not in vars(owner)
+
+
+def _versions(parameters: Iterable[torch.Tensor]) -> dict[int, GradientVersion]:
+    noted = ((id(parameter), GradientVersion.of(parameter)) for parameter in parameters)
+    return {key: version for key, version in noted if version is not None}
+
+
+def _add_zeros(taken: LiveGradients, name: str, gradient: torch.Tensor) -> None:
+    if gradient.layout is torch.sparse_coo:
+        taken.tree["sparse"][name] = {"dim": gradient.sparse_dim(), "values": False, "coalesced": True}
+    else:
+        taken.tree["zeros"].append(name)
+
+
+def _add_values(taken: LiveGradients, name: str, gradient: torch.Tensor) -> None:
+    gradient = gradient.detach()
+    plain = type(gradient) is torch.Tensor and not gradient.is_quantized and not gradient.is_meta
+    if isinstance(gradient, DTensor):
+        parts: dict[str, torch.Tensor] = {
+            GRADIENT: gradient.clone()
+        }  # one that FSDP2 has made cannot be copied by DCP's stager
+    elif plain and gradient.layout is torch.strided:
+        parts = {GRADIENT: gradient}
+    elif plain and gradient.layout is torch.sparse_coo:
+        said = {"dim": gradient.sparse_dim(), "values": True, "coalesced": gradient.is_coalesced()}
+        taken.tree["sparse"][name] = said
+        parts = {INDICES: gradient._indices(), VALUES: gradient._values()}
+    else:
+        kind = f"{type(gradient).__name__}, {gradient.layout}, {gradient.dtype}, on {gradient.device}"
+        raise UnsupportedError(
+            f"the gradient of {name} is a tensor of a kind that is not captured ({kind})", hint=_BOUNDARY
+        )
+    for part, tensor in parts.items():
+        taken.tensors[f"{part}.{name}"] = tensor
+        taken.places[f"{part}.{name}"] = f"the gradient of {name}"

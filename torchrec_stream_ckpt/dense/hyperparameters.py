@@ -1,0 +1,112 @@
+"""Hyperparameters: the marker's hold, and what the code gives otherwise is told in one line.
+
+The rule is one for all: learning rates, ``eps``, weight decay and the like, of dense param groups and of fused kernels,
+come back as the marker has them, for schedules and callers change them while a job runs. To use another value, set
+it after ``restore()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError
+from torchrec_stream_ckpt.model import FusedKernel
+
+_SCHEDULED = {"lr", "momentum", "betas"}
+"""What a schedule sets in the groups that it holds: it comes back with the schedule."""
+Values = dict[str, dict[str, float]]
+"""By table."""
+
+
+def fused_values(kernels: Iterable[FusedKernel]) -> Values:
+    """Those of this rank's kernels, without learning rates, which stand in MARK.
+
+    Raises:
+        ConfigError: a learning rate is not finite: MARK cannot hold it; names the tables.
+    """
+    values: Values = {}
+    for kernel in kernels:
+        tables = [shard.table.name for shard in kernel.held]
+        for rate in (kernel.scalars.learning_rate, kernel.scalars.next_learning_rate):
+            if tables and not -float("inf") < rate < float("inf"):
+                raise ConfigError(
+                    f"the learning rate of the fused optimizer is {rate}",
+                    hint="set a finite one before the next marker",
+                    tables=", ".join(tables),
+                )
+        values |= dict.fromkeys(tables, kernel.scalars.hyperparameters)
+    return values
+
+
+def set_fused_values(kernels: Iterable[FusedKernel], saved: Iterable[Values]) -> None:
+    """Give each kernel those of its tables, from all ranks of a marker.
+
+    Raises:
+        SchemaMismatchError: tables of one kernel had different ones.
+    """
+    for kernel, found in _of_kernels(kernels, saved):
+        _check_alike(kernel, found)
+        if found:
+            kernel.scalars.set_hyperparameters(found[0])
+
+
+def check_fused_values(kernels: Iterable[FusedKernel], saved: Iterable[Values]) -> Iterator[SchemaMismatchError]:
+    """Return the errors that :func:`set_fused_values` would raise."""
+    for kernel, found in _of_kernels(kernels, saved):
+        try:
+            _check_alike(kernel, found)
+        except SchemaMismatchError as error:
+            yield error
+
+
+def _of_kernels(kernels: Iterable[FusedKernel], saved: Iterable[Values]) -> Iterator[tuple[FusedKernel, list[Any]]]:
+    everywhere: dict[str, list[dict[str, float]]] = {}
+    for values in saved:
+        for table, each in values.items():
+            everywhere.setdefault(table, []).append(each)
+    for kernel in kernels:
+        yield kernel, [each for shard in kernel.held for each in everywhere.get(shard.table.name, ())]
+
+
+def _check_alike(kernel: FusedKernel, found: list[dict[str, float]]) -> None:
+    for each in found[1:]:
+        for name in sorted(each.keys() & found[0].keys()):
+            if repr(each[name]) != repr(found[0][name]):
+                raise SchemaMismatchError(
+                    f"the marker has more than one {name} for tables that share a kernel under this plan: "
+                    f"{found[0][name]}, {each[name]}",
+                    hint="place tables of different settings apart",
+                    tables=", ".join(shard.table.name for shard in kernel.held),
+                )
+
+
+def given(kernels: Iterable[FusedKernel], optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, str]:
+    """All of this rank, as text: what the code gives, or what the marker has given. Name -> value.
+
+    Without what a schedule sets: the code gives the beginning of the schedule, so it differs after each restart.
+    """
+    found = {}
+    for kernel in kernels:
+        first = next((shard for shard in kernel.held if not shard.row0), None)
+        if first is not None:  # tables that share a kernel share all of these
+            rates = {} if kernel.scalars.is_scheduled else {"lr": kernel.scalars.next_learning_rate}
+            for name, value in {**rates, **kernel.scalars.hyperparameters}.items():
+                found[f"{first.table.name} {name}"] = repr(value)
+    for key, optimizer in optimizers.items():
+        for number, group in enumerate(optimizer.param_groups):
+            for name in group.keys() - {"params"} - (_SCHEDULED if "initial_lr" in group else set()):
+                found[f"{key} group {number} {name}"] = _text(group[name])
+    return found
+
+
+def told(code: Mapping[str, str], marker: Mapping[str, str]) -> str:
+    """Describe what differs, with both values each; empty if nothing does."""
+    different = [name for name in sorted(code) if name in marker and code[name] != marker[name]]
+    return "; ".join(f"{name} {marker[name]}, not {code[name]}" for name in different)
+
+
+def _text(value: Any) -> str:
+    return repr(value.tolist() if isinstance(value, torch.Tensor) else value)

@@ -1,0 +1,130 @@
+"""The user's own objects: a loader, a schedule, a scaler, whose state a marker has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+
+from torchrec_stream_ckpt.dense.canonical import Canonical
+from torchrec_stream_ckpt.dense.dcp import blob, try_blob
+from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What the user hands over: a loader, a scheduler, a scaler."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+def title_of(name: str, item: Stateful) -> str:
+    """What messages call an object."""
+    return f"the Stateful {name!r} ({type(item).__name__})"
+
+
+def state_of(name: str, item: Stateful) -> Any:
+    """Return what its ``state_dict()`` says now.
+
+    Raises:
+        UnsupportedError: it fails.
+    """
+    try:
+        return item.state_dict()
+    except Exception as error:  # whatever the user's code raises
+        raise UnsupportedError(
+            f"the state_dict() of {title_of(name, item)} fails: {type(error).__name__}: {error}",
+            hint="make its state_dict() work from the attach on, at any step boundary",
+        ) from error
+
+
+def refuse_unsaved(what: str, error: Exception) -> UnsupportedError:
+    """Say what cannot be saved, and why."""
+    return UnsupportedError(
+        f"{what} cannot be pickled: {error}",
+        hint="keep numbers, text, tensors, lists and dicts in it",
+    )
+
+
+def blob_of(what: str, state: object) -> torch.Tensor:
+    """Encode a state.
+
+    Args:
+        what: What messages call it.
+        state: Any object.
+
+    Raises:
+        UnsupportedError: it cannot be pickled.
+    """
+    try:
+        return blob(state)
+    except Exception as error:  # whatever the objects in it raise
+        raise refuse_unsaved(what, error) from error
+
+
+def try_blob_of(what: str, state: object) -> None:
+    """Raise what :func:`blob_of` would raise."""
+    try:
+        try_blob(state)
+    except Exception as error:  # whatever the objects in it raise
+        raise refuse_unsaved(what, error) from error
+
+
+def stateful_title(name: str, item: Stateful) -> str:
+    """What messages call an object's state."""
+    return f"the state_dict() of {title_of(name, item)}"
+
+
+def check_given(given: Mapping[str, Mapping[str, Stateful]]) -> None:
+    """Check the names and the kinds of what is handed over.
+
+    Args:
+        given: By the argument that has it.
+
+    Raises:
+        ConfigError: a name or an object cannot be used; names it.
+    """
+    for argument, items in given.items():
+        if not isinstance(items, Mapping):
+            raise ConfigError(
+                f"{argument} must map names to objects, got {type(items).__name__}", hint="pass {'name': object}"
+            )
+        for name, item in items.items():
+            if not isinstance(name, str):
+                raise ConfigError(
+                    f"{argument}: the name of an object must be text, got {name!r} ({type(name).__name__})",
+                    hint=f"use a string such as '{type(item).__name__.lower()}'",
+                )
+            if not isinstance(item, Stateful):
+                raise ConfigError(
+                    f"'{name}' ({type(item).__name__}) has no state_dict() and load_state_dict()",
+                    hint="give it both, or leave it out; a TrackedLoader holds the position of its sampler",
+                )
+            if "." in name or not name or not name.isprintable():
+                raise ConfigError(f"{name!r} is no name for a Stateful", hint="use letters, digits and '_'")
+
+
+def try_states(
+    saved: Mapping[str, Stateful], compared: Mapping[str, Stateful], per_rank: Mapping[str, Stateful]
+) -> None:
+    """Take each object's state once as markers do, so that one that no marker could hold is refused at the attach.
+
+    Args:
+        saved: Objects whose state is saved of rank 0.
+        compared: Those of them that all ranks compare.
+        per_rank: Objects whose state each rank saves.
+
+    Raises:
+        UnsupportedError: names the object, and what in its state cannot be saved or compared.
+    """
+    here = saved if dist.get_rank() == 0 else compared
+    for name, item in [*here.items(), *per_rank.items()]:
+        state = state_of(name, item)
+        if dist.get_world_size() > 1 and compared.get(name) is item:
+            Canonical.of(state, title_of(name, item))
+        if dist.get_rank() == 0 or per_rank.get(name) is item:
+            try_blob_of(stateful_title(name, item), state)

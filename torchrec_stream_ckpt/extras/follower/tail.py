@@ -1,0 +1,224 @@
+"""Rows of one generation behind a committed marker, as the log takes them: no COMMIT vouches for them yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_stream_ckpt.errors import CorruptionError, StreamLostError
+from torchrec_stream_ckpt.format.control import Claim, Commit
+from torchrec_stream_ckpt.format.frame import Header, Kind, check_pad, payload_of
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
+from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.log.stream import data_header
+from torchrec_stream_ckpt.util.types import LogSpan
+
+BATCH_BYTES = 64 * 2**20
+"""Frames that one :meth:`Tail.read` hands out at most."""
+
+Rows = tuple[int, int, RowsView]
+"""Table, first column, rows."""
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One rank's stream, as far as it was read."""
+
+    partition: int
+    offset: int
+    """Where reading goes on: at a frame that was read, or at the first one that was not."""
+    seq: int
+    """The next one."""
+    chain: int
+    has_read: bool = False
+    """Whether a frame at ``offset`` was read."""
+    marks: dict[int, int] = field(default_factory=dict)
+    """seq -> header_crc of each MARK that was read."""
+    sent: list[tuple[int, int, npt.NDArray[np.int64]]] = field(default_factory=list)
+    """(seq, table, ids) of rows that no marker has."""
+
+
+class Tail:
+    """Reads on behind a marker. A frame counts once it is there whole; what is torn is looked at again.
+
+    Args:
+        log: The job's log.
+        claim: Of the generation.
+        at: A committed marker of it.
+    """
+
+    def __init__(self, log: Log, claim: Claim, at: Commit) -> None:
+        self._log = log
+        self._claim = claim
+        self._at = at
+        self._streams = {end.rank: _Stream(end.partition, end.end, end.frames, end.chain) for end in at.ranks}
+        self._pending: list[tuple[int, Header, RowsView | None]] = []
+        self._offsets: dict[int, int] = {}
+        self._given: dict[tuple[int, int, int], tuple[int, npt.NDArray[np.int64]]] = {}
+        """Rows that were read and not taken, some of which may have been applied: (table, ids) by rank, seq and
+        header_crc of their frame."""
+        self.is_undone = False
+        """Whether rows that it has handed out are being taken back: some may be as the marker has them."""
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it has handed out nothing after its marker."""
+        return not self._given and not any(stream.has_read for stream in self._streams.values())
+
+    def undo(self) -> None:
+        """Note that what it has handed out is being taken back: from here on it reaches no marker."""
+        self.is_undone = True
+
+    def stands_on(self, commit: Commit) -> bool:
+        return self._at.id == commit.id
+
+    def is_over(self, lineage: Lineage) -> bool:
+        """Tell whether it has ended, or a newer one has been claimed: nothing more of it will be committed."""
+        generation = self._claim.generation
+        return lineage.newest_generation != generation or generation in lineage.ends
+
+    def reaches(self, commit: Commit) -> bool:
+        """Tell whether all rows of a marker have been handed out by this tail, and are those that it commits."""
+        is_mine = commit.generation == self._claim.generation and not self._given and not self.is_undone
+        return is_mine and all(self._streams[end.rank].marks.get(end.frames - 1) == end.chain for end in commit.ranks)
+
+    def committed(self, commit: Commit) -> None:
+        """A marker that this tail reaches exists: its rows are not provisional any more."""
+        self._at = commit
+        tops: dict[int, int] = {}
+        for end in commit.ranks:
+            tops[end.partition] = max(end.end, tops.get(end.partition, 0))
+        for end in commit.ranks:
+            stream = self._streams[end.rank]
+            stream.sent = [each for each in stream.sent if each[0] >= end.frames]
+            stream.marks = {seq: crc for seq, crc in stream.marks.items() if seq >= end.frames}
+            if stream.offset < tops[end.partition]:  # at a frame of the marker, which a trim may take from now on
+                stream.offset, stream.has_read = tops[end.partition], False
+
+    def tables_after(self, commit: Commit) -> set[int]:
+        """Tables of which rows were handed out that are newer than a marker of this generation."""
+        frames = {end.rank: end.frames for end in commit.ranks}
+        found = {each[1] for rank, stream in self._streams.items() for each in stream.sent if each[0] >= frames[rank]}
+        return found | {table for (rank, seq, _), (table, _) in self._given.items() if seq >= frames[rank]}
+
+    def provisional(self) -> dict[int, npt.NDArray[np.int64]]:
+        """Rows that were handed out and that no marker has, by table; each once."""
+        found: dict[int, list[npt.NDArray[np.int64]]] = {}
+        taken = ((table, ids) for stream in self._streams.values() for _, table, ids in stream.sent)
+        for table, ids in (*taken, *self._given.values()):
+            found.setdefault(table, []).append(ids)
+        return {table: np.unique(np.concatenate(ids)) for table, ids in found.items()}
+
+    def read(self) -> list[Rows]:
+        """Rows that have come since those that were :meth:`taken`, in order; the same again until they are.
+
+        Raises:
+            StreamLostError: what was read is not in the log any more.
+            CorruptionError: frames are out of order, or of another schema.
+            LogUnavailableError: the log does not answer.
+        """
+        self._pending, self._offsets = [], {}
+        partitions = {stream.partition for stream in self._streams.values()}
+        ends = self._log.ends(self._claim.generation, partitions)
+        for partition in sorted(partitions):
+            mine = {rank: stream for rank, stream in self._streams.items() if stream.partition == partition}
+            begin = min(stream.offset for stream in mine.values())
+            self._check_end(partition, mine, ends[partition])
+            if ends[partition] > begin:
+                self._read_partition(LogSpan(self._claim.generation, partition, begin, ends[partition]), mine)
+        rows = [(rank, header, view) for rank, header, view in self._pending if view is not None]
+        self._given |= {(rank, header.seq, header.header_crc): (header.table, view.ids) for rank, header, view in rows}
+        return [(header.table, header.col0, view) for _, header, view in rows]
+
+    def _check_end(self, partition: int, streams: Mapping[int, _Stream], end: int) -> None:
+        """See that what was read is there: a log that has lost its tail may grow past it again with something else."""
+        reach = max(stream.offset for stream in streams.values())
+        if end < reach or (end == reach and any(stream.has_read for stream in streams.values())):
+            raise StreamLostError(
+                f"the log ends at offset {end}, and was read up to {reach}: its tail was lost",
+                hint="the rows that were there are lost; follow on, or load the replica anew",
+                generation=self._claim.generation,
+                partition=partition,
+            )
+
+    @property
+    def has_read(self) -> bool:
+        """Whether the last :meth:`read` has found frames, of rows or not."""
+        return bool(self._pending)
+
+    def taken(self) -> None:
+        """Note that what :meth:`read` has given is applied."""
+        for rank, header, view in self._pending:
+            stream = self._streams[rank]
+            stream.seq, stream.chain = header.seq + 1, header.header_crc
+            if view is not None:
+                stream.sent.append((header.seq, header.table, view.ids.copy()))
+                self._given.pop((rank, header.seq, header.header_crc), None)
+            elif header.kind is Kind.MARK:
+                stream.marks[header.seq] = header.header_crc
+        for stream in self._streams.values():
+            reached = self._offsets.get(stream.partition, -1)
+            stream.offset, stream.has_read = max(stream.offset, reached), stream.has_read or reached >= 0
+        self._pending, self._offsets = [], {}
+
+    def _read_partition(self, span: LogSpan, streams: dict[int, _Stream]) -> None:
+        state = {rank: (stream.seq, stream.chain) for rank, stream in streams.items()}
+        taken = 0
+        try:
+            for offset, frame in self._log.read(span):
+                self._offsets[span.partition] = offset
+                header = self._header_of(frame)
+                if header is None or (header.generation, header.rank in state) != (self._claim.generation, True):
+                    continue
+                seq, chain = state[header.rank]
+                if header.seq < seq:
+                    continue
+                self._check(header, seq, chain)
+                view = self._decode(header, frame)
+                state[header.rank] = (seq + 1, header.header_crc)
+                self._pending.append((header.rank, header, view))
+                taken += len(frame)
+                if taken >= BATCH_BYTES:
+                    break
+        except _OutOfOrderError:
+            raise
+        except CorruptionError:
+            # A frame that is being written looks like one that is damaged. A damaged one ends in no marker that a
+            # reader applies: reading that marker says where.
+            return
+
+    def _header_of(self, frame: memoryview) -> Header | None:
+        """None for a record that is not a frame of this job: what is missing then, seq tells."""
+        try:
+            return data_header(frame, self._claim.job)
+        except CorruptionError:
+            return None
+
+    def _decode(self, header: Header, frame: memoryview) -> RowsView | None:
+        payload = payload_of(header, frame)
+        if header.kind is Kind.PAD:
+            check_pad(header, payload)
+        if header.kind is not Kind.ROWS:
+            return None
+        if header.table >= len(self._claim.schema.tables):
+            raise _OutOfOrderError(f"table {header.table} is not in the schema", **header.place())
+        # A copy: a frame is good until the next one only.
+        return decode_rows(header, memoryview(bytes(payload)), self._claim.schema.tables[header.table])
+
+    def _check(self, header: Header, seq: int, chain: int) -> None:
+        claim = self._claim
+        if header.schema_crc != claim.schema.crc:
+            raise _OutOfOrderError("frame of another schema", **header.place())
+        if header.seq != seq or header.chain != chain:
+            raise _OutOfOrderError(
+                f"found seq {header.seq} after {header.chain:08x}, expected seq {seq} after {chain:08x}",
+                **header.place(),
+            )
+
+
+class _OutOfOrderError(CorruptionError):
+    """What no half-written frame looks like."""

@@ -1,0 +1,171 @@
+"""Blocks of a replica that differ from a marker's proof, until newer rows or a newer proof settle them. No torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_stream_ckpt.errors import CorruptionError, ProofMismatchError, TrimmedError
+from torchrec_stream_ckpt.extras.follower.updates import Changed, Update
+from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
+from torchrec_stream_ckpt.proofs.unproved import Unproved, UnprovedBlock
+from torchrec_stream_ckpt.proofs.weights import WeightProof
+from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Doubt:
+    """A block that a marker proved otherwise. It stays known once it is settled."""
+
+    named: UnprovedBlock
+    dim: int
+    missing: npt.NDArray[np.bool_] | None = None
+    """The cells that have not come again, shape (rows, dim); None: it is settled."""
+    by: MarkerId | None = None
+    """The newest marker whose rows or proof have taken from the doubt; None: nothing was taken from it."""
+
+    def reopen(self) -> None:
+        self.missing, self.by = np.ones((self.named.end - self.named.begin, self.dim), np.bool_), None
+
+
+_Blocks = dict[int, dict[int, _Doubt]]
+"""Id of a table -> number of a block."""
+
+
+class Doubts:
+    """Blocks that log and store give with other bits than the marker proved. For one thread at a time.
+
+    Newer rows or a newer proof settle a block for as long as the replica stays on their branch. If the trainer goes on
+    from before them, all rows are loaded anew, and log and store give the block as they did: it is in doubt again.
+    Tables go by their ids: a name may pass to another table, and a branch may bring back a table that was dropped.
+    """
+
+    def __init__(self) -> None:
+        self._open: _Blocks = {}
+        self._settled: _Blocks = {}
+        self._names: dict[int, str] = {}
+        """Of the tables that the replica holds. Blocks of others stay known and count for nothing."""
+
+    def __len__(self) -> int:
+        return sum(len(self._open.get(table, ())) for table in self._names)
+
+    def keep(self, tables: Iterable[TableSpec]) -> None:
+        """The replica holds these tables now, and no other ones: call it before the other methods."""
+        self._names = {table.id: table.name for table in tables if table.id is not None}
+
+    def add(self, table: TableSpec, found: Iterable[UnprovedBlock]) -> None:
+        """Add blocks of a table that differ."""
+        assert table.id is not None  # tables without an id are not proved
+        for each in found:
+            block = each.begin // BLOCK_ROWS
+            self._settled.get(table.id, {}).pop(block, None)
+            doubt = self._open.setdefault(table.id, {})[block] = _Doubt(each, table.dim)
+            doubt.reopen()
+
+    def has(self, table: TableSpec, found: Iterable[UnprovedBlock]) -> bool:
+        """Tell whether all of these blocks of a table are in doubt already."""
+        known = self._open.get(table.id, {}) if table.id is not None else {}
+        return all(each.begin // BLOCK_ROWS in known for each in found)
+
+    def sent(self, changed: Changed, marker: MarkerId) -> None:
+        """Note rows of ``marker`` that are newer than the proof: a block with all rows new is as it was sent."""
+        table = changed.table.id
+        if table is None or not (known := self._open.get(table)):
+            return
+        for block in known.keys() & set(np.unique(changed.ids // BLOCK_ROWS).tolist()):
+            missing = known[block].missing
+            assert missing is not None
+            rows = changed.ids[changed.ids // BLOCK_ROWS == block] - block * BLOCK_ROWS
+            missing[rows, changed.col0 : changed.col0 + changed.weights.shape[1]] = False
+            known[block].by = marker
+            if not missing.any():
+                self._settle(table, block, marker)
+
+    def proved(self, proof: WeightProof, *, is_load: bool) -> None:
+        """Settle all blocks that a marker proves: call :meth:`add` after it for those that do not fit.
+
+        Args:
+            proof: What the marker proves. All of these blocks were compared.
+            is_load: Whether all rows have just been loaded. If a block fits the very proof that it did not fit before,
+                log and store have it, the replica alone had not, and it is forgotten.
+        """
+        for table, name in self._names.items():
+            blocks, _ = proof.tables.get(name, (np.empty(0, np.int64), None))
+            for block in set(self._open.get(table, ())) & set(blocks.tolist()):
+                by = self._open[table][block].named.proved
+                if is_load and by == proof.marker:
+                    del self._open[table][block]
+                elif by < proof.marker:
+                    self._settle(table, block, proof.marker)
+
+    def loaded(self, includes: Callable[[MarkerId], bool]) -> None:
+        """All rows were loaded anew: what newer rows or a proof have taken from a doubt holds only on their branch.
+
+        Args:
+            includes: Whether the rows of another marker are among those that were loaded.
+        """
+        for table, blocks in self._settled.items():
+            for block, doubt in list(blocks.items()):
+                if doubt.by is not None and not includes(doubt.by):
+                    self._open.setdefault(table, {})[block] = blocks.pop(block)
+                    doubt.reopen()
+        for doubt in (each for blocks in self._open.values() for each in blocks.values()):
+            if doubt.by is not None and not includes(doubt.by):
+                doubt.reopen()
+
+    def _settle(self, table: int, block: int, by: MarkerId) -> None:
+        doubt = self._settled.setdefault(table, {})[block] = self._open[table].pop(block)
+        doubt.missing, doubt.by = None, by
+
+    @property
+    def unproved(self) -> Unproved | None:
+        """All doubted blocks; None if there are none."""
+        names = {table: name for table, name in self._names.items() if self._open.get(table)}
+        if not names:
+            return None
+        blocks = [
+            replace(doubt.named, table=name)
+            for table, name in sorted(names.items(), key=lambda each: each[1])
+            for _, doubt in sorted(self._open[table].items())
+        ]
+        return Unproved(len(blocks), tuple(blocks), tuple(sorted(names.values())))
+
+
+IN_TABLES = (
+    "call advance() again: it loads all rows anew. Rows that log and store have lost are served once the trainer has "
+    "sent them again, or a newer marker proves them; "
+    "or serve them as they are: FollowedTables(..., accept_unproved=True)"
+)
+IN_A_STREAM = (
+    "start it again: it loads all rows anew. If it says the same again, log and store have lost these rows: let a "
+    "materializer run, so that the trainer sends them again"
+)
+
+
+def refusal(unproved: Unproved, marker: MarkerId, hint: str = IN_TABLES) -> ProofMismatchError:
+    """The error of a replica that does not serve ``marker``."""
+    error = unproved.error(marker)
+    return ProofMismatchError(error.message, hint=hint, **error.where)
+
+
+def proof_of(update: Update) -> WeightProof | None:
+    """The proof of the update's marker; None if it has none, or it cannot be read: the reason is logged."""
+    try:
+        return update.proof()
+    except (CorruptionError, TrimmedError) as error:
+        log.warning("marker %s is not compared with its proof: %s", update.marker, error.headline)
+        return None
+
+
+def older_proofs_of(update: Update) -> Iterator[WeightProof]:
+    """Yield those of the update's older proofs that can be read; the reason for which one cannot is logged."""
+    try:
+        yield from update.older_proofs()
+    except (CorruptionError, TrimmedError) as error:
+        log.warning("marker %s is not compared with older proofs: %s", update.marker, error.headline)

@@ -1,0 +1,349 @@
+"""What a checkpoint holds of a TorchRec job, by its metadata: tables, fused states, dense entries.
+
+A checkpoint of another kind, as an import reads it: entries by name, tensors in parts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
+from torchrec_stream_ckpt.extras.interchange.names import TorchRecName, nearest
+from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.model import is_per_row, optimizer_states
+from torchrec_stream_ckpt.util.types import StateSpec, TableSpec
+
+Part = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""An entry, offsets in it, sizes."""
+
+
+class Checkpoint(Protocol):
+    """What ``dcp_checkpoint.py`` and ``torch_checkpoint.py`` open."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+
+    @property
+    def metadata(self) -> Metadata:
+        """Its entries, as DCP describes them; ``planner_data`` has the path of keys to each, if it is known."""
+
+    @property
+    def sharded(self) -> Collection[str]:
+        """Entries that were sharded when they were saved, as far as the checkpoint says it."""
+
+    @property
+    def unread(self) -> Sequence[str]:
+        """What stands in it besides the entries, and has no place in a marker."""
+
+    def check(self, names: Sequence[str]) -> None:
+        """Refuse entries of which ranks have saved different values, where there can be one.
+
+        Raises:
+            ConfigError: names the first one.
+        """
+
+    def parts(self, wanted: Sequence[Part]) -> list[torch.Tensor]:
+        """These parts of entries, on the CPU; not to be written.
+
+        Raises:
+            CorruptionError: a file is gone or damaged.
+        """
+
+    def whole(self, names: Sequence[str]) -> dict[str, Any]:
+        """Whole tensors and plain values, on the CPU; not to be written.
+
+        Raises:
+            CorruptionError: a file is gone or damaged.
+        """
+
+
+NO_OPTIMIZER = "none"
+"""Of a table that was imported without states: a restore has to be told which optimizer goes on with it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImportSource:
+    """What is known of a checkpoint besides its bytes."""
+
+    optimizer: str
+    """The fused optimizer, such as ``exact_rowwise_adagrad``: a checkpoint does not name it. :data:`NO_OPTIMIZER`:
+    weights alone."""
+    model_key: str = ""
+    """Where the model's state dict stands; empty: at the top."""
+    optimizer_key: str = ""
+    """Where that of the optimizer stands."""
+    data_parallel: tuple[str, ...] = ()
+    """(an optimizer without state) Tables that are replicated, by name: otherwise those without fused state are."""
+    sharded: tuple[str, ...] = ()
+    """Tables that are known to be sharded: one without fused state comes as weights alone."""
+    of_model: frozenset[str] = frozenset()
+    """Those of ``data_parallel`` that a model names: the checkpoint need not have them."""
+    renamed: tuple[tuple[str, str], ...] = ()
+    """Patterns of whole names of parameters and buffers, and what becomes of them, in this order."""
+    step: int = 0
+    """Steps that the job had made."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.step < 2**63:
+            raise ConfigError(f"--step is {self.step}", hint="give the steps that the job had made, below 2^63")
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTable:
+    spec: TableSpec
+    weight: str
+    """Entry of the weights."""
+    states: tuple[str, ...]
+    """Entries of the states, in the schema's order."""
+    slices: tuple[tuple[int, int], ...]
+    """(first column, columns) of each column shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a checkpoint holds, by its metadata."""
+
+    tables: tuple[SavedTable, ...]
+    """Sorted by name."""
+    dense: dict[str, str]
+    """Entry by name of a parameter or buffer."""
+    dense_states: dict[tuple[str, str], str]
+    """Entry by parameter and state."""
+    rest: tuple[str, ...]
+    """Entries that have no place in a marker."""
+
+    @property
+    def schema(self) -> Schema:
+        """Its tables, in this order."""
+        return Schema(tuple(table.spec for table in self.tables))
+
+    @property
+    def taken(self) -> list[str]:
+        """All entries that a marker takes."""
+        tables = (key for table in self.tables for key in (table.weight, *table.states))
+        return [*tables, *self.dense.values(), *self.dense_states.values()]
+
+
+def read_contents(checkpoint: Checkpoint, source: ImportSource) -> Contents:
+    """Sort the entries of a checkpoint: tables, their fused states, the dense model, its optimizers.
+
+    Raises:
+        ConfigError: the keys, or what is said of the optimizer, do not fit the checkpoint.
+        UnsupportedError: it holds what cannot be brought over.
+    """
+    entries = checkpoint.metadata.state_dict_metadata
+    _check_keys(checkpoint.metadata, source)
+    model_prefix = f"{source.model_key}." if source.model_key else ""
+    state_prefix = f"{source.optimizer_key}.state." if source.optimizer_key else "state."
+    states = {name.removeprefix(state_prefix): name for name in entries if name.startswith(state_prefix)}
+    model = {
+        name.removeprefix(model_prefix): name
+        for name in entries
+        if name.startswith(model_prefix) and name not in states.values()
+    }
+    if any("_managed_collision" in name for name in model):
+        raise UnsupportedError(
+            "a checkpoint with managed collision cannot be imported: its id maps belong to their shards",
+            hint="load it in the job with dcp.load, then attach StreamCheckpointer: the first marker holds all of it",
+        )
+    known = states_of(source.optimizer)
+    tables: dict[str, SavedTable] = {}
+    others: set[str] = set()
+    names = _renamed(model, source.renamed)
+    _check_replicated(source, names.values())
+    for name, new_name in names.items():
+        parsed, before = TorchRecName.parse(new_name), TorchRecName.parse(name)
+        if parsed is None or parsed.spec_name in source.data_parallel:
+            continue
+        fused = _fused_states(states, name, before) if before is not None else {}
+        sharded = parsed.spec_name in source.sharded or model[name] in checkpoint.sharded
+        if not fused and known and not sharded:
+            continue  # a replicated table is trained by a dense optimizer
+        optimizer = source.optimizer if fused or not known else NO_OPTIMIZER
+        fused = fused if optimizer != NO_OPTIMIZER else {}
+        others |= {model[name], *fused.values()}
+        if parsed.spec_name not in tables:  # our own exports have each table under two names
+            tables[parsed.spec_name] = _table(entries, parsed, model[name], fused, optimizer)
+    if not tables or (known and all(table.spec.optimizer == NO_OPTIMIZER for table in tables.values())):
+        raise _no_tables(model)
+    return _contents(tables, {names[name]: (name, entry) for name, entry in model.items()}, states, others, checkpoint)
+
+
+def states_of(optimizer: str) -> tuple[str, ...]:
+    """Names of the states that rows have under a fused optimizer, or under none.
+
+    Raises:
+        ConfigError: it is not captured.
+    """
+    return () if optimizer == NO_OPTIMIZER else optimizer_states(optimizer)
+
+
+def _no_tables(model: Mapping[str, str]) -> ConfigError:
+    known = ", ".join(sorted(model)[:5]) or "none"
+    return ConfigError(
+        "the checkpoint has no sharded table with the state of a fused optimizer",
+        hint="say where the state dicts stand, with --model-key and --optimizer-key; take weights alone with "
+        f"--optimizer {NO_OPTIMIZER}; give names that are not TorchRec's (MODULE.embedding_bags.TABLE.weight) with "
+        f"--rename. Names are: {known}",
+    )
+
+
+def _renamed(model: Mapping[str, str], renamed: Sequence[tuple[str, str]]) -> dict[str, str]:
+    """New name by name in the checkpoint, of all parameters and buffers."""
+    names = {name: name for name in model}
+    for pattern, template in renamed:
+        try:
+            compiled = re.compile(pattern)
+            matches = {name: match for name in names if (match := compiled.fullmatch(names[name])) is not None}
+            names |= {name: match.expand(template) for name, match in matches.items()}
+        except re.error as error:
+            raise ConfigError(
+                f"--rename {pattern}={template}: {error}", hint="give PATTERN=NEW, as re.fullmatch and expand take them"
+            ) from None
+        if not matches:
+            raise ConfigError(
+                f"--rename {pattern}={template}: no name fits the pattern",
+                hint=f"a pattern matches whole names; near are {nearest(pattern, names.values())}",
+            )
+    sources: dict[str, str] = {}
+    for name, new_name in names.items():
+        if new_name in sources:
+            raise ConfigError(f"--rename: {sources[new_name]} and {name} both become {new_name}")
+        sources[new_name] = name
+    return names
+
+
+def _check_replicated(source: ImportSource, names: Iterable[str]) -> None:
+    tables = {parsed.spec_name for name in names if (parsed := TorchRecName.parse(name)) is not None}
+    for table in source.data_parallel:
+        if table not in tables and table not in source.of_model:
+            raise ConfigError(
+                f"--data-parallel {table}: the checkpoint has no such table",
+                hint=f"near are {nearest(table, tables)}",
+            )
+
+
+def _contents(
+    tables: Mapping[str, SavedTable],
+    model: Mapping[str, tuple[str, str]],
+    states: Mapping[str, str],
+    fused: set[str],
+    checkpoint: Checkpoint,
+) -> Contents:
+    dense = {name: entry for name, (_, entry) in model.items() if entry not in fused}
+    new_names = {old: name for name, (old, entry) in model.items() if entry not in fused}
+    dense_states = {}
+    for name, entry in states.items():
+        parameter, _, state = name.rpartition(".")
+        while parameter and parameter not in new_names:
+            parameter = parameter.partition(".")[2]  # a CombinedOptimizer puts the optimizer's name in front
+        if parameter and entry not in fused:
+            dense_states[new_names[parameter], state] = entry
+    taken = {*fused, *dense.values(), *dense_states.values()}
+    rest = {*checkpoint.unread, *(checkpoint.metadata.state_dict_metadata.keys() - taken)}
+    return Contents(tuple(tables[name] for name in sorted(tables)), dense, dense_states, tuple(sorted(rest)))
+
+
+def _check_keys(metadata: Metadata, source: ImportSource) -> None:
+    """A table below a key that was not named would become one of another name."""
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+    for name, path in paths.items():
+        parsed = TorchRecName.parse(str(path[-1])) if isinstance(path, tuple) and path else None
+        key = ".".join(str(part) for part in path[:-1]) if parsed is not None else source.model_key
+        if key != source.model_key and "state" not in path:
+            raise ConfigError(
+                f"the table {name} stands below {key!r}" if key else f"the table {name} stands at the top",
+                hint=f"give it with --model-key {key}" if key else "leave out --model-key",
+            )
+
+
+def _fused_states(states: Mapping[str, str], weight: str, name: TorchRecName) -> dict[str, str]:
+    """Entry by state: ``<weight>.<table>.<state>``, after the name that a CombinedOptimizer may give it."""
+    pattern = re.compile(rf"(?:.+\.)?{re.escape(weight)}\.{re.escape(name.table)}\.([^.]+)")
+    return {match[1]: entry for key, entry in states.items() if (match := pattern.fullmatch(key)) is not None}
+
+
+def _table(
+    entries: Mapping[str, Any], name: TorchRecName, weight: str, fused: Mapping[str, str], optimizer: str
+) -> SavedTable:
+    saved = entries[weight]
+    where = {"table": name.spec_name}
+    if not isinstance(saved, TensorStorageMetadata) or len(saved.size) != 2:
+        raise UnsupportedError(f"{weight} is no matrix", **where)
+    rows, dim = saved.size
+    slices = tuple(sorted({(chunk.offsets[1], chunk.sizes[1]) for chunk in saved.chunks if 0 not in chunk.sizes}))
+    area = sum(chunk.sizes[0] * chunk.sizes[1] for chunk in saved.chunks)
+    if area != rows * dim or [col0 for col0, _ in slices] != _edges(slices) or sum(cols for _, cols in slices) != dim:
+        raise UnsupportedError("its chunks do not lie side by side", **where)
+    specs, keys = [], []
+    for position, state in enumerate(_states_of(optimizer, fused.keys() - {"iter"}, name)):
+        key = fused["momentum1" if position == 0 else state]
+        kind = entries[key]
+        if not isinstance(kind, TensorStorageMetadata):
+            raise UnsupportedError(f"{key} is no tensor", **where)
+        per_row = tuple(kind.size) == (rows * len(slices),)
+        if not per_row and tuple(kind.size) != (rows, dim):
+            raise UnsupportedError(
+                f"{key} has size {tuple(kind.size)}, the table {(rows, dim)}",
+                hint="a state is as large as its table, or has one value a row and column shard; of a table that was "
+                "cut by columns, import the ShardedTensors: what was gathered does not say where it was cut",
+                **where,
+            )
+        if per_row != is_per_row(optimizer, state):
+            wanted, found = ("weight", "row") if per_row else ("row", "weight")
+            raise ConfigError(
+                f"{optimizer} keeps {state} for each {wanted}, the checkpoint has one value for each {found} ({key})",
+                hint="name the fused optimizer of the job with --optimizer",
+                **where,
+            )
+        specs.append(StateSpec(state, _dtype(kind, key), per_row))
+        keys.append(key)
+    spec = TableSpec(name.spec_name, rows, dim, _dtype(saved, weight), optimizer, tuple(specs))
+    return SavedTable(spec, weight, tuple(keys), slices)
+
+
+def _edges(slices: tuple[tuple[int, int], ...]) -> list[int]:
+    """Where each slice has to begin when they lie side by side."""
+    edges = [0]
+    for _, cols in slices:
+        edges.append(edges[-1] + cols)
+    return edges[:-1]
+
+
+def _states_of(optimizer: str, found: set[str], name: TorchRecName) -> tuple[str, ...]:
+    """The states' names in the schema, in order; TorchRec calls the first one ``momentum1``."""
+    known = states_of(optimizer)
+    for more in ((), ("prev_iter", "row_counter"), ("prev_iter",), ("row_counter",)):
+        states = (*known, *more)
+        if more and not known:
+            break  # these come after the states of an optimizer that has some
+        if {"momentum1" if position == 0 else state for position, state in enumerate(states)} == found:
+            return states
+    raise ConfigError(
+        f"{optimizer} keeps {', '.join(known) or 'nothing'}, the checkpoint has {', '.join(sorted(found))}",
+        hint="name the fused optimizer of the job with --optimizer",
+        table=name.spec_name,
+    )
+
+
+def tensor_entry(metadata: Metadata, name: str) -> TensorStorageMetadata:
+    """Return what the metadata says of a tensor."""
+    entry = metadata.state_dict_metadata[name]
+    assert isinstance(entry, TensorStorageMetadata)
+    return entry
+
+
+def _dtype(saved: TensorStorageMetadata, key: str) -> str:
+    name = str(saved.properties.dtype).removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise UnsupportedError(f"{key} has values of {name}, which are not captured")
+    return name

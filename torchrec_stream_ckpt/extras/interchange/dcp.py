@@ -1,0 +1,223 @@
+"""A marker as a checkpoint of torch's DCP, which plain ``dcp.load`` reads into the state dicts of any plan.
+
+==========================================  =============================================================
+``<module>.embedding_bags.<table>.weight``  a table, in chunks; ``<module>.embeddings.<table>.weight`` is
+                                            another name of the same bytes
+``state.<table's name>.<table>.momentum1``  first fused state, of the others by name: as
+                                            ``dmp.fused_optimizer.state_dict()`` has them; under both names, too
+``<parameter>``                             the dense model, buffers included
+``state.<parameter>.<state>``               dense optimizers, as a ``KeyedOptimizer`` has them
+==========================================  =============================================================
+
+A row-wise state is one vector for TorchRec, the column shards' values one after the other: it loads where a table is
+split into as many columns as in the marker.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from torchrec_stream_ckpt.errors import StreamCkptError
+from torchrec_stream_ckpt.extras.interchange.dense_state import DenseTensors
+from torchrec_stream_ckpt.extras.interchange.names import TorchRecName
+from torchrec_stream_ckpt.extras.interchange.rows import TableReader, TableWindow
+
+Path_ = tuple[str, ...]
+"""Where an entry stands in the nested state dict."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Under which keys a job keeps its state dicts: ``{"model": ..., "optim": ...}``; empty: all in one."""
+
+    model: str = ""
+    optimizer: str = ""
+
+    def of_model(self, name: str) -> Path_:
+        return (self.model, name) if self.model else (name,)
+
+    def of_state(self, parameter: str, state: str) -> Path_:
+        return (*([self.optimizer] if self.optimizer else []), "state", parameter, state)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A part of one entry, and which part of which window it is."""
+
+    path: Path_
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    """Shape of the entry."""
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    reader: TableReader
+    row0: int
+    rows: int
+    """Rows of the window."""
+    shard: int
+    """Which column shard of the table."""
+    state: int | None
+    """Which state; None: the weights."""
+
+    @property
+    def key(self) -> str:
+        return ".".join(self.path)
+
+    @property
+    def item(self) -> WriteItem:
+        chunk = ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
+        data = TensorWriteData(chunk, TensorProperties(dtype=self.dtype), torch.Size(self.size))
+        return WriteItem(MetadataIndex(self.key, self.offsets), WriteItemType.SHARD, tensor_data=data)
+
+    def tensor(self, window: TableWindow) -> torch.Tensor:
+        """A copy of the chunk's part of its window."""
+        array = window.weights if self.state is None else window.states[self.state]
+        if len(self.size) == 1:
+            array = array[self.shard]
+        else:
+            col0, cols = self.offsets[1], self.sizes[1]
+            array = array[:, col0 : col0 + cols]
+        tensor = torch.from_numpy(array.copy())
+        return tensor.view(torch.bfloat16) if self.dtype is torch.bfloat16 else tensor
+
+
+def write_dcp(
+    folder: Path,
+    readers: Sequence[TableReader],
+    dense: DenseTensors,
+    *,
+    states: bool,
+    keys: Keys,
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[str]:
+    """Write tables, their states and the dense state. Holds one window of a table and the dense state.
+
+    Args:
+        folder: An empty folder.
+        readers: The tables.
+        dense: The dense state.
+        states: Whether fused and dense optimizer states are written.
+        keys: Where state dicts stand.
+        progress: Called with the bytes of each window.
+
+    Returns:
+        Names of the files.
+    """
+    planner = _Planner([chunk for reader in readers for chunk in _chunks(reader, keys, states=states)], progress)
+    aliases = {}
+    for reader in readers:
+        name = TorchRecName.of(reader.spec)
+        first, second = name.keys
+        aliases[".".join(keys.of_model(first))] = keys.of_model(second)
+        for position, state in enumerate(reader.spec.states if states else ()):
+            called = name.state_key(position, state.name)
+            aliases[".".join(keys.of_state(first, called))] = keys.of_state(second, called)
+    writer = _TableWriter(folder, aliases)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            save(nested(dense, keys, states=states), storage_writer=writer, planner=planner, no_dist=True)
+    except CheckpointException as error:  # a BaseException that no handler of errors would see
+        causes = [cause for cause, _ in error.failures.values()]
+        for cause in causes:
+            if isinstance(cause, (StreamCkptError, OSError)):
+                raise cause from None
+        raise RuntimeError("; ".join(f"{type(cause).__name__}: {cause}" for cause in causes)) from error
+    return sorted(path.name for path in folder.iterdir())
+
+
+def nested(dense: DenseTensors, keys: Keys, *, states: bool) -> dict[str, Any]:
+    """The dense state as the state dicts of a job."""
+    entries = {keys.of_model(name): value for name, value in dense.model.items()}
+    for parameter, values in dense.optimizer.items() if states else ():
+        entries |= {keys.of_state(parameter, state): value for state, value in values.items()}
+    nested: dict[str, Any] = {}
+    for path, value in entries.items():
+        inner = nested
+        for part in path[:-1]:
+            inner = inner.setdefault(part, {})
+        inner[path[-1]] = value
+    return nested
+
+
+def _chunks(reader: TableReader, keys: Keys, *, states: bool) -> Iterator[_Chunk]:
+    """Window by window. A table with row-wise state is cut at its column shards, so that they can be told later."""
+    spec, name = reader.spec, TorchRecName.of(reader.spec)
+    weight = name.keys[0]
+    slices = reader.slices or ((0, spec.dim),)
+    entries: list[tuple[int | None, Path_, str, bool]] = [(None, keys.of_model(weight), spec.dtype, False)]
+    for position, state in enumerate(spec.states if states else ()):
+        path = keys.of_state(weight, name.state_key(position, state.name))
+        entries.append((position, path, state.dtype, state.per_row))
+    for row0, rows in reader.windows():
+        for number, path, dtype, per_row in entries:
+            for shard, (col0, cols) in enumerate(slices):
+                size = (spec.rows * len(slices),) if per_row else (spec.rows, spec.dim)
+                offsets = (shard * spec.rows + row0,) if per_row else (row0, col0)
+                sizes = (rows,) if per_row else (rows, cols)
+                kind = getattr(torch, dtype)
+                yield _Chunk(path, kind, size, offsets, sizes, reader, row0, rows, shard, number)
+
+
+class _Planner(DefaultSavePlanner):
+    """DCP's own, with chunks whose tensors are made when the writer asks for them."""
+
+    def __init__(self, chunks: Sequence[_Chunk], progress: Callable[[int], None]) -> None:
+        super().__init__()
+        self._chunks = {(chunk.key, chunk.offsets): chunk for chunk in chunks}
+        self._progress = progress
+        self._window: tuple[TableReader, TableWindow] | None = None
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        items = [*plan.items, *(chunk.item for chunk in self._chunks.values())]
+        paths = {chunk.key: chunk.path for chunk in self._chunks.values()}
+        self.plan = replace(plan, items=items, planner_data={**plan.planner_data, **paths})
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        offset = write_item.index.offset
+        chunk = self._chunks.get((write_item.index.fqn, tuple(offset))) if offset is not None else None
+        return super().resolve_data(write_item) if chunk is None else chunk.tensor(self._read(chunk))
+
+    def _read(self, chunk: _Chunk) -> TableWindow:
+        """The chunk's window: the writer takes the items in their order, so all chunks of one come in a row."""
+        if self._window is None or self._window[0] is not chunk.reader or self._window[1].row0 != chunk.row0:
+            self._window = None
+            self._window = (chunk.reader, chunk.reader.read(chunk.row0, chunk.rows))
+            self._progress(chunk.rows * chunk.reader.row_bytes)
+        return self._window[1]
+
+
+class _TableWriter(FileSystemWriter):
+    """DCP's own, in the order of the plan, and with second names for some entries."""
+
+    def __init__(self, folder: Path, aliases: Mapping[str, Path_]) -> None:
+        # Copying ahead would sort the items by size: each window would be read once for each of them.
+        super().__init__(folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)
+        self._aliases = aliases
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        for key, path in self._aliases.items():
+            alias = ".".join(path)
+            metadata.state_dict_metadata[alias] = metadata.state_dict_metadata[key]
+            metadata.planner_data[alias] = path
+        same = [
+            replace(result, index=replace(result.index, fqn=".".join(self._aliases[result.index.fqn])))
+            for written in results
+            for result in written
+            if result.index.fqn in self._aliases
+        ]
+        super().finish(metadata, [*results, same])

@@ -1,0 +1,180 @@
+"""The entries of a marker as DCP knows a checkpoint: the names that an export has, and where the bytes of each are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from torchrec_stream_ckpt.errors import ColumnResplitError
+from torchrec_stream_ckpt.extras.interchange.dcp import Keys, Path_, nested
+from torchrec_stream_ckpt.extras.interchange.dcp_dense import DenseFiles
+from torchrec_stream_ckpt.extras.interchange.names import TorchRecName, nearest
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.util.types import TableShard, TableSpec
+
+Slices = Sequence[tuple[int, int]]
+"""(first column, columns) of each column shard of a table."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableEntry:
+    """Weights or one state of a table."""
+
+    table: int
+    """Index in the schema."""
+    state: int | None
+    """Which state; None: the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class MarkerEntries:
+    """All entries of a marker."""
+
+    metadata: Metadata
+    tables: Mapping[str, TableEntry]
+    """By key; a table has two of each."""
+    slices: Mapping[int, Slices]
+    """Column shards of each table, ascending; a row-wise state has the values of one after those of the other."""
+    dense: Mapping[str, str]
+    """Key -> entry of the dense files."""
+    values: Mapping[str, Any]
+    """Key -> what was read: buffers, and what optimizers keep besides tensors."""
+
+
+class _Keys(dict[str, Any]):
+    """The entries by key. DCP refuses a state dict with another key; this adds the keys that look like it."""
+
+    marker = ""
+
+    def __contains__(self, key: object) -> bool:
+        if super().__contains__(key):
+            return True
+        # ``strict`` is an argument of create_default_local_load_plan, which says "Missing key" itself otherwise.
+        if isinstance(key, str) and sys._getframe(1).f_locals.get("strict") is True:
+            raise RuntimeError(
+                f"Missing key in checkpoint state_dict: {key}. Marker {self.marker} has {nearest(key, self)}"
+            )
+        return False
+
+
+class _RowStateSize(tuple[int, ...]):
+    """Size of a row-wise state: one value a row and column shard. Another number of shards has no exact value."""
+
+    name: str
+    rows: int
+
+    def __ne__(self, other: object) -> bool:
+        if super().__ne__(other) and isinstance(other, tuple) and len(other) == 1 and not other[0] % self.rows:
+            raise no_exact_state(self.name, f"{other[0] // self.rows} column shards", f"{self[0] // self.rows}")
+        return super().__ne__(other)
+
+
+def no_exact_state(table: str, here: str, there: str) -> ColumnResplitError:
+    """Why a row-wise state, or what else belongs to a column shard, is not loaded under other column shards."""
+    return ColumnResplitError(
+        f"the state of column shards has no exact value under {here}: the marker has {there}",
+        hint="keep the column split of this table, or restore the marker with StreamCheckpointer and "
+        'on_column_resplit="merge"',
+        table=table,
+    )
+
+
+def entries_of(
+    marker: str, schema: Schema, shards: Iterable[TableShard], dense: DenseFiles, keys: Keys
+) -> MarkerEntries:
+    """Name all that a marker holds.
+
+    Args:
+        marker: Its name, for errors.
+        schema: Its tables.
+        shards: What the ranks of its generation held.
+        dense: Its dense files.
+        keys: Where state dicts stand.
+
+    Raises:
+        UnsupportedError: it has id maps of managed collision.
+        CorruptionError, StoreUnavailableError: a dense file is damaged, or cannot be read.
+    """
+    outline, entries = dense.outline()
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(nested(outline, keys, states=True), is_coordinator=True)
+    _, metadata = planner.create_global_plan([planner.create_local_plan()])
+    found = _Keys(metadata.state_dict_metadata)
+    found.marker = marker
+    in_files: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for key, value in planner.state_dict.items():
+        if id(value) in entries:
+            in_files[key] = entries[id(value)]
+            found[key] = dense.metadata.state_dict_metadata[in_files[key]]
+        else:
+            values[key] = value
+            if not isinstance(value, torch.Tensor):
+                found[key] = BytesStorageMetadata()
+    metadata.state_dict_metadata = found
+    tables = _TableEntries(schema, shards, keys)
+    found.update(tables.saved)
+    metadata.planner_data.update({".".join(path): path for path in tables.paths})
+    return MarkerEntries(metadata, tables.entries, tables.slices, in_files, values)
+
+
+@dataclass
+class _TableEntries:
+    """The entries of all tables."""
+
+    schema: Schema
+    shards: Iterable[TableShard]
+    keys: Keys
+    paths: list[Path_] = field(default_factory=list)
+    saved: dict[str, TensorStorageMetadata] = field(default_factory=dict)
+    entries: dict[str, TableEntry] = field(default_factory=dict)
+    slices: dict[int, Slices] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        held: dict[int, set[tuple[int, int]]] = {}
+        for shard in self.shards:
+            held.setdefault(shard.table, set()).add((shard.col0, shard.cols))
+        for index, spec in self.schema.live:
+            self.slices[index] = sorted(held.get(index, {(0, spec.dim)}))
+            name = TorchRecName.of(spec)
+            for weight in name.keys:
+                self._add(self.keys.of_model(weight), index, None)
+                for position, state in enumerate(spec.states):
+                    path = self.keys.of_state(weight, name.state_key(position, state.name))
+                    self._add(path, index, position)
+
+    def _add(self, path: Path_, index: int, position: int | None) -> None:
+        key = ".".join(path)
+        self.paths.append(path)
+        self.entries[key] = TableEntry(index, position)
+        self.saved[key] = _saved(self.schema.tables[index], position, self.slices[index])
+
+
+def _saved(spec: TableSpec, position: int | None, slices: Slices) -> TensorStorageMetadata:
+    """Size and chunks of an entry: a chunk for each column shard."""
+    state = spec.states[position] if position is not None else None
+    dtype = getattr(torch, state.dtype if state is not None else spec.dtype)
+    if state is not None and state.per_row:
+        row_size = _RowStateSize((spec.rows * len(slices),))
+        row_size.name, row_size.rows = spec.name, max(1, spec.rows)
+        size = cast(torch.Size, row_size)  # no class can be a torch.Size
+        places: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+            ((number * spec.rows,), (spec.rows,)) for number in range(len(slices))
+        ]
+    else:
+        size = torch.Size((spec.rows, spec.dim))
+        places = [((0, col0), (spec.rows, cols)) for col0, cols in slices]
+    chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in places]
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)

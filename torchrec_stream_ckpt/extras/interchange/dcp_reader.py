@@ -1,0 +1,454 @@
+"""A marker as a checkpoint that ``dcp.load`` reads from its log and store, with no export in between.
+
+Fill regions of tables with the rows of a marker: on the ways of a restore, without a model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from torchrec_stream_ckpt.errors import CorruptionError, SchemaMismatchError, StreamCkptError
+from torchrec_stream_ckpt.extras.interchange.dcp import Keys
+from torchrec_stream_ckpt.extras.interchange.dcp_dense import DenseFiles
+from torchrec_stream_ckpt.extras.interchange.dcp_entries import MarkerEntries, entries_of, no_exact_state
+from torchrec_stream_ckpt.extras.interchange.marker_lookup import Where, check_marker, find_marker
+from torchrec_stream_ckpt.find.find import Damaged, verify_dense_state
+from torchrec_stream_ckpt.find.job import Job
+from torchrec_stream_ckpt.find.route import Route
+from torchrec_stream_ckpt.find.tiers import Tiers
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
+from torchrec_stream_ckpt.proofs.seen_marks import Met
+from torchrec_stream_ckpt.restore.damage_location import located
+from torchrec_stream_ckpt.restore.from_log import apply_log
+from torchrec_stream_ckpt.restore.from_store import apply_store
+from torchrec_stream_ckpt.restore.plan import Move, RestorePlan, plan_reads
+from torchrec_stream_ckpt.restore.row_writers import Unwanted
+from torchrec_stream_ckpt.restore.target import Target
+from torchrec_stream_ckpt.util.options import Options
+from torchrec_stream_ckpt.util.types import MarkerId, TableShard, TableSpec
+
+
+@dataclass(slots=True)
+class Region:
+    """A block of rows and columns of one table, and where its weights and states go."""
+
+    shard: TableShard
+    wanted: dict[int | None, list[torch.Tensor]] = field(default_factory=dict)
+    """By state, None for the weights: tensors of the region's shape, or of its rows for a row-wise state."""
+
+    def add(self, state: int | None, tensor: torch.Tensor) -> None:
+        """One more place for the weights or a state."""
+        self.wanted.setdefault(state, []).append(tensor)
+
+    def firsts(self, spec: TableSpec) -> list[torch.Tensor | Unwanted]:
+        """One tensor for the weights and each state, which can be written by rows."""
+        sections = [None, *range(len(spec.states))]
+        return [self._first(spec, section) for section in sections]
+
+    def _first(self, spec: TableSpec, section: int | None) -> torch.Tensor | Unwanted:
+        state = spec.states[section] if section is not None else None
+        dtype = state.dtype if state is not None else spec.dtype
+        if section not in self.wanted:
+            values = 1 if state is not None and state.per_row else self.shard.cols
+            return Unwanted(DTYPE_BYTES[dtype] * values)
+        tensor = self.wanted[section][0]
+        if tensor.dtype is getattr(torch, dtype) and _is_written_by_rows(tensor):
+            return tensor
+        return torch.empty(tensor.shape, dtype=getattr(torch, dtype))
+
+    def spread(self, firsts: Sequence[torch.Tensor | Unwanted]) -> None:
+        """Copy what has come to the tensors that were not written themselves."""
+        for section, tensors in self.wanted.items():
+            first = firsts[0 if section is None else section + 1]
+            assert isinstance(first, torch.Tensor)
+            for tensor in tensors:
+                if tensor is not first:
+                    tensor.copy_(first)
+
+
+def _is_written_by_rows(tensor: torch.Tensor) -> bool:
+    """Tell whether rows can be put into the very memory: of a plain tensor whose values of one row lie side by side."""
+    plain = tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda") and not tensor.is_quantized
+    return plain and (tensor.dim() == 1 or tensor.shape[1] <= 1 or tensor.stride(1) == 1)
+
+
+@torch.no_grad()
+def fill(route: Route, job: Job | Tiers, regions: Iterable[Region]) -> None:
+    """Read the rows of some regions, each at most once from the store, and all that the log has of their tables.
+
+    Raises:
+        CorruptionError: the log or the store is damaged or incomplete; the tensors are half written then.
+        LogUnavailableError, StoreUnavailableError: one of them does not answer.
+    """
+    by_shard = {region.shard: region for region in regions if region.shard.rows}
+    if not by_shard:
+        return
+    plan = plan_reads(route, route.schema, tuple(by_shard))
+    tensors = {shard: region.firsts(plan.schema.tables[shard.table]) for shard, region in by_shard.items()}
+    targets, data = _targets(plan, by_shard, tensors), route.place.log(job)
+    try:
+        if plan.stored:
+            apply_store(plan, route.place.objects(job), targets)
+        apply_log(plan, data, targets, Met(plan.path))
+        for shard, target in targets.items():
+            target.finish(plan.schema.tables[shard.table].name)
+    except CorruptionError as error:
+        raise located(error, data, [read.interval for read in plan.reads], plan.schema, route.segments) from None
+    for shard, region in by_shard.items():
+        region.spread(tensors[shard])
+
+
+def _targets(
+    plan: RestorePlan,
+    regions: dict[TableShard, Region],
+    tensors: dict[TableShard, list[torch.Tensor | Unwanted]],
+) -> dict[TableShard, Target]:
+    moves: dict[TableShard, list[Move]] = {shard: [] for shard in regions}
+    for move in plan.moves:
+        moves[move.target].append(move)
+    targets = {}
+    for shard, region in regions.items():
+        spec = plan.schema.tables[shard.table]
+        per_row = any(state is not None and spec.states[state].per_row for state in region.wanted)
+        if per_row and not all(move.same_columns for move in moves[shard]):
+            raise CorruptionError(
+                "row-wise state under two column splits, of which none was sent whole", table=spec.name
+            )
+        weights, *states = tensors[shard]
+        targets[shard] = Target(shard, weights, states, moves[shard], merged=False)
+    return targets
+
+
+@dataclass(slots=True)
+class _Look:
+    """One marker, as it was found."""
+
+    route: Route
+    entries: MarkerEntries
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """(in a plan of DCP) What rank 0 reads: every rank reads the same."""
+
+    job: bytes
+    marker: MarkerId
+
+
+class StreamReader(StorageReader):
+    """Load a marker with ``torch.distributed.checkpoint``, under any plan and on any number of ranks.
+
+    ::
+
+        state = dmp.state_dict()
+        dcp.load(state, storage_reader=StreamReader("file:///ckpt/job", "2:7"))
+        dmp.load_state_dict(state)
+
+    Keys are those of ``stream-ckpt export --to dcp://``. Every rank reads what its own tensors need, from the store
+    and from the log, and compares the checksums of all that it reads; it compares no proofs. With ``latest`` all ranks
+    read the marker that rank 0 has found, and a reader that is used again reads the same marker, until :meth:`reset`.
+
+    Args:
+        uri: The job's log; of a job with two tiers both of them, nearest first.
+        marker: ``GENERATION:MARKER``, or ``latest`` for the newest one that is whole as far as names and directories
+            tell.
+        store: The job's store; None: where the job keeps it. Dense state holds pickles: where the log alone names the
+            store, name it here, or give the commit key.
+        model_key: Key of the model in the state dict that is loaded, such as ``model`` for ``{"model":
+            dmp.state_dict()}``; empty: its entries stand at the top.
+        optimizer_key: Key of the optimizer.
+        store_options: Options of the store's client, as of :class:`StreamConfig`.
+        kafka_options: Options of Kafka's client, as of :class:`StreamConfig`.
+        commit_key_file: The job's commit key, as of :class:`StreamConfig`.
+
+    Raises:
+        ConfigError: one of these is not what it should be.
+    """
+
+    def __init__(
+        self,
+        uri: str | Sequence[str],
+        marker: str = "latest",
+        *,
+        store: str | None = None,
+        model_key: str = "",
+        optimizer_key: str = "",
+        store_options: Options = None,
+        kafka_options: Options = None,
+        commit_key_file: Path | str | None = None,
+    ) -> None:
+        super().__init__()
+        self._where = Where(uri, store, store_options, kafka_options, commit_key_file)
+        self._marker = check_marker(marker)
+        self._keys = Keys(model_key, optimizer_key)
+        self._look: _Look | None = None
+        self._failure: StreamCkptError | None = None
+        self._columns: dict[int, set[tuple[int, int]]] = {}
+        """Columns of the shards into which weights were loaded last, by table."""
+        self._states: set[int] = set()
+        """Tables of which row-wise state was loaded."""
+
+    @property
+    def marker(self) -> MarkerId | None:
+        """The marker that is read; None before the first load of ``latest``."""
+        return self._look.route.marker if self._look is not None else self._marker
+
+    @property
+    def step(self) -> int | None:
+        """Steps that the job had made at the marker; None before the first load."""
+        return self._look.route.commit.step if self._look is not None else None
+
+    # What DCP calls, in this order.
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Look again at the next load: for another marker, or for the newest one of then.
+
+        Args:
+            checkpoint_id: The other marker, ``GENERATION:MARKER`` or ``latest``; None: as before.
+
+        Raises:
+            ConfigError: it is not a marker.
+        """
+        if checkpoint_id is not None:
+            self._marker = check_marker(os.fspath(checkpoint_id))
+        self._look, self._failure = None, None
+        self._forget_columns()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Tell whether it is a marker: ``GENERATION:MARKER`` or ``latest``."""
+        with contextlib.suppress(StreamCkptError):
+            check_marker(os.fspath(checkpoint_id))
+            return True
+        return False
+
+    def read_metadata(self) -> Metadata:
+        """(all ranks) Find the marker and name its entries. What fails here is raised by the next call: DCP takes an
+        error of this one, or a ``kwargs`` in its signature, for a checkpoint of another kind.
+        """
+        self._failure = None  # of a load that ended before it was raised
+        try:
+            return self._looked().entries.metadata
+        except StreamCkptError as error:
+            self._failure = error
+            return Metadata({})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """(all ranks) Raise what finding the marker has raised.
+
+        Raises:
+            MarkerNotFoundError: there is no such marker, or none at all.
+            ConfigError: nobody vouches for the place of the dense state, which holds pickles.
+            CorruptionError: the marker is damaged.
+            UnsupportedError: it has id maps of managed collision.
+            LogUnavailableError, StoreUnavailableError: the log or the store does not answer.
+        """
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """(all ranks) Note the marker in the plan."""
+        route = self._looked().route
+        return replace(plan, storage_data=_Chosen(route.lineage.job, route.marker))
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """(rank 0) Let all ranks read the marker of rank 0: a newer one may have come while they looked."""
+        return [replace(plan, storage_data=plans[0].storage_data) for plan in plans]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """(all ranks) Read what the plan names into the tensors of the planner; done on return.
+
+        What is damaged in the store is read around where other pieces or the log have its rows.
+
+        Raises:
+            CorruptionError: the marker is damaged, or incomplete.
+            ColumnResplitError: tensors are cut by columns in another way than the state of column shards.
+            SchemaMismatchError: another rank has found another marker, with other entries.
+            LogUnavailableError, StoreUnavailableError: the log or the store does not answer.
+        """
+        look = self._agreed(plan)
+        of_tables = [item for item in plan.items if item.storage_index.fqn in look.entries.tables]
+        others = [item for item in plan.items if item.storage_index.fqn not in look.entries.tables]
+        with self._where.open() as job, torch.no_grad():
+            self._read_tables(job, look, of_tables, planner)
+            self._read_dense(job, look, others, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    # Finding the marker.
+
+    def _looked(self) -> _Look:
+        if self._look is None:
+            with self._where.open() as job:
+                self._look = self._look_at(job, self._marker)
+        return self._look
+
+    def _look_at(self, job: Job | Tiers, marker: MarkerId | None) -> _Look:
+        route = find_marker(job, marker, Damaged(), check_dense_sizes)
+        check_vouched(job, route.commit)
+        dense = DenseFiles(route.place.nearest(job), route.commit)
+        return _Look(route, entries_of(str(route.marker), route.schema, route.own_shards, dense, self._keys))
+
+    def _agreed(self, plan: LoadPlan) -> _Look:
+        """The marker that rank 0 reads."""
+        look, chosen = self._looked(), plan.storage_data
+        mine = _Chosen(look.route.lineage.job, look.route.marker)
+        if not isinstance(chosen, _Chosen) or chosen == mine:
+            return look
+        with self._where.open() as job:
+            other = self._look_at(job, chosen.marker)
+        here, there = look.entries.metadata.state_dict_metadata, other.entries.metadata.state_dict_metadata
+        changed = sorted(
+            {item.storage_index.fqn for item in plan.items if here.get(fqn_of(item)) != there.get(fqn_of(item))}
+        )
+        if other.route.lineage.job != chosen.job or changed:
+            raise SchemaMismatchError(
+                f"rank 0 has found marker {chosen.marker}, this rank marker {mine.marker}"
+                + (f", and their entries differ: {changed[0]}" if changed else " of another job"),
+                hint="give all ranks the same URI, and name the marker",
+            )
+        self._look = other
+        self._forget_columns()
+        return other
+
+    def _forget_columns(self) -> None:
+        """Forget the columns: what is loaded from here on is of another marker."""
+        self._columns.clear()
+        self._states.clear()
+
+    # Reading.
+
+    def _read_tables(self, job: Job | Tiers, look: _Look, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        self._check_columns(look, items)
+        regions: dict[TableShard, Region] = {}
+        taken = []
+        for item in items:
+            entry = look.entries.tables[item.storage_index.fqn]
+            shard, tensor = region_of(look, item), planner.resolve_tensor(item).detach()
+            shape = (shard.rows,) if tensor.dim() == 1 else (shard.rows, shard.cols)
+            assert tuple(tensor.shape) == shape, f"{item.storage_index.fqn}: {tuple(tensor.shape)} for {shape}"
+            regions.setdefault(shard, Region(shard)).add(entry.state, tensor)
+            taken.append((item, tensor))
+        damaged = Damaged()
+        while True:
+            try:
+                fill(look.route, job, regions.values())
+                break
+            except CorruptionError as error:
+                damaged.elsewhere(look.route, error)
+                look.route = find_marker(job, look.route.marker, damaged, check_dense_sizes)
+        for item, tensor in taken:
+            planner.commit_tensor(item, tensor)
+
+    def _check_columns(self, look: _Look, items: Iterable[ReadItem]) -> None:
+        """Refuse what belongs to column shards where the tensors are cut in another way, as far as they tell."""
+        pieces: dict[tuple[MetadataIndex, int], list[tuple[int, int]]] = {}
+        states: dict[int, set[int]] = {}
+        for item in items:
+            entry, shard = look.entries.tables[fqn_of(item)], region_of(look, item)
+            spec = look.route.schema.tables[entry.table]
+            if entry.state is None:
+                begin = shard.col0 - item.dest_offsets[1]
+                pieces.setdefault((item.dest_index, entry.table), []).append((begin, shard.col0 + shard.cols))
+            elif spec.states[entry.state].per_row:
+                slices = look.entries.slices[entry.table]
+                states.setdefault(entry.table, set()).add(slices.index((shard.col0, shard.cols)))
+        for table in {table for _, table in pieces}:
+            self._columns[table] = set()  # of another model, perhaps, into which this reader has loaded before
+        for (_, table), of_one in pieces.items():
+            begin, end = min(first for first, _ in of_one), max(last for _, last in of_one)
+            self._columns[table].add((begin, end - begin))
+        self._states |= states.keys()
+        for table in states.keys() | {table for _, table in pieces}:
+            self._check_table(look, table)
+
+    def _check_table(self, look: _Look, table: int) -> None:
+        spec, there, here = look.route.schema.tables[table], look.entries.slices[table], self._columns.get(table, set())
+        # A tensor of the whole table is a state dict made by hand: its states are those of the marker, end to end.
+        cut = {each for each in here if each != (0, spec.dim)}
+        wrong = bool(cut - set(there)) and table in self._states
+        if spec.optimizer.startswith("emainplace"):  # weights on the left of a shard, their average on its right
+            wrong = bool(here - set(there))
+        if wrong:
+            said = [", ".join(f"[{col0}, {col0 + cols})" for col0, cols in sorted(each)) for each in (here, there)]
+            raise no_exact_state(spec.name, f"columns {said[0]}", f"columns {said[1]}")
+
+    def _read_dense(self, job: Job | Tiers, look: _Look, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        by_part: dict[MetadataIndex, list[ReadItem]] = {}
+        for item in items:
+            key = fqn_of(item)
+            if key in look.entries.values:
+                _hand_over(item, look.entries.values[key], planner)
+            else:
+                by_part.setdefault(replace(item.storage_index, fqn=look.entries.dense[key]), []).append(item)
+        if not by_part:
+            return
+        dense = DenseFiles(look.route.place.nearest(job), look.route.commit)
+        for part in dense.sorted(list(by_part)):
+            value = dense.read(part)
+            for item in by_part[part]:
+                _hand_over(item, value, planner)
+
+
+def fqn_of(item: ReadItem) -> str:
+    """The key of what an item reads."""
+    return str(item.storage_index.fqn)
+
+
+def region_of(look: _Look, item: ReadItem) -> TableShard:
+    """The rows and columns of its table that an item reads; of a row-wise state the columns of its shard."""
+    entry = look.entries.tables[fqn_of(item)]
+    offset = item.storage_index.offset
+    assert offset is not None
+    if len(offset) == 2:
+        row0, col0 = (begin + more for begin, more in zip(offset, item.storage_offsets, strict=True))
+        return TableShard(entry.table, row0, item.lengths[0], col0, item.lengths[1])
+    rows = max(1, look.route.schema.tables[entry.table].rows)
+    col0, cols = look.entries.slices[entry.table][offset[0] // rows]
+    return TableShard(entry.table, item.storage_offsets[0], item.lengths[0], col0, cols)
+
+
+def _hand_over(item: ReadItem, value: Any, planner: LoadPlanner) -> None:
+    """Give a value that was read to the planner, as DCP's own reader does."""
+    if item.type is LoadItemType.BYTE_IO:
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        buffer.seek(0)
+        planner.load_bytes(item, buffer)
+        return
+    part = value
+    for dim, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        part = part.narrow(dim, begin, length)
+    target = planner.resolve_tensor(item).detach()
+    assert target.size() == part.size(), f"{fqn_of(item)}: {tuple(target.size())} for {tuple(part.size())}"
+    target.copy_(part)
+    planner.commit_tensor(item, target)
+
+
+def check_dense_sizes(job: Job, commit: Commit) -> None:
+    """See that a marker's dense files are there; those that are asked for are compared when they are read."""
+    verify_dense_state(job.dense, commit, lambda commit: DenseFiles(job, commit).check_sizes())
+
+
+def check_vouched(job: Job | Tiers, commit: Commit) -> None:
+    """See that a setting or a key vouches for the place of the dense state; raises as :meth:`Job.check_vouched`."""
+    if isinstance(job, Tiers):
+        return  # a tier reads from the store that the caller has named
+    for each in (commit, job.lineage.newest):
+        if each is not None:
+            job.check_vouched(each)

@@ -1,0 +1,141 @@
+"""Write a marker for others: choose tables, open what holds their rows, hand them to a format."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from torchrec_stream_ckpt.errors import TORCH_HINT, ConfigError
+from torchrec_stream_ckpt.extras.interchange.parquet import write_parquet
+from torchrec_stream_ckpt.extras.interchange.rows import MarkerRows, TableReader
+from torchrec_stream_ckpt.extras.interchange.safetensors import write_safetensors
+from torchrec_stream_ckpt.extras.interchange.target import ExportTarget, new_folder
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.schema import Schema
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportOptions:
+    """What an export takes along."""
+
+    tables: Sequence[str] = ("*",)
+    """Patterns, of which a table's name must fit one."""
+    states: bool | None = None
+    """Whether optimizer states are written; None: to all formats but Parquet."""
+    shard_bytes: int = 5 * 10**9
+    """(safetensors) What a file holds at most."""
+    model_key: str = ""
+    """(dcp) The key under which the job saves ``dmp.state_dict()``; empty: none."""
+    optimizer_key: str = ""
+    """(dcp) The key under which the job saves the state dict of its optimizer."""
+    force: bool = False
+    """Replace a folder that holds something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written."""
+
+    marker: str
+    step: int
+    target: str
+    tables: tuple[str, ...]
+    rows: int
+    num_bytes: int
+    """Bytes of all files."""
+    files: tuple[str, ...]
+
+
+def chosen_tables(schema: Schema, patterns: Sequence[str]) -> list[int]:
+    """Indices of the tables that one of the patterns fits.
+
+    Raises:
+        ConfigError: a pattern fits none.
+    """
+    names = schema.index()
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(f"no table fits {pattern!r}", hint=f"the tables are {', '.join(names)}"[:1000])
+    return [index for name, index in names.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def export(
+    commit: Commit,
+    open_rows: Callable[[], AbstractContextManager[MarkerRows]],
+    dense: Callable[[], Path],
+    target: ExportTarget,
+    options: ExportOptions,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Exported:
+    """Write one marker to ``target``, which is there at the end as a whole, or not at all.
+
+    Args:
+        commit: The marker.
+        open_rows: Opens where its rows are.
+        dense: Its dense directory, digests compared; asked for by DCP alone.
+        target: Where to.
+        options: What to take along.
+        progress: Called with the bytes of each window.
+
+    Raises:
+        ConfigError: the folder is taken, a pattern fits no table, or what the format needs is not installed.
+        CorruptionError: the marker is damaged.
+        StoreUnavailableError: the disk does not take it.
+    """
+    _require(target.format)
+    with new_folder(target.folder, force=options.force) as folder, open_rows() as rows:
+        readers = [TableReader(rows, index) for index in chosen_tables(rows.schema, options.tables)]
+        about = {"job": commit.job.hex(), "marker": str(commit.id), "step": str(commit.step)}
+        states = options.states if options.states is not None else target.format != "parquet"
+        if target.format == "dcp":
+            files = _write_dcp(folder, readers, dense(), options, progress, states=states)
+        elif target.format == "safetensors":
+            files = write_safetensors(
+                folder, readers, states=states, shard_bytes=options.shard_bytes, about=about, progress=progress
+            )
+        else:
+            files = write_parquet(folder, readers, states=states, about=about, progress=progress)
+        return Exported(
+            str(commit.id),
+            commit.step,
+            str(target),
+            tuple(reader.spec.name for reader in readers),
+            sum(reader.spec.rows for reader in readers),
+            sum((folder / name).stat().st_size for name in files),
+            tuple(files),
+        )
+
+
+def _write_dcp(
+    folder: Path,
+    readers: Sequence[TableReader],
+    dense: Path,
+    options: ExportOptions,
+    progress: Callable[[int], None],
+    *,
+    states: bool,
+) -> list[str]:
+    from torchrec_stream_ckpt.extras.interchange.dcp import Keys, write_dcp
+    from torchrec_stream_ckpt.extras.interchange.dense_state import read_dense
+
+    keys = Keys(options.model_key, options.optimizer_key)
+    return write_dcp(folder, readers, read_dense(dense), states=states, keys=keys, progress=progress)
+
+
+def _require(format_: str) -> None:
+    """Say what is not installed, before anything is read."""
+    hints = {
+        "dcp": ("torch", TORCH_HINT),
+        "parquet": ("pyarrow", "pip install 'torchrec_stream_ckpt[export]'"),
+    }
+    if format_ not in hints:
+        return
+    library, hint = hints[format_]
+    try:
+        importlib.import_module(library)
+    except ModuleNotFoundError:
+        raise ConfigError(f"{format_}:// needs {library}", hint=hint) from None

@@ -1,0 +1,316 @@
+"""A checkpoint of another kind as the first marker of a new log.
+
+The tables become rows of generation 1, with their fused optimizer state as far as there is one. The dense model and
+dense optimizers go into the marker's dense directory. What such a checkpoint does not hold, a restore leaves as the job
+has made it: random state, loaders and schedules, param groups, learning rates, and what the kernels count.
+
+The model that an imported checkpoint is meant for: compared with it before anything is written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.evolve.changes import Changes
+from torchrec_stream_ckpt.evolve.model_evolution import evolve
+from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, ModelSchema
+from torchrec_stream_ckpt.evolve.report import EvolutionReport
+from torchrec_stream_ckpt.extras.interchange.contents import (
+    NO_OPTIMIZER,
+    Checkpoint,
+    Contents,
+    ImportSource,
+    Part,
+    SavedTable,
+    read_contents,
+    tensor_entry,
+)
+from torchrec_stream_ckpt.extras.interchange.names import TorchRecName
+from torchrec_stream_ckpt.extras.interchange.writer import MARKER, Batch, write_stream
+from torchrec_stream_ckpt.format.control import Claim, Commit
+from torchrec_stream_ckpt.format.dense import digest_files
+from torchrec_stream_ckpt.format.dense_files import DenseFile
+from torchrec_stream_ckpt.format.imported import check_may_import, import_nonce
+from torchrec_stream_ckpt.format.rank_shards import RankShards
+from torchrec_stream_ckpt.format.rows import Array
+from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.save.generation import claim_generation
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.dense import DenseStore, name_files
+from torchrec_stream_ckpt.util.config import StreamConfig
+from torchrec_stream_ckpt.util.failpoints import failpoint
+from torchrec_stream_ckpt.util.layout import dense_name
+from torchrec_stream_ckpt.util.types import MarkerId, TableShard
+
+if TYPE_CHECKING:
+    from torchrec_stream_ckpt.extras.interchange.contents import ImportSource
+
+
+@dataclass(frozen=True, slots=True)
+class IntoModel:
+    """A model, and in what it is declared to differ from the checkpoint."""
+
+    model: ModelSchema
+    changes: Changes
+
+    def place(self, source: ImportSource) -> ImportSource:
+        """Return the source with what the model says of its tables: which are sharded, and which data-parallel."""
+        old_names = {new: old for old, new in self.changes.renamed.items()}
+        dense_names = {new: old for old, new in self.changes.dense.renamed.items()}
+        sharded = {old_names.get(table.name, table.name) for table in self.model.tables if not table.dropped}
+        parsed = (TorchRecName.parse(dense_names.get(entry.name, entry.name)) for entry in self.model.dense)
+        replicated = {name.spec_name for name in parsed if name is not None}
+        return replace(
+            source,
+            sharded=tuple(sorted({*source.sharded, *(sharded - replicated)})),
+            of_model=frozenset(replicated - sharded - {*source.data_parallel}),
+            data_parallel=tuple(sorted({*source.data_parallel, *(replicated - sharded)})),
+        )
+
+    def compare(self, held: ModelSchema, states: Mapping[str, Collection[str]]) -> EvolutionReport:
+        """Find what becomes of the checkpoint in the model.
+
+        Args:
+            held: What the marker will hold.
+            states: Names of the states that it has of dense optimizers, by parameter.
+
+        Raises:
+            ChangesError: declarations are wrong; names all of them.
+            SchemaMismatchError: something differs that was not declared; names all of it, and what accepts it.
+            ConfigError: all names of the checkpoint have another prefix than those of the model.
+        """
+        self._check_prefix(held)
+        return EvolutionReport.of(evolve(held, self.model, self.changes, imported=states))
+
+    def _check_prefix(self, held: ModelSchema) -> None:
+        """A prefix would look like other tables, and accepting that would begin all of them anew."""
+        here, there = _names(self.model), _names(held)
+        if not here or not there or here & there or not self.changes.is_empty:
+            return
+        for longer, shorter, of_file in ((there, here, True), (here, there, False)):
+            pairs = [(each, name) for each in longer for name in shorter if each.endswith(f".{name}")]
+            for each, name in sorted(pairs):
+                prefix = each.removesuffix(name)
+                pattern = f"{re.escape(prefix)}(.+)=\\1" if of_file else f"(.+)={prefix}\\1"
+                said = (each, name) if of_file else (name, each)
+                raise ConfigError(
+                    f"a table is called {said[0]!r} in the checkpoint, and {said[1]!r} in the model: another prefix",
+                    hint=f"--rename '{pattern}'",
+                )
+
+
+def _names(model: ModelSchema) -> set[str]:
+    return {table.name for table in model.tables if not table.dropped}
+
+
+LOST = (
+    "random state",
+    "loaders, schedules and other stateful objects",
+    "param groups and learning rates",
+    "what the fused kernels count (iterations)",
+)
+"""What such a checkpoint does not hold, and so a restore does not bring back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What was written."""
+
+    marker: str
+    step: int
+    uri: str
+    unfinished: int | None
+    """The generation of an import into this log that had not ended, in whose place this one stands; None: the log was
+    empty."""
+    tables: tuple[str, ...]
+    rows: int
+    num_bytes: int
+    """Bytes of rows in the log."""
+    dense: int
+    """Entries of the dense model."""
+    dense_states: int
+    """Entries of dense optimizers."""
+    not_taken: tuple[str, ...]
+    """Entries of the checkpoint that nothing here takes."""
+    without_states: tuple[str, ...]
+    """Tables whose weights came alone."""
+    lost: tuple[str, ...] = LOST
+    becomes: tuple[str, ...] = ()
+    """(with a model) What becomes of it in that model: a line for each difference, and one of totals."""
+
+
+def import_checkpoint(
+    checkpoint: Checkpoint,
+    log: Log,
+    control: Control,
+    dense: DenseStore,
+    objects: Objects,
+    config: StreamConfig,
+    source: ImportSource,
+    into: IntoModel | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Imported:
+    """Write a checkpoint as the first marker of a log that is empty. Holds one saved chunk, and the dense model.
+
+    A log that an import has begun, and no import has ended, counts as empty: the next generation begins anew there. The
+    import before, if it is still at work, is fenced.
+
+    Args:
+        checkpoint: What is imported.
+        log: Where to.
+        control: Its control partition.
+        dense: Where the dense state goes.
+        objects: The store in which that is.
+        config: The URI and store of both, as the job will have them.
+        source: What the checkpoint does not say.
+        into: The model that goes on with it; None: it is not compared.
+        progress: Called with the bytes of each chunk.
+
+    Raises:
+        ConfigError: the log is not empty, or ``source`` does not fit the checkpoint.
+        FencedError: another import has begun in this log meanwhile.
+        ChangesError, SchemaMismatchError: the model of ``into`` differs from it in what was not declared.
+        UnsupportedError: the checkpoint holds what cannot be brought over.
+        CorruptionError: it cannot be read.
+        LogUnavailableError, StoreUnavailableError: one of them does not take it.
+    """
+    contents = read_contents(checkpoint, into.place(source) if into is not None else source)
+    report = into.compare(held(checkpoint, contents), states_by_parameter(contents)) if into is not None else None
+    checkpoint.check(contents.taken)
+    values = checkpoint.whole([*contents.dense.values(), *contents.dense_states.values()])
+    unfinished = check_may_import(control.refresh(), config.uris[-1])
+    schema = contents.schema
+    shards = [
+        TableShard(index, 0, table.spec.rows, col0, cols)
+        for index, table in enumerate(contents.tables)
+        for col0, cols in table.slices
+    ]
+    layout, swept = RankShards.of([shards]), tuple(range(len(schema.tables)))
+    nonce = import_nonce()
+    claim = claim_generation(log, control, dense, objects, config, schema, 1, None, swept, layout=layout, nonce=nonce)
+    check_may_import(control.lineage, config.uris[-1])  # another one may have ended before that CLAIM
+    batches = _batches(checkpoint, contents.tables, progress)
+    end = write_stream(log, claim, shards, batches, source.step, config.commit_timeout_s)
+    failpoint("import.rows")
+    files = _write_dense(values, contents, dense, claim)
+    marker = MarkerId(claim.generation, MARKER)
+    named, list_ = name_files(dense, claim.job, marker, files)
+    commit = Commit(
+        job=claim.job,
+        generation=claim.generation,
+        nonce=claim.nonce,
+        marker=MARKER,
+        step=source.step,
+        ranks=(end,),
+        dense=dense_name(claim.job, marker),
+        dense_files=named,
+        dense_list=list_,
+        time_s=time.time(),
+        store=config.store_url if config.store else "",
+    )
+    control.commit(commit, config.commit_timeout_s, Event())
+    dense.settle(claim.job, marker)
+    specs = [table.spec for table in contents.tables]
+    return Imported(
+        marker=str(marker),
+        step=source.step,
+        uri=config.uris[-1],
+        unfinished=unfinished,
+        tables=tuple(spec.name for spec in specs),
+        rows=sum(spec.rows for spec in specs),
+        num_bytes=end.num_bytes,
+        dense=len(contents.dense),
+        dense_states=len(contents.dense_states),
+        not_taken=contents.rest,
+        without_states=tuple(spec.name for spec in specs if spec.optimizer == NO_OPTIMIZER),
+        becomes=tuple(report.lines()) if report is not None else (),
+    )
+
+
+def held(checkpoint: Checkpoint, contents: Contents) -> ModelSchema:
+    """Return the schema that the marker will have, as far as it is known: no dense optimizers, no objects."""
+    return ModelSchema(contents.schema.tables, tuple(_entry(checkpoint, *each) for each in contents.dense.items()))
+
+
+def _entry(checkpoint: Checkpoint, name: str, entry: str) -> DenseEntry:
+    saved = checkpoint.metadata.state_dict_metadata[entry]
+    if not isinstance(saved, TensorStorageMetadata):
+        return DenseEntry(name, (), "object")
+    return DenseEntry(name, tuple(saved.size), str(saved.properties.dtype).removeprefix("torch."))
+
+
+def states_by_parameter(contents: Contents) -> dict[str, set[str]]:
+    """Names of the states that dense optimizers had for each parameter."""
+    found: dict[str, set[str]] = {}
+    for parameter, state in contents.dense_states:
+        found.setdefault(parameter, set()).add(state)
+    return found
+
+
+def _batches(
+    checkpoint: Checkpoint, tables: tuple[SavedTable, ...], progress: Callable[[int], None]
+) -> Iterator[Batch]:
+    """The rows of each saved chunk, with their states."""
+    for index, table in enumerate(tables):
+        rows = table.spec.rows
+        for chunk in tensor_entry(checkpoint.metadata, table.weight).chunks:
+            if 0 in chunk.sizes:
+                continue
+            (row0, col0), (count, cols) = chunk.offsets, chunk.sizes
+            place = table.slices.index((col0, cols))
+            wanted: list[Part] = [(table.weight, (row0, col0), (count, cols))]
+            for state, key in zip(table.spec.states, table.states, strict=True):
+                if state.per_row:
+                    wanted.append((key, (place * rows + row0,), (count,)))
+                else:
+                    wanted.append((key, (row0, col0), (count, cols)))
+            weights, *states = map(_array, checkpoint.parts(wanted))
+            yield Batch(TableShard(index, 0, rows, col0, cols), row0, weights, tuple(states))
+            progress(weights.nbytes + sum(state.nbytes for state in states))
+
+
+def _array(tensor: torch.Tensor) -> Array:
+    tensor = tensor.resolve_conj().resolve_neg()
+    bits = tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor
+    return bits.numpy()
+
+
+def _write_dense(values: dict[str, Any], contents: Contents, dense: DenseStore, claim: Claim) -> tuple[DenseFile, ...]:
+    """The marker's dense directory, as ``dense/dense_state.py`` reads one that was imported."""
+    optim: dict[str, dict[str, Any]] = {}
+    for (parameter, kind), entry in contents.dense_states.items():
+        optim.setdefault(parameter, {})[kind] = values[entry]
+    note = json.dumps({"lost": LOST, "not_taken": contents.rest}).encode()
+    state: dict[str, Any] = {
+        "model": {name: values[entry] for name, entry in contents.dense.items()},
+        "optim": {"imported": optim},
+        "shared": {"imported": torch.frombuffer(bytearray(note), dtype=torch.uint8)},
+    }
+    marker = MarkerId(claim.generation, MARKER)
+    folder = dense.writing(claim.job, marker)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        save(_without_empty(state), storage_writer=FileSystemWriter(folder), no_dist=True)
+    files = digest_files(folder, [path.name for path in folder.iterdir()])
+    dense.publish(claim.job, marker, files)
+    return files
+
+
+def _without_empty(state: dict[str, Any]) -> dict[str, Any]:
+    """DCP would take an empty mapping for a value of its own."""
+    pruned = {key: _without_empty(value) if isinstance(value, dict) else value for key, value in state.items()}
+    return {key: value for key, value in pruned.items() if value != {} or not isinstance(value, dict)}

@@ -1,0 +1,70 @@
+"""Which marker last sent a row of each block, and what markers say, while the rows of one are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from torchrec_stream_ckpt.find.route import Route
+from torchrec_stream_ckpt.format.control import Mark
+from torchrec_stream_ckpt.format.frame import Header, Kind
+from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Ints
+from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.format.segment import ChunkEntry
+from torchrec_stream_ckpt.proofs.seen_marks import Met, Places
+from torchrec_stream_ckpt.store.catalog import Piece
+from torchrec_stream_ckpt.util.types import MarkerId, TableShard
+
+
+class LastSent:
+    """Of one marker, for a reader without a model, which holds each table whole.
+
+    Args:
+        route: Where the marker's rows are.
+    """
+
+    def __init__(self, route: Route) -> None:
+        self.met = Met(route.path)
+        """The markers' own words, too."""
+        self.met.told(route.told)
+        self._bases = route.bases
+        self._shards = {
+            index: TableShard(index, 0, table.rows, 0, table.dim) for index, table in route.schema.live if table.rows
+        }
+
+    def of(self, table: int) -> Places:
+        """The place of the last marker that sent a row of each block of a table; -1: none was met."""
+        return self.met.begin(self._shards[table], None)
+
+    def frame(self, schema: Schema, shards: tuple[TableShard, ...], header: Header, payload: memoryview) -> None:
+        """Note a frame of the log, which was checked.
+
+        Args:
+            schema: Of its generation.
+            shards: What its rank held.
+            header: Its header.
+            payload: What follows the header.
+        """
+        if header.kind is Kind.ROWS:
+            view = decode_rows(header, payload, schema.tables[header.table])
+            self._rows(header.table, view.ids, MarkerId(header.generation, header.marker))
+        elif header.kind is Kind.MARK:
+            self.met.mark(header, shards, Mark.from_json(payload, header.version))
+
+    def chunks(self, piece: Piece, found: Iterable[tuple[ChunkEntry, RowsView]]) -> None:
+        """Note chunks of a piece of the store: all count as sent by its last marker."""
+        for entry, view in found:
+            self._rows(entry.table, view.ids, piece.end)
+
+    def whole(self, piece: Piece) -> None:
+        """Note a piece with every row."""
+        for table in self._shards:
+            np.maximum(self.of(table), self.met.path.place(piece.end), out=self.of(table))
+
+    def _rows(self, table: int, ids: Ints, marker: MarkerId) -> None:
+        if table in self._shards and marker.generation >= self._bases.get(table, 0):
+            blocks = np.unique(ids // BLOCK_ROWS)
+            places = self.of(table)
+            places[blocks] = np.maximum(places[blocks], self.met.path.place(marker))

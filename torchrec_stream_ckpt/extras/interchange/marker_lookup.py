@@ -1,0 +1,95 @@
+"""One marker of a job, found as a restore finds it, and read without a job of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError
+from torchrec_stream_ckpt.find.find import CheckDense, Damaged, find, no_head
+from torchrec_stream_ckpt.find.job import Job
+from torchrec_stream_ckpt.find.route import Route
+from torchrec_stream_ckpt.find.tiers import Tiers, open_tiers
+from torchrec_stream_ckpt.util.config import StreamConfig
+from torchrec_stream_ckpt.util.options import Options
+from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.util.uris import check_store_url, parse_uri
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """A job, and what opens it: as of ``StreamConfig``."""
+
+    uri: str | Sequence[str]
+    store: str | None = None
+    store_options: Options = None
+    kafka_options: Options = None
+    commit_key_file: Path | str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.uri, str) or self.store is not None:
+            self._config()
+        if isinstance(self.uri, str):
+            parse_uri(self.uri)
+
+    def _config(self) -> StreamConfig:
+        uri = self.uri if isinstance(self.uri, str) else tuple(self.uri)
+        return StreamConfig(
+            uri=uri,
+            store=self.store,
+            store_options=self.store_options,
+            kafka_options=self.kafka_options,
+            commit_key_file=self.commit_key_file,
+        )
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Job | Tiers]:
+        """The job's log, or both of its logs."""
+        job: Job | Tiers
+        if isinstance(self.uri, str):
+            job = Job.open(
+                self.uri,
+                store=str(check_store_url(self.store)) if self.store is not None else None,
+                store_options=self.store_options,
+                kafka_options=self.kafka_options,
+                commit_key_file=self.commit_key_file,
+            )
+        else:
+            job = open_tiers(self._config())
+        with contextlib.closing(job):
+            yield job
+
+
+def check_marker(marker: str) -> MarkerId | None:
+    """The name of a marker; None: ``latest``.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if not isinstance(marker, str):
+        raise ConfigError(f"a marker is a string, this is {marker!r}", hint='give "2:17", or "latest"')
+    return None if marker == "latest" else MarkerId.parse(marker)
+
+
+def find_marker(
+    job: Job | Tiers,
+    marker: MarkerId | None,
+    damaged: Damaged,
+    check_dense: CheckDense,
+) -> Route:
+    """The marker, or the newest one that is whole as far as names and directories tell; raises as :func:`find`.
+
+    Raises:
+        MarkerNotFoundError: there is none.
+    """
+    if isinstance(job, Job) and job.log.incarnation() is not None:
+        newest = job.control.refresh().newest  # without a store of the caller's, it says where that is
+        if job.says_where(newest) and (lost := job.lost_tail()) is not None:
+            raise lost
+    route = find(job, marker, no_head, damaged, check_dense)
+    if route is None:
+        uri = job.uri if isinstance(job, Job) else job.outer.uri
+        raise MarkerNotFoundError("no marker was ever committed", hint="check the URI, or let the job run on", uri=uri)
+    return route

@@ -1,0 +1,97 @@
+"""Tables as Parquet files, for analysis: one file a table, one row an id."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from torchrec_stream_ckpt.extras.interchange.names import state_names
+from torchrec_stream_ckpt.extras.interchange.rows import TableReader, TableWindow
+from torchrec_stream_ckpt.format.rows import Array
+
+_WIDENED = ("bfloat16", "float16")
+"""Written as float32, which holds each of their values: few readers of Parquet know half precision."""
+
+
+def write_parquet(
+    folder: Path,
+    readers: Sequence[TableReader],
+    *,
+    states: bool,
+    about: dict[str, str],
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[str]:
+    """Write ``<table>.parquet`` with the columns ``id``, ``vector`` and, if asked for, one for each array of a state.
+
+    A row group is one window. bfloat16 and float16 become float32, with the same values.
+
+    Args:
+        folder: An empty folder.
+        readers: The tables.
+        states: Whether states are written.
+        about: Goes into the metadata of each file.
+        progress: Called with the bytes of each window.
+
+    Returns:
+        Names of the files.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    names = []
+    for reader in readers:
+        names.append(f"{quote(reader.spec.name, safe='')}.parquet")
+        more = {"table": reader.spec.name, "dtype": reader.spec.dtype, "optimizer": reader.spec.optimizer}
+        with _Closing(pyarrow.parquet, folder / names[-1]) as sink:
+            for row0, rows in list(reader.windows()) or [(0, 0)]:  # a table without rows has a schema, too
+                columns = dict(_columns(pyarrow, reader, reader.read(row0, rows), states=states))
+                sink.write(pyarrow.table(columns).replace_schema_metadata({**about, **more}))
+                progress(rows * reader.row_bytes)
+    return names
+
+
+class _Closing:
+    """A writer that is made with the schema of its first table."""
+
+    def __init__(self, parquet: Any, path: Path) -> None:
+        self._parquet, self._path = parquet, path
+        self._writer: Any = None
+
+    def __enter__(self) -> _Closing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def write(self, table: Any) -> None:
+        if self._writer is None:
+            self._writer = self._parquet.ParquetWriter(self._path, table.schema)
+        self._writer.write_table(table, row_group_size=max(1, table.num_rows))
+
+
+def _columns(pyarrow: Any, reader: TableReader, window: TableWindow, *, states: bool) -> Iterator[tuple[str, Any]]:
+    spec = reader.spec
+    yield "id", pyarrow.array(np.arange(window.row0, window.row0 + window.rows))
+    yield "vector", _vectors(pyarrow, window.weights, spec.dtype)
+    for state, values in zip(spec.states, window.states, strict=True) if states else ():
+        names = [name.removeprefix(f"{spec.name}.") for name in state_names(spec, state, reader.slices)]
+        if state.per_row:
+            yield from zip(names, (pyarrow.array(_widened(each, state.dtype)) for each in values), strict=True)
+        else:
+            yield names[0], _vectors(pyarrow, values, state.dtype)
+
+
+def _vectors(pyarrow: Any, values: Array, dtype: str) -> Any:
+    return pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(_widened(values, dtype).reshape(-1)), values.shape[1])
+
+
+def _widened(values: Array, dtype: str) -> Array:
+    """Convert values to a type that Parquet has, without a change."""
+    if dtype == "bfloat16":
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32) if dtype in _WIDENED else values

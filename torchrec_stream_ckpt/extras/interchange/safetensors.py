@@ -1,0 +1,160 @@
+"""Tables as safetensors files with an index, as Hugging Face shards them. Written in place, window by window.
+
+The library would take whole tensors: the format is 8 bytes of length, a JSON header, and the tensors one after the
+other, so nothing is needed to write it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from torchrec_stream_ckpt.extras.interchange.names import state_names
+from torchrec_stream_ckpt.extras.interchange.rows import TableReader, TableWindow
+from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
+from torchrec_stream_ckpt.format.rows import Array
+
+INDEX = "model.safetensors.index.json"
+_DTYPES = {
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float64": "F64",
+    "int32": "I32",
+    "int64": "I64",
+    "uint8": "U8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Where a tensor's bytes begin."""
+
+    file: BinaryIO
+    offset: int
+
+
+def write_safetensors(
+    folder: Path,
+    readers: Sequence[TableReader],
+    *,
+    states: bool,
+    shard_bytes: int,
+    about: dict[str, str],
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[str]:
+    """Write whole tables, and states as ``<table>.<state>``, or ``<table>.<state>.col<first column>`` for each column
+    shard where there are several.
+
+    Args:
+        folder: An empty folder.
+        readers: The tables.
+        states: Whether states are written.
+        shard_bytes: What a file holds at most, unless one tensor is larger.
+        about: Goes into the metadata of each file.
+        progress: Called with the bytes of each window.
+
+    Returns:
+        Names of the files.
+    """
+    tensors = {reader.spec.name: _tensors(reader, states=states) for reader in readers}
+    shards = list(_shards([tensor for each in tensors.values() for tensor in each], shard_bytes))
+    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    places: dict[str, _Slot] = {}
+    files: list[BinaryIO] = []
+    try:
+        for name, shard in zip(names, shards, strict=True):
+            files.append(open(folder / name, "wb"))  # noqa: SIM115
+            places |= _begin(files[-1], shard, about)
+        for reader in readers:
+            _write_table(reader, tensors[reader.spec.name], places, progress)
+    finally:
+        for file in files:
+            file.close()
+    index = {
+        "metadata": {"total_size": sum(tensor.num_bytes for shard in shards for tensor in shard)},
+        "weight_map": {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    return [*names, INDEX]
+
+
+def _tensors(reader: TableReader, *, states: bool) -> list[_Tensor]:
+    """Weights, then the arrays of each state, in the order of :func:`_arrays`."""
+    spec = reader.spec
+    tensors = [_Tensor(spec.name, spec.dtype, (spec.rows, spec.dim))]
+    for state in spec.states if states else ():
+        shape = (spec.rows,) if state.per_row else (spec.rows, spec.dim)
+        tensors += [_Tensor(name, state.dtype, shape) for name in state_names(spec, state, reader.slices)]
+    return tensors
+
+
+def _arrays(reader: TableReader, window: TableWindow, count: int) -> list[Array]:
+    """The parts of the first ``count`` tensors that a window gives."""
+    arrays = [window.weights]
+    for state, values in zip(reader.spec.states, window.states, strict=True):
+        arrays += list(values) if state.per_row else [values]
+    return arrays[:count]
+
+
+def _shards(tensors: Sequence[_Tensor], shard_bytes: int) -> Iterator[list[_Tensor]]:
+    shard: list[_Tensor] = []
+    for tensor in tensors:
+        if shard and sum(each.num_bytes for each in shard) + tensor.num_bytes > shard_bytes:
+            yield shard
+            shard = []
+        shard.append(tensor)
+    if shard:
+        yield shard
+
+
+def _begin(file: BinaryIO, shard: Sequence[_Tensor], about: dict[str, str]) -> dict[str, _Slot]:
+    """Write the header, and make the file as long as it will be."""
+    entries: dict[str, object] = {"__metadata__": about}
+    offsets, end = [], 0
+    for tensor in shard:
+        offsets.append(end)
+        end += tensor.num_bytes
+        entries[tensor.name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": [offsets[-1], end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    file.write(struct.pack("<Q", len(text)) + text)
+    begin = file.tell()
+    file.truncate(begin + end)
+    return {tensor.name: _Slot(file, begin + offset) for tensor, offset in zip(shard, offsets, strict=True)}
+
+
+def _write_table(
+    reader: TableReader, tensors: Sequence[_Tensor], places: dict[str, _Slot], progress: Callable[[int], None]
+) -> None:
+    for row0, rows in reader.windows():
+        window = reader.read(row0, rows)
+        for tensor, array in zip(tensors, _arrays(reader, window, len(tensors)), strict=True):
+            place = places[tensor.name]
+            place.file.seek(place.offset + row0 * tensor.row_bytes)
+            place.file.write(array.tobytes())
+        progress(rows * reader.row_bytes)

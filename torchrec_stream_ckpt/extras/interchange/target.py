@@ -1,0 +1,104 @@
+"""Where an export goes: a folder that is there as a whole, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchrec_stream_ckpt.errors import ConfigError, StoreUnavailableError
+from torchrec_stream_ckpt.util.durable import fsync_dir, make_dirs
+
+FORMATS = ("dcp", "safetensors", "parquet")
+_HINT = "use dcp://DIR, safetensors://DIR or parquet://DIR"
+
+
+@dataclass(frozen=True, slots=True)
+class ExportTarget:
+    """A folder and what is in it."""
+
+    format: str
+    folder: Path
+
+    def __str__(self) -> str:
+        return f"{self.format}://{self.folder}"
+
+
+def parse_target(url: str) -> ExportTarget:
+    """Read ``dcp://DIR``, ``safetensors://DIR`` or ``parquet://DIR``.
+
+    Raises:
+        ConfigError: it has another scheme.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme not in FORMATS or not rest or not url.isprintable():
+        raise ConfigError(f"{url!r} is not a known format and a folder", hint=_HINT)
+    return ExportTarget(scheme, Path(rest).absolute())
+
+
+def check_free(folder: Path, *, force: bool) -> None:
+    """Refuse a folder that holds something.
+
+    Raises:
+        ConfigError: it does, and ``force`` does not allow it; or it cannot be looked at.
+    """
+    try:
+        other = folder.is_symlink() or (folder.exists() and not folder.is_dir())
+        full = not other and folder.is_dir() and any(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(
+            f"the folder cannot be read: {error.strerror}", hint="name another one", path=folder
+        ) from None
+    if other:
+        raise ConfigError("the target of an export is a folder", hint="name another one", path=folder)
+    if full and not force:
+        raise ConfigError("the folder is not empty", hint="name another one, or replace it with --force", path=folder)
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path, *, force: bool) -> Iterator[Path]:
+    """A sibling to write into, which takes the place of ``folder`` at the end; nothing stays of it when that fails.
+
+    Raises:
+        ConfigError: ``folder`` holds something, and ``force`` does not allow to replace it.
+        StoreUnavailableError: the disk does not take it.
+    """
+    check_free(folder, force=force)
+    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.partial")
+    try:
+        make_dirs(folder.parent)
+        partial.mkdir()
+        yield partial
+        _sync(partial)
+        _replace(folder, partial)
+    except OSError as error:
+        raise StoreUnavailableError(
+            f"the export was not written: {error.strerror or error}",
+            hint="make room, or name another folder",
+            path=folder,
+        ) from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    for path in folder.iterdir():
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    fsync_dir(folder)
+
+
+def _replace(folder: Path, partial: Path) -> None:
+    old = folder.with_name(f"{partial.name}.old")
+    if folder.exists():
+        folder.rename(old)
+    partial.rename(folder)
+    fsync_dir(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)

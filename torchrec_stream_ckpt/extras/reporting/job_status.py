@@ -1,0 +1,395 @@
+"""Where a job stands, from its control partition and what its store holds: a plain value, with what is alarming.
+
+What a log says of the proofs of a generation, and what was compared with them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
+from torchrec_stream_ckpt.find.holdings import Holdings
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.end_note import Outcome
+from torchrec_stream_ckpt.format.lineage import Lineage, previous_commit
+from torchrec_stream_ckpt.format.proof import Proved
+from torchrec_stream_ckpt.format.record import REFUSED
+from torchrec_stream_ckpt.log.api import LogReader
+from torchrec_stream_ckpt.log.stream import read_mark, read_stream
+from torchrec_stream_ckpt.proofs.proof_status import ProofStanding, blocks_differ
+from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.util.units import duration
+
+
+def window_width(log: LogReader, lineage: Lineage, commit: Commit) -> int | None:
+    """How wide the windows of a marker's generation are; None where its log does not tell.
+
+    Reads what rank 0 has sent for this marker alone. Not of a generation's first marker, which may hold whole tables.
+
+    Raises:
+        LogUnavailableError: the log does not answer.
+    """
+    previous = previous_commit(lineage, commit.id)
+    if previous is None:
+        return None
+    end, after = commit.ranks[0], previous.ranks[0]
+    try:
+        *_, (header, frame) = read_stream(log, commit, end, after)
+        proof = read_mark(header, frame, commit, end).proof
+    except (CorruptionError, TrimmedError):  # another alert says so
+        return None
+    return proof.width if proof is not None else None
+
+
+def compared_in_words(standing: ProofStanding, now_s: float) -> str:
+    """How much was compared, and since when; or what differs."""
+    if standing.differing:
+        at = ", ".join(str(marker) for marker in standing.differing_at[:3])
+        return f"{standing.differing} {'block differs' if standing.differing == 1 else 'blocks differ'}, found at {at}"
+    share = "all" if standing.share >= 1 else f"{100 * standing.share:.0f}%"
+    return f"{share}, the oldest {duration(max(0.0, now_s - standing.oldest_s))} ago"
+
+
+def standing_record(standing: ProofStanding) -> dict[str, Any]:
+    """Return what was compared with proofs as a record for programs. Names are stable."""
+    at = [str(marker) for marker in standing.differing_at]
+    return asdict(standing) | {"marker": str(standing.marker), "oldest": str(standing.oldest), "differing_at": at}
+
+
+RECENT = 12
+"""Markers that a look at a job shows, and of which rates are taken."""
+_LATE_INTERVALS = 3.0
+_LATE_S = 10.0
+_FIRST_S = 600.0
+_LAG_INTERVALS = 5.0
+_LAG_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class MarkerRow:
+    """One committed marker, and what was sent for it alone."""
+
+    marker: MarkerId
+    step: int
+    time_s: float
+    rows: int
+    num_bytes: int
+    dense_bytes: int
+    steps: int
+    """Steps since the marker before it in its generation, or since the parent."""
+    took_s: float | None
+    """Seconds since that marker; None for the first one of a generation."""
+    meta: dict[str, str | int | float] = field(default_factory=dict)
+    """What was said of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """One rank at the newest marker."""
+
+    rank: int
+    partition: int
+    end: int
+    frames: int
+    rows: int
+    """Rows that it sent for this marker alone."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """What a materializer has not put into the store."""
+
+    markers: int
+    num_bytes: int
+    age_s: float
+    """Age of the oldest of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """What bringing the newest marker back would take, dense state left out."""
+
+    source: str
+    """``log``, ``store`` or ``store + log``."""
+    num_bytes: int
+    seconds: float
+    """All of the marker's ranks reading at once, each at the rate that was assumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The last word of a job's trainer."""
+
+    outcome: str
+    """``finished``, ``preempted`` or ``failed``."""
+    reason: str
+    """For people: the class of the exception, or why it was preempted; may be empty."""
+    step: int
+    time_s: float
+
+    def said(self, now_s: float) -> str:
+        """As a line: ``failed at step 120 (ValueError), 3.0 min ago``."""
+        why = f" ({self.reason})" if self.reason else ""
+        return f"{self.outcome} at step {self.step:,}{why}, {duration(max(0.0, now_s - self.time_s))} ago"
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    kind: str
+    """``lost``, ``late``, ``first``, ``failed``, ``preempted``, ``fenced``, ``gap``, ``refused``, ``lag``,
+    ``unproved``, ``strays``, ``unsigned`` or ``unavailable``: stable, for programs."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A job as it stands at ``time_s``."""
+
+    time_s: float
+    generation: int
+    world: int
+    """Ranks of that generation; 0: it is a fence."""
+    newest: MarkerRow | None
+    recent: tuple[MarkerRow, ...]
+    """The last markers, newest first."""
+    markers: int
+    ranks: tuple[RankRow, ...]
+    steps_per_s: float | None
+    """Over the recent markers of the newest marker's generation."""
+    interval_s: float | None
+    """Median seconds between the recent markers."""
+    loss_s: float | None
+    """Age of the newest marker: what would be lost if the job died now. None before there is one."""
+    restore: Restore | None
+    proved: Proved | None
+    """What the markers of the newest marker's generation prove; None: nothing, or it is not known."""
+    backlog: Backlog | None
+    """None where no store is known, or nothing was written there."""
+    alerts: tuple[Alert, ...]
+    ended: Ended | None = None
+    """None while a trainer may be at work, or has died without a word."""
+    compared: ProofStanding | None = None
+    """What the materializer has compared with proofs; None: nothing."""
+
+
+def look(
+    lineage: Lineage,
+    holdings: Holdings | None,
+    bytes_per_s: float,
+    time_s: float,
+    gap: str = "",
+    window_width: int | None = None,
+    lost: str = "",
+    strays: Mapping[int, int] | None = None,
+    compared: ProofStanding | None = None,
+) -> Look:
+    """Look at a job.
+
+    Args:
+        lineage: Its control partition.
+        holdings: What its store holds; None for no store.
+        bytes_per_s: What one rank restores in a second.
+        time_s: Now, by the wall clock.
+        gap: What of the newest marker is missing; empty for nothing.
+        window_width: That of the proofs of the newest marker's generation, if they are known.
+        lost: What the control partition has lost, and how it comes back; empty for nothing.
+        strays: :func:`strays_of` the newest marker, where the log is on Kafka.
+        compared: What the store says was compared with proofs.
+    """
+    commits = list(lineage.commits.values())
+    recent = tuple(row(lineage, commit) for commit in commits[: -RECENT - 1 : -1])
+    newest = lineage.newest
+    same = [each for each in recent if each.marker.generation == recent[0].marker.generation]
+    times = [each.took_s for each in same if each.took_s is not None]
+    interval_s = statistics.median(times) if times else None
+    generation = lineage.newest_generation
+    backlog = backlog_of(lineage, holdings, time_s) if holdings is not None else None
+    loss_s = max(0.0, time_s - newest.time_s) if newest is not None else None
+    return Look(
+        time_s=time_s,
+        generation=generation,
+        world=lineage.claims[generation].world if generation else 0,
+        newest=recent[0] if recent else None,
+        recent=recent,
+        markers=len(commits),
+        ranks=_ranks(lineage, newest) if newest is not None else (),
+        steps_per_s=_rate(same),
+        interval_s=interval_s,
+        loss_s=loss_s,
+        restore=restore_of(lineage, newest, holdings, bytes_per_s) if newest is not None else None,
+        proved=Proved.by(window_width, _markers_of(lineage, newest)) if newest is not None and window_width else None,
+        backlog=backlog,
+        alerts=(
+            *_alerts(lineage, loss_s, interval_s, backlog, time_s, gap, lost),
+            *([Alert("unproved", _of_proofs(compared))] if compared is not None and compared.differing else ()),
+            *([Alert("strays", f"records among the newest marker's frames, {in_words(strays)}")] if strays else ()),
+        ),
+        ended=ended_of(lineage),
+        compared=compared,
+    )
+
+
+def ended_of(lineage: Lineage, generation: int | None = None) -> Ended | None:
+    """How a generation has ended, by its trainer's own word; None without one.
+
+    Args:
+        lineage: The control partition.
+        generation: Which one; None: the newest, so that this is how the job has ended.
+    """
+    end = lineage.ends.get(generation if generation is not None else lineage.newest_generation)
+    return Ended(str(end.outcome), end.reason, end.step, end.time_s) if end is not None else None
+
+
+def refused_after(lineage: Lineage, newest: Commit) -> str:
+    """Why the trainer has refused the markers after the newest one; empty if it has refused none, or has ended."""
+    why = dict(lineage.meta(newest.id)).get(REFUSED)
+    if why is None or newest.generation != lineage.newest_generation or lineage.ended is not None:
+        return ""
+    return f"markers after {newest.id} were refused, ranks differ: {why}"
+
+
+def strays_of(commit: Commit) -> dict[int, int]:
+    """(Kafka) Partition -> records among the frames of a marker, sent twice or by another program.
+
+    Each record has an offset, and the frames are counted.
+    """
+    counts = {end.partition: end.end - end.begin - end.frames for end in commit.ranks}
+    return {partition: count for partition, count in sorted(counts.items()) if count > 0}
+
+
+def in_words(strays: Mapping[int, int]) -> str:
+    """How many of them are where."""
+    places = ", ".join(f"{count} in partition {partition}" for partition, count in strays.items())
+    return f"sent twice or by another program: {places}"
+
+
+def _of_proofs(compared: ProofStanding) -> str:
+    """Rows that the store does not have as they were in the tables."""
+    at = ", ".join(str(marker) for marker in compared.differing_at[:3])
+    return (
+        f"{blocks_differ(compared.differing)} in the tables, found at marker {at}; a trainer that "
+        "runs sends them again, and they are compared again within a round"
+    )
+
+
+def _markers_of(lineage: Lineage, newest: Commit) -> int:
+    """Committed markers of a generation."""
+    return sum(marker.generation == newest.generation for marker in lineage.commits)
+
+
+def row(lineage: Lineage, commit: Commit) -> MarkerRow:
+    """One marker."""
+    previous = previous_commit(lineage, commit.id)
+    parent = lineage.claims[commit.generation].parent
+    base = previous if previous is not None else lineage.commits.get(parent) if parent is not None else None
+    return MarkerRow(
+        marker=commit.id,
+        step=commit.step,
+        time_s=commit.time_s,
+        rows=commit.rows - (previous.rows if previous else 0),
+        num_bytes=commit.num_bytes - (previous.num_bytes if previous else 0),
+        dense_bytes=commit.dense_bytes,
+        steps=commit.step - (base.step if base is not None else 0),
+        took_s=max(0.0, commit.time_s - previous.time_s) if previous is not None else None,
+        meta=dict(lineage.meta(commit.id)),
+    )
+
+
+def path_bytes(lineage: Lineage, marker: MarkerId) -> int:
+    """Bytes of all frames that make up a marker."""
+    return sum(commit.num_bytes for commit in lineage.path(marker))
+
+
+def restore_of(lineage: Lineage, commit: Commit, holdings: Holdings | None, bytes_per_s: float) -> Restore:
+    """Estimate what a restore of ``commit`` would read: the store as far as it reaches, and the log from there on."""
+    source, num_bytes = "log", path_bytes(lineage, commit.id)
+    held = holdings.look(commit.id) if holdings is not None else None
+    if held is not None and held.reach is not None:
+        tail = num_bytes - path_bytes(lineage, held.reach)
+        source = "store + log" if tail else "store"
+        num_bytes = sum(piece.num_bytes for piece in held.pieces) + tail
+    return Restore(source, num_bytes, num_bytes / (bytes_per_s * len(commit.ranks)))
+
+
+def backlog_of(lineage: Lineage, holdings: Holdings, time_s: float) -> Backlog:
+    known = holdings.catalog.markers | holdings.catalog.dropped
+    newest: dict[int, Commit] = {}
+    missing, num_bytes = [], 0
+    for commit in lineage.commits.values():
+        if commit.id not in known:
+            missing.append(commit)
+            num_bytes += commit.num_bytes
+            num_bytes -= newest[commit.generation].num_bytes if commit.generation in newest else 0
+        newest[commit.generation] = commit
+    age_s = max(0.0, time_s - missing[0].time_s) if missing else 0.0
+    return Backlog(len(missing), num_bytes, age_s)
+
+
+def _ranks(lineage: Lineage, commit: Commit) -> tuple[RankRow, ...]:
+    previous = previous_commit(lineage, commit.id)
+    ends = {end.rank: end for end in previous.ranks} if previous is not None else {}
+    return tuple(
+        RankRow(
+            end.rank,
+            end.partition,
+            end.end,
+            end.frames,
+            end.rows - (ends[end.rank].rows if end.rank in ends else 0),
+            end.num_bytes - (ends[end.rank].num_bytes if end.rank in ends else 0),
+        )
+        for end in commit.ranks
+    )
+
+
+def _rate(rows: list[MarkerRow]) -> float | None:
+    """Steps a second over markers of one generation, newest first."""
+    seconds = rows[0].time_s - rows[-1].time_s if rows else 0.0
+    return (rows[0].step - rows[-1].step) / seconds if seconds > 0 else None
+
+
+def _of_end(ended: Ended, time_s: float) -> list[Alert]:
+    """Return the alerts about a trainer's last word: the job is not finished, and nobody goes on with it."""
+    if ended.outcome == Outcome.FAILED:
+        return [Alert("failed", f"its trainer has {ended.said(time_s)}")]
+    if ended.outcome == Outcome.PREEMPTED and time_s - ended.time_s > _FIRST_S:
+        return [Alert("preempted", f"its trainer was {ended.said(time_s)}, and no other one has gone on")]
+    return []
+
+
+def _alerts(
+    lineage: Lineage,
+    loss_s: float | None,
+    interval_s: float | None,
+    backlog: Backlog | None,
+    time_s: float,
+    gap: str,
+    lost: str,
+) -> list[Alert]:
+    found = [Alert("lost", lost)] if lost else []
+    found += [Alert("gap", f"the newest marker cannot be restored: {gap}")] if gap else []
+    generation, newest = lineage.newest_generation, lineage.newest
+    if generation and not lineage.claims[generation].world:
+        found.append(Alert("fenced", f"generation {generation} is a fence: an operator has ended the trainer before"))
+    elif (ended := ended_of(lineage)) is not None:
+        found += _of_end(ended, time_s)
+    elif generation and (newest is None or newest.generation != generation):
+        since_s = time_s - lineage.claims[generation].time_s
+        if since_s > _FIRST_S:
+            found.append(
+                Alert("first", f"generation {generation} began {duration(since_s)} ago and has committed no marker")
+            )
+    elif loss_s is not None and interval_s is not None and loss_s > max(_LATE_S, _LATE_INTERVALS * interval_s):
+        found.append(Alert("late", f"no marker for {duration(loss_s)}; they came every {duration(interval_s)} before"))
+    if newest is not None and (refused := refused_after(lineage, newest)):
+        found.append(Alert("refused", refused))
+    if backlog is not None and backlog.age_s > max(_LAG_S, _LAG_INTERVALS * (interval_s or 0.0)):
+        found.append(
+            Alert("lag", f"the store lacks {backlog.markers} markers, the oldest for {duration(backlog.age_s)}")
+        )
+    if lineage.unsigned:
+        found.append(Alert("unsigned", f"{lineage.unsigned} records are not signed with the commit key"))
+    return found

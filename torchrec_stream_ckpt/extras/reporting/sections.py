@@ -1,0 +1,464 @@
+"""What each section of the report shows: a chart, and a table of the same numbers.
+
+What was said of markers, drawn: a chart for each number, over the markers that have it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from torchrec_stream_ckpt.extras.reporting.history import Heat, History, Stalls, Traffic
+from torchrec_stream_ckpt.extras.reporting.job_status import Look
+from torchrec_stream_ckpt.extras.reporting.svg import (
+    COLORS,
+    LEFT,
+    Axis,
+    Bar,
+    Line,
+    bar_center,
+    bars,
+    chart,
+    grid,
+    legend,
+    name_of,
+    plot_axes,
+    polyline,
+    text_of,
+    thinned,
+    ticks,
+)
+from torchrec_stream_ckpt.format.lineage import Lineage, changed_tables
+from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.util.units import day, duration, size
+
+MOST_CHARTS = 8
+"""Numbers that are drawn: those of most markers."""
+_DOTS = 60
+
+Points = list[tuple[MarkerId, float]]
+
+
+def series(lineage: Lineage, markers: Sequence[MarkerId]) -> dict[str, Points]:
+    """The numbers of each name, in the order of the markers; names of most markers first."""
+    found: dict[str, Points] = {}
+    for marker in markers:
+        for name, value in lineage.meta(marker):
+            if not isinstance(value, str):
+                found.setdefault(name, []).append((marker, float(value)))
+    return dict(sorted(found.items(), key=lambda each: (-len(each[1]), each[0])))
+
+
+def values(found: Mapping[str, Points]) -> str:
+    """A chart a name."""
+    shown = list(found)[:MOST_CHARTS]
+    rest = list(found)[MOST_CHARTS:]
+    left = f'<p class="none">Not drawn: {text_of(", ".join(rest)[:400])}.</p>' if rest else ""
+    return "".join(_chart(number, name, found[name]) for number, name in enumerate(shown)) + left
+
+
+def _chart(number: int, name: str, points: Points) -> str:
+    across, upward = plot_axes()
+    numbers = [value for _, value in points]
+    low, high = min(numbers), max(numbers)
+    pad = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    x, y = Axis(0.0, float(max(1, len(points) - 1)), *across), Axis(low - pad, high + pad, *upward)
+    lines: dict[int, list[tuple[float, float]]] = {}
+    for place, (marker, value) in enumerate(points):
+        lines.setdefault(marker.generation, []).append((float(place), value))
+    every = max(1, len(points) // 6)
+    x_ticks = [(float(place), str(points[place][0])) for place in range(0, len(points), every)]
+    body = grid(x, y, x_ticks, [(value, f"{value:.6g}") for value in ticks(y.low, y.high)], f"{name}, by marker")
+    body += "".join(
+        polyline(Line(str(generation), thinned(drawn), generation % (COLORS - 1), len(drawn) <= _DOTS), x, y)
+        for generation, drawn in lines.items()
+    )
+    best = max(points, key=lambda each: each[1]), min(points, key=lambda each: each[1])
+    said = f"{len(points)} markers; highest {best[0][1]:.6g} at {best[0][0]}, lowest {best[1][1]:.6g} at {best[1][0]}"
+    drawn_as = re.sub(r"[^A-Za-z0-9]", "-", f"value-{number}")
+    return chart(drawn_as, name, said, body) + f"<p>{text_of(name)}: {text_of(said)}.</p>"
+
+
+MOST_BARS = 100
+"""Bars of a chart; of more markers each bar is the mean of some."""
+MOST_LANES = 24
+_LANE = 26
+_OTHERS = COLORS - 1
+_FOOT = 0.3
+"""What a single row is high on a logarithmic axis, in powers of ten."""
+
+
+def count(value: float) -> str:
+    """A number for people."""
+    for unit in ("", "k", "M"):
+        if value < 1000:
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g}G"
+
+
+def _on_axis_bytes(num_bytes: float) -> str:
+    return size(num_bytes).replace(".0 ", " ")
+
+
+def _on_axis_s(seconds: float) -> str:
+    """Seconds as the label of an axis, also very small ones."""
+    for unit, length in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us" if seconds else "0 s"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table whose first column holds names."""
+    cells = "".join(f'<th scope="col">{text_of(name)}</th>' for name in head)
+    body = "".join(
+        "<tr>"
+        + f"<td class=name>{name_of(row[0])}</td>"
+        + "".join(
+            f'<td data-of="{text_of(of)}">{text_of(cell)}</td>' for of, cell in zip(head[1:], row[1:], strict=True)
+        )
+        + "</tr>"
+        for row in rows
+    )
+    kind = ' class="names"' if head[0] == "table" else ""
+    return f'<div class="wide"><table{kind}><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def details(summary: str, body: str) -> str:
+    return f"<details><summary>{text_of(summary)}</summary>{body}</details>"
+
+
+# Markers over time.
+
+
+def over_time(intervals: Sequence[Traffic]) -> str:
+    """Step over time, a line a generation."""
+    first, last = intervals[0].commit.time_s, max(each.commit.time_s for each in intervals)
+    span_s = min(last - first, sys.float_info.max)  # between two clocks that are far off it would be infinite
+    unit, length = next(
+        (pair for pair in (("days", 86_400.0), ("hours", 3_600.0), ("minutes", 60.0)) if span_s > 2 * pair[1]),
+        ("seconds", 1.0),
+    )
+    lines: dict[int, list[tuple[float, float]]] = {}
+    for each in intervals:
+        point = ((each.commit.time_s - first) / length, float(each.commit.step))
+        lines.setdefault(each.commit.generation, []).append(point)
+    across, upward = plot_axes()
+    x = Axis(0.0, span_s / length or 1.0, *across)
+    y = Axis(0.0, max(each.commit.step for each in intervals) or 1.0, *upward)
+    body = grid(x, y, _labels(x, count), _labels(y, count), f"{unit} since {day(first)}; upward: step")
+    body += "".join(
+        polyline(Line(f"generation {generation}", thinned(points), generation % _OTHERS, len(points) <= 60), x, y)
+        for generation, points in lines.items()
+    )
+    said = f"{len(intervals)} markers of {len(lines)} generations, up to step {intervals[-1].commit.step}"
+    shown = list(lines)[-_OTHERS:]
+    older = f", and {len(lines) - len(shown)} older ones" if len(lines) > len(shown) else ""
+    names = [(generation % _OTHERS, f"generation {generation}") for generation in shown]
+    return chart("time", "Markers over time", said, body) + legend([*names, *([(_OTHERS, older[6:])] if older else [])])
+
+
+def _labels(axis: Axis, show: Callable[[float], str]) -> list[tuple[float, str]]:
+    return [(value, show(value)) for value in ticks(axis.low, axis.high)]
+
+
+# Lineage.
+
+
+def lineage(whole: Lineage) -> str:
+    """A lane a generation, over steps; each begins below its parent marker."""
+    generations = sorted(whole.claims)
+    shown = generations[-MOST_LANES:]
+    ends = _ends(whole)
+    height = 48 + _LANE * len(shown)
+    across, _ = plot_axes(height)
+    x = Axis(0.0, float(max(end for _, end, _ in ends.values()) or 1), LEFT - 40, across[1] - 230)
+    lanes = {generation: 16 + _LANE * number for number, generation in enumerate(shown)}
+    body = "".join(_lane(whole, generation, lanes, ends[generation], x) for generation in shown)
+    body += "".join(
+        f'<text class="tick" x="{x(value):.1f}" y="{height - 8}" text-anchor="middle">{text_of(label)}</text>'
+        for value, label in _labels(x, count)
+    )
+    said = f"{len(generations)} generations, the newest {len(shown)} of them drawn"
+    older = (
+        f"<p>{len(generations) - len(shown):,} older generations are not drawn.</p>"
+        if len(generations) > len(shown)
+        else ""
+    )
+    return chart("lineage", "Lineage of generations", said, body, height) + older + _generations(whole, ends)
+
+
+def _ends(whole: Lineage) -> dict[int, tuple[int, int, int]]:
+    """For each generation, (step where it begins, step of its last marker, number of its markers)."""
+    steps: dict[int, list[int]] = {}
+    for marker, commit in whole.commits.items():
+        steps.setdefault(marker.generation, []).append(commit.step)
+    found = {}
+    for generation, claim in whole.claims.items():
+        own, parent = steps.get(generation, []), claim.parent
+        begin = whole.commits[parent].step if parent is not None and parent in whole.commits else 0
+        found[generation] = begin, max(own, default=begin), len(own)
+    return found
+
+
+def _lane(whole: Lineage, generation: int, lanes: dict[int, int], span: tuple[int, int, int], x: Axis) -> str:
+    claim, (begin, end, markers) = whole.claims[generation], span
+    y, left, right = lanes[generation], x(begin), x(end)
+    drawn = ""
+    if claim.parent is not None:
+        top = lanes.get(claim.parent.generation, 2)
+        drawn += f'<path class="branch" d="M{left:.1f} {top}V{y}"/>'
+    color = f"var(--c{generation % _OTHERS})"
+    drawn += f'<line x1="{left:.1f}" x2="{right:.1f}" y1="{y}" y2="{y}" style="stroke:{color};stroke-width:3"/>'
+    fill = color if markers else "var(--bg)"
+    drawn += f'<circle r="4" cx="{right:.1f}" cy="{y}" style="fill:{fill};stroke:{color}"/>'
+    what = (
+        f"{claim.world} rank{'s' * (claim.world != 1)}, {markers:,} marker{'s' * (markers != 1)}"
+        if claim.world
+        else "a fence"
+    )
+    return drawn + f'<text class="lane" x="{max(left, right) + 9:.1f}" y="{y + 4}">{generation}: {text_of(what)}</text>'
+
+
+def _generations(whole: Lineage, ends: dict[int, tuple[int, int, int]]) -> str:
+    rows = [
+        (
+            generation,
+            claim.parent or "-",
+            claim.world or "a fence",
+            f"{ends[generation][2]:,}",
+            f"{ends[generation][0]:,} to {ends[generation][1]:,}",
+            day(claim.time_s, "%Y-%m-%d %H:%M"),
+            whole.ends[generation].outcome if generation in whole.ends else "-",
+            "; ".join(changed_tables(whole, claim)) or "-",
+        )
+        for generation, claim in sorted(whole.claims.items(), reverse=True)
+    ]
+    head = ("generation", "parent", "ranks", "markers", "steps", "began (UTC)", "ended", "changes of the model")
+    return details(f"As a table: {len(rows):,} generations", table(head, rows[:200]))
+
+
+# By table.
+
+
+def by_table(intervals: Sequence[Traffic], what: str) -> str:
+    """Stacked bars a marker, or a mean of some; ``what`` is ``rows`` or ``num_bytes``."""
+    show = _on_axis_bytes if what == "num_bytes" else count
+    totals, top = _totals(intervals, what), _largest(intervals)
+    groups = _groups(intervals)
+    stacks = [_stack(group, what, top) for group in groups]
+    scale = max((stack.total for stack in stacks if not stack.clipped), default=0.0)
+    scale = scale or max((stack.total for stack in stacks), default=0.0) or 1.0
+    across, upward = plot_axes()
+    y = Axis(0.0, 1.05 * scale, *upward)
+    x = Axis(across[0], across[1], *across)
+    every = max(1, len(groups) // 6)
+    x_ticks = [
+        (bar_center(number, len(groups)), str(groups[number][0].commit.id)) for number in range(0, len(groups), every)
+    ]
+    name = "bytes" if what == "num_bytes" else "rows"
+    mean = max(map(len, groups))
+    foot = "marker" if mean == 1 else f"markers; a bar is the mean of up to {mean}"
+    body = grid(x, y, x_ticks, _labels(y, show), foot) + bars(stacks, y, show)
+    said = f"{show(sum(totals.values()))} {name} of {len(totals)} tables in {len(intervals)} markers"
+    named = [(number, table_name) for number, table_name in enumerate(top)]
+    if len(totals) > len(top) or any(each.missing for each in intervals):
+        named.append((_OTHERS, _rest_name(len(totals) - len(top), intervals)))
+    rows = [(table_name, show(totals[table_name])) for table_name in sorted(totals, key=lambda each: -totals[each])]
+    return (
+        chart(f"by-{name}", f"{name.capitalize()} a marker, by table", said, body)
+        + legend(named)
+        + _missing(intervals)
+        + details(f"All together, by table: {len(rows):,} tables", table(("table", name), rows[:500]))
+    )
+
+
+def _totals(intervals: Sequence[Traffic], what: str) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for each in intervals:
+        for name, value in getattr(each, what).items():
+            totals[name] = totals.get(name, 0) + value
+    return totals
+
+
+def _largest(intervals: Sequence[Traffic]) -> list[str]:
+    """Tables that have a color of their own, by bytes: the same ones in each chart."""
+    totals = _totals(intervals, "num_bytes")
+    return sorted(totals, key=lambda name: (-totals[name], name))[: _OTHERS if len(totals) <= _OTHERS else _OTHERS - 1]
+
+
+def _groups(intervals: Sequence[Traffic]) -> list[list[Traffic]]:
+    """Markers in groups of neighbors, few enough to draw; a base, and a generation's markers, by themselves."""
+    together = -(-len(intervals) // MOST_BARS)
+    groups: list[list[Traffic]] = []
+    for each in intervals:
+        last = groups[-1] if groups else None
+        alone = last is None or each.is_base or last[0].is_base or len(last) == together
+        if alone or (last is not None and last[0].commit.generation != each.commit.generation):
+            groups.append([each])
+        elif last is not None:
+            last.append(each)
+    return groups
+
+
+def _stack(group: Sequence[Traffic], what: str, top: Sequence[str]) -> Bar:
+    label = str(group[0].commit.id) if len(group) == 1 else f"{group[0].commit.id} to {group[-1].commit.id}, mean"
+    parts = [
+        (number, name, sum(getattr(each, what).get(name, 0) for each in group) / len(group))
+        for number, name in enumerate(top)
+    ]
+    known = sum(value for each in group for value in getattr(each, what).values())
+    unknown = sum(each.all_bytes if what == "num_bytes" else each.all_rows for each in group if each.missing)
+    known_there = sum(value for each in group if each.missing for value in getattr(each, what).values())
+    rest = known / len(group) - sum(value for _, _, value in parts)
+    rest += max(0, unknown - known_there) / len(group)
+    return Bar(label, [*parts, (_OTHERS, "other", max(0.0, rest))], clipped=group[0].is_base)
+
+
+def _rest_name(others: int, intervals: Sequence[Traffic]) -> str:
+    unknown = "not known by table" if any(each.missing for each in intervals) else ""
+    return ", ".join(part for part in (f"{others:,} other tables" if others > 0 else "", unknown) if part)
+
+
+def _missing(intervals: Sequence[Traffic]) -> str:
+    why = dict.fromkeys(each.missing for each in intervals if each.missing)
+    gone = sum(bool(each.missing) for each in intervals)
+    if not gone:
+        return ""
+    reasons = "; ".join(list(why)[:3])
+    return (
+        f'<p class="none">The frames of {gone:,} markers are not in the log: {text_of(reasons)}. '
+        "Their totals come from their COMMITs.</p>"
+    )
+
+
+# Hot rows.
+
+
+def heat(history: History) -> str:
+    """How many rows were sent how often."""
+    tables = [each for each in history.heat.values() if each.sent_rows]
+    if not tables:
+        return '<p class="none">No frame with rows could be read.</p>'
+    classes: list[int] = []
+    for each in tables:
+        for number, rows in enumerate(each.classes()):
+            classes += [0] * (number + 1 - len(classes))
+            classes[number] += rows
+    across, upward = plot_axes()
+    y = Axis(0.0, _FOOT + math.log10(max(classes)) * 1.05, *upward)
+    x = Axis(across[0], across[1], *across)
+    names = ["1" if not number else f"{2**number}-{2 ** (number + 1) - 1}" for number in range(len(classes))]
+    stacks = [
+        Bar(f"{name} times", [(0, "rows", _FOOT + math.log10(rows) if rows else 0.0)])
+        for name, rows in zip(names, classes, strict=True)
+    ]
+    x_ticks = [(bar_center(number, len(names)), count(2**number)) for number in range(len(names))]
+    y_ticks = [(_FOOT + power, count(10.0**power)) for power in range(int(y.high - _FOOT) + 1)]
+    body = grid(x, y, x_ticks, y_ticks, "times sent, from this number to the next; upward: rows")
+    body += bars(stacks, y, lambda value: count(10 ** (value - _FOOT)))
+    said = "; ".join(f"{count(rows)} rows {name} times" for name, rows in zip(names, classes, strict=True))
+    return chart("heat", "How often rows were sent", said, body) + _heat_table(tables)
+
+
+def _heat_table(tables: Sequence[Heat]) -> str:
+    ordered = sorted(tables, key=lambda each: -each.most)
+    rows = [
+        (
+            each.table.name,
+            f"{each.table.rows:,}",
+            f"{min(each.sent_rows, each.table.rows):,}",
+            f"{each.most:,}",
+            f"{100 * each.hottest_share:.1f} %",
+        )
+        for each in ordered
+    ]
+    head = ("table", "rows", "ever sent", "hottest row sent", "share of the hottest 1%")
+    listed = table(head, rows[:200])
+    return listed if len(rows) <= 12 else details(f"By table: {len(rows):,}", listed)
+
+
+# Stalls.
+
+
+def stalls(found: Stalls | None) -> str:
+    """Milliseconds over steps."""
+    if found is None:
+        return (
+            '<p class="none">Not shown: the log does not hold it. A job with <code>tensorboard="DIR"</code> writes it; '
+            "then <code>stream-ckpt report URI --tensorboard DIR</code> draws it.</p>"
+        )
+    across, upward = plot_axes()
+    x = Axis(found.longest[0][0], found.longest[-1][0] or 1.0, *across)
+    y = Axis(0.0, max(value for _, value in found.longest) or 1.0, *upward)
+    body = grid(x, y, _labels(x, count), _labels(y, lambda value: f"{value:g} ms"), "step")
+    lines = [Line("longest", found.longest, 1), Line("mean", found.mean, 0)]
+    body += "".join(polyline(Line(each.name, _peaks(each.points), each.color), x, y) for each in lines)
+    longest = max(value for _, value in found.longest)
+    said = f"{len(found.longest)} points; the longest stall took {longest:.1f} ms"
+    return chart("stalls", "Stall a step", said, body) + legend([(1, "longest of about a second"), (0, "mean")])
+
+
+def _peaks(points: Sequence[tuple[float, float]], most: int = 400) -> list[tuple[float, float]]:
+    """The highest point of each group of neighbors, where there are too many to draw."""
+    stride = max(1, -(-len(points) // most))
+    return [max(points[at : at + stride], key=lambda point: point[1]) for at in range(0, len(points), stride)]
+
+
+# Restores.
+
+
+def restore(whole: Lineage, intervals: Sequence[Traffic], bytes_per_s: float) -> str:
+    """Seconds that each marker would take to come back."""
+    older = _older(whole)
+    lines: dict[int, list[tuple[float, float]]] = {}
+    for number, each in enumerate(intervals):
+        num_bytes = older[each.commit.generation] + each.commit.num_bytes
+        seconds = num_bytes / (bytes_per_s * len(each.commit.ranks))
+        lines.setdefault(each.commit.generation, []).append((float(number), seconds))
+    across, upward = plot_axes()
+    high = max(seconds for points in lines.values() for _, seconds in points)
+    x, y = Axis(0.0, float(max(1, len(intervals) - 1)), *across), Axis(0.0, high or 1.0, *upward)
+    every = max(1, len(intervals) // 6)
+    x_ticks = [(float(number), str(intervals[number].commit.id)) for number in range(0, len(intervals), every)]
+    body = grid(x, y, x_ticks, _labels(y, _on_axis_s), "marker")
+    body += "".join(
+        polyline(Line(str(generation), thinned(points), generation % _OTHERS, len(points) <= 60), x, y)
+        for generation, points in lines.items()
+    )
+    return chart("restore", "Restore estimate", f"up to {_on_axis_s(high)}", body)
+
+
+def _older(whole: Lineage) -> dict[int, int]:
+    """For each generation, the bytes of frames that its parent marker is made of."""
+    found: dict[int, int] = {}
+    for generation, claim in sorted(whole.claims.items()):
+        parent: MarkerId | None = claim.parent
+        known = parent is not None and parent in whole.commits and parent.generation in found
+        found[generation] = found[parent.generation] + whole.commits[parent].num_bytes if known and parent else 0
+    return found
+
+
+# The last markers.
+
+
+def last_markers(look: Look) -> str:
+    said = any(row.meta for row in look.recent)
+    rows = [
+        (
+            row.marker,
+            f"{row.step:,}",
+            day(row.time_s, "%m-%d %H:%M:%S"),
+            duration(row.took_s) if row.took_s is not None else "-",
+            f"{row.rows:,}",
+            size(row.num_bytes),
+            size(row.dense_bytes),
+            *([", ".join(f"{name}={value}" for name, value in row.meta.items()) or "-"] * said),
+        )
+        for row in look.recent
+    ]
+    head = ("marker", "step", "committed (UTC)", "after", "rows", "bytes", "dense", *(["meta"] * said))
+    return table(head, rows)

@@ -1,0 +1,98 @@
+"""What is kept: the log with its brokers, and the store."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torchrec_stream_ckpt.extras.sizing.folds import fold_load
+from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, UnitCosts, Workload
+from torchrec_stream_ckpt.extras.sizing.stream import stream_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerNeed:
+    """A cluster for the stream."""
+
+    brokers: int
+    network_in_bytes_per_s: float
+    """All brokers: clients and replication."""
+    network_out_bytes_per_s: float
+    """All brokers: replication and the materializer."""
+    disk_write_bytes_per_s: float
+    broker_disk_bytes: float
+    """Room for each."""
+    bound: str
+    """What decides their number."""
+
+
+def log_bytes(work: Workload, where: Deployment) -> float:
+    """Disk of the log at its fullest: the sweep, what is sent between two trims (a day's without trims), all copies.
+
+    A trim frees whole segments only: 1 GB a partition on Kafka, 256 MB a rank in files (docs/operations.md).
+    """
+    segment = (1e9 if where.log == "kafka" else 256e6) * work.ranks
+    between = stream_bytes_per_s(work) * (where.trim_s or 86_400.0)
+    return (work.table_bytes + between + min(segment, between)) * where.copies
+
+
+def broker_need(work: Workload, where: Deployment, costs: UnitCosts) -> BrokerNeed | None:
+    """Brokers for the stream: as many as its network, its disks' speed and their room ask for, at least the copies.
+
+    With r bytes a second and f copies: r*f come in over the network (r from clients) and go to disk, r*(f-1) + r go
+    out (to the other copies, and once to the materializer).
+    """
+    if where.log != "kafka":
+        return None
+    rate, copies = stream_bytes_per_s(work), where.replication
+    moved, room = rate * copies, log_bytes(work, where)
+    bounds = {
+        "copies": float(copies),
+        "network": moved / (costs.network_bytes_per_s * costs.use),
+        "disk speed": moved / (costs.disk_bytes_per_s * costs.use),
+        "disk room": room / (costs.disk_bytes * costs.use),
+    }
+    bound = max(bounds, key=lambda name: bounds[name])
+    brokers = math.ceil(bounds[bound])
+    return BrokerNeed(brokers, moved, moved, moved, room / brokers / costs.use, bound)
+
+
+def delta_bytes(work: Workload, where: Deployment) -> float:
+    """Most bytes that the store holds after the newest base: ``rebase`` bases; without rebase a day's markers."""
+    if where.rebase:
+        return where.rebase * work.table_bytes
+    return 86_400.0 / work.marker_s * work.distinct_bytes(work.marker_s)
+
+
+def store_bytes(work: Workload, where: Deployment, age_s: float) -> float:
+    """Bytes of the store when the job is ``age_s`` old.
+
+    Each kept marker has its interval (rows that changed in it, once), its part of the spans, and its dense state. A
+    base is written whenever the pieces since the last one have outgrown ``rebase`` bases. Of markers older than
+    ``keep_all_s`` one each ``then_every_s`` is left, with the rows since the kept one before (``gc --compact``) or
+    since its base.
+    """
+    load = fold_load(work, where)
+    interval, base_s = load.interval_bytes, load.cycle * work.marker_s
+    recent_s = age_s if where.keep_all_s is None else min(age_s, where.keep_all_s)
+    recent = max(1.0, recent_s / work.marker_s) * (interval + load.span_written + work.dense_bytes)
+    bases = 1.0 + math.floor(recent_s / base_s)
+    old = 0.0
+    if age_s > recent_s and where.then_every_s is not None:
+        old_s = age_s - recent_s
+        kept = old_s / max(where.then_every_s, work.marker_s)
+        old = kept * (work.dense_bytes + interval + work.distinct_bytes(min(where.then_every_s, base_s)))
+        bases += min(kept, math.floor(old_s / base_s))
+    return recent + old + bases * work.table_bytes
+
+
+def materializer_cores(work: Workload, where: Deployment, costs: UnitCosts) -> float:
+    """Cores that are busy all the time: the log is folded once, and what spans and bases are made of is merged."""
+    merged = fold_load(work, where).read / work.marker_s
+    return stream_bytes_per_s(work) / costs.fold_bytes_per_s + merged / costs.merge_bytes_per_s
+
+
+def store_write_bytes_per_s(work: Workload, where: Deployment) -> float:
+    """Bytes a second into the store: intervals, spans, bases, and dense state with each marker."""
+    load = fold_load(work, where)
+    return (load.interval_bytes + load.written + work.dense_bytes) / work.marker_s

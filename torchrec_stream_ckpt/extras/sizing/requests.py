@@ -1,0 +1,241 @@
+"""Requests of an object store: for a marker, a fold, a comparison, a restore, and a round of each service.
+
+The counts are those of the code: ``tests/unit/test_requests.py`` runs it over a store that counts, and compares. A new
+object of a marker is one line of :func:`marker_requests`. What is read of many objects is a bound: *at most*.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torchrec_stream_ckpt.extras.sizing.inputs import UnitCosts
+
+SEGMENT_BYTES = 128 * 2**20
+"""Bytes of rows in one segment (``maintain/fold.py``)."""
+RANGE_BYTES = 16 * 2**20
+"""What one read asks for at most (``store/reader.py``)."""
+LEAST_RANGE_BYTES = 12 * 2**20
+"""What one read of rows brings at least, but for the last one of a segment: another chunk did not fit."""
+PART_BYTES = 50 * 2**20
+"""One request of an upload of several (s3fs). An object of two of them or more is uploaded so."""
+PAGE = 1000
+"""Names that S3 lists by one request."""
+SUMMED = 64
+"""Markers of a summary (``maintain/summarizer.py``)."""
+NOTES_READS = 256
+"""What a plan reads of ranks' words at markers within folds (``store/reader.py``)."""
+GC_KINDS = 7
+"""Kinds of objects that gc deletes, one after the other: at each, it looks whether its run goes on
+(``maintain/gc/gc.py``)."""
+GC_LOOK_NAMES = 64
+"""Objects after which it looks again (``maintain/gc/gc_delete.py``)."""
+PIECE_BYTES = 4 * 2**20
+"""What a scrub reads at once (``maintain/scrub/scrub_reader.py``)."""
+SMALL_BYTES = 2**20
+"""A comparison reads an object of so many bytes by one request (``store/ranges.py``)."""
+BLOCK_READ_BYTES = 32 * 2**10
+"""Of larger ones it reads by one request so many bytes at least, on average (docs/store.md)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requests:
+    """How many requests of each kind. A PUT counts the parts of an upload, its beginning and its completion, too."""
+
+    put: float = 0.0
+    get: float = 0.0
+    head: float = 0.0
+    list: float = 0.0
+    delete: float = 0.0
+
+    def __add__(self, other: Requests) -> Requests:
+        return Requests(
+            put=self.put + other.put,
+            get=self.get + other.get,
+            head=self.head + other.head,
+            list=self.list + other.list,
+            delete=self.delete + other.delete,
+        )
+
+    def __mul__(self, times: float) -> Requests:
+        return Requests(
+            put=self.put * times,
+            get=self.get * times,
+            head=self.head * times,
+            list=self.list * times,
+            delete=self.delete * times,
+        )
+
+    def cost(self, costs: UnitCosts) -> float:
+        """In dollars."""
+        written = (self.put + self.list) * costs.put_list_usd_per_1000
+        return (written + (self.get + self.head) * costs.get_head_usd_per_1000) / 1000
+
+
+def put_requests(num_bytes: float) -> int:
+    """PUTs of one object: one or, of a large one, its parts, and the upload's beginning and completion."""
+    return 1 if num_bytes < 2 * PART_BYTES else math.ceil(num_bytes / PART_BYTES) + 2
+
+
+def segments_requests(num_bytes: float) -> float:
+    """PUTs of rows that are cut into segments, one at least."""
+    full, rest = divmod(num_bytes, SEGMENT_BYTES)
+    return full * put_requests(SEGMENT_BYTES) + (put_requests(rest) if rest or not full else 0)
+
+
+def marker_requests(
+    ranks: int, *, num_bytes: float = 0.0, folds: bool = True, kept: float = 0.0, dense_files: int = 1
+) -> Requests:
+    """Requests of one materializer for a marker that follows on one of the same generation, without its folds.
+
+    Args:
+        ranks: Of the trainer.
+        num_bytes: Rows of the marker's interval, all ranks.
+        folds: Whether bases or spans are written at some markers: each manifest is looked at once more then.
+        kept: Markers in the store: a listing of more than ``PAGE`` names takes several requests.
+        dense_files: Files of the marker's dense state.
+    """
+    segments = Requests(put=ranks * segments_requests(num_bytes / ranks), head=ranks)  # looked for, then put
+    claim = Requests(head=1, get=1)
+    manifest = Requests(put=1, get=1 if folds else 0, list=_pages(kept))
+    seen = Requests(list=2)  # markers that were given up, and folds
+    dense = Requests(list=_pages(dense_files))  # those of this marker alone
+    return segments + claim + manifest + seen + dense
+
+
+def fold_requests(num_bytes: float, merged_bytes: float, *, segments: float, tables: int) -> Requests:
+    """Requests of one base or span, at most: all that it is made of is read, and it is written and read back.
+
+    Args:
+        num_bytes: Of the fold.
+        merged_bytes: Of all that it is made of, for a base the last one among it.
+        segments: In which these bytes lie.
+        tables: Of the job. A segment is read table by table, in ranges of ``LEAST_RANGE_BYTES`` or more.
+    """
+    written = max(1, math.ceil(num_bytes / SEGMENT_BYTES))
+    directories = segments + written
+    ranges = directories * tables + (num_bytes + merged_bytes) / LEAST_RANGE_BYTES
+    return Requests(put=segments_requests(num_bytes) + 1, get=1 + directories + ranges, head=2 * written)
+
+
+def summary_requests(ranks: int) -> Requests:
+    """Requests for one marker's part of a summary of ``SUMMED`` markers, of which the store has that many."""
+    return Requests(put=1 / SUMMED, get=1 + ranks, list=1)
+
+
+def proof_requests(ranks: int, *, segments: float, num_bytes: float = 0.0, blocks: float = math.inf) -> Requests:
+    """Requests of comparing one marker with its proof, at most.
+
+    Args:
+        ranks: Of the trainer.
+        segments: That lead to the marker.
+        num_bytes: Of those that are larger than ``SMALL_BYTES``, together.
+        blocks: Of the marker's window, once for weights and once for each state, in each of the pieces: what is read of
+            large segments is no more than them.
+    """
+    large = min(num_bytes / BLOCK_READ_BYTES, blocks)
+    return Requests(put=1, get=ranks + segments + large)
+
+
+def restore_requests(
+    ranks: int,
+    *,
+    markers: float,
+    pieces: float,
+    segments: float,
+    num_bytes: float = 0.0,
+    tables: int = 1,
+    dense_files: int = 0,
+) -> Requests:
+    """Requests of one restore from the store alone, at most: its plan on rank 0, then rows and dense state.
+
+    Args:
+        ranks: That restore, and those that wrote: the larger number.
+        markers: In the store.
+        pieces: That lead to the marker.
+        segments: Of these.
+        num_bytes: Of these.
+        tables: Of the job. A rank reads each piece once for each of its shards, in ranges of ``LEAST_RANGE_BYTES`` or
+            more.
+        dense_files: Of the marker. Every rank reads all of them.
+    """
+    told = min(markers, 1 + NOTES_READS / (1 + ranks)) * (1 + ranks)  # what ranks said at markers within folds
+    plan = Requests(head=1, get=1 + pieces + segments + told + 2 + markers / SUMMED, list=_pages(markers) + 3)
+    rows = segments + pieces * (tables + ranks) + num_bytes / LEAST_RANGE_BYTES
+    return plan + Requests(get=rows + ranks * dense_files)
+
+
+def scrub_requests(
+    *, generations: float, markers: float, folds: float, segments: float, num_bytes: float = 0.0, kept_s: float = 0.0
+) -> Requests:
+    """Requests of one pass that reads everything. Summaries and dense files come on top, a GET for each part of 4 MiB.
+
+    Args:
+        generations: Whose CLAIMs are there.
+        markers: In the store.
+        folds: In the store.
+        segments: Of both.
+        num_bytes: Of these: they are read by ``PIECE_BYTES``.
+        kept_s: Seconds that the pass takes: it puts its place every 5, and deletes the place before.
+    """
+    places = kept_s / 5
+    return Requests(
+        put=1 + places,
+        delete=places,
+        head=1 + segments,
+        get=generations + 2 * markers + 2 * folds + 2 * segments + num_bytes / PIECE_BYTES,
+        list=9 + 2 * _pages(markers),
+    )
+
+
+def trim_requests(*, markers: float, folds: float, segments: float, fresh: float, fresh_bytes: float = 0.0) -> Requests:
+    """Requests of one trim, at most: each segment of the store takes one, and those with rows whose log is to go are
+    read whole.
+
+    Args:
+        markers: In the store.
+        folds: In the store.
+        segments: Of both.
+        fresh: Those of them that are read whole, of intervals, spans and bases.
+        fresh_bytes: Of these.
+    """
+    read = _whole(fresh, fresh_bytes) - fresh
+    return Requests(put=3, head=6, get=8 + markers + folds + segments + read, list=13 + 2 * _pages(markers))
+
+
+def gc_requests(
+    *,
+    markers: float,
+    folds: float,
+    dropped: float,
+    deleted: float,
+    relied: float,
+    relied_bytes: float = 0.0,
+    names: float = 0.0,
+) -> Requests:
+    """Requests of one round of gc, at most. It takes stock of the store several times, and looks for the own object of
+    each fold whose segments it deletes.
+
+    Args:
+        markers: In the store.
+        folds: In the store.
+        dropped: Markers that are given up in this round.
+        deleted: Objects that are deleted in this round.
+        relied: Segments that stand in for what goes: they are read whole, if they were not within a week.
+        relied_bytes: Of these.
+        names: Of all objects: they are listed by ``PAGE``.
+    """
+    stock = Requests(get=4 + 2 * markers + 3 * folds, head=6 + folds, list=39 + 12 * names / PAGE)
+    read = Requests(get=_whole(relied, relied_bytes))
+    looks = GC_KINDS + deleted / GC_LOOK_NAMES
+    return stock + read + Requests(put=dropped + 3, head=dropped + looks, delete=deleted + 2)
+
+
+def _whole(segments: float, num_bytes: float) -> float:
+    """Count GETs that read segments whole, at most: one each; above ``RANGE_BYTES`` its directory and its ranges."""
+    large = min(segments, num_bytes / RANGE_BYTES)
+    return segments + large + num_bytes / LEAST_RANGE_BYTES
+
+
+def _pages(names: float) -> int:
+    return max(1, math.ceil(names / PAGE))

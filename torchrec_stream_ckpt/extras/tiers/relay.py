@@ -1,0 +1,342 @@
+"""Copy what the inner log has committed to the outer one: frames as they are, then dense state, then COMMIT.
+
+A relay has no state of its own: where it goes on, the outer log's newest COMMIT of the generation says. What was sent
+behind that and is sent again bears the same seq and checksums, so readers drop it. It copies the newest generation
+alone, since no other one can commit anything any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from torchrec_stream_ckpt.errors import (
+    CorruptionError,
+    FencedError,
+    LogUnavailableError,
+    MarkerNotFoundError,
+    StoreUnavailableError,
+    StreamCkptError,
+)
+from torchrec_stream_ckpt.extras.tiers.lock import RelayLock
+from torchrec_stream_ckpt.find.tiers import Tiers, TierState
+from torchrec_stream_ckpt.format.claim_references import alone
+from torchrec_stream_ckpt.format.control import Claim, Commit
+from torchrec_stream_ckpt.format.dense_files import whole
+from torchrec_stream_ckpt.format.lineage import notes_of
+from torchrec_stream_ckpt.format.record import PIN
+from torchrec_stream_ckpt.log.api import DataWriter
+from torchrec_stream_ckpt.log.control.ancestor_check import Older
+from torchrec_stream_ckpt.log.stream import checked_payload, read_stream
+from torchrec_stream_ckpt.save.generation import check_claimed
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.dense import copy_dense, lacking
+from torchrec_stream_ckpt.store.pins import Reached, note_reached, pin, pin_before_commit
+from torchrec_stream_ckpt.util.failpoints import failpoint
+from torchrec_stream_ckpt.util.layout import dropped_name
+from torchrec_stream_ckpt.util.types import MarkerId, RankEnd
+
+log = logging.getLogger(__name__)
+
+LOCK_TIMEOUT_S = 60.0
+PATIENCE_S = 20.0
+"""How long the outer log may acknowledge nothing before the relay says so, and begins again."""
+COMMIT_TIMEOUT_S = 60.0
+_IN_FLIGHT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Lag:
+    """What the outer log does not have yet of what counts."""
+
+    markers: int
+    num_bytes: int
+    """Frames."""
+    oldest_s: float | None
+    """When the oldest of those markers was committed, by the trainer's wall clock."""
+
+    @property
+    def seconds(self) -> float:
+        return max(0.0, time.time() - self.oldest_s) if self.oldest_s is not None else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Delivered:
+    """How far one rank's stream has been copied."""
+
+    inner: RankEnd
+    begin: int
+    end: int
+    """In the outer log."""
+
+
+def say_passed(commit: Commit, error: StreamCkptError) -> None:
+    """Log that the outer tier does not get a marker."""
+    log.warning("the outer tier does not get marker %s, and goes on: %s", commit.id, error.headline)
+
+
+class Relay:
+    """Copies one inner log to its outer one.
+
+    Args:
+        tiers: Both logs.
+        going_on: Called again and again; ends the work where it stands by raising.
+        pass_over: Called once with each marker that the outer log cannot get, and why; the ones after it can.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        going_on: Callable[[], None] = lambda: None,
+        pass_over: Callable[[Commit, StreamCkptError], None] = say_passed,
+    ) -> None:
+        self._tiers = tiers
+        self._going_on = going_on
+        self._pass_over = pass_over
+        self._passed: set[MarkerId] = set()
+        self._noted: MarkerId | None = None
+        """How far the inner store says that the outer log is."""
+        self._lock = RelayLock(tiers.folder)
+        self._generation: Claim | None = None
+        """On the outer log."""
+        self._sent: dict[int, _Delivered] = {}
+        self._reached: MarkerId | None = None
+        """Up to here rows were sent, by this relay without a break."""
+        self._writers: dict[int, DataWriter] = {}
+        self._older = Older()
+        """What the generation stands on, on the outer log."""
+        self.frames_bytes = 0
+        """Bytes of frames that it has sent."""
+        self.dense_bytes = 0
+
+    def catch_up(self, *, upto: MarkerId | None = None, everything: bool = False) -> Iterator[Commit]:
+        """Copy what there is now; gives each marker that the outer log has got.
+
+        Args:
+            upto: Nothing behind this marker, and this one in any case.
+            everything: The newest marker in any case.
+
+        Raises:
+            FencedError: another trainer has claimed the job on the outer log; the inner one has been told.
+            CorruptionError: the inner log is damaged, or one of them lacks what it had.
+            LogUnavailableError, StoreUnavailableError, CommitUnknownError: try again.
+        """
+        with self._lock.hold(LOCK_TIMEOUT_S) as undisturbed:
+            if not undisturbed or (upto is not None and self._reached is not None and self._reached > upto):
+                self._forget()
+            try:
+                yield from self._catch_up(TierState.read(self._tiers), upto, everything=everything)
+            except BaseException:
+                self._forget()
+                raise
+
+    def state(self) -> TierState:
+        """Both control partitions as of now."""
+        return TierState.read(self._tiers)
+
+    @staticmethod
+    def lag(state: TierState) -> Lag:
+        """Measure what is missing on the outer log."""
+        missing = state.unrelayed
+        if not missing:
+            return Lag(0, 0, None)
+        there = state.outer.newest
+        before = there.num_bytes if there and there.generation == state.generation else 0
+        return Lag(len(missing), missing[-1].num_bytes - before, missing[0].time_s)
+
+    def close(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        """Rows sent after the outer log's newest COMMIT count as never sent."""
+        for writer in self._writers.values():
+            writer.close()
+        self._writers, self._sent, self._reached, self._generation = {}, {}, None, None
+        self._older = Older()
+
+    def _catch_up(self, state: TierState, upto: MarkerId | None, *, everything: bool) -> Iterator[Commit]:
+        self._tell_fenced(state)
+        if state.owns(state.generation):
+            there, beginning = state.outer.newest, MarkerId(state.generation, 0)
+            self._note(state.inner.job, there.id if there is not None and there.id > beginning else beginning)
+        missing = [each for each in state.unrelayed if upto is None or each.id <= upto]
+        self._copy_notes(state)
+        end = state.inner.ended if upto is None and state.owns(state.generation) else None
+        if missing:
+            yield from self._copy(state, missing, upto, everything=everything or end is not None)
+        if end is not None and end.generation == state.generation and state.outer.ended is None:
+            self._tiers.outer.control.end(replace(end, mac=""))
+
+    def _copy(
+        self, state: TierState, missing: list[Commit], upto: MarkerId | None, *, everything: bool
+    ) -> Iterator[Commit]:
+        self._begin(state)
+        for commit in missing:
+            last = commit is missing[-1] and (everything or commit.id == upto)
+            if self._reached is None or commit.id > self._reached:
+                self._send_rows(commit)
+                self._reached = commit.id
+            if (last or commit.marker % self._tiers.every == 0) and self._has_dense(commit):
+                self._commit(commit)
+                self._note(commit.job, commit.id)
+                self._copy_notes(replace(state, outer=self._tiers.outer.control.lineage))
+                yield commit
+
+    def _copy_notes(self, state: TierState) -> None:
+        """Copy what was said after its COMMIT of each marker that the outer log has."""
+        for marker in state.inner.notes:
+            if marker not in state.outer.commits or not state.owns(marker.generation):
+                continue
+            there = {note.nonce for note in notes_of(state.outer, marker)}
+            for note in notes_of(state.inner, marker):
+                if note.nonce not in there:
+                    if PIN in dict(note.meta):
+                        pin(self._tiers.outer.objects, note.job, marker, folded=False)
+                    failpoint("relay.note")
+                    self._tiers.outer.control.note(note, COMMIT_TIMEOUT_S)
+
+    def _note(self, job: bytes, reached: MarkerId) -> None:
+        """Tell a gc of the inner store how far the outer log is: what it does not have yet must stay.
+
+        Where that store takes nothing, the note before this one stands, and gc keeps more.
+        """
+        if reached == self._noted:
+            return
+        try:
+            note_reached(self._tiers.inner.objects, job, Reached(reached, self._tiers.every))
+        except StoreUnavailableError as error:
+            log.warning("gc of the inner store keeps what the outer tier has up to %s: %s", reached, error.headline)
+            return
+        self._noted = reached
+
+    def _has_dense(self, commit: Commit) -> bool:
+        """Bring the dense state of a marker to the outer store; False where it is given up, or damaged.
+
+        No later marker stands on it. So the ones after it go on, and this one is named.
+        """
+        if commit.id in self._passed:
+            return False
+        try:
+            self._check_offered(commit)
+            self._send_dense(commit)
+        except (CorruptionError, MarkerNotFoundError) as error:
+            self._passed.add(commit.id)
+            self._pass_over(commit, error)
+            return False
+        return True
+
+    def _check_offered(self, commit: Commit) -> None:
+        """Raises MarkerNotFoundError if the inner store has given the marker up."""
+        objects = self._tiers.inner.objects
+        if objects.size(dropped_name(commit.job, commit.id)) is not None:
+            Catalog.load(objects, commit.job).check_offered(commit.id)
+
+    def _tell_fenced(self, state: TierState) -> None:
+        """A claim of another trainer, on the outer log alone: bring it to the inner log, whose trainer looks there."""
+        if not state.inner.claims or state.generation <= state.inner.newest_generation:
+            return
+        for number in sorted(state.outer.claims):
+            if number > state.inner.newest_generation:
+                self._tiers.inner.control.append(alone(state.outer.claims[number]))
+        raise FencedError(
+            f"generation {state.generation} has taken over this job on the outer log",
+            hint="another trainer restored it: the one that writes here is told at its next marker",
+            generation=state.inner.newest_generation,
+        )
+
+    def _begin(self, state: TierState) -> None:
+        """Where this generation stands on the outer log, unless it is known."""
+        claim = state.outer.claims[state.generation]
+        if self._generation == claim:
+            return
+        self._forget()
+        there = state.outer.newest
+        if there is not None and there.generation == state.generation:
+            mine = state.commit(there.id)
+            if mine is None or [end.chain for end in mine.ranks] != [end.chain for end in there.ranks]:
+                raise CorruptionError(
+                    f"the inner log does not have marker {there.id} as it was copied to the outer one",
+                    hint="the inner log was damaged or put back: restart the job, it restores from the outer one",
+                    marker=there.id,
+                )
+            pairs = zip(mine.ranks, there.ranks, strict=True)
+            self._sent = {end.rank: _Delivered(end, theirs.begin, theirs.end) for end, theirs in pairs}
+            self._reached = there.id
+        self._generation = claim
+
+    def _send_rows(self, commit: Commit) -> None:
+        for end in commit.ranks:
+            self._send_stream(commit, end)
+
+    def _send_stream(self, commit: Commit, end: RankEnd) -> None:
+        """One rank's frames up to a marker, as they are; all of them are durable on return."""
+        inner, sent = self._tiers.inner.log, self._sent.get(end.rank)
+        writer = self._writer(end.rank, sent.end if sent is not None else 0)
+        begin, stop = (sent.begin, sent.end) if sent is not None else (-1, 0)
+        waiting = 0
+        for header, frame in read_stream(inner, commit, end, sent.inner if sent is not None else None):
+            checked_payload(header, frame, commit, end)  # nothing damaged is copied
+            writer.send(memoryview(bytes(frame)))
+            failpoint("relay.sent")
+            self.frames_bytes += len(frame)
+            waiting += 1
+            if waiting == _IN_FLIGHT:
+                begin, stop, waiting = self._acknowledged(writer, begin, stop, waiting)
+        while waiting:
+            begin, stop, waiting = self._acknowledged(writer, begin, stop, waiting)
+        self._sent[end.rank] = _Delivered(end, begin, stop)
+
+    def _acknowledged(self, writer: DataWriter, begin: int, stop: int, waiting: int) -> tuple[int, int, int]:
+        """Wait for some of ``waiting`` frames to be durable: where the stream begins and ends then."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            self._going_on()
+            acks = writer.poll(0.2)
+            if acks:
+                return begin if begin >= 0 else acks[0].offset, acks[-1].end, waiting - len(acks)
+            if time.monotonic() > deadline:
+                raise LogUnavailableError(
+                    f"the outer log has acknowledged nothing for {PATIENCE_S:.0f} s",
+                    hint="bring it back; the relay goes on by itself",
+                    uri=self._tiers.outer.uri,
+                )
+
+    def _writer(self, rank: int, resume_at: int) -> DataWriter:
+        if rank not in self._writers:
+            assert self._generation is not None
+            partition = rank % self._generation.partitions
+            outer = self._tiers.outer.log
+            self._writers[rank] = outer.open_writer(self._generation.generation, partition, resume_at, again=True)
+        return self._writers[rank]
+
+    def _send_dense(self, commit: Commit) -> None:
+        """Put the dense state into the outer store, every file compared with COMMIT."""
+        source, objects = self._tiers.inner.dense, self._tiers.outer.objects
+        absent = lacking(objects, commit, whole(commit.dense_list, source.files(commit)))
+        for file in copy_dense(source, commit, absent, objects, self._going_on):
+            self.dense_bytes += file.num_bytes
+            failpoint("relay.dense")
+
+    def _commit(self, commit: Commit) -> None:
+        """The same marker, where its streams stand on the outer log."""
+        outer, claim = self._tiers.outer, self._generation
+        assert claim is not None
+        ends = tuple(
+            replace(
+                end,
+                partition=end.rank % claim.partitions,
+                begin=self._sent[end.rank].begin,
+                end=self._sent[end.rank].end,
+            )
+            for end in commit.ranks
+        )
+        check_claimed(outer.log, outer.control, claim, commit.marker, ends, self._older)
+        failpoint("relay.commit")
+        copy = replace(commit, ranks=ends, store=outer.store_url, mac="")
+        if PIN in dict(commit.meta or ()):
+            pin_before_commit(outer.objects, commit.job, commit.id)
+        outer.control.commit(copy, COMMIT_TIMEOUT_S, threading.Event())
+        failpoint("relay.committed")

@@ -1,0 +1,219 @@
+"""Markers by what was said of them: the best by a value, those that meet conditions, in an order."""
+
+from __future__ import annotations
+
+import difflib
+import operator
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.util.types import MarkerId
+
+Value: TypeAlias = str | int | float
+Said: TypeAlias = Mapping[str, Value]
+"""What is known of one marker, by name."""
+
+OF_EACH: Mapping[str, Callable[[Commit], int | float]] = {
+    "generation": lambda commit: commit.generation,
+    "step": lambda commit: commit.step,
+    "time_s": lambda commit: commit.time_s,
+    "ranks": lambda commit: len(commit.ranks),
+    "rows": lambda commit: commit.rows,
+    "bytes": lambda commit: commit.num_bytes,
+}
+"""What can be compared of every marker, whatever was said of it: no name for metadata."""
+
+LATEST = "latest"
+"""The newest marker, where one may be named."""
+PREFIX = "best:"
+"""Before KEY:max where a marker may be named."""
+_KEY = r"[A-Za-z0-9_.-]{1,64}"
+_CONDITION = re.compile(rf"\s*({_KEY}?)\s*(<=|>=|==|!=|=|<|>)\s*(.*?)\s*", re.S)
+_OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "=": operator.eq,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
+
+
+def numbers_of(commit: Commit) -> dict[str, int | float]:
+    """Return the values that every marker has for comparison, by name."""
+    return {name: read(commit) for name, read in OF_EACH.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """Which markers are the best ones."""
+
+    key: str
+    """A name in their metadata."""
+    highest: bool
+    """Whether the highest value is the best, or the lowest."""
+    count: int = 1
+    """How many."""
+
+    @classmethod
+    def parse(cls, text: str, *, several: bool = False) -> Best:
+        """Read ``KEY:max`` or ``KEY:min``; with ``several`` also ``KEY:max:N``.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        form = "auc:max or loss:min" + (", or auc:max:3 for three" if several else "")
+        match = re.fullmatch(rf"({_KEY}):(max|min)(?::(\d{{1,9}}))?", text) if isinstance(text, str) else None
+        if match is None or (match[3] is not None and (not several or not int(match[3]))):
+            raise ConfigError(f"{text!r:.80} does not say which marker is the best", hint=f"write {form}")
+        return cls(match[1], match[2] == "max", int(match[3] or 1))
+
+    def __str__(self) -> str:
+        return f"{self.key}:{'max' if self.highest else 'min'}"
+
+    def ranked(self, said: Mapping[MarkerId, Said]) -> list[MarkerId]:
+        """The markers that have the value, the best first; of equal ones the newer first.
+
+        Raises:
+            ConfigError: none has it, or some have text where others have numbers; names them.
+        """
+        having = {marker: values[self.key] for marker, values in said.items() if self.key in values}
+        if not having:
+            raise unknown(self.key, said.values(), f"no marker has {self.key!r}")
+        check_alike(self.key, having)
+        newest_first = sorted(having, reverse=True)
+        return sorted(newest_first, key=lambda marker: having[marker], reverse=self.highest)
+
+
+def said_of(lineage: Lineage, without: Collection[MarkerId] = ()) -> dict[MarkerId, dict[str, Value]]:
+    """The metadata of all committed markers but some, oldest first."""
+    return {
+        marker: {**dict(commit.meta or ()), **dict(lineage.notes.get(marker, ()))}
+        for marker, commit in lineage.commits.items()
+        if marker not in without
+    }
+
+
+def best_of(said: Mapping[MarkerId, Said], best: Best) -> MarkerId:
+    """The best of some markers.
+
+    Raises:
+        MarkerNotFoundError: there is none.
+        ConfigError: as ``Best.ranked``.
+    """
+    if not said:
+        raise MarkerNotFoundError(f"no marker is offered, so none is {best}", hint="list them: stream-ckpt list URI")
+    return best.ranked(said)[0]
+
+
+def unknown(key: str, said: Iterable[Said], what: str) -> ConfigError:
+    """An error about a name that is nowhere, with the names that are, the nearest first."""
+    names = sorted({name for values in said for name in values})
+    near = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
+    if near:
+        return ConfigError(what, hint=f"did you mean {' or '.join(near)}?")
+    there = f"the names are: {', '.join(names)}"[:400] if names else "no marker has any: mark(meta={...}) gives them"
+    return ConfigError(what, hint=there)
+
+
+def check_alike(key: str, having: Mapping[MarkerId, Value]) -> None:
+    """Raises ConfigError if some values are text and others are numbers."""
+    texts = [marker for marker, value in having.items() if isinstance(value, str)]
+    if texts and len(texts) < len(having):
+        number = next(marker for marker, value in having.items() if not isinstance(value, str))
+        raise ConfigError(
+            f"{key} does not compare: it is the text {having[texts[0]]!r:.60} at marker {texts[0]} and the number "
+            f"{having[number]} at marker {number}",
+            hint="set it again on one of them, or choose another name",
+        )
+
+
+# Conditions.
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A comparison of one value with a constant."""
+
+    key: str
+    sign: str
+    value: Value
+
+    @classmethod
+    def parse(cls, text: str) -> Condition:
+        """Read ``auc>0.8``, ``run=nightly`` or ``run!="7"``.
+
+        Raises:
+            ConfigError: it is no condition.
+        """
+        match = _CONDITION.fullmatch(text)
+        if match is None or not match[1] or not match[3]:
+            raise ConfigError(
+                f"{text!r:.80} is not a condition", hint="write NAME, one of < <= > >= = !=, and a value: 'auc>0.8'"
+            )
+        key, sign, constant = match.groups()
+        if len(constant) > 1 and constant[0] == constant[-1] and constant[0] in "'\"":
+            return cls(key, sign, constant[1:-1])
+        try:
+            number: Value = int(constant) if re.fullmatch(r"[+-]?\d+", constant) else float(constant)
+        except ValueError:
+            return cls(key, sign, constant)
+        return cls(key, sign, number if number == number else constant)
+
+    def holds(self, marker: MarkerId, values: Said) -> bool:
+        """Tell whether a marker meets it; one that has no such value does not.
+
+        Raises:
+            ConfigError: text and number do not compare.
+        """
+        if self.key not in values:
+            return False
+        found, constant = values[self.key], self.value
+        if isinstance(found, str) != isinstance(constant, str):
+            if self.sign in ("=", "==", "!="):  # a text of digits, or a name that never is a number
+                return _OPERATORS[self.sign](str(found), str(constant))
+            is_what, given = ("text", "number") if isinstance(found, str) else ("number", "text")
+            hint = f"quote it to compare text: '{self.key}{self.sign}\"{constant}\"'"
+            raise ConfigError(
+                f"{self.key} of marker {marker} is the {is_what} {found!r:.60}, and {constant!r:.60} is a {given}",
+                hint=hint if is_what == "text" else f"compare {self.key} with a number",
+            )
+        return _OPERATORS[self.sign](found, constant)
+
+
+def meeting(said: Mapping[MarkerId, Said], conditions: Sequence[Condition]) -> list[MarkerId]:
+    """The markers that meet all conditions, in their order.
+
+    Raises:
+        ConfigError: no marker has a value of that name, or text is compared with a number.
+    """
+    for condition in conditions:
+        if said and not any(condition.key in values for values in said.values()):
+            raise unknown(condition.key, said.values(), f"no marker has {condition.key!r}")
+    return [
+        marker for marker, values in said.items() if all(condition.holds(marker, values) for condition in conditions)
+    ]
+
+
+def ordered(markers: Sequence[MarkerId], said: Mapping[MarkerId, Said], by: str) -> list[MarkerId]:
+    """Markers by one value, ascending, or descending with ``KEY:desc``; those without it count as the lowest.
+
+    Raises:
+        ConfigError: as :func:`meeting`.
+    """
+    key, _, way = by.partition(":")
+    if way not in ("", "asc", "desc"):
+        raise ConfigError(f"{by!r:.80} is not an order", hint="write a name, and :desc for the highest first: auc:desc")
+    if said and not any(key in values for values in said.values()):
+        raise unknown(key, said.values(), f"no marker has {key!r}")
+    having = {marker: said[marker][key] for marker in markers if key in said[marker]}
+    check_alike(key, having)
+    ranked = sorted(having, key=lambda marker: having[marker])
+    rising = [marker for marker in markers if marker not in having] + ranked
+    return rising[::-1] if way == "desc" else rising

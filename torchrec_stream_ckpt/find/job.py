@@ -1,0 +1,275 @@
+"""A job as one process reads or writes it: its log, control partition, store and dense state, opened in one place."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
+from torchrec_stream_ckpt.find.best import LATEST, PREFIX, Best, Value, best_of, said_of
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.log.api import Log, open_log
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.dense import DenseStore, dense_in
+from torchrec_stream_ckpt.store.identity import check_store
+from torchrec_stream_ckpt.util.config import StreamConfig
+from torchrec_stream_ckpt.util.options import Options
+from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.util.uris import FileUri, check_store_url, parse_uri
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """One log of a job, and what belongs to it. Stores are opened when they are first asked for, each once."""
+
+    uri: str
+    log: Log
+    control: Control
+    store: str | None = None
+    """The store that the caller has named, and so vouches for; None: the job says where it is."""
+    store_options: Options = None
+    key_file: Path | str | None = None
+    """The commit key."""
+    opened: dict[str, Objects] = field(default_factory=dict)
+    """Stores by URL."""
+    _dense: dict[str, DenseStore] = field(default_factory=dict)
+
+    @staticmethod
+    def open(
+        uri: str,
+        *,
+        store: str | None = None,
+        store_options: Options = None,
+        kafka_options: Options = None,
+        commit_key_file: Path | str | None = None,
+        serving: bool = False,
+        glance: bool = False,
+    ) -> Job:
+        """Open a log for reading; touches nothing but the commit key.
+
+        Args:
+            uri: Of the log.
+            store: Its store; None: where the job keeps it.
+            store_options, kafka_options, commit_key_file: As of ``StreamConfig``; a store in a folder takes no options.
+            serving: Take a serving stream, too.
+            glance: Leave the fields of a COMMIT to whoever opens it: for a look at few markers of many.
+        """
+        log = open_log(uri, kafka_options)
+        try:
+            control = Control(log, commit_key_file, serving=serving, glance=glance)
+        except BaseException:
+            log.close()
+            raise
+        return Job(
+            uri=uri, log=log, control=control, store=store, store_options=store_options, key_file=commit_key_file
+        )
+
+    @property
+    def outer(self) -> Job:
+        """The log that decides: this one. A job with two logs is opened as ``Tiers``, and read the same way."""
+        return self
+
+    @property
+    def inner(self) -> Job | None:
+        """The log near the trainer: there is none."""
+        return None
+
+    @property
+    def lineage(self) -> Lineage:
+        """The control partition as it was read last."""
+        return self.control.lineage
+
+    # Where the store is.
+
+    def store_url_of(self, commit: Commit | None) -> str:
+        """URL of the store: as the caller has named it, else where the job kept this marker.
+
+        Raises:
+            ConfigError: no setting and no COMMIT says where.
+        """
+        return self.store or kept_store(self.uri, commit)
+
+    def says_where(self, commit: Commit | None) -> bool:
+        """Tell whether anybody says where the store is."""
+        return bool(self.store or (commit is not None and commit.store) or _inside(self.uri))
+
+    def objects_of(self, commit: Commit | None) -> Objects:
+        """The store of a marker, which may hold no rows; raises as :meth:`store_url_of`."""
+        url = self.store_url_of(commit)
+        if url not in self.opened:
+            self.opened[url] = open_store(url, options_of(url, self.store_options))
+        return self.opened[url]
+
+    def dense_of(self, commit: Commit | None) -> DenseStore:
+        """The dense state in the store of a marker; raises as :meth:`store_url_of`."""
+        url = self.store_url_of(commit)
+        if url not in self._dense:
+            self._dense[url] = dense_in(self.objects_of(commit))
+        return self._dense[url]
+
+    @property
+    def objects(self) -> Objects:
+        """The store that a restore looks into; raises as :meth:`store_url_of`."""
+        return self.objects_of(self.lineage.newest if not self.store else None)
+
+    @property
+    def dense(self) -> DenseStore:
+        """The dense state in that store."""
+        return self.dense_of(self.lineage.newest if not self.store else None)
+
+    def check_vouched(self, commit: Commit) -> None:
+        """See that a setting or a key vouches for the place of a marker's dense files, which are pickles.
+
+        A place that only the log has named is not opened: whoever may write a log may write anything there.
+
+        Raises:
+            ConfigError: neither the caller nor the commit key vouches for it.
+        """
+        if commit.store and not self.store and not self.control.signs:
+            raise ConfigError(
+                f"the log says that dense state, a pickle, lies in {commit.store}, and no commit key vouches for that",
+                hint="name the place yourself (store=URL, on the command line --store URL), or give the commit key",
+                marker=commit.id,
+            )
+
+    def dense_folder(self, commit: Commit) -> Path:
+        """A folder with a marker's dense files, their digests compared; it goes when the job is closed.
+
+        Raises:
+            ConfigError: as :meth:`check_vouched` and :meth:`store_url_of`.
+            CorruptionError: a file is missing or altered.
+            StoreUnavailableError: the store does not answer.
+        """
+        self.check_vouched(commit)
+        dense = self.dense_of(commit)
+        dense.verify(commit)
+        return dense.local(commit)
+
+    # The control partition.
+
+    def find(self, marker: str | None) -> Commit:
+        """The commit of ``GENERATION:MARKER``; the newest one for None and ``latest``; the best for ``best:auc:max``.
+
+        Raises:
+            MarkerNotFoundError: nothing of that name was committed.
+            ConfigError: it is no name of a marker, or no marker has such a value.
+        """
+        if marker is not None and marker.startswith(PREFIX):
+            return self.lineage.find(best_of(self.offered(), Best.parse(marker.removeprefix(PREFIX))))
+        if marker not in (None, LATEST):
+            assert marker is not None
+            return self.lineage.find(MarkerId.parse(marker))
+        if self.lineage.newest is None:
+            raise MarkerNotFoundError("no marker was ever committed", hint="let the job run on", uri=self.uri)
+        return self.lineage.newest
+
+    def offered(self) -> dict[MarkerId, dict[str, Value]]:
+        """Return the metadata of each marker that was not given up, oldest first.
+
+        Raises:
+            StoreUnavailableError: the store does not answer: it says what was given up.
+        """
+        dropped: frozenset[MarkerId] = frozenset()
+        if self.lineage.newest is not None and self.says_where(self.lineage.newest) and check_store(self.objects):
+            dropped = frozenset(Catalog.load(self.objects, self.lineage.job).dropped)
+        return said_of(self.lineage, dropped)
+
+    def lost_tail(self) -> CorruptionError | None:
+        """Compare the log with the second copy of its control records; returns the error if its end was lost.
+
+        Raises:
+            ConfigError: no setting and no COMMIT says where the store is.
+            StoreUnavailableError: it does not answer.
+        """
+        return self.control.lost_tail((self.objects, self.uri))
+
+    def copying(self, objects: Objects) -> Control:
+        """The control partition for those who append to it: what they append is kept in a store a second time."""
+        return Control(self.log, self.key_file, copies=(objects, self.uri))
+
+    def preflight(self) -> None:
+        """See that log and store answer, and accept our login."""
+        self.dense.preflight()
+        self.log.preflight()
+
+    def close(self) -> None:
+        self.control.close()
+        self.log.close()
+        for dense in self._dense.values():
+            dense.close()
+        for objects in self.opened.values():
+            objects.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class Tier(Job):
+    """A log and a store that a trainer writes to: those of the job, or of one of its two tiers."""
+
+    config: StreamConfig
+    """The job's, as if this log were the only one."""
+
+    @property
+    def store_url(self) -> str:
+        """What COMMITs of this log say of the store; empty: it is inside the log."""
+        return self.config.store_url if self.config.store else ""
+
+
+def open_tier(config: StreamConfig, *, signs: bool = True, spare: bool = False, copies: bool = True) -> Tier:
+    """Open a log and its store; touches nothing but the commit key.
+
+    Args:
+        config: Settings of a job with one log, or of one of two tiers.
+        signs: Whether the commit key is read.
+        spare: Hold few COMMITs in memory: for a trainer with one log, which never goes through all of them.
+        copies: Keep control records a second time, in the store. False: for those who write nothing.
+    """
+    uri, key_file = str(parse_uri(config.uris[-1])), config.commit_key_file if signs else None
+    with ExitStack() as undo:
+        log = open_log(config.uris[-1], config.kafka_options)
+        undo.callback(log.close)
+        objects = open_store(config.store_url, config.store_options)
+        undo.callback(objects.close)
+        control = Control(log, key_file, copies=(objects, uri) if copies else None, spare=spare)
+        undo.pop_all()
+    return Tier(
+        uri=uri,
+        log=log,
+        control=control,
+        store=config.store_url,
+        store_options=config.store_options,
+        key_file=key_file,
+        opened={config.store_url: objects},
+        config=config,
+    )
+
+
+def kept_store(uri: str, commit: Commit | None) -> str:
+    """URL of the store in which a job kept a marker: what its COMMIT says, else inside the file log.
+
+    Raises:
+        ConfigError: the COMMIT does not say it, and the log is no file log.
+    """
+    url = (commit.store if commit is not None else "") or _inside(uri)
+    if url is None:
+        raise ConfigError(
+            "the job's COMMITs do not say where its store is",
+            hint="name it: --store URL, for materialize --dense URL, too",
+        )
+    return url
+
+
+@cache
+def _inside(uri: str) -> str | None:
+    """The store inside a file log, None where there is none; asked for each marker."""
+    parsed = parse_uri(uri)
+    return str(parsed) if isinstance(parsed, FileUri) else None
+
+
+def options_of(url: str, store_options: Options) -> Options:
+    """The options for the store at ``url``: they are for object stores, a folder has none."""
+    return None if check_store_url(url).folder is not None else store_options

@@ -1,0 +1,149 @@
+"""Which pieces of a store lead to the markers of a job: found once for all markers of a generation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.store.catalog import Catalog, Piece, follow
+from torchrec_stream_ckpt.util.types import MarkerId
+
+
+@dataclass(frozen=True, slots=True)
+class _WholeWay:
+    """The way to the newest marker of a generation, or of one that stands on it; ways to older markers lie on it."""
+
+    chain: list[Commit]
+    places: dict[MarkerId, int]
+    strides: Mapping[MarkerId, MarkerId | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Some markers that lie one after the other on the way to the newest one of a generation."""
+
+    generation: int
+    first: int
+    """Place on that way."""
+    stop: int
+    """The place after the last one."""
+
+
+class Strides:
+    """``Catalog.strides`` of all markers of a job.
+
+    Args:
+        lineage: The control partition.
+        catalog: What the store holds; None for nothing.
+    """
+
+    def __init__(self, lineage: Lineage, catalog: Catalog | None) -> None:
+        self._lineage = lineage
+        self._catalog = catalog
+        self._ways: dict[int, _WholeWay] = {}
+        """By generation. Generations that stand on each other's newest markers share one."""
+        self._shared: dict[tuple[int, int], int] = {}
+
+    def _way(self, marker: MarkerId) -> _WholeWay:
+        if marker.generation not in self._ways:
+            # A caller that asks for one generation alone needs no COMMITs of later ones.
+            tip = self._tip(marker.generation) if self._ways else marker.generation
+            newest = self._lineage.newest_of(tip)
+            chain = self._lineage.chain(newest)
+            places = {commit.id: place for place, commit in enumerate(chain)}
+            strides = self._catalog.strides(chain) if self._catalog is not None else {}
+            way = _WholeWay(chain, places, strides)
+            for each in self._lineage.way(newest):
+                if each == self._lineage.newest_of(each.generation):
+                    self._ways.setdefault(each.generation, way)
+        return self._ways[marker.generation]
+
+    def _tip(self, generation: int) -> int:
+        """Return the last generation of those that stand on each other's newest markers, from this one on."""
+        while generation in self._children:
+            generation = self._children[generation]
+        return generation
+
+    @cached_property
+    def _children(self) -> dict[int, int]:
+        """For each generation, a later one with markers that stands on its newest marker."""
+        newest = {marker.generation: marker for marker in self._lineage.commits}
+        parents = ((each, self._lineage.claims[each].parent) for each in newest)
+        return {
+            parent.generation: each
+            for each, parent in parents
+            if parent is not None and newest.get(parent.generation) == parent
+        }
+
+    def chain(self, marker: MarkerId) -> list[Commit]:
+        """``Lineage.chain``, without looking through all commits each time."""
+        way = self._way(marker)
+        return way.chain[: way.places[marker] + 1]
+
+    # Which markers' rows a piece holds.
+
+    def stretch(self, start: MarkerId | None, end: MarkerId) -> Stretch:
+        """The markers of (start, end]; all up to ``end`` where ``start`` does not lead there."""
+        places = self._way(end).places
+        first = places[start] + 1 if start is not None and start in places else 0
+        return Stretch(end.generation, first, places[end] + 1)
+
+    def interval(self, marker: MarkerId) -> Stretch:
+        """One marker alone."""
+        place = self._way(marker).places[marker]
+        return Stretch(marker.generation, place, place + 1)
+
+    def overlap(self, one: Stretch, other: Stretch) -> bool:
+        """Tell whether a marker lies in both."""
+        return max(one.first, other.first) < min(one.stop, other.stop, self._shared_by(one, other))
+
+    def covers(self, one: Stretch, other: Stretch) -> bool:
+        """Tell whether all markers of ``other`` lie in ``one``."""
+        return one.first <= other.first and other.stop <= min(one.stop, self._shared_by(one, other))
+
+    def _shared_by(self, one: Stretch, other: Stretch) -> int:
+        """How many markers the ways of two generations have in common, all at their beginning."""
+        if one.generation == other.generation:
+            return max(one.stop, other.stop)
+        key = (min(one.generation, other.generation), max(one.generation, other.generation))
+        if key not in self._shared:
+            ways = [self._ways[generation].chain for generation in key]
+            low, high = 0, min(map(len, ways))
+            if ways[0] is ways[1]:
+                low = high
+            while low < high:
+                middle = (low + high) // 2
+                low, high = (middle + 1, high) if ways[0][middle].id == ways[1][middle].id else (low, middle)
+            self._shared[key] = low
+        return self._shared[key]
+
+    # Where pieces lead.
+
+    def start(self, marker: MarkerId) -> MarkerId | None:
+        """Where the longest piece that ends at ``marker`` begins; pieces lead to it."""
+        return self._way(marker).strides[marker]
+
+    def serves(self, marker: MarkerId) -> bool:
+        """Tell whether pieces lead to ``marker``, and the store has its manifest."""
+        return self._catalog is not None and marker in self._catalog.markers and marker in self._way(marker).strides
+
+    def reach(self, marker: MarkerId) -> MarkerId | None:
+        """The newest marker on the way to ``marker`` that the store serves; None: it serves none."""
+        if self._catalog is None:
+            return None
+        way, known = self._way(marker), self._catalog.markers
+        older = (way.chain[place].id for place in range(way.places[marker], -1, -1))
+        return next((each for each in older if each in known and each in way.strides), None)
+
+    def cover(self, marker: MarkerId) -> tuple[Piece, ...]:
+        """``Catalog.cover`` of the way to ``marker``."""
+        way, reach = self._way(marker), self.reach(marker)
+        if self._catalog is None or reach is None:
+            return ()
+        commits = self._lineage.commits
+        steps = follow(way.strides, reach)
+        self._catalog.read_ahead(steps)
+        return tuple(self._catalog.piece(start, commits[end]) for start, end in steps)

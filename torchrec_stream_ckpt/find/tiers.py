@@ -1,0 +1,290 @@
+"""Both logs of a job with tiers: what their control partitions say together, and where a marker can be read from.
+
+The outer log's order decides. It knows every generation, since a trainer claims there first; the newest one that is
+claimed there, G, fences all before it. The inner log may hold markers that have not been copied yet:
+
+- those of G lead on from the outer log's newest marker, and are newer than all that it has;
+- those of an older generation, which the outer log does not have, are on an abandoned line: its trainer was fenced
+  before they were copied, or a restore went back to an older marker. They can be restored by name, never as the newest.
+
+A job with one log is read the same way: that log is the outer one, and there is nothing on the inner one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
+from torchrec_stream_ckpt.find.job import Job, Tier, open_tier
+from torchrec_stream_ckpt.format.commits import Commits
+from torchrec_stream_ckpt.format.control import Claim, Commit, Trim
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.trims import Trims
+from torchrec_stream_ckpt.log.api import Incarnation, LogReader
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.dense import DenseStore
+from torchrec_stream_ckpt.util.config import StreamConfig
+from torchrec_stream_ckpt.util.types import LogSpan, MarkerId
+from torchrec_stream_ckpt.util.uris import FileUri, parse_uri
+
+MIXED = "inner and outer"
+"""Incarnation of a lineage that is put together from both logs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """Both logs of a job, each with its store: the inner one is near the trainer, the outer one decides."""
+
+    inner: Tier
+    outer: Tier
+    every: int = 1
+    """The outer one gets markers whose number is a multiple of this."""
+
+    @property
+    def folder(self) -> Path:
+        """Of the inner log."""
+        return folder_of(self.inner)
+
+    def close(self) -> None:
+        self.inner.close()
+        self.outer.close()
+
+
+def folder_of(inner: Job) -> Path:
+    """Of an inner log, which is always one of files."""
+    parsed = parse_uri(inner.uri)
+    assert isinstance(parsed, FileUri)
+    return parsed.directory
+
+
+def open_tiers(config: StreamConfig, *, signs: bool = True, copies: bool = True) -> Tiers:
+    """Both tiers of a job, for those who are not its trainer; ``signs`` and ``copies`` as of :func:`open_tier`."""
+    assert config.outer is not None
+    inner = open_tier(config.inner, signs=signs, copies=copies)
+    try:
+        return Tiers(inner, open_tier(config.outer, signs=signs, copies=copies), config.outer_every)
+    except BaseException:
+        inner.close()
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which logs give a marker. A value: rank 0 tells it to all ranks."""
+
+    outer_upto: int = 0
+    """Generations up to this one are read from the outer log, the others from the inner one."""
+    outer_alone: bool = False
+    """Everything is, dense state too: the only place of a job with one log, and the last one to look at."""
+
+    def __str__(self) -> str:
+        if self.outer_alone:
+            return "outer"
+        return "inner + outer" if self.outer_upto else "inner"
+
+    # What each rank reads from.
+
+    def log(self, job: Job | Tiers) -> LogReader:
+        """Frames."""
+        nearest = self.nearest(job).log
+        return MixedLog(nearest, job.outer.log, self.outer_upto) if self.outer_upto else nearest
+
+    def objects(self, job: Job | Tiers) -> Objects:
+        """The store that rows may come from."""
+        return (job.outer if self.outer_upto else self.nearest(job)).objects
+
+    @property
+    def reads_outer_store(self) -> bool:
+        """Whether :meth:`objects` is the store of the outer tier."""
+        return self.outer_alone or self.outer_upto > 0
+
+    def dense(self, job: Job | Tiers) -> DenseStore:
+        """Dense state."""
+        return self.nearest(job).dense
+
+    def nearest(self, job: Job | Tiers) -> Job:
+        """Return the job that has the newest frames and the dense state."""
+        return job.outer if self.outer_alone or job.inner is None else job.inner
+
+
+OUTER = Place(outer_alone=True)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedLog:
+    """Both logs as one, for reading: a generation is on one of them."""
+
+    inner: LogReader
+    outer: LogReader
+    outer_upto: int
+
+    def incarnation(self) -> Incarnation | None:
+        """Return the incarnation that :meth:`TierState.mixed` gives to generations that wrote to these very logs."""
+        return Incarnation(MIXED, 0)
+
+    def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
+        return self._log_of(span).read(span)
+
+    def check_there(self, spans: Sequence[LogSpan]) -> None:
+        for each in (self.inner, self.outer):
+            mine = [span for span in spans if self._log_of(span) is each]
+            if mine:
+                each.check_there(mine)
+
+    def place(self, span: LogSpan) -> tuple[str, int]:
+        return self._log_of(span).place(span)
+
+    def _log_of(self, span: LogSpan) -> LogReader:
+        return self.outer if span.generation <= self.outer_upto else self.inner
+
+
+@dataclass(frozen=True, slots=True)
+class TierState:
+    """Both control partitions, as of one moment."""
+
+    outer: Lineage
+    outer_id: str = ""
+    inner: Lineage = field(default_factory=Lineage)
+    inner_id: str = ""
+    """Incarnation of the inner log; empty when there is none."""
+
+    @classmethod
+    def read(cls, job: Job | Tiers) -> TierState:
+        """Read both; the inner one first, so that the outer one cannot lack what is found there.
+
+        Raises:
+            ConfigError: they are logs of different jobs.
+            CorruptionError: the outer log is empty, and the inner one is not.
+        """
+        inner = _read_inner(job.inner) if job.inner is not None else (Lineage(), "")
+        state = cls(*_read(job.outer), *inner)
+        if job.inner is not None:
+            state.check({"inner": job.inner.uri, "outer": job.outer.uri})
+        return state
+
+    def check(self, where: Mapping[str, str]) -> None:
+        """See that the logs with these URIs are of one job; raises as :meth:`read`."""
+        if self.inner.claims and not self.outer.claims:
+            raise CorruptionError(
+                f"the outer log is empty, and the inner one holds {len(self.inner.commits)} markers: the outer one was "
+                "lost, or this job began without it",
+                hint="bring it back, or stream-ckpt recover it from its store; to go on without it, name the inner log "
+                "alone; to begin anew, name another folder",
+                **where,
+            )
+        if self.inner.claims and self.inner.job != self.outer.job:
+            raise ConfigError(
+                "the two logs are of different jobs", hint="give each job an inner folder of its own", **where
+            )
+
+    # What is known of markers.
+
+    @property
+    def generation(self) -> int:
+        """The newest generation that is claimed, by any trainer."""
+        return self.outer.newest_generation
+
+    def owns(self, generation: int) -> bool:
+        """Tell whether the inner log was written to by the very trainer that owns this generation."""
+        mine, theirs = self.inner.claims.get(generation), self.outer.claims.get(generation)
+        return (
+            mine is not None and theirs is not None and mine.nonce == theirs.nonce and mine.incarnation == self.inner_id
+        )
+
+    def commit(self, marker: MarkerId) -> Commit | None:
+        """The COMMIT of a marker whose last frames are in the inner log."""
+        return self.inner.commits.get(marker) if self.owns(marker.generation) else None
+
+    @property
+    def unrelayed(self) -> list[Commit]:
+        """Markers of the inner log, oldest first, that are newer than all of the outer one, and count."""
+        if not self.owns(self.generation):
+            return []
+        newest = self.outer.newest
+        mine = (commit for commit in self.inner.commits.values() if commit.generation == self.generation)
+        return [commit for commit in mine if newest is None or commit.id > newest.id]
+
+    @property
+    def abandoned(self) -> list[MarkerId]:
+        """Markers that only the inner log has, of generations that are over."""
+        over = (marker for marker in self.inner.commits if marker.generation < self.generation)
+        return [marker for marker in over if self.owns(marker.generation) and marker not in self.outer.commits]
+
+    def newest_first(self) -> Iterator[Commit]:
+        """All markers that may be the newest one that is whole."""
+        yield from reversed(self.unrelayed)
+        yield from reversed(self.outer.commits.values())
+
+    # Where they are.
+
+    def places(self, marker: MarkerId) -> Iterator[Place]:
+        """Where to look for a marker, the best first.
+
+        All that the inner log has of it, then only its own generation: what is before it is on both; then the outer
+        log.
+        """
+        if self.commit(marker) is not None:
+            parent = self.inner.claims[marker.generation].parent
+            most = parent.generation if parent is not None else 0
+            for outer_upto in dict.fromkeys((self.outer_upto(marker), most)):
+                if outer_upto is not None:
+                    yield Place(outer_upto)
+        if marker in self.outer.commits:
+            yield OUTER
+
+    def lineage(self, place: Place) -> Lineage:
+        """Return the lineage that the logs of a place have together."""
+        if place.outer_alone:
+            return self.outer
+        return self.mixed(place.outer_upto) if place.outer_upto else self.inner
+
+    def outer_upto(self, marker: MarkerId) -> int | None:
+        """The newest generation on the way to ``marker`` that only the outer log can give; 0: none, None: the way to
+        it is not known."""
+        while True:
+            if self.commit(marker) is None:
+                known = self.outer.commits.get(marker)
+                return marker.generation if known is not None else None
+            parent = self.inner.claims[marker.generation].parent
+            if parent is None:
+                return 0
+            marker = parent
+
+    def mixed(self, outer_upto: int) -> Lineage:
+        """The outer log's generations up to ``outer_upto`` and the inner one's after it, as one lineage."""
+        pairs = [(self.outer, range(outer_upto + 1), self.outer_id)]
+        pairs += [(self.inner, range(outer_upto + 1, self.generation + 1), self.inner_id)]
+        claims: dict[int, Claim] = {}
+        commits: dict[MarkerId, Commit] = {}
+        trims: list[Trim] = []
+        for lineage, generations, incarnation in pairs:
+            for number in sorted(lineage.claims.keys() & set(generations)):
+                claim = lineage.claims[number]
+                here = Incarnation(incarnation, 0).holds_rows_of(claim.incarnation)
+                claims[number] = replace(claim, incarnation=MIXED) if here else claim
+            commits |= {marker: each for marker, each in lineage.commits.items() if marker.generation in generations}
+            trims += [
+                replace(trim, markers=reach)
+                for trim in lineage.trims
+                if (reach := tuple(marker for marker in trim.markers if marker.generation in generations))
+            ]
+        return Lineage(claims, Commits(commits), Trims(trims))
+
+
+def _read_inner(job: Job) -> tuple[Lineage, str]:
+    try:
+        return _read(job)
+    except CorruptionError as error:
+        raise CorruptionError(
+            f"the inner log cannot be read: {error.message}",
+            hint=f"move {folder_of(job)} away: the outer tier serves all that was copied to it",
+            **error.where,
+        ) from None
+
+
+def _read(job: Job) -> tuple[Lineage, str]:
+    """The control partition and the incarnation of one log; empty when there is none."""
+    now = job.log.incarnation()
+    return (job.control.refresh(), now.id) if now is not None else (Lineage(), "")

@@ -1,0 +1,214 @@
+"""What a CLAIM says of a change of the model: a generation whose tables are not all those of its parent.
+
+The tables themselves say what became of them: :func:`changes_of` compares two schemas by index and id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.util.types import TOMBSTONE, MarkerId, TableSpec
+
+MAX_TEXT_BYTES = 16_384
+"""Limit of the declared changes in a CLAIM; larger ones are known by their digest alone."""
+MAX_EARLIER = 1000
+"""Limit of the earlier changes in a CLAIM."""
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_ORIGIN = re.compile(r"[0-9a-f]{32} [0-9]{1,9}:[0-9]{1,18}")
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimChanges:
+    """The changes that a restore was told, as its generation's CLAIM keeps them."""
+
+    digest: str
+    """SHA-256 of the canonical JSON of the declared changes, 64 hex digits."""
+    text: str | None = None
+    """That JSON; None where it is too large."""
+    origin: str | None = None
+    """``JOB GENERATION:MARKER`` of another job, where the first rows came from; None for the generation's parent."""
+    earlier: tuple[ClaimChanges, ...] | None = None
+    """Changes that were made after the parent and before these, the newest first; None where there are none. Only a run
+    whose log lost the markers between says so."""
+
+    @classmethod
+    def of(cls, canonical: bytes, origin: tuple[bytes, MarkerId] | None = None) -> ClaimChanges:
+        """Changes as they are declared.
+
+        Args:
+            canonical: Their canonical JSON, in ASCII.
+            origin: The job and marker that the rows are from, if that is not the generation's parent.
+        """
+        text = canonical.decode("ascii") if len(canonical) <= MAX_TEXT_BYTES else None
+        said = f"{origin[0].hex()} {origin[1]}" if origin is not None else None
+        return cls(hashlib.sha256(canonical).hexdigest(), text, said)
+
+    @classmethod
+    def of_several(cls, made: Sequence[ClaimChanges]) -> ClaimChanges | None:
+        """Join changes that were made one after the other, as one CLAIM says them.
+
+        Args:
+            made: The newest first; none: None comes back.
+        """
+        if not made:
+            return None
+        left, briefly = MAX_TEXT_BYTES, []
+        for each in made[: 1 + MAX_EARLIER]:
+            left -= len(each.text or "")
+            briefly.append(each if left >= 0 else replace(each, text=None))
+        return replace(briefly[0], earlier=tuple(briefly[1:]) or None)
+
+    @property
+    def each(self) -> tuple[ClaimChanges, ...]:
+        """These changes and the earlier ones, one by one, the newest first."""
+        return replace(self, earlier=None), *(self.earlier or ())
+
+    def check(self, what: str) -> None:
+        """Refuse what no writer writes.
+
+        Raises:
+            CorruptionError: a field is not as docs/format.md says.
+        """
+        if not _DIGEST.fullmatch(self.digest):
+            raise CorruptionError(f"{what}.digest is {self.digest!r:.80}, expected {_DIGEST.pattern}")
+        if self.origin is not None and not _ORIGIN.fullmatch(self.origin):
+            raise CorruptionError(f"{what}.origin is {self.origin!r:.80}, expected {_ORIGIN.pattern}")
+        if self.text is not None:
+            if len(self.text) > MAX_TEXT_BYTES or not self.text.isascii():
+                raise CorruptionError(f"{what}.text is not ASCII of at most {MAX_TEXT_BYTES} bytes")
+            if hashlib.sha256(self.text.encode("ascii")).hexdigest() != self.digest:
+                raise CorruptionError(f"{what}.text does not have the digest {self.digest}")
+        for each in self.earlier or ():
+            each.check(f"{what}.earlier")
+
+    @property
+    def source(self) -> tuple[str, MarkerId] | None:
+        """Job, in hex, and marker of :attr:`origin`."""
+        if self.origin is None:
+            return None
+        job, marker = self.origin.split(" ")
+        return job, MarkerId.parse(marker)
+
+
+class TableChange(Enum):
+    """What became of a table between a generation's parent and the generation."""
+
+    ADDED = "added"
+    DROPPED = "dropped"
+    RENAMED = "renamed"
+    CHANGED = "changed"
+
+
+def goes_on(before: TableSpec, now: TableSpec) -> bool:
+    """Tell whether two tables at one index of a lineage are the same one, whatever its name: its rows stay deltas."""
+    if before.dropped or now.dropped:
+        return False
+    if before.id is None or now.id is None:  # before version 2: the name is the id
+        return before == now
+    return before.id == now.id
+
+
+def changes_of(parent: Schema, schema: Schema) -> list[tuple[TableChange, TableSpec, TableSpec]]:
+    """(what, before, now) of each table that is not as it was; ``before`` or ``now`` is a tombstone where none is.
+
+    Tables are told by id, and by index where there are no ids: so ``parent`` may be of any generation of the job.
+    """
+    ids = {table.id: table for _, table in parent.live if table.id is not None}
+    left, found = dict(parent.live), []
+    for index, now in schema.live:
+        at = parent.tables[index] if index < len(parent.tables) else TOMBSTONE
+        before = ids.get(now.id) if now.id is not None else None
+        before = before or (at if goes_on(at, now) else None)
+        if before is not None:
+            left = {place: table for place, table in left.items() if table is not before}
+            if before.name != now.name:
+                found.append((TableChange.RENAMED, before, now))
+        elif at.dropped or at.id in {table.id for _, table in schema.live if table.id is not None}:
+            found.append((TableChange.ADDED, TOMBSTONE, now))
+        else:
+            left.pop(index, None)
+            found.append((TableChange.CHANGED, at, now))
+    return [(TableChange.DROPPED, table, TOMBSTONE) for table in left.values()] + found
+
+
+def differences(before: TableSpec, now: TableSpec) -> str:
+    """Return in words how two tables differ: ``rows 10 -> 20, dim 4 -> 8``; empty: in nothing but the name."""
+    said = [
+        f"{name} {_short(one)} -> {_short(other)}"
+        for name in ("rows", "dim", "dtype", "optimizer", "states")
+        if (one := getattr(before, name)) != (other := getattr(now, name))
+    ]
+    return ", ".join(said)
+
+
+def _short(value: object) -> str:
+    if not isinstance(value, tuple):
+        return str(value)
+    return (
+        " + ".join(f"{state.name} ({state.dtype} a {'row' if state.per_row else 'weight'})" for state in value)
+        or "none"
+    )
+
+
+def in_words(parent: Schema, schema: Schema) -> list[str]:
+    """Return what became of the tables of a generation's parent, a table a line: ``t_user: rows 10 -> 20``."""
+    lines = []
+    for what, before, now in changes_of(parent, schema):
+        if what is TableChange.RENAMED:
+            lines.append(f"{before.name}: renamed {now.name}")
+        elif what is TableChange.CHANGED:
+            renamed = f"renamed {now.name}, " if before.name != now.name else ""
+            lines.append(f"{before.name}: {renamed}{differences(before, now) or 'rows have other ids'}")
+        else:
+            lines.append(f"{now.name or before.name}: {what.value}")
+    return lines
+
+
+def check_follows(parent: Schema, schema: Schema, swept: Collection[int], generation: int) -> None:
+    """Hold the tables of a generation against those of its parent: rows of one must never be taken for rows of another.
+
+    Args:
+        parent: Of the generation that it stands on.
+        schema: Its own.
+        swept: Tables that it sends whole.
+        generation: Its number.
+
+    Raises:
+        CorruptionError: an index means another table than before, and the generation does not send it whole.
+    """
+    if parent is schema:
+        return
+    if len(schema.tables) < len(parent.tables):
+        raise CorruptionError("a generation has fewer tables than its parent", generation=generation)
+    for index, now in enumerate(schema.tables):
+        before = parent.tables[index] if index < len(parent.tables) else None
+        if before is not None and before.dropped and not now.dropped:
+            raise CorruptionError(f"table {now.name} has the index of a dropped one", generation=generation)
+        if before is not None and goes_on(before, now):
+            if replace(now, name=before.name) != before:
+                raise CorruptionError(f"table {now.name} changes, and keeps its id", generation=generation)
+        elif index not in swept and not (before is not None and before.dropped):
+            name = now.name or (before.name if before is not None else "")
+            raise CorruptionError(
+                f"table {name} is not the one of the parent, and the generation does not send it whole",
+                generation=generation,
+            )
+
+
+def same_tables(saved: Schema, here: Schema) -> Schema | None:
+    """The tables of a job in the order in which a lineage has them; None where they are not the same by name.
+
+    Args:
+        saved: Of the lineage.
+        here: Of the job, in any order.
+    """
+    own = {table.name: table for _, table in here.live}
+    if own.keys() != saved.index().keys():
+        return None
+    return Schema(tuple(table if table.dropped else own[table.name] for table in saved.tables))

@@ -1,0 +1,119 @@
+"""Schemas and layouts are kept once: a CLAIM leaves to that of its parent's generation what is the same there.
+
+To no other one: what is kept of a lineage, or copied, is kept with the generations that it stands on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.claim_changes import check_follows
+from torchrec_stream_ckpt.format.control import Claim
+from torchrec_stream_ckpt.format.frame import CHANGED_VERSION, MAX_FRAME_BYTES, NEWEST_VERSION, VERSION
+from torchrec_stream_ckpt.format.schema import canonical
+
+_ROOM = MAX_FRAME_BYTES - 1024
+"""For the JSON of a record: the rest is for the header, padding and an HMAC."""
+
+
+def brief(claim: Claim, claims: Mapping[int, Claim]) -> Claim:
+    """The CLAIM in the fewest bytes: what its parent's CLAIM says is left to that.
+
+    Args:
+        claim: Has its schema, and its layout if it is known.
+        claims: The log's, by generation.
+    """
+    known = claim.parent is not None and claim.version > 1
+    parent = claims.get(claim.parent.generation) if claim.parent is not None and known else None
+    schema = parent is not None and parent.schema.is_same(claim.schema)
+    layout = parent is not None and claim.layout is not None and parent.layout == claim.layout
+    made = replace(
+        claim,
+        same_schema=claim.schema.crc if schema else None,
+        same_layout=claim.layout.crc if layout and claim.layout is not None else None,
+    )
+    return _versioned(made if layout else _fitting(made))
+
+
+def _versioned(claim: Claim) -> Claim:
+    """In a frame of the version that can say what it says."""
+    if claim.version < VERSION:
+        return claim
+    sorted_ = claim.same_schema is not None or claim.schema.is_sorted
+    least = VERSION if sorted_ and claim.changes is None else CHANGED_VERSION
+    return replace(claim, version=max(claim.version, least if claim.announces is None else NEWEST_VERSION))
+
+
+def _fitting(claim: Claim) -> Claim:
+    """Without its layout where that finds no room in a frame: readers ask the HELLOs, as ever."""
+    if claim.layout is None or len(canonical(claim.body())) <= _ROOM:
+        return claim
+    return replace(claim, layout=None)
+
+
+def alone(claim: Claim) -> Claim:
+    """The CLAIM for a log that may lack its parent's CLAIM; not signed where it was another record."""
+    if claim.same_schema is None and claim.same_layout is None:
+        return claim
+    return _versioned(_fitting(replace(claim, same_schema=None, same_layout=None, mac="")))
+
+
+def resolved(claim: Claim, claims: Mapping[int, Claim]) -> Claim:
+    """A CLAIM that was read, with what it leaves to its parent's.
+
+    Args:
+        claim: As it was read.
+        claims: The log's, by generation; those before it have what they leave to others.
+
+    Raises:
+        CorruptionError: that is not there, or another one; or an index means another table than there, and the record
+            does not say so. Names both generations.
+    """
+    if claim.same_schema is not None:
+        schema = _parent(claim, claims, "schema").schema
+        _check_crc(claim, "schema", claim.same_schema, schema.crc)
+        claim = replace(claim, schema=schema)
+    if claim.same_layout is not None:
+        layout = _parent(claim, claims, "layout").layout
+        if layout is None:
+            raise _refused(claim, "layout", "does not have one")
+        _check_crc(claim, "layout", claim.same_layout, layout.crc)
+        claim = replace(claim, layout=layout)
+    before = claims.get(claim.parent.generation) if claim.parent is not None else None
+    # The CLAIM of a fence has no rows, and older ones took the tables of another generation than their parent's.
+    if before is not None and claim.world and claim.same_schema is None:
+        check_follows(before.schema, claim.schema, claim.swept, claim.generation)
+    if claim.layout is not None:
+        if len(claim.layout) != claim.world:
+            raise CorruptionError(
+                f"CLAIM.layout has {len(claim.layout)} ranks, CLAIM.world is {claim.world}", generation=claim.generation
+            )
+        if claim.same_schema is None or claim.same_layout is None:
+            claim.layout.check(claim.schema)
+    return claim
+
+
+def _parent(claim: Claim, claims: Mapping[int, Claim], what: str) -> Claim:
+    assert claim.parent is not None  # see Claim.from_json
+    if claim.parent.generation >= claim.generation:
+        raise _refused(claim, what, "is not older")
+    if claim.parent.generation not in claims:
+        raise _refused(claim, what, "is not in this log")
+    return claims[claim.parent.generation]
+
+
+def _check_crc(claim: Claim, what: str, said: int, found: int) -> None:
+    if said != found:
+        raise _refused(claim, what, f"has another one: its checksum is {found:08x}, not {said:08x}")
+
+
+def _refused(claim: Claim, what: str, why: str) -> CorruptionError:
+    parent = claim.parent.generation if claim.parent is not None else None
+    return CorruptionError(
+        f"the CLAIM of generation {claim.generation} takes its {what} from generation {parent}, which {why}",
+        hint="bring the control partition back from a copy, or from its second copy: stream-ckpt recover",
+        generation=claim.generation,
+        parent=claim.parent,
+    )

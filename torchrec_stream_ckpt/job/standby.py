@@ -1,0 +1,291 @@
+"""A hot spare: ranks that keep the newest marker in their live tables, and take the job over when its trainer dies.
+
+All ranks of the spare go through :meth:`Standby.wait` in step: rank 0 looks at the log and says what to do, all do it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from torchrec_stream_ckpt.errors import (
+    ColumnResplitError,
+    CommitUnknownError,
+    CorruptionError,
+    JobFinishedError,
+    LogUnavailableError,
+    StoreUnavailableError,
+    TrimmedError,
+)
+from torchrec_stream_ckpt.find.locate import locate
+from torchrec_stream_ckpt.find.route import Route, Shards
+from torchrec_stream_ckpt.format.control import Claim
+from torchrec_stream_ckpt.format.end_note import Outcome
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.ranks.collective import Team
+from torchrec_stream_ckpt.restore.model_change import refuse_changed
+from torchrec_stream_ckpt.restore.plan import RestorePlan
+from torchrec_stream_ckpt.save.claims import Claims
+from torchrec_stream_ckpt.save.generation import check_newest, fence_of
+from torchrec_stream_ckpt.util.config import Takeover
+from torchrec_stream_ckpt.util.types import MarkerId
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class _Pulse:
+    """(rank 0) Whether the trainer shows signs of life."""
+
+    after_s: float | None
+    seen: object = None
+    beat_s: float = field(default_factory=time.monotonic)
+
+    def beat(self) -> None:
+        self.beat_s = time.monotonic()
+
+    def is_gone(self, now: object) -> bool:
+        """Tell whether nothing has changed for long enough."""
+        if now != self.seen:
+            self.seen = now
+            self.beat()
+        return self.after_s is not None and time.monotonic() - self.beat_s > self.after_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What rank 0 says."""
+
+    take_over: str = ""
+    """Why, if it is time."""
+    newest: MarkerId | None = None
+
+
+class Standby:
+    """The wait of a spare.
+
+    Args:
+        team: Of its ranks.
+        log_: The job's log.
+        control: Its control partition; used on rank 0 alone.
+        load: (all ranks) Writes the newest marker into the live tables: all of it; None when nothing is committed.
+        advance: (each rank) Writes what was committed after the marker that the tables hold; returns the rows.
+        takeover: When it ends.
+        claims: Claims the generation of the takeover; used on rank 0 alone.
+        uri: Of the log, for messages.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        log_: Log,
+        control: Control,
+        load: Callable[[], tuple[RestorePlan, Route, int] | None],
+        advance: Callable[[Route], int],
+        takeover: Takeover,
+        claims: Claims,
+        uri: str,
+    ) -> None:
+        self._team = team
+        self._log = log_
+        self._control = control
+        self._load = load
+        self._advance = advance
+        self._takeover = takeover
+        self._claims = claims
+        self._uri = uri
+        self._pulse = _Pulse(takeover.after_s)
+        self._known: Shards = {}
+        self._at: MarkerId | None = None
+        self._towards: MarkerId | None = None
+        """The marker of which an advance has perhaps written some rows, and has not ended; None: there is none."""
+        self._claim: Claim | None = None
+        """(rank 0) The fence."""
+        self.touched = False
+        """Whether rows of the live tables have been written."""
+        self.rows = 0
+
+    def wait(self) -> MarkerId | None:
+        """(all ranks) Keep the tables at the newest marker until it is time.
+
+        Returns:
+            The marker that the tables hold, after which the trainer before can commit nothing any more; None when none
+            was ever committed.
+
+        Raises:
+            JobFinishedError: the trainer has said that the job is finished.
+            FencedError: another trainer, or spare, was first.
+            ColumnResplitError: this plan splits columns otherwise, and row-wise state would have to be merged.
+            SchemaMismatchError: as of a restore; or the trainer was restored into a model that has changed since.
+            CorruptionError, TrimmedError: as of a restore.
+        """
+        why, ready = "", False
+        while not (why and ready):
+            order = self._team.on_rank0(self._look)
+            why = order.take_over
+            asks = order.newest != self._at or bool(why and self._at is None)
+            # A spare that could not load the marker fences nobody: it may be of another model.
+            ready = not asks or self._outlasting(self._follow) or self._at is not None
+            if not (why and ready):
+                time.sleep(self._takeover.poll_s)
+        begin = time.monotonic()
+        self.outlast(lambda: self._team.on_rank0(self._fence))
+        self.outlast(self._follow)  # what was committed just before the fence
+        if self._team.rank == 0:
+            log.warning("taking over from marker %s: %s (ready in %.2f s)", self._at, why, time.monotonic() - begin)
+        return self._at
+
+    def _look(self) -> _Order:
+        """(rank 0)"""
+        takeover = self._takeover
+        if takeover.trigger is not None and Path(takeover.trigger).exists():
+            return _Order("it was told to", self._at)
+        try:
+            lineage = self._refresh()
+            self._check_model(lineage)
+            sign = self._signs(lineage)
+        except LogUnavailableError as error:  # a spare that cannot reach the log can neither judge nor take over
+            log.info("the log does not answer: %s", error.headline)
+            self._pulse.beat()
+            return _Order(newest=self._at)
+        silent = self._pulse.is_gone(sign) and bool(lineage.claims)
+        newest = lineage.newest.id if lineage.newest is not None else None
+        end = lineage.ended
+        if end is not None and end.outcome == Outcome.FINISHED:
+            raise JobFinishedError(
+                f"the job has finished at step {end.step}: there is nothing to take over",
+                hint="end this spare; to train on, start the job with restore()",
+                generation=end.generation,
+            )
+        if end is not None and end.outcome == Outcome.FAILED and takeover.after_s is not None:
+            return _Order(f"its trainer has failed: {end.reason}", newest)
+        return _Order(f"no sign of life for {takeover.after_s:g} s" if silent else "", newest)
+
+    def _refresh(self) -> Lineage:
+        return self._control.refresh() if self._log.incarnation() is not None else Lineage()
+
+    def _signs(self, lineage: Lineage) -> object:
+        """Return what changes while a trainer lives."""
+        if not lineage.claims:
+            return None
+        claim = lineage.claims[lineage.newest_generation]
+        ends = self._log.ends(claim.generation, range(claim.partitions))
+        newest, ended = lineage.newest.id if lineage.newest else None, lineage.ended is not None
+        return claim.nonce, newest, ended, tuple(sorted(ends.items()))
+
+    def _fence(self) -> None:
+        """(rank 0) From here on the trainer before commits nothing: the newest marker is the last one.
+
+        The same CLAIM each time that it is tried: one that came late must not fence the spare itself.
+        """
+        lineage = self._refresh()
+        self._check_model(lineage)
+        if self._at is None and lineage.claims:
+            self._claims.check_schema()  # nothing was committed that tells more of the trainer's model
+        if lineage.claims and lineage.claims[lineage.newest_generation].world:
+            self._claim = self._claim or fence_of(lineage, self._uri)
+            self._control.claim(self._claim)
+            lineage = self._refresh()
+            check_newest(lineage, {self._claim.nonce})
+        if lineage.claims:
+            self._claims.after = lineage.claims[lineage.newest_generation].nonce
+
+    def _check_model(self, lineage: Lineage) -> None:
+        """(rank 0) The trainer must not have been restored into another model than that of the marker held here."""
+        if self._at is not None:
+            refuse_changed(lineage, lineage.newest_generation, self._at)
+
+    def _check_alone(self) -> None:
+        """(rank 0) While this spare waited, a trainer may have been started: that one must not be fenced."""
+        if self._claims.after is not None:
+            check_newest(self._refresh(), {self._claims.after, self._claims.nonce})
+
+    def outlast(self, action: Callable[[], T]) -> T:
+        """(all ranks) What ``action`` returns once log and store answer, however long that takes.
+
+        From the fence on the trainer is gone for good: a spare that ended now would end the job.
+
+        Raises:
+            FencedError: another trainer has taken over meanwhile.
+        """
+        said = ""
+        while True:
+            try:
+                self._team.on_rank0(self._check_alone)
+                return action()
+            except (CommitUnknownError, LogUnavailableError, StoreUnavailableError) as error:
+                if self._team.rank == 0 and error.headline != said:
+                    log.warning("the spare waits to take over: %s", error.headline)
+                said = error.headline
+                time.sleep(self._takeover.poll_s)
+
+    def _outlasting(self, action: Callable[[], None]) -> bool:
+        """Do ``action``, and tell whether all has answered; what does not answer is asked again at the next look."""
+        try:
+            action()
+        except (LogUnavailableError, StoreUnavailableError) as error:
+            if self._team.rank == 0:
+                log.warning("the spare does not follow for now: %s", error.headline)
+            return False
+        return True
+
+    def _follow(self) -> None:
+        """(all ranks) Bring the tables to the newest marker: by what changed, otherwise as a whole."""
+        try:
+            route = self._team.on_rank0(self._newer)
+            if route is None:
+                self._load_all()
+            elif route.commit.id != self._at:
+                self.touched, self._towards = True, route.commit.id
+                self.rows += self._team.together(lambda: self._advance(route))
+                self._at, self._towards = route.commit.id, None
+        except (CorruptionError, TrimmedError) as error:
+            if self._team.rank == 0:
+                log.warning("the spare loads all rows again: %s", error.headline)
+            self._load_all()
+
+    def _newer(self) -> Route | None:
+        """(rank 0) What leads from where the tables stand to the newest marker; None: nothing does."""
+        lineage = self._refresh()
+        newest = lineage.newest
+        held = {self._at, self._towards or self._at}
+        if self._at is None or newest is None or not held.issubset(lineage.leading_to(newest.id)):
+            return None
+        refuse_changed(lineage, newest.id.generation, self._at)
+        route = locate(lineage, newest.id, since=self._at)
+        route.check(self._log)
+        route = route.complete(self._log, self._known)
+        self._known = {**self._known, **route.shards}
+        return route
+
+    def _load_all(self) -> None:
+        """(all ranks)"""
+        before, self.touched, self._at = self.touched, True, None
+        loaded = self._load()
+        if loaded is None:
+            self.touched = before
+            return
+        self._towards = None
+        plan, choice, rows = loaded
+        self._team.together(lambda: _refuse_merges(plan))
+        self._known, self._at = choice.all_shards(), plan.marker
+        self.rows = rows
+        if self._team.rank == 0:
+            log.info("standing by at marker %s, loaded from %s", plan.marker, plan.source)
+
+
+def _refuse_merges(plan: RestorePlan) -> None:
+    if plan.merged:
+        names = ", ".join(plan.schema.tables[table].name for table in sorted(plan.merged))
+        raise ColumnResplitError(
+            f"a spare cannot keep up with row-wise state that has to be merged: {names}",
+            hint="give the spare the trainer's column split: planner_constraints(uri) does",
+        )

@@ -1,0 +1,348 @@
+"""What a job begins with: a marker of its own log or of another job's, or what a spare holds; then a generation.
+
+Whether a job may begin in a marker of another one: the other one is another, and this one has not begun.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import replace
+
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, StreamCkptError
+from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes
+from torchrec_stream_ckpt.extras.tiers.job import Tiered
+from torchrec_stream_ckpt.find.job import open_tier
+from torchrec_stream_ckpt.find.route import Route
+from torchrec_stream_ckpt.find.tiers import Tiers, open_tiers
+from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
+from torchrec_stream_ckpt.format.record import EVENT_S
+from torchrec_stream_ckpt.job.standby import Standby
+from torchrec_stream_ckpt.ranks.collective import PEERS_S
+from torchrec_stream_ckpt.restore.finder import Begun
+from torchrec_stream_ckpt.restore.plan import RestorePlan
+from torchrec_stream_ckpt.restore.session import RestoreParts, Session
+from torchrec_stream_ckpt.save.retry_policy import Patience, at_once
+from torchrec_stream_ckpt.save.stream import JOIN_S
+from torchrec_stream_ckpt.save.streaming import Streaming
+from torchrec_stream_ckpt.util.config import Source, Takeover
+from torchrec_stream_ckpt.util.failpoints import failpoint
+from torchrec_stream_ckpt.util.types import MarkerId, Restored
+from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri, parse_uri
+
+
+def check_apart(source: Source, own: Sequence[str]) -> None:
+    """Refuse a job's own log as the source of its warm start.
+
+    Args:
+        source: The marker of another job.
+        own: The URIs of this job's tiers.
+
+    Raises:
+        ConfigError: the source is one of them.
+    """
+    if any(_is_same(parse_uri(there), parse_uri(each)) for there in source.uris for each in own):
+        raise ConfigError(
+            "the source of a warm start is this job's own log",
+            hint="name the log of another job; to go on from a marker of this one, restore it (in recipes --restore)",
+            uri=source.name,
+        )
+
+
+def check_begun(begun: Begun, source: Source, uri: str) -> None:
+    """Refuse a warm start of a job that has markers, and did not begin in that source.
+
+    Args:
+        begun: What this job has.
+        source: The marker that was named.
+        uri: This job's log.
+
+    Raises:
+        ConfigError: names the newest marker, and where the job began.
+    """
+    if begun.origin is None:
+        raise ConfigError(
+            f"this job has markers of its own, the newest is {begun.newest}, and did not begin in another job",
+            hint="leave out the warm start to go on from there; to begin in another job, name another log",
+            uri=uri,
+        )
+    job, marker = begun.origin
+    if source.marker is not None and MarkerId.parse(source.marker) != marker:
+        raise ConfigError(
+            f"this job began in marker {marker} of job {job}, not in {source.marker}, and has markers of its own, the "
+            f"newest is {begun.newest}",
+            hint="leave out the warm start to go on from there; to begin in another marker, name another log",
+            uri=uri,
+        )
+
+
+def nothing_there(source: Source) -> MarkerNotFoundError:
+    """The source of a warm start has no marker."""
+    return MarkerNotFoundError(
+        "the source of a warm start has no committed marker", hint="check the URI", uri=source.name
+    )
+
+
+def _is_same(one: FileUri | KafkaUri, other: FileUri | KafkaUri) -> bool:
+    if isinstance(one, FileUri) and isinstance(other, FileUri):
+        return one.directory.resolve() == other.directory.resolve()
+    if isinstance(one, KafkaUri) and isinstance(other, KafkaUri):
+        return one.job == other.job and bool({*one.brokers.split(",")} & {*other.brokers.split(",")})
+    return False
+
+
+log = logging.getLogger(__name__)
+
+
+class Restoring:
+    """Restores a job and opens its generation. Every method is collective, and comes before the first step.
+
+    Args:
+        parts: This job, in its log and live.
+        session: Reads this job's markers.
+        streaming: Opens its generations.
+    """
+
+    def __init__(self, parts: RestoreParts, session: Session, streaming: Streaming) -> None:
+        self._parts = parts
+        self._config = parts.config
+        self._team = parts.team
+        self._tier = parts.tier
+        self._tiers = parts.tiers
+        self._attached = parts.attached
+        self._session = session
+        self._streaming = streaming
+        self.broken = ""
+        """What a restore or a reshard has failed with half way; empty: none did. Not the error: its traceback holds
+        all that was read."""
+        self.can_restore = True
+        """Whether another restore mends that: it writes all that the one before may have written."""
+
+    def check_whole(self, *, restoring: bool = False) -> None:
+        """Refuse to go on with what a restore or a reshard has left half done.
+
+        Args:
+            restoring: Whether the caller restores, which mends what another restore has left.
+
+        Raises:
+            ConfigError: names what it failed with.
+        """
+        if not self.broken:
+            return
+        if not restoring or not self.can_restore:
+            hint = "call restore() again, or start the job anew" if self.can_restore else "start the job anew"
+            raise ConfigError(f"a restore or reshard failed half way ({self.broken})", hint=hint)
+        if self._team.rank == 0:
+            log.warning("a restore failed half way before (%s): all of the job is restored now", self.broken)
+
+    def standby(self, takeover: Takeover, *, accept_unproved: bool) -> Restored | None:
+        """As ``StreamCheckpointer.standby()``."""
+        if self._streaming.stream is not None:
+            raise ConfigError("standby() comes before the first step() and mark()")
+        if self._config.fresh:
+            raise ConfigError("fresh=True starts from nothing, a spare does not", hint="leave out one of the two")
+        if self._tiers is not None:
+            raise ConfigError("a spare follows one log", hint="give it the outer one alone; it goes on without a tee")
+        tier, session = self._tier, self._session
+        load, advance = session.newest_rows, session.advance
+        spare = Standby(self._team, tier.log, tier.control, load, advance, takeover, self._streaming.claims, tier.uri)
+        try:
+            marker = spare.wait()
+        except BaseException as error:
+            self.broken = _text(error) if spare.touched else ""
+            raise
+        if marker is None:
+            return self.restore(None, accept_unproved=accept_unproved, patience=spare.outlast)
+        try:
+            plan, route = spare.outlast(lambda: session.held(marker))
+        except CorruptionError as error:  # of its dense state: an older marker may be whole
+            log.warning("marker %s cannot be taken over: %s", marker, error.headline)
+            return self.restore(None, accept_unproved=accept_unproved, patience=spare.outlast)
+        return self._go_on_from(plan, route, spare.rows, accept_unproved=accept_unproved, patience=spare.outlast)
+
+    def restore(
+        self,
+        wanted: MarkerId | None,
+        changes: Changes | None = None,
+        *,
+        accept_unproved: bool,
+        once: bool = False,
+        patience: Patience = at_once,
+    ) -> Restored | None:
+        """As ``StreamCheckpointer.restore()``; ``patience`` waits for a log that does not answer."""
+        self._check_first("restore()")
+        if self._config.fresh:
+            if wanted is not None or changes is not None:
+                given = f"marker {wanted}" if wanted is not None else "changes"
+                raise ConfigError(
+                    f"fresh=True starts from nothing, and restore() was given {given}", hint="leave out one of the two"
+                )
+            self._streaming.open_root()
+            return None
+        if self._team.rank == 0:
+            self._tier.log.expect_append()  # of the claim, at the end
+        try:
+            found = patience(lambda: self._session.rows(wanted, changes, once=once))
+            failpoint("restore.rows")
+        except BaseException as error:
+            self.broken = _text(error) if self._session.touched else self.broken
+            self._session.let_go()
+            raise
+        if found is None:
+            self.check_whole()
+            self._streaming.open_root()
+            return None
+        return self._go_on_from(*found, accept_unproved=accept_unproved, patience=patience)
+
+    def warm_start(self, source: Source, changes: Changes | None, *, accept_unproved: bool) -> Restored:
+        """As ``StreamCheckpointer.warm_start()``."""
+        self._check_first("warm_start()")
+        if self._config.fresh:
+            raise ConfigError(
+                "fresh=True starts from nothing, and a warm start does not", hint="leave out one of the two"
+            )
+        said = self._team.gather((source.uris, source.marker, source.store))
+        if len(set(said)) > 1:
+            raise ConfigError("ranks name different sources", hint="give all ranks the same one")
+        own = [self._tier.uri] if self._tiers is None else [self._tier.uri, self._tiers.logs.outer.uri]
+        self._team.together(lambda: check_apart(source, own))
+        begun = self._session.begun()
+        if begun is not None:
+            self._team.together(lambda: check_begun(begun, source, own[-1]))
+            if self._team.rank == 0:
+                log.info(
+                    "this job began in marker %s of job %s and goes on from its own newest marker, %s: %s is not read",
+                    *reversed(begun.origin or ("", "")),
+                    begun.newest,
+                    source.name,
+                )
+            found = self.restore(None, changes, accept_unproved=accept_unproved)
+            assert found is not None
+            return found
+        self._streaming.check_root(warm=True)
+        config = self._team.together(lambda: source.settings(self._config))
+        signs, two = self._team.rank == 0, config.outer is not None
+        opener = open_tiers if two else open_tier
+        with closing(self._team.together(lambda: opener(config, signs=signs, copies=False))) as there:
+            tier, tiers = (there.inner, Tiered(config, there)) if isinstance(there, Tiers) else (there, None)
+            self._team.on_rank0(there.outer.preflight)
+            other = Session(replace(self._parts, config=config.inner, tier=tier, tiers=tiers), own=False)
+            return self._begin_in(other, source, changes, accept_unproved=accept_unproved)
+
+    def _begin_in(self, other: Session, source: Source, changes: Changes | None, *, accept_unproved: bool) -> Restored:
+        """(all ranks) Load a marker of another job, and open this one's first generation with all that it holds."""
+        schema, wanted = self._attached.schema, MarkerId.of(source.marker)
+        if wanted is None and other.begun() is None:
+            raise nothing_there(source)
+        try:
+            found = other.rows(wanted, changes)
+            assert found is not None
+            plan, route, rows = found
+            loaded = other.finish(plan, route, accept_unproved=accept_unproved)
+        except BaseException as error:
+            self.broken = _text(error) if other.touched else ""
+            raise
+        finally:
+            other.let_go()
+        try:
+            self._attached.adopt(schema)  # this lineage numbers its tables itself
+            said = changes if changes is not None else NO_CHANGES
+            begun = ClaimChanges.of(said.canonical(), (route.lineage.job, plan.marker))
+            self._streaming.open_root(plan.step, begun)
+        except BaseException as error:
+            self.broken = _text(error)
+            raise
+        if self._team.rank == 0:
+            loaded.say(plan)
+            log.info("that is a marker of %s, where this job begins; its first marker holds every table", source.name)
+        generation, marker = plan.marker
+        return Restored(
+            generation,
+            marker,
+            plan.step,
+            plan.world,
+            rows,
+            route.skipped,
+            loaded.source,
+            loaded.share,
+            plan.report,
+            source.name,
+            loaded.replicas,
+        )
+
+    def reshard(self, move: Callable[[], float], hook: Callable[[Callable[[], float]], float]) -> float:
+        """``dmp.reshard()``: rows move between ranks, in kernels that are built anew.
+
+        A marker holds all rows where they were; once they have moved, a generation that stands on it goes on. Only
+        tables with another column split are sent whole again.
+
+        Args:
+            move: Moves them.
+            hook: What the next ``dmp.reshard()`` is to call.
+        """
+        wait_s = self._config.commit_timeout_s + 2 * PEERS_S
+        attached, streaming = self._attached, self._streaming
+        parent = streaming.mark().result(wait_s).id if streaming.stream is not None else None
+        before = attached.column_splits()
+        streaming.close(JOIN_S)
+        try:
+            moved = move()
+        except BaseException as error:
+            self.broken, self.can_restore = _text(error), False
+            raise
+        attached.unhook()
+        attached.describe(attached.schema)
+        self._parts.dense.live.kernels = attached.kernels
+        attached.hook(hook)
+        if parent is not None:
+            after = attached.column_splits()
+            streaming.go_on_with(parent, [table for table in sorted(after) if after[table] != before[table]])
+        return moved
+
+    def _check_first(self, call: str) -> None:
+        if (stream := self._streaming.stream) is not None:
+            raise ConfigError(
+                f"this StreamCheckpointer has opened generation {stream.claim.generation} already, by an earlier "
+                "restore(), step() or mark()",
+                hint=f"call {call} once, before the first step(); for another marker make a new one, after close()",
+            )
+
+    def _go_on_from(
+        self, plan: RestorePlan, route: Route, rows: int, *, accept_unproved: bool, patience: Patience
+    ) -> Restored:
+        """(all ranks) The rows of a marker are in the live tables: load the rest, and open a generation on it."""
+        try:
+            loaded = patience(lambda: self._session.finish(plan, route, accept_unproved=accept_unproved))
+        except BaseException as error:
+            self.broken = _text(error)
+            raise
+        finally:
+            self._session.let_go()
+        self.broken = ""
+        path = route.lineage.path(plan.marker)
+        parent_bytes = sum(commit.num_bytes for commit in path) // self._team.world
+        self._streaming.go_on_from(
+            plan.marker, plan.step, loaded.swept, parent_bytes, loaded.proved_up_to, patience, loaded.record
+        )
+        self._streaming.events.stand_on(dict(route.commit.meta or ()).get(EVENT_S))
+        if self._team.rank == 0:
+            loaded.say(plan)
+        self._attached.capture.mark_ranges(loaded.unproved)
+        generation, marker = plan.marker
+        return Restored(
+            generation,
+            marker,
+            plan.step,
+            plan.world,
+            rows,
+            route.skipped,
+            loaded.source,
+            loaded.share,
+            plan.report,
+            replicas=loaded.replicas,
+        )
+
+
+def _text(error: BaseException) -> str:
+    return error.headline if isinstance(error, StreamCkptError) else f"{type(error).__name__}: {error}"

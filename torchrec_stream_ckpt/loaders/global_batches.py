@@ -1,0 +1,135 @@
+"""Global batches of numbered samples that a function makes in line, without a ``DataLoader``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.loaders.arguments import callable_value, whole_number
+from torchrec_stream_ckpt.loaders.global_samples import Deal
+
+T = TypeVar("T")
+
+
+class GlobalBatches(Deal, Generic[T]):
+    """Global batches of numbered samples, cut over the ranks, and made in line: for data that need no workers.
+
+    The position counts samples, never batches of one rank, so it is one state for all ranks (``stateful={...}``) and
+    means the same to a job of another size. Where the ranks do not divide the batch, parts differ by one sample:
+    ``make`` fills them up to ``size`` with samples that weigh nothing, and the loss of a rank is its weighted sum times
+    ``world / batch_size``, whose mean over the ranks is that of the global batch::
+
+        loader = TrackedLoader(GlobalBatches(make, samples=len(data), batch_size=256, rank=rank, world=world))
+
+    Args:
+        make: Called as ``make(epoch, rows, size)``; returns this rank's batch: the samples ``rows`` of an epoch, a pure
+            function of both, filled up to ``size`` samples.
+        samples: How many an epoch has; an incomplete last batch is left out.
+        batch_size: Samples of a global batch.
+        rank: This rank.
+        world: Number of ranks.
+        data_name: What the samples are of, such as the name of a file. A position in data of another name is refused.
+        new_batch_size: As of ``GlobalSampler``.
+
+    Raises:
+        ConfigError: an epoch has less than one batch, or a batch has less than one sample a rank; or an argument has
+            the wrong type.
+    """
+
+    position_of = "job"
+    """Its position is that of the whole job, for any number of ranks."""
+
+    def __init__(
+        self,
+        make: Callable[[int, range, int], T],
+        *,
+        samples: int,
+        batch_size: int,
+        rank: int,
+        world: int,
+        data_name: str | None = None,
+        new_batch_size: bool = False,
+    ) -> None:
+        super().__init__(
+            batch_size,
+            rank,
+            world,
+            per_rank=False,
+            drop_last=True,
+            data_name=data_name,
+            new_batch_size=new_batch_size,
+        )
+        samples, batch_size, world = whole_number("samples", samples), self.batch_size, self.world
+        if samples < batch_size:
+            raise ConfigError(
+                f"the data hold {samples} samples, less than one batch of {batch_size}", hint="take a smaller batch"
+            )
+        if batch_size < world:
+            raise ConfigError(
+                f"a global batch of {batch_size} leaves some of {world} ranks without a sample",
+                hint="take a larger batch, or fewer ranks",
+            )
+        self._make = callable_value("make", make)
+        self._count = samples
+        self._size = -(-batch_size // world)
+        self._epoch, self._samples = 0, 0
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        return self.batches
+
+    @property
+    def batches(self) -> int:
+        """Batches of a whole epoch."""
+        return self._count // self.batch_size
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next batch, and of the rest of a pass."""
+        return self._epoch
+
+    def __iter__(self) -> Iterator[T]:
+        """One epoch, or what a loaded position leaves of it."""
+        begin, end = self.part(self.batch_size)
+        while (first := self._samples) + self.batch_size <= self._count:
+            batch = self._make(self._epoch, range(first + begin, first + end), self._size)
+            self._samples = first + self.batch_size
+            yield batch
+        self.next_epoch()
+
+    def next_epoch(self) -> None:
+        """The next pass is one of the next epoch."""
+        self.begin(self._epoch + 1, 0)
+
+    def begin(self, epoch: int, samples: int) -> None:
+        """The next batch is the one at this position."""
+        self._epoch, self._samples = epoch, samples
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: the epoch, and how many samples of it the whole job has read."""
+        return self.at(self._epoch, self._samples)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to a saved position.
+
+        Raises:
+            ConfigError: it is a position in data of another name or in batches of another size, or this data has fewer
+                samples.
+        """
+        self.begin(*self.check(state_dict))
+
+    def check(self, state: dict[str, Any]) -> tuple[int, int]:
+        """Return the epoch and the samples of a saved position.
+
+        Raises:
+            ConfigError: it is a position in data of another name or in batches of another size, or this data has fewer
+                samples.
+        """
+        epoch, samples = super().check(state)
+        if samples > self._count:
+            raise ConfigError(
+                f"the marker stands after {samples} samples of its epoch, the data hold {self._count}",
+                hint="give the data that the job was trained on",
+            )
+        return epoch, samples

@@ -1,0 +1,314 @@
+"""How a loader says where it stands: by its own state, by the samples of the whole job, or by counting batches."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, Literal, Protocol, TypeVar
+
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.loaders.global_samples import Deal, GlobalSampler, check_source, fetch_in_epoch, seed_of
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class StatefulLoader(Protocol[T_co]):
+    """An iterable that knows its position. If it has ``position_of = "job"``, its state serves any number of ranks."""
+
+    def __iter__(self) -> Iterator[T_co]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+class _Seeds:
+    """Gives a ``DataLoader`` without a generator one of its own.
+
+    Otherwise torch draws a seed for the workers from the random state of the job at the beginning of each pass, and
+    once more if a pass is resumed.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._generator: Any = None
+        data = sys.modules.get("torch.utils.data")
+        if data is not None and isinstance(loader, data.DataLoader) and loader.generator is None:
+            import torch  # which the DataLoader has imported
+
+            self._generator = loader.generator = torch.Generator()
+
+    def begin(self, *at: int) -> None:
+        """A pass begins at this position: other numbers for each seed of the job, rank, epoch and resumed position."""
+        if self._generator is not None:
+            import torch
+
+            self._generator.manual_seed(seed_of(torch.initial_seed(), *at))
+
+
+class DealtLoader:
+    """torch's ``DataLoader`` over samples that are dealt out: counts the global batches that it has given.
+
+    Args:
+        loader: The ``DataLoader``.
+        deal: Its ``GlobalSampler`` or ``GlobalStream``.
+        limit: Global batches of an epoch; None: all.
+    """
+
+    position_of: Literal["job"] = "job"
+
+    def __init__(self, loader: Any, deal: Deal, limit: int | None) -> None:
+        self._loader, self._deal = loader, deal
+        self._seeds = _Seeds(loader)
+        self._limit = None if limit is None else limit * deal.batch_size
+        """Samples of an epoch."""
+        self._at = (0, 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        """One epoch, or what a loaded position leaves of it."""
+        epoch, samples = self._at
+        _check_length(self._loader, self._deal)
+        self._seeds.begin(self._deal.rank, epoch, samples)
+        self._deal.begin(epoch, samples)
+        batches = iter(self._loader) if self._limit is None or samples < self._limit else iter(())
+        for batch in _fetched(batches, epoch):
+            samples += self._deal.batch_size
+            self._at = (epoch, samples)
+            yield batch
+            if self._limit is not None and samples >= self._limit:
+                break
+        self.next_epoch()
+
+    def next_epoch(self) -> None:
+        """The next pass is one of the next epoch, as a pass over a ``DataLoader`` that begins after a ``break``."""
+        self._go_to(self._at[0] + 1, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: the epoch, and how many samples of it the whole job has read."""
+        return self._deal.at(*self._at)
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Refuse a position in other data, or in another order of them.
+
+        Raises:
+            ConfigError: it is one.
+        """
+        self._deal.check(state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to a saved position."""
+        self._go_to(*self._deal.check(state_dict))
+
+    def _go_to(self, epoch: int, samples: int) -> None:
+        self._at = (epoch, samples)
+        self._deal.begin(epoch, samples)
+
+
+def _fetched(batches: Iterator[Any], epoch: int) -> Iterator[Any]:
+    """The batches; without workers, each sample is fetched here, in this epoch."""
+    end = object()
+    while True:
+        fetch_in_epoch(epoch)
+        try:
+            batch = next(batches, end)
+        finally:
+            fetch_in_epoch(0)
+        if batch is end:
+            return
+        yield batch
+
+
+class CountedLoader:
+    """A loader that does not know its position: batches are counted, and those before a position fetched and dropped.
+
+    Args:
+        loader: Gives the same batches in each pass, or those of an epoch that its sampler is told.
+        limit: Batches of a pass; None: all.
+    """
+
+    position_of: Literal["rank"] = "rank"
+
+    def __init__(self, loader: Iterable[Any], limit: int | None) -> None:
+        self._loader, self._limit = loader, limit
+        self._seeds = _Seeds(loader)
+        self._batches = self._skip = self._passes = 0
+        self._epoch: int | None = None
+        """Epoch of the sampler in the pass that is to be resumed."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """One pass without the batches before a loaded position.
+
+        Raises:
+            ConfigError: the pass is shorter than that, or one of another epoch of the sampler.
+        """
+        skip, self._skip = self._skip, 0
+        if skip and self._epoch != self._sampler_epoch():
+            raise ConfigError(
+                f"the marker stands within epoch {self._epoch} of the sampler, which is in {self._sampler_epoch()}",
+                hint="count epochs with range(loader.epoch, epochs), and call set_epoch() before each pass",
+            )
+        self._seeds.begin(place_in_job()[0], self._passes, skip)
+        self._batches = number = 0
+        for number, batch in enumerate(islice(self._loader, self._limit), 1):
+            if number > skip:
+                self._batches = number
+                yield batch
+        if number < skip:
+            raise ConfigError(
+                f"the marker stands after {skip} batches of a pass, this loader gives {number}",
+                hint="give the data that the job was trained on",
+            )
+        self.next_epoch()
+
+    def next_epoch(self) -> None:
+        """The next pass begins at its first batch."""
+        self._batches = self._skip = 0
+        self._passes += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: how many batches of the pass were fetched, its number, and the epoch of a sampler with one."""
+        epoch = self._epoch if self._skip else self._sampler_epoch()
+        of_sampler = {} if epoch is None else {"sampler_epoch": epoch}
+        return {"batches": max(self._batches, self._skip), "passes": self._passes, **of_sampler, **self._order()}
+
+    def _order(self) -> dict[str, int]:
+        """What the batches of a pass depend on, as far as torch's loaders say it."""
+        sampler = getattr(self._loader, "sampler", None)
+        size = getattr(self._loader, "batch_size", None) or getattr(
+            getattr(self._loader, "batch_sampler", None), "batch_size", None
+        )
+        found = {"batch_size": size, "sampler_seed": getattr(sampler, "seed", None)}
+        return {name: value for name, value in found.items() if isinstance(value, int)}
+
+    def _sampler_epoch(self) -> int | None:
+        """The epoch that torch's ``DistributedSampler`` was told; None if the loader has none such."""
+        epoch = getattr(getattr(self._loader, "sampler", None), "epoch", None)
+        return epoch if isinstance(epoch, int) else None
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Refuse a state that is no count of batches.
+
+        Raises:
+            ConfigError: it is not; or within a pass batches are of another size, or the sampler has another seed.
+        """
+        if state.keys() - {"passes", "sampler_epoch", "batch_size", "sampler_seed"} != {"batches"}:
+            raise ConfigError(
+                f"the marker's loader state is no count of batches: it has {', '.join(map(str, state))}",
+                hint="restore it with the loader that wrote it",
+            )
+        for name, now in self._order().items():
+            if state["batches"] and state.get(name, now) != now:
+                raise ConfigError(
+                    f"the marker stands after {state['batches']} batches of a pass with {name} {state[name]}, it is "
+                    f"{now} now",
+                    hint="give the loader what it had until this pass is over",
+                )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The next pass begins after as many batches."""
+        self._batches = self._skip = state_dict["batches"]
+        self._passes = state_dict.get("passes", 0)
+        self._epoch = state_dict.get("sampler_epoch", self._sampler_epoch())
+
+
+def position_source(loader: Any, *, skip: bool, limit: int | None) -> StatefulLoader[Any]:
+    """Return what says where ``loader`` stands: itself, or something around it.
+
+    Raises:
+        ConfigError: nothing can.
+    """
+    check_source(loader, "TrackedLoader")
+    if getattr(loader, "num_workers", None) and not getattr(loader, "in_order", True):
+        raise ConfigError(
+            "this DataLoader gives batches in the order in which its workers end (in_order=False): none of them says "
+            "which ones were trained",
+            hint="leave in_order=False out",
+        )
+    for deal in (getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None), loader):
+        if isinstance(deal, Deal) and deal is loader and not hasattr(loader, "state_dict"):
+            raise ConfigError(
+                f"TrackedLoader needs a loader, {type(loader).__name__} only deals samples out",
+                hint="wrap the DataLoader that it was given to",
+            )
+        if isinstance(deal, Deal) and deal is not loader:
+            _check_dealt(loader, deal)
+            return DealtLoader(loader, deal, limit)
+    if isinstance(getattr(loader, "sampler", None), Deal):
+        raise ConfigError(
+            f"{type(loader.sampler).__name__} gives whole batches, it was passed as sampler=",
+            hint="pass it as batch_sampler=",
+        )
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        if limit is not None:
+            raise ConfigError(
+                f"{type(loader).__name__} knows its position, but not that of an epoch that ends at a limit",
+                hint="limit the data that it reads",
+            )
+        if skip:
+            raise ConfigError(
+                f"{type(loader).__name__} knows its position: it is not to be skipped over", hint="leave skip=True out"
+            )
+        return loader  # type: ignore[no-any-return]
+    if not skip:
+        raise ConfigError(
+            f"TrackedLoader needs a loader that knows its position, {type(loader).__name__} does not",
+            hint="give the DataLoader batch_sampler=GlobalSampler(len(data), batch_size=..., rank=..., world=...); "
+            "for an IterableDataset use GlobalStream; or count and skip its batches with skip=True",
+        )
+    _check_order(loader)
+    return CountedLoader(loader, limit)
+
+
+def _check_dealt(loader: Any, deal: Deal) -> None:
+    if not isinstance(deal, GlobalSampler) and getattr(loader, "batch_sampler", None) is not None:
+        raise ConfigError(
+            "GlobalStream gives whole batches, and the DataLoader would batch them again",
+            hint="pass batch_size=None to the DataLoader",
+        )
+    collate = getattr(deal, "collate_fn", None) or getattr(loader, "collate_fn", None)
+    data = sys.modules.get("torch.utils.data")
+    if not deal.smallest_part and data is not None and collate is data.default_collate:
+        raise ConfigError(
+            f"a rank can get a batch without a sample ({deal.world} ranks, global batches of {deal.batch_size}), and "
+            "torch's default_collate fails for it",
+            hint="pass a collate_fn that makes a batch of [], filled up to largest_part; or drop_last=True and a batch "
+            "of at least one sample a rank",
+        )
+    _check_length(loader, deal)
+
+
+def _check_length(loader: Any, deal: Deal) -> None:
+    """Refuse a sampler of fewer or more samples than the data have: a part would never be trained.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    data: Any = getattr(loader, "dataset", None)
+    if isinstance(deal, GlobalSampler) and hasattr(data, "__len__") and len(data) != deal.samples:
+        raise ConfigError(
+            f"the sampler deals {deal.samples} samples, the data hold {len(data)}",
+            hint="make the sampler of len(data); to train a part, pass a torch.utils.data.Subset to both",
+        )
+
+
+def _check_order(loader: Any) -> None:
+    """Refuse torch's own shuffling: its order comes from the random state of the job, and differs in a resumed pass."""
+    data = sys.modules.get("torch.utils.data")
+    samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
+    if data is not None and any(
+        isinstance(each, (data.RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSampler))
+        for each in samplers
+    ):
+        raise ConfigError(
+            "this DataLoader draws its order anew in each pass (shuffle=True, or a random sampler), so a resumed pass "
+            "has another one",
+            hint="shuffle by batch_sampler=GlobalSampler(len(data), shuffle=True, ...)",
+        )
+
+
+def place_in_job() -> tuple[int, int]:
+    """(this rank, number of ranks); (0, 1) where there is no process group."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return 0, 1
+    return int(distributed.get_rank()), int(distributed.get_world_size())

@@ -1,0 +1,280 @@
+"""The position of a loader whose batches are fetched ahead of the step that trains them.
+
+TorchRec's pipelines hold two or three batches in flight. A loader's own state counts them as read, so a job that was
+restored from it would never train them.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.loaders.arguments import true_or_false, whole_number
+from torchrec_stream_ckpt.loaders.positions import StatefulLoader, place_in_job, position_source
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    """The loader's own state at one point of the data."""
+
+    state: dict[str, Any]
+    epoch: int
+    batches: int
+    """How many batches lead from the position before to this one: one, or none at the end of a pass."""
+
+
+class TrackedLoader(Generic[T]):
+    """A loader whose state is that of the last *trained* batch, however many a pipeline or workers have fetched.
+
+    Hand it over as a ``Stateful``; ``StreamCheckpointer.step()`` then tells it that a batch has been trained::
+
+        sampler = GlobalSampler(len(data), batch_size=4096, rank=rank, world=world, shuffle=True)
+        loader = TrackedLoader(DataLoader(data, batch_sampler=sampler, num_workers=4))
+        ckpt = StreamCheckpointer(dmp, optimizer, config=config, stateful={"loader": loader})
+        ckpt.restore()
+        for epoch in range(loader.epoch, epochs):
+            batches = iter(loader)
+            with contextlib.suppress(StopIteration):
+                while True:
+                    pipeline.progress(batches)
+                    ckpt.step()
+
+    A plain ``for batch in loader`` works as well, and has the same positions. Attributes that it does not have are
+    those of the wrapped loader, and ``len()`` is its length: batches of a whole epoch. A pass that is left by ``break``
+    or ``islice`` is over, as one over a ``DataLoader`` is: the next one is one of the next epoch.
+
+    ==========================================  ===================  =============================================
+    wrapped loader                              position             restored on another number of ranks
+    ==========================================  ===================  =============================================
+    torch's ``DataLoader`` over a               of the whole job     yes
+    ``GlobalSampler`` or ``GlobalStream``
+    ``GlobalBatches``                           of the whole job     yes
+    has ``state_dict()`` (torchdata's           of one rank, unless  refused; if it says ``position_of = "job"``,
+    ``StatefulDataLoader``)                     it says otherwise    yes
+    any other, with ``skip=True``               of one rank          refused
+    ==========================================  ===================  =============================================
+
+    Args:
+        loader: One of these. The state of one with ``state_dict()`` is copied after every batch, so a large state (a
+            shuffle buffer) makes fetching slow.
+        max_in_flight: How many batches may be fetched and not trained; more are an error.
+        skip: For a loader that does not know its position and gives the same batches in every pass, or those of an
+            epoch that it is told: batches are counted, and a resumed pass fetches and drops as many as were trained.
+            That takes as long as it took to fetch them.
+        limit: Batches of an epoch, of which a resumed one trains what is left; None: all. ``itertools.islice`` would
+            count them from the restored position. Not for a loader with ``state_dict()``.
+
+    Raises:
+        ConfigError: the loader does not know its position, or draws its order anew in each pass.
+    """
+
+    def __init__(
+        self, loader: Iterable[T], *, max_in_flight: int = 16, skip: bool = False, limit: int | None = None
+    ) -> None:
+        max_in_flight = whole_number("max_in_flight", max_in_flight, least=1)
+        limit = None if limit is None else whole_number("limit", limit, least=1)
+        true_or_false("skip", skip)
+        self._wrapped: Any = loader
+        self._limit = limit
+        self._loader: StatefulLoader[T] = position_source(loader, skip=skip, limit=limit)
+        self._of_rank = getattr(self._loader, "position_of", "rank") == "rank"
+        self._max_in_flight = max_in_flight
+        self._trained: _Position | None = None
+        """None until a pass begins: the wrapped loader stands where training does."""
+        self._ahead: deque[_Position] = deque()
+        """States after each batch in flight, and at the ends of passes among and after them; oldest first."""
+        self._epoch = 0
+        """Number of the pass that is being fetched, or of the next one."""
+        self._pass: object | None = None
+        """The pass that is being fetched."""
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch, as the wrapped loader counts them; at most ``limit``."""
+        return min(len(self._wrapped), self._limit) if self._limit is not None else len(self._wrapped)
+
+    def __getattr__(self, name: str) -> Any:
+        """What a TrackedLoader does not have is the wrapped loader's: ``dataset``, ``batch_size``, ``sampler``."""
+        if name.startswith("_"):  # a copy that is being made has nothing wrapped yet
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        return getattr(self._wrapped, name)
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the data that were over at the last trained batch; saved and restored with the position.
+
+        A pipeline meets the end of the data before it has trained the last batches. So count epochs by this, not
+        by a counter of your own, if markers are cut between two passes.
+        """
+        return self._trained.epoch if self._trained is not None else self._epoch
+
+    @property
+    def in_flight(self) -> int:
+        """Batches that were fetched and not trained."""
+        with self._lock:
+            return sum(position.batches for position in self._ahead)
+
+    def __iter__(self) -> Iterator[T]:
+        """One pass, or what a restored position leaves of it; it begins when its first batch is fetched.
+
+        Raises:
+            ConfigError: an unfinished pass has batches in flight; this pass is over because another one has begun
+                or a state was loaded; or more than ``max_in_flight`` batches were not trained.
+        """
+        this = object()
+        for batch in self._begin(this):
+            self._fetched()
+            yield batch
+            if self._pass is not this:
+                raise ConfigError(
+                    "this pass over the loader is over: another one has begun, or a state was loaded",
+                    hint="take a new iterator from the loader",
+                )
+        self._end()
+
+    def trained(self, batches: int = 1) -> None:
+        """The oldest batches in flight have been trained. ``StreamCheckpointer.step()`` says it.
+
+        Raises:
+            ConfigError: fewer are in flight.
+        """
+        batches = whole_number("batches", batches)
+        with self._lock:
+            if not 0 <= batches <= self.in_flight:
+                raise ConfigError(
+                    f"{batches} batches are said to be trained, {self.in_flight} are in flight",
+                    hint="fetch every batch through the TrackedLoader, and call step(batches=N) where a step trains N",
+                )
+            while batches:
+                self._trained = self._ahead.popleft()
+                batches -= self._trained.batches
+
+    def end_epoch(self) -> None:
+        """The pass is over, and with it the epoch: for loops over a pipeline, before what they do between two epochs.
+
+        A pipeline meets the end of the data before it has trained the last batches, so nobody but the loop knows when
+        it has left the pass. Nor does a loader know whether a ``break`` ends the epoch or the job: call this where it
+        ends the epoch and a marker may be cut before the next pass. A ``for`` loop that ends by itself needs no call.
+        A marker that is cut before it leaves an empty pass.
+
+        Raises:
+            ConfigError: batches are in flight.
+        """
+        with self._lock:
+            if self.in_flight:
+                raise ConfigError(
+                    f"the epoch ends while {self.in_flight} of its batches are not trained",
+                    hint="train them, or call drop_in_flight() where they never will be",
+                )
+            if self._ahead:
+                self._trained = self._ahead.pop()
+                self._ahead.clear()
+            elif self._pass is not None and hasattr(self._loader, "next_epoch"):
+                self._leave_pass()
+                self._trained = self._position(batches=0)
+
+    def drop_in_flight(self) -> None:
+        """The batches in flight will never be trained: their pipeline was given up, or they were skipped."""
+        with self._lock:
+            if self._ahead and not self._ahead[-1].batches:
+                self._trained = self._ahead[-1]
+            self._ahead.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last trained batch."""
+        at = self._trained or self._position(batches=0)
+        world = {"world": place_in_job()[1]} if self._of_rank else {}
+        return {"epoch": at.epoch, "loader": copy.deepcopy(at.state), **world}
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refuse a saved position that this loader cannot go to; changes nothing.
+
+        Raises:
+            ConfigError: it is the position of one rank, saved on another number of ranks, or one in other data.
+        """
+        if not isinstance(state_dict, Mapping) or not {"epoch", "loader"} <= state_dict.keys():
+            raise ConfigError(
+                "the marker's loader state was not saved by a TrackedLoader",
+                hint="hand over the loader as the job did that wrote the marker",
+            )
+        before, world = state_dict.get("world"), place_in_job()[1]
+        if self._of_rank and before not in (None, world):
+            raise ConfigError(
+                f"the position of {type(self._wrapped).__name__} is that of one rank of {before}: "
+                f"on {world} ranks samples would be trained twice, or never",
+                hint=f"restore on {before} ranks; or use a DataLoader over a GlobalSampler (or GlobalStream), whose "
+                "position is the whole job's",
+            )
+        if (check := getattr(self._loader, "check", None)) is not None:
+            check(state_dict["loader"])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to a saved position; passes that have begun before are over.
+
+        Raises:
+            ConfigError: as :meth:`check_state_dict`.
+        """
+        self.check_state_dict(state_dict)
+        with self._lock:
+            self._loader.load_state_dict(copy.deepcopy(state_dict["loader"]))
+            self._epoch, self._pass = state_dict["epoch"], None
+            self._trained = _Position(copy.deepcopy(state_dict["loader"]), self._epoch, batches=0)
+            self._ahead.clear()
+
+    def _begin(self, this: object) -> Iterator[T]:
+        with self._lock:
+            broken_off = self._pass is not None
+            if broken_off and self.in_flight:
+                raise ConfigError(
+                    f"another pass begins while {self.in_flight} batches of an unfinished one are not trained",
+                    hint="train them, or call drop_in_flight() where they never will be",
+                )
+            if broken_off:
+                self._leave_pass()
+            try:
+                source = iter(self._loader)
+            except StopIteration:  # torchdata's, resumed where its epoch is over: nothing is left of this pass
+                source = iter(())
+            if not self.in_flight and self._ahead:
+                self._trained = self._ahead.pop()  # the end of the last pass, with all of its batches trained
+                self._ahead.clear()
+            elif broken_off or self._trained is None:
+                self._trained = self._position(batches=0)
+            self._pass = this
+            return source
+
+    def _leave_pass(self) -> None:
+        """End a pass that was left by ``break``. A loader with a state of its own decides itself where it goes on."""
+        self._epoch, self._pass = self._epoch + 1, None
+        if (next_epoch := getattr(self._loader, "next_epoch", None)) is not None:
+            next_epoch()
+
+    def _fetched(self) -> None:
+        with self._lock:
+            if self.in_flight == self._max_in_flight:
+                raise ConfigError(
+                    f"{self._max_in_flight} batches were fetched and none of them was trained",
+                    hint="call step() after each trained batch, or raise max_in_flight",
+                )
+            self._ahead.append(self._position(batches=1))
+
+    def _end(self) -> None:
+        with self._lock:
+            self._epoch, self._pass = self._epoch + 1, None
+            end = self._position(batches=0)
+            if self.in_flight:
+                self._ahead.append(end)
+            else:
+                self._ahead.clear()
+                self._trained = end
+
+    def _position(self, batches: int) -> _Position:
+        """Where the wrapped loader stands."""
+        return _Position(copy.deepcopy(self._loader.state_dict()), self._epoch, batches)

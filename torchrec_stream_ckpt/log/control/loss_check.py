@@ -1,0 +1,105 @@
+"""A lost piece of a log is never a fresh start: what is refused before a generation is claimed, and how to put it back.
+
+A log is new when nothing of one is there: no control record, no row, and no marker of it in the store. ``fresh=True``
+changes nothing of that: it begins anew beside markers that are whole, not over what a loss has left.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.control import Claim, parse_control
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.identity import jobs_in
+from torchrec_stream_ckpt.util.layout import DENSE_DIR, RECORDS_DIR, place_dir
+from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri, check_store_url
+
+log = logging.getLogger(__name__)
+
+
+def check_whole(
+    log_: Log, control: Control, uri: FileUri | KafkaUri, objects: Objects, *, alone: bool = True
+) -> Lineage:
+    """(rank 0) See that no piece of the log is lost; the control partition as it is now.
+
+    Args:
+        log_: The log.
+        control: Its control partition.
+        uri: Where it is.
+        objects: Its store.
+        alone: Whether a store that has markers of an empty log is all that there is of them; not of an inner tier.
+
+    Raises:
+        CorruptionError: a piece is lost; names the command that puts it back.
+        LogUnavailableError, StoreUnavailableError: one of them does not answer.
+    """
+    log_.incarnation()
+    rows = log_.newest_rows()  # first: a CLAIM is durable before the first row of its generation
+    lineage = control.refresh()
+    if rows is not None and rows.generation >= lineage.next_generation:
+        raise CorruptionError(
+            f"{rows.what} rows, but {rows.control}, which says which job wrote them, is gone or empty"
+            if not lineage.claims
+            else f"{rows.what} rows of generation {rows.generation}, but {rows.control} ends at generation "
+            f"{lineage.newest_generation}: its end was lost",
+            hint=f"bring {rows.control} back from a copy, or put it back: {_command(uri, objects)}; "
+            "to begin anew, name another log",
+            path=rows.place,
+        )
+    if lineage.claims or lineage.unsigned:
+        control.check_copy()
+    elif alone:
+        check_not_lost(uri, objects)
+    return lineage
+
+
+def check_not_lost(uri: FileUri | KafkaUri, objects: Objects) -> None:
+    """(rank 0) Refuse to begin anew in an empty log whose markers a store holds.
+
+    That is known where the store is inside the file log's own folder, where it says that markers were committed in a
+    log at this place, and where the CLAIM of a job in it bears the name of this Kafka job. Another store may serve many
+    logs: then it is only said.
+
+    Raises:
+        CorruptionError: names the verb that puts the log back.
+        StoreUnavailableError: the store does not answer.
+    """
+    jobs = jobs_in(objects)
+    if isinstance(uri, FileUri) and check_store_url(objects.url).folder == uri.directory:
+        mine = bool(jobs) or any(_has(objects, kind) for kind in (RECORDS_DIR, DENSE_DIR))
+    else:
+        mine = _has(objects, place_dir(uri)) or (
+            isinstance(uri, KafkaUri) and any(_name(objects, claim) == uri.job for claim in jobs.values())
+        )
+    if mine:
+        raise CorruptionError(
+            "the log is empty, and the store holds markers of it: the log was lost",
+            hint=f"put it back: {_command(uri, objects)}; to begin anew, name another log or another store",
+            uri=uri,
+        )
+    if jobs:
+        log.warning(
+            "the log is empty, and the store holds markers of %d other jobs; if the log was lost: %s",
+            len(jobs),
+            _command(uri, objects),
+        )
+
+
+def _command(uri: FileUri | KafkaUri, objects: Objects) -> str:
+    return f"stream-ckpt recover {uri} --store {objects.url}"
+
+
+def _has(objects: Objects, folder: str) -> bool:
+    return next(iter(objects.list(f"{folder}/")), None) is not None
+
+
+def _name(objects: Objects, claim: str) -> str:
+    with suppress(CorruptionError):
+        record = parse_control(objects.read(claim))
+        return record.name if isinstance(record, Claim) else ""
+    return ""

@@ -1,0 +1,378 @@
+"""Reading and writing the control partition: the lineage as of now, claims, commits, trims."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from torchrec_stream_ckpt.errors import (
+    CommitUnknownError,
+    ConfigError,
+    CorruptionError,
+    FencedError,
+    LogUnavailableError,
+    MarkerFailedError,
+    PrunedError,
+)
+from torchrec_stream_ckpt.format.control import Claim, Commit, Trim
+from torchrec_stream_ckpt.format.end_note import End, Note
+from torchrec_stream_ckpt.format.folding import Folded, is_snapshot
+from torchrec_stream_ckpt.format.lineage import Lineage, knows
+from torchrec_stream_ckpt.format.mac import CommitKey, Record
+from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.log.control.copies import RECENT, Copies
+from torchrec_stream_ckpt.log.control.reading import Records
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.util.failpoints import failpoint
+from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_RETRY_S = 0.5
+_READ_BACK_S = 10.0
+
+
+class Control:
+    """The folded control partition of one log, read forward as it grows.
+
+    Args:
+        log_: The log.
+        key_file: The commit key: with it, records are signed, and only records that it vouches for count.
+        serving: Take a serving stream, too: its rows are lossy.
+        copies: Where the records are kept a second time, and the URI of the log; None: nowhere.
+        spare: Hold in memory only the newest COMMIT of each generation, and read the others again when they are needed.
+        glance: Without a commit key, leave the fields of a COMMIT to whoever opens it: see :mod:`packed_commit`.
+    """
+
+    def __init__(
+        self,
+        log_: Log,
+        key_file: Path | str | None = None,
+        *,
+        serving: bool = False,
+        copies: tuple[Objects, str] | None = None,
+        spare: bool = False,
+        glance: bool = False,
+    ) -> None:
+        self._log = log_
+        self._spare = spare
+        key = CommitKey.load(key_file) if key_file is not None else None
+        self.records = Records(log_, key, _hint(log_.uri, copies), serving=serving, glance=glance)
+        self.signs = key is not None
+        """Whether there is a commit key."""
+        self._folded = Folded()
+        self._last = -1
+        self._next = 0
+        """Where reading goes on: after the last record."""
+        self._lock = threading.Lock()
+        self.copies = self._copies(*copies) if copies is not None else None
+
+    @property
+    def lineage(self) -> Lineage:
+        """The control partition as it was when it was last read here."""
+        return self._folded.lineage
+
+    @property
+    def last(self) -> int:
+        """Offset of what was read last; -1 where nothing was."""
+        return self._last
+
+    def refresh(self) -> Lineage:
+        """Everything that the control partition says now. Safe to call from several threads.
+
+        Raises:
+            CorruptionError: a record is damaged; nothing else says which markers exist.
+            ConfigError: there are records, and the commit key vouches for none of them.
+        """
+        with self._lock:
+            try:
+                self._read_on()
+            except CorruptionError as error:
+                raise type(error)(error.message, hint=error.hint or self.records.hint, **error.where) from None
+        lineage = self.lineage
+        if lineage.unsigned and not lineage.claims:
+            raise ConfigError(
+                f"this log has {lineage.unsigned} control records, and none is signed with this commit key",
+                hint="give the key that the job began with; a job that began without one goes on without one",
+            )
+        return lineage
+
+    def _read_on(self) -> None:
+        if self._last < 0:
+            self._begin()
+            return
+        try:
+            for offset, record in self.records.read(self._next):
+                if offset > self._last:
+                    counts = not is_snapshot(record) and self.records.apply(
+                        self._folded, offset, record, spare=self._spare
+                    )
+                    self._passed(offset, record)
+                    if self.copies is not None:
+                        self.copies.heard(offset, record, counts=counts, snapshot=is_snapshot(record))
+        except PrunedError:  # what this one had not read is gone, and a snapshot says it
+            self._begin()
+
+    def _copies(self, objects: Objects, uri: str) -> Copies:
+        return Copies(objects, uri, self._log.incarnation, self.records.read, self.records.fold_again)
+
+    def check_copy(self) -> None:
+        """(rank 0) See whether the second copy knows of records that the control partition has no longer.
+
+        Raises:
+            CorruptionError: it does: the tail of the control partition was lost.
+            StoreUnavailableError: the store does not answer.
+        """
+        if (lost := self.lost_tail()) is not None:
+            raise lost
+
+    def lost_tail(self, copies: tuple[Objects, str] | None = None) -> CorruptionError | None:
+        """Return what the second copy knows that the control partition has no longer; None for nothing.
+
+        Args:
+            copies: Where it is, and the URI of the log; None: where this one keeps it.
+
+        Raises:
+            StoreUnavailableError: the store does not answer.
+        """
+        kept = self._copies(*copies) if copies is not None else self.copies
+        lineage = self.refresh()
+        if kept is None or not lineage.claims or not (beyond := kept.beyond(lineage.job, self._last)):
+            return None
+        lineage = self.refresh()  # a trainer may have appended and copied them since
+        genuine = (self.records.genuine(each, lineage.job) for each in beyond)
+        lost = [record for record in genuine if record is not None and not knows(lineage, record)]
+        if not lost:
+            return None
+        markers = [record.id for record in lost if isinstance(record, Commit)]
+        there = lineage.newest.id if lineage.newest is not None else "no marker"
+        newer = f"{len(markers)} of them markers, up to {markers[-1]}" if markers else "none of them of a marker"
+        return CorruptionError(
+            f"the log has lost the end of its control partition: it ends at {there}, and the second copy has "
+            f"{len(lost)} newer records, {newer}",
+            hint=f"put them back: stream-ckpt recover {kept.uri} --store {kept.url}"
+            + (" --commit-key-file FILE" if self.signs else ""),
+        )
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Let the second copy take what it lacks, for so long."""
+        if self.copies is not None:
+            self.copies.close(timeout_s)
+
+    def _copy(self) -> None:
+        if self.copies is not None:
+            self.copies.later()
+
+    def _passed(self, offset: int, record: bytes) -> None:
+        self._last, self._next = offset, self._log.control_next(offset, record)
+
+    def _begin(self) -> None:
+        """Read all that is left, from the newest snapshot on."""
+        self._last, last = -1, (-1, b"")
+        recent: deque[tuple[int, bytes]] = deque(maxlen=RECENT)
+        start, before, copied = 0, -1, self.copies is not None
+
+        def read(base: int) -> Folded:
+            def noted() -> Iterator[tuple[int, bytes]]:
+                nonlocal last, start, before
+                recent.clear()
+                start, before = base, base - 1
+                for last in self.records.read(base):
+                    if copied and not is_snapshot(last[1]):
+                        before = recent[0][0] if len(recent) == RECENT else before
+                        recent.append(last)
+                    yield last
+
+            return self.records.fold(noted(), base, spare=self._spare)
+
+        folded = self.records.whole(read)
+        folded.lineage.commits.fetch = self.records.fetch  # before another thread sees it
+        self._folded = folded
+        if last[0] >= 0:
+            self._passed(*last)
+        if self.copies is not None:
+            self.copies.begin(start, before)
+            for offset, record in recent:
+                self.copies.heard(offset, record, counts=self._counts(record))
+
+    def _counts(self, record: bytes) -> bool:
+        parsed = self.records.genuine(record)
+        return parsed is not None and knows(self.lineage, parsed)
+
+    def append(self, record: Record) -> None:
+        """Append a record of another log, or a part of a snapshot: signed anew if it has no signature.
+
+        Raises as :meth:`Log.append_control`.
+        """
+        self._append(record.to_frame() if record.mac else self.records.frame_of(record))
+
+    def _append(self, frame: bytes) -> int:
+        return self._log.append_control(frame, garbage=self.signs)
+
+    def claim(self, claim: Claim) -> None:
+        """Open a generation.
+
+        Raises:
+            FencedError: another process was first.
+        """
+        failpoint("claim.append")
+        offset = self._append(self.records.frame_of(claim))
+        failpoint("claim.appended")
+        winner = self._refresh_to(offset).claims.get(claim.generation)
+        if winner is None or winner.nonce != claim.nonce:
+            raise FencedError(
+                f"another trainer claimed generation {claim.generation} of this job at the same time",
+                hint="only one trainer may run a job; stop one, or give it another URI",
+                generation=claim.generation,
+            )
+        self._copy()
+
+    def _refresh_to(self, offset: int) -> Lineage:
+        """As ``refresh``, that record included: a broker that is cut off from its peers does not know of it."""
+        deadline = time.monotonic() + _READ_BACK_S
+        while True:
+            lineage = self.refresh()
+            if self._last >= offset:
+                return lineage
+            if time.monotonic() > deadline:
+                raise LogUnavailableError(
+                    f"the log took a CLAIM at offset {offset}, and shows its records only up to {self._last}",
+                    hint="check whether a broker is cut off from the others; then try again",
+                )
+            time.sleep(0.2)
+
+    def commit(self, commit: Commit, timeout_s: float, abandoned: threading.Event) -> None:
+        """Make a marker exist, and be sure of it.
+
+        Raises:
+            FencedError: a higher generation has been claimed.
+            MarkerFailedError: the log takes nothing, and the marker is surely not there.
+            CommitUnknownError: it was sent, and there was no answer until the time was up.
+        """
+        deadline = time.monotonic() + timeout_s
+        frame = self.records.frame_of(commit)
+        sent, unanswered, failure = False, "", "it was appended and does not count"
+        while True:
+            try:
+                if self._is_there(commit):
+                    self._copy()
+                    return
+                failpoint("commit.append")
+                self._append(frame)
+                failpoint("commit.appended")
+                sent = True
+                if self._is_there(commit):
+                    self._copy()
+                    return
+            except CommitUnknownError as error:
+                sent, unanswered = True, error.headline
+            except LogUnavailableError as error:
+                failure = error.headline
+            if time.monotonic() > deadline or abandoned.wait(_RETRY_S):
+                raise _gave_up(commit, sent, unanswered or failure)
+
+    def end(self, end: End) -> None:
+        """Say how a generation has ended; its writer has no marker in flight. Void once a higher one is claimed.
+
+        Raises:
+            LogUnavailableError: it is not there.
+            CommitUnknownError: whether it arrived is unknown.
+        """
+        failpoint("end.append")
+        self._append(self.records.frame_of(end))
+        failpoint("end.appended")
+        self.refresh()
+        self._copy()
+
+    def trim(self, trim: Trim) -> None:
+        """Say for all readers and trainers what may be gone from here on; behind this call it may be deleted.
+
+        Raises:
+            LogUnavailableError: it is not there.
+            CommitUnknownError: whether it arrived is unknown.
+            CorruptionError: it is there and does not count.
+        """
+        failpoint("trim.append")
+        self._append(self.records.frame_of(trim))
+        failpoint("trim.appended")
+        reach = self.refresh().trims.reach
+        if any(reach.get(each.generation, each) < each or each.generation not in reach for each in trim.markers):
+            raise CorruptionError("the TRIM was appended and does not count", marker=trim.id)
+        self._copy()
+
+    def note(self, note: Note, timeout_s: float) -> None:
+        """Add metadata to a committed marker, and be sure of it. A second record of the same words changes nothing.
+
+        Raises:
+            MarkerNotFoundError: the marker is not committed, or was given up.
+            LogUnavailableError: the log takes nothing, and the record is surely not there.
+            CommitUnknownError: it was sent, and there was no answer until the time was up.
+        """
+        deadline = time.monotonic() + timeout_s
+        frame = self.records.frame_of(note)
+        while True:
+            try:
+                self.refresh().find(note.id)
+                failpoint("note.append")
+                self._append(frame)
+                failpoint("note.appended")
+                self.refresh()
+                self._copy()
+                return
+            except (CommitUnknownError, LogUnavailableError):
+                if time.monotonic() + _RETRY_S > deadline:
+                    raise
+                time.sleep(_RETRY_S)
+
+    def _is_there(self, commit: Commit) -> bool:
+        """Tell whether the marker exists, read from the log; raises when it cannot exist any more."""
+        lineage = self.refresh()
+        if commit.id in lineage.commits and lineage.claims[commit.generation].nonce == commit.nonce:
+            return True
+        if lineage.newest_generation != commit.generation:
+            by_operator = not lineage.claims[lineage.newest_generation].world
+            raise FencedError(
+                "an operator has ended this trainer"
+                if by_operator
+                else f"generation {lineage.newest_generation} has taken over this job",
+                hint="stop this one; a new job restores the newest marker"
+                if by_operator
+                else "another trainer restored it: stop this one",
+                generation=commit.generation,
+                marker=commit.marker,
+            )
+        return False
+
+
+def _gave_up(commit: Commit, sent: bool, failure: str) -> CommitUnknownError | MarkerFailedError:
+    kind = CommitUnknownError if sent else MarkerFailedError
+    said = "there was no answer whether it arrived" if sent else "the log cannot be reached"
+    return kind(
+        f"COMMIT: {said} ({failure})",
+        hint="stream-ckpt list tells, once the log answers again",
+        generation=commit.generation,
+        marker=commit.marker,
+    )
+
+
+def _hint(uri: FileUri | KafkaUri, copies: tuple[Objects, str] | None) -> str:
+    """Return the hint where a control record is damaged."""
+    store = (
+        copies[0].url
+        if copies is not None
+        else f"{uri}, or the store that the job names"
+        if isinstance(uri, FileUri)
+        else "URL"
+    )
+    return (
+        f"bring the control partition back from a copy; or {uri.aside}, and put it back from its second copy: "
+        f"stream-ckpt recover {uri} --store {store}; if the log's rows are gone too, into a new log: "
+        f"stream-ckpt recover NEW_URI --store {store}"
+    )

@@ -1,0 +1,182 @@
+"""The records of a control partition: which of them count, folded into a lineage, and signed when they are written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from itertools import count, takewhile
+from typing import TypeVar
+
+from crc32c import crc32c
+
+from torchrec_stream_ckpt.errors import CorruptionError, PrunedError
+from torchrec_stream_ckpt.format.commits import Place
+from torchrec_stream_ckpt.format.control import ControlRecord, Serve, parse_control
+from torchrec_stream_ckpt.format.folding import Folded, fold
+from torchrec_stream_ckpt.format.frame import parse_header
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.mac import CommitKey, Record
+from torchrec_stream_ckpt.format.packed_commit import PackedCommit, read_record
+from torchrec_stream_ckpt.format.snapshot import Snapshot
+from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.util.types import MarkerId
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_ATTEMPTS = 5
+"""To read what is left, while another process deletes more of it."""
+_CRC_BITS = 32
+
+
+class Records:
+    """The records of one control partition, as often as they are read; remembers none.
+
+    Args:
+        log_: The log.
+        key: With it, only records that it vouches for count.
+        hint: What to do where one is damaged.
+        serving: Take a serving stream, too.
+        glance: Leave the fields of a COMMIT to whoever opens it; a commit key needs all of them.
+    """
+
+    def __init__(self, log_: Log, key: CommitKey | None, hint: str, *, serving: bool, glance: bool = False) -> None:
+        self._log = log_
+        self._key = key
+        self._serving, self._glance = serving, glance
+        self.hint = hint
+        self.signs = key is not None
+        """Whether there is a commit key."""
+
+    def read(self, start: int) -> Iterator[tuple[int, bytes]]:
+        """(offset, record) of all from offset ``start``; with a commit key, of garbage as well."""
+        return self._log.read_control(start, garbage=self.signs)
+
+    def frame_of(self, record: Record) -> bytes:
+        """Return the frame to append of a new record: with a signature, if there is a commit key."""
+        return (self._key.sign(record) if self._key else record).to_frame()
+
+    def genuine(self, record: bytes, job: bytes | None = None) -> ControlRecord | None:
+        """A record as it was copied, unless it is damaged, of another job, or the key does not vouch for it."""
+        try:
+            parsed = parse_control(record, serving=True)
+        except CorruptionError:
+            return None
+        genuine = self._key is None or self._key.vouches_for(parsed)
+        return parsed if genuine and job in (None, parsed.job) else None
+
+    def whole(self, read: Callable[[int], T]) -> T:
+        """Return what ``read`` makes of the partition from its base on, while others may delete more of it."""
+        for attempt in count(1):
+            try:
+                return read(self._log.control_base())
+            except PrunedError:
+                if attempt == _ATTEMPTS:
+                    raise
+        raise AssertionError
+
+    def fold(self, records: Iterable[tuple[int, bytes]], base: int, *, spare: bool = False) -> Folded:
+        apply = partial(self.apply, spare=spare)
+        return fold(records, base, apply, self.snapshot_part, serving=self._serving)
+
+    def fetch(self, places: Mapping[MarkerId, Place]) -> dict[MarkerId, bytes]:
+        """The COMMITs that stand there.
+
+        Raises:
+            MarkerNotFoundError: one was given up since, and what it stood in is gone.
+            CorruptionError: another record stands there now.
+            LogUnavailableError: the log does not answer.
+        """
+        wanted = {place >> _CRC_BITS: marker for marker, place in places.items()}
+        last, found = max(wanted), dict[MarkerId, bytes]()
+        with suppress(PrunedError):  # what was deleted is in a snapshot
+            for offset, record in self.read(min(wanted)):
+                if offset in wanted and place_of(offset, crc32c(record)) == places[wanted[offset]]:
+                    found[wanted[offset]] = record
+                if offset >= last:
+                    break
+        missing = places.keys() - found.keys()
+        return found | self._fetch_anew({marker: places[marker] for marker in missing}) if missing else found
+
+    def _fetch_anew(self, places: Mapping[MarkerId, Place]) -> dict[MarkerId, bytes]:
+        """The same, from whatever says it now."""
+        lineage = self.fold_again().lineage
+        found = {}
+        for marker, place in places.items():
+            if marker in lineage.given_up:
+                lineage.find(marker)  # since this one read on
+            frame = lineage.commits[marker].to_frame() if marker in lineage.commits else b""
+            if place_of(place >> _CRC_BITS, crc32c(frame)) != place:
+                raise CorruptionError(
+                    "the control partition holds another COMMIT of a marker than was read from it, or none",
+                    hint=self.hint,
+                    marker=marker,
+                    control_offset=place >> _CRC_BITS,
+                )
+            found[marker] = frame
+        return found
+
+    def fold_again(self, upto: int | None = None) -> Folded:
+        """The control partition read anew, as far as the record at offset ``upto``; this one stays as it is."""
+
+        def read(base: int) -> Folded:
+            records = self.read(base)
+            return self.fold(takewhile(lambda each: upto is None or each[0] <= upto, records), base)
+
+        return self.whole(read)
+
+    def raw(self) -> list[tuple[int, bytes]]:
+        """(offset, record) of all that is left."""
+        return self.whole(lambda base: list(self.read(base)))
+
+    def apply(self, folded: Folded, offset: int, record: bytes, *, spare: bool) -> bool:
+        """Fold one record; whether it counts."""
+        lineage, crc = folded.lineage, crc32c(record)
+        parsed, stale = self._accept(lineage, record, offset), lineage.stale
+        if parsed is not None:
+            lineage.apply(parsed, place_of(offset, crc) if spare and isinstance(parsed, PackedCommit) else None)
+        folded.upto, folded.crc = offset, crc
+        return parsed is not None and lineage.stale == stale
+
+    def _accept(self, lineage: Lineage, record: bytes, offset: int) -> ControlRecord | PackedCommit | None:
+        """The record, or None if there is a key that does not vouch for it."""
+        if self._key is None:
+            return read_record(record, offset, serving=self._serving, glance=self._glance)
+        try:
+            parsed, why = read_record(record, offset, serving=True), "it is not signed with the commit key"
+        except CorruptionError as error:
+            parsed, why = None, error.headline
+        if parsed is not None and not isinstance(parsed, Serve) and self._key.vouches_for(parsed):
+            return parsed
+        level = logging.DEBUG if lineage.unsigned else logging.WARNING
+        log.log(level, "the control record at offset %d is ignored: %s", offset, why)
+        lineage.disregard(_generation_of(record))
+        return None
+
+    def snapshot_part(self, record: bytes) -> Snapshot | None:
+        """A part of a snapshot of this very log, if it is whole and there is no key, or one that vouches for it."""
+        try:
+            part = parse_control(record)
+        except CorruptionError as error:
+            log.warning("a part of a control snapshot is passed over: %s", error.headline)
+            return None
+        if not isinstance(part, Snapshot) or (self._key is not None and not self._key.vouches_for(part)):
+            return None
+        now = self._log.incarnation()
+        return part if now is not None and part.incarnation == now.id else None
+
+
+def place_of(offset: int, crc: int) -> Place:
+    """Where a COMMIT stands, and which one it is."""
+    return offset << _CRC_BITS | crc
+
+
+def _generation_of(record: bytes) -> int:
+    """Read the generation in a header; 0 if it is not one."""
+    try:
+        return parse_header(record).generation
+    except CorruptionError:
+        return 0

@@ -1,0 +1,137 @@
+"""Keeping the control partition short: a snapshot of it is appended, and what the one before it covers is deleted.
+
+This is done where log is trimmed, by ``stream-ckpt trim``, in no trainer: a log that is not trimmed grows by its rows
+anyway, and what a snapshot spares are above all the COMMITs that a TRIM gives up. So no commit waits for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from crc32c import crc32c
+
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, LogUnavailableError
+from torchrec_stream_ckpt.format.folding import Folded, body_of, is_snapshot, lineage_of, snapshot_of
+from torchrec_stream_ckpt.format.snapshot import Parts, Snapshot, unpack
+from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.util.failpoints import failpoint
+
+LEAST_BYTES = 2**20
+"""So much has to stand behind the newest snapshot, and as much as it has itself, before there is another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shortened:
+    """What was done to a control partition."""
+
+    upto: int | None
+    """The new snapshot covers all up to this offset; None: it was not time for one."""
+    base: int
+    """Where the control partition begins now."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Standing:
+    """A snapshot that stands in the control partition whole."""
+
+    upto: int
+    num_bytes: int
+    """Of its records."""
+
+    @classmethod
+    def of(cls, parts: list[Snapshot]) -> _Standing:
+        return cls(parts[0].upto, sum(len(part.to_frame()) for part in parts))
+
+
+def shorten_control(log: Log, control: Control, *, at_once: bool = False) -> Shortened:
+    """Append a snapshot if it is time, and delete what the second-newest one covers.
+
+    Trainers may write and readers read meanwhile, and several may do this at once.
+
+    Args:
+        log: The log.
+        control: Its control partition; with the commit key if the job has one.
+        at_once: Do not wait until it is worth it.
+
+    Raises:
+        ConfigError: the job has a commit key, and ``control`` has none.
+        CorruptionError: what was written is not what was read back. Nothing was deleted.
+        UnsupportedError: the snapshot would be larger than a reader takes.
+        LogUnavailableError: the log does not answer, or does not let us delete. Do it again.
+        CommitUnknownError: whether a part of it is there is unknown. Do it again.
+    """
+    lineage = control.refresh()
+    if not lineage.claims:
+        return Shortened(None, log.control_base())
+    if any(claim.mac for claim in lineage.claims.values()) and not control.signs:
+        raise ConfigError("this job has a commit key, and ignores a snapshot without it", hint="--commit-key-file FILE")
+    standing, behind = _look(control)
+    newest = standing[-1] if standing else None
+    upto = None
+    worth = max(LEAST_BYTES, newest.num_bytes if newest is not None else 0)
+    if behind >= (1 if at_once else worth):
+        standing.append(_write(log, control))
+        upto = standing[-1].upto
+    if len(standing) > 1:
+        failpoint("snapshot.written")
+        log.prune_control(standing[-2].upto)
+    return Shortened(upto, log.control_base())
+
+
+def _write(log: Log, control: Control) -> _Standing:
+    """Append a snapshot of what is there now, computed twice, and see that it is there."""
+    folded = control.records.fold_again()
+    again = control.records.fold_again(folded.upto)
+    now = log.incarnation()
+    if now is None:
+        raise LogUnavailableError("the log is gone", hint="bring it back")
+    if _essence(folded) != _essence(again):
+        hint = "test the machine's memory"
+        raise CorruptionError("the control partition was read twice with two results", hint=hint)
+    parts = snapshot_of(folded, now.id)
+    for part in parts:
+        failpoint("snapshot.append")
+        control.append(part)
+    if _read_back(control, parts[0]) != body_of(again.lineage):
+        raise CorruptionError("a control snapshot was read back and differs from what was written")
+    return _Standing.of(parts)
+
+
+def _essence(folded: Folded) -> tuple[int, int, bytes]:
+    return folded.upto, folded.crc, body_of(folded.lineage)
+
+
+def _read_back(control: Control, written: Snapshot) -> bytes:
+    parts = Parts()
+    for _, record in control.records.raw():
+        part = control.records.snapshot_part(record) if is_snapshot(record) else None
+        if part is not None and part.key == written.key and (whole := parts.add(part)) is not None:
+            return unpack(whole)
+    raise CorruptionError("a control snapshot was appended, but part of it is missing")
+
+
+def _look(control: Control) -> tuple[list[_Standing], int]:
+    """The snapshots that are whole, oldest first, and how many bytes of records none of them covers."""
+    found: dict[tuple[int, int, int, str], Parts] = {}
+    whole: dict[int, _Standing] = {}
+    sizes: dict[int, int] = {}
+    crcs: dict[int, int] = {}
+    for offset, record in control.records.raw():
+        if not is_snapshot(record):
+            sizes[offset], crcs[offset] = len(record), crc32c(record)
+        elif (part := control.records.snapshot_part(record)) is not None:
+            parts = found.setdefault(part.key, Parts()).add(part)
+            if parts is not None and crcs.get(part.upto) == part.crc and _is_sound(parts):
+                whole[part.upto] = _Standing.of(parts)
+    standing = [whole[upto] for upto in sorted(whole)]
+    covered = standing[-1].upto if standing else -1
+    return standing, sum(size for offset, size in sizes.items() if offset > covered)
+
+
+def _is_sound(parts: list[Snapshot]) -> bool:
+    try:
+        lineage_of(unpack(parts))
+    except CorruptionError:
+        return False
+    return True

@@ -1,0 +1,212 @@
+"""Workers that Ray schedules, on as many hosts as its cluster has: ``--engine ray://HOST:PORT``, an extra of its own.
+
+The materializer is a driver on a node of the cluster. Ray retries what it loses with a worker or a node; what it gives
+up is submitted once more. Task arguments hold names, never a secret.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import platform
+import socket
+from functools import cache
+from typing import Any
+
+from torchrec_stream_ckpt.errors import ConfigError, EngineUnavailableError, StreamCkptError
+from torchrec_stream_ckpt.maintain.engine.api import Order, Site, Task
+from torchrec_stream_ckpt.maintain.engine.dispatcher import Dispatcher
+from torchrec_stream_ckpt.maintain.engine.parcel import Failed, SiteAddress, opened, packed, work
+
+_REACH_S = 5.0
+_RETRIES = 3
+"""How often Ray itself does a task again whose worker or node died."""
+_QUEUED = 2
+"""Tasks that Ray has for each CPU: those that wait let its autoscaler see that more CPUs are wanted."""
+
+log = logging.getLogger(__name__)
+
+
+class OnRay(Dispatcher):
+    """Runs tasks on a Ray cluster. It connects at once, and again after a loss.
+
+    Args:
+        here: What small tasks work with.
+        source: What workers open.
+        host: Of the head of the cluster.
+        port: Of the same.
+
+    Raises:
+        ConfigError: Ray is not installed, or another version than the cluster has.
+        EngineUnavailableError: the cluster does not answer.
+    """
+
+    def __init__(self, here: Site, source: SiteAddress, host: str, port: int) -> None:
+        super().__init__(f"ray://{host}:{port}", here)
+        self._source = source
+        self._where = (host, port)
+        self._ray: Any = None
+        self._remote: Any = None
+        self._cpus = 1
+        self._running: dict[Any, Order] = {}
+        self._connect()
+
+    @property
+    def workers(self) -> int:
+        return self._cpus
+
+    def _assign(self) -> None:
+        if not self._queue:
+            return
+        try:
+            if self._ray is None:
+                self._connect()
+            while len(self._running) < _QUEUED * self._cpus and (order := self._queue.take()) is not None:
+                try:
+                    parcel = packed(self._source, order.task)
+                except Exception as error:
+                    self._done(order, Failed.by(error))
+                    continue
+                options = self._remote.options(name=str(order.task), num_cpus=1, max_retries=_RETRIES)
+                self._running[options.remote(*parcel)] = order
+        except StreamCkptError as error:
+            self._give_up(error)
+            raise
+        except Exception as error:  # of Ray, gRPC, or of a thread of theirs: the connection is of no more use
+            self._lose(error)
+
+    def _connect(self) -> None:
+        ray = _library()
+        _check_reachable(*self._where)
+        try:
+            ray.init(":".join(map(str, self._where)), log_to_driver=False, logging_level=logging.ERROR)
+        except RuntimeError as error:
+            raise _misfit(error, self.name) from None
+        except Exception as error:
+            raise _away(self.name, error) from None
+        self._ray = ray
+        self._remote = ray.remote(run_task)
+        self._count()
+
+    def _count(self) -> None:
+        self._cpus = max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+
+    def _poll(self, timeout_s: float) -> None:
+        if not self._running:
+            return
+        try:
+            done, _ = self._ray.wait(list(self._running), num_returns=1, timeout=min(timeout_s, 1.0))
+            for ref in done:
+                self._hear(ref)
+            self._count()
+        except StreamCkptError:
+            raise
+        except Exception as error:
+            self._lose(error)
+
+    def _hear(self, ref: Any) -> None:
+        """Take the answer of one task."""
+        lost = _library("ray.exceptions")
+        try:
+            answer = self._ray.get(ref)
+        except (lost.WorkerCrashedError, lost.NodeDiedError, lost.OutOfMemoryError, lost.ObjectLostError) as error:
+            self._died(self._running.pop(ref), type(error).__name__)
+        except lost.RayTaskError as error:
+            order = self._running.pop(ref)
+            self._done(order, _broken(self.name, order.task, error))
+        else:
+            self._done(self._running.pop(ref), opened(answer))
+
+    def _lose(self, error: Exception) -> None:
+        """The cluster is away: nothing that runs there is heard of any more.
+
+        Raises:
+            EngineUnavailableError: always.
+        """
+        away = _away(self.name, error)
+        self._disconnect()
+        orders, self._running = list(self._running.values()), {}
+        for order in orders:
+            self._fail(order, away)
+        self._give_up(away)
+        raise away
+
+    def _disconnect(self) -> None:
+        ray, self._ray = self._ray, None
+        if ray is not None:
+            with contextlib.suppress(Exception):
+                ray.shutdown()
+
+    def close(self) -> None:
+        if self._ray is not None:
+            for ref in self._running:
+                with contextlib.suppress(Exception):
+                    self._ray.cancel(ref, force=True)
+            self._running.clear()
+            self._disconnect()
+
+
+@cache
+def _opened(source: SiteAddress) -> Site:
+    return source.open()
+
+
+def run_task(version: str, data: bytes) -> bytes:
+    """(in a worker) The answer to a parcel, as a value: Ray prints what is raised, with all that stands around it."""
+    return work((version, data), _opened)
+
+
+def _library(name: str = "ray") -> Any:
+    """Ray, or a part of it.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"Ray cannot be imported: {error}", hint="pip install 'torchrec_stream_ckpt[ray]'", engine="ray"
+        ) from None
+
+
+def _check_reachable(host: str, port: int) -> None:
+    """Ray itself tries for a minute, and then does not say why."""
+    try:
+        socket.create_connection((host, port), _REACH_S).close()
+    except OSError as error:
+        raise _away(f"ray://{host}:{port}", error) from None
+
+
+def _away(engine: str, error: Exception) -> EngineUnavailableError:
+    why = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    return EngineUnavailableError(
+        f"Ray cannot be reached: {why.splitlines()[0]:.200}",
+        hint="start the cluster (ray start --head), name its head (mostly port 6379), and run the materializer on one "
+        "of its nodes; or use --engine local",
+        engine=engine,
+    )
+
+
+def _misfit(error: RuntimeError, engine: str) -> StreamCkptError:
+    """Return the error for what Ray says of versions; it refuses a driver for nothing else."""
+    said = " ".join(str(error).split())
+    if "ersion" not in said:
+        return _away(engine, error)
+    mine = f"Python {platform.python_version()}, Ray {_library().__version__}"
+    return ConfigError(
+        f"this cluster has another version of Ray or Python than the materializer ({mine}): {said:.200}",
+        hint="install the same Ray and the same minor version of Python here and on all nodes",
+        engine=engine,
+    )
+
+
+def _broken(engine: str, task: Task[Any], error: Any) -> StreamCkptError:
+    """A task ended by something that is no error of ours: most likely our package is missing on the node."""
+    why = str(getattr(error, "cause", None) or error).splitlines()
+    return EngineUnavailableError(
+        f"a task ({task}) failed on a node of Ray: {why[-1] if why else type(error).__name__:.300}",
+        hint="install this version of torchrec_stream_ckpt, with what the store needs, on all nodes",
+        engine=engine,
+    )

@@ -1,0 +1,141 @@
+"""A task on its way to a worker, and its answer on the way back.
+
+What travels is bytes, and a version before them: only the same version of this library opens them, since a field
+of a task may mean something else in another one. An answer is a value, whatever has happened in the worker.
+
+Which log and store a worker opens: names alone. Secrets stand in files, which each worker reads for itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import platform
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from torchrec_stream_ckpt import __version__
+from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
+from torchrec_stream_ckpt.log.api import open_log
+from torchrec_stream_ckpt.maintain.engine.api import Site, Task
+from torchrec_stream_ckpt.store.api import LooksFirst, open_store
+from torchrec_stream_ckpt.store.identity import place_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SiteAddress:
+    """A log and a store, as a worker opens them."""
+
+    uri: str | None
+    """Of the log; None: it is gone."""
+    kafka_options: str | None
+    """Path of a file."""
+    store: str
+    """URL."""
+    store_options: str | None
+    """Path of a file."""
+    incarnation: str | None = None
+    """Of the log, for workers on other hosts: they may have another one at its place."""
+    probe: str | None = None
+    """An object that is in the store, for the same."""
+    place: str | None = None
+    """Which store it is (``place_of``), for workers on this host: a file of options may have changed since."""
+    looks_first: bool = False
+    """Whether the store was seen to ignore conditions: a worker does not ask it again."""
+
+    def open(self) -> Site:
+        """Open both; they stay open as long as the process lives.
+
+        Raises:
+            ConfigError: a file is missing here, or what is here at these places is something else.
+            LogUnavailableError, StoreUnavailableError: one of them does not answer.
+        """
+        log = open_log(self.uri, self.kafka_options) if self.uri is not None else None
+        objects = open_store(self.store, self.store_options)
+        if self.incarnation is not None:
+            found = log.incarnation() if log is not None else None
+            if found is None or found.id != self.incarnation:
+                raise ConfigError(
+                    f"a worker does not see the log of this materializer: {'another' if found else 'none'} is there",
+                    hint="run workers where the log can be read: a folder must be shared under the same path",
+                    uri=self.uri,
+                    node=platform.node(),
+                )
+        if self.probe is not None and objects.size(self.probe) is None:
+            raise ConfigError(
+                "a worker does not see the store of this materializer: another one is there",
+                hint="run workers where the store can be written: a folder must be shared under the same path",
+                store=self.store,
+                node=platform.node(),
+            )
+        if self.place is not None and (found_at := place_of(objects)) != self.place:
+            raise ConfigError(
+                f"a worker opens another store than the process that gives it tasks: {found_at}, not {self.place}",
+                hint="start that process again, if its store options have changed since it began",
+                store=self.store,
+            )
+        if self.looks_first and isinstance(objects, LooksFirst):
+            objects.looks_first = True
+        return Site(log, objects, ThreadPoolExecutor(objects.reads_ahead, "reader"))
+
+
+Parcel = tuple[str, bytes]
+"""The version that made it, and what is in it."""
+_MOST_SIGNS = 300
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The answer of a worker in which something went wrong that has no error class of ours."""
+
+    why: str
+
+    @classmethod
+    def by(cls, error: Exception) -> Failed:
+        """Say it in one line, with the name of the error's class."""
+        return cls(f"{type(error).__name__}: {error}".splitlines()[0][:_MOST_SIGNS])
+
+
+def packed(source: SiteAddress, task: Task[Any]) -> Parcel:
+    """Pack one task, and what it works with; raises whatever ``pickle`` does."""
+    return __version__, pickle.dumps((source, task))
+
+
+def work(parcel: Parcel, site_of: Callable[[SiteAddress], Site]) -> bytes:
+    """(in a worker) Do a task; returns its answer: the result, an error of ours, or :class:`Failed`."""
+    answer = _work(parcel, site_of)
+    try:
+        return pickle.dumps(answer)
+    except Exception as error:  # of whatever stands in it
+        log.exception("a task gave what cannot be sent")
+        return pickle.dumps(Failed.by(error))
+
+
+def _work(parcel: Parcel, site_of: Callable[[SiteAddress], Site]) -> object:
+    version, data = parcel
+    try:
+        if version != __version__:
+            raise ConfigError(
+                f"a worker has version {__version__} of torchrec_stream_ckpt, its tasks are of version {version}",
+                hint="install the same version everywhere, and start what gives the tasks again",
+                node=platform.node(),
+            )
+        source, task = pickle.loads(data)
+        return task.run(site_of(source))
+    except StreamCkptError as error:
+        return error
+    except Exception as error:
+        log.exception("a task failed")
+        return Failed.by(error)
+
+
+def opened(answer: bytes) -> object:
+    """Open what a worker has answered."""
+    try:
+        return pickle.loads(answer)
+    except Exception as error:  # of a class of its own
+        return Failed.by(error)

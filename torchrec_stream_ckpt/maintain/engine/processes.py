@@ -1,0 +1,177 @@
+"""Workers that are processes on this host. They are started with the first task that is not small, and stay.
+
+Each has a pipe of its own. A worker ends when its pipe does or when the materializer is no more, whatever killed it.
+
+Small tasks never come here (``api.SMALL_BYTES``). The rest is what kills need and the standard library's pool lacks:
+a worker that dies fails its own task alone, and another worker does it again (a pool breaks, with all of its tasks);
+no worker outlives a killed materializer (those of a pool do).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from functools import cache
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+from torchrec_stream_ckpt.errors import EngineUnavailableError
+from torchrec_stream_ckpt.maintain.engine.api import Order, Site
+from torchrec_stream_ckpt.maintain.engine.dispatcher import ENDED, Dispatcher
+from torchrec_stream_ckpt.maintain.engine.parcel import Failed, SiteAddress, opened, packed, work
+
+_TO_END_S = 5.0
+"""For how long a worker that has closed its pipe may take to end by itself."""
+
+
+class Processes(Dispatcher):
+    """Runs tasks in processes of this host, which are spawned: a fork of a process with threads may hang.
+
+    Args:
+        here: What small tasks work with.
+        source: What workers open.
+        workers: How many there are.
+    """
+
+    def __init__(self, here: Site, source: SiteAddress, workers: int) -> None:
+        super().__init__(f"local:{workers}", here)
+        self._source = source
+        self._count = workers
+        self._workers: list[_Worker] = []
+
+    @property
+    def workers(self) -> int:
+        return self._count
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the workers that run."""
+        return [worker.process.pid or 0 for worker in self._workers]
+
+    def _assign(self) -> None:
+        for worker in [each for each in self._workers if not each.process.is_alive() and each.order is None]:
+            self._bury(worker)
+        free = [worker for worker in self._workers if worker.order is None]
+        while free or len(self._workers) < self._count:
+            order = self._queue.take()
+            if order is None:
+                return
+            try:
+                parcel = packed(self._source, order.task)
+            except Exception as error:
+                self._done(order, Failed.by(error))
+                continue
+            if not free:
+                free.append(self._start(order))
+            worker = free.pop()
+            worker.order = order
+            try:
+                worker.pipe.send(parcel)
+            except OSError:  # it has just died
+                self._bury(worker)
+
+    def _start(self, order: Order) -> _Worker:
+        """Start one worker more; its task waits on if the system has no room for it."""
+        try:
+            self._workers.append(_Worker())
+        except OSError as error:
+            self._queue.put_back(order)
+            raise EngineUnavailableError(
+                f"cannot start a worker: {error.strerror or error}",
+                hint="let this user have more processes and open files (ulimit -u, ulimit -n), or run fewer: local:N",
+                engine=self.name,
+            ) from None
+        return self._workers[-1]
+
+    def _poll(self, timeout_s: float) -> None:
+        busy: dict[Any, _Worker] = {worker.pipe: worker for worker in self._workers if worker.order is not None}
+        for pipe in wait(list(busy), timeout_s):
+            worker = busy[pipe]
+            try:
+                answer = worker.pipe.recv_bytes()
+            except (EOFError, OSError):
+                self._bury(worker)
+                continue
+            assert worker.order is not None
+            order, worker.order = worker.order, None
+            self._done(order, opened(answer))
+
+    def _bury(self, worker: _Worker) -> None:
+        """Let go of a worker that has died, or is about to: it has closed its pipe."""
+        self._workers.remove(worker)
+        worker.pipe.close()
+        worker.process.join(_TO_END_S)
+        if worker.process.exitcode is None:
+            worker.process.kill()
+            worker.process.join()
+        if worker.order is not None:
+            self._died(worker.order, _how(worker.process.exitcode or 0))
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+            worker.process.close()
+            worker.pipe.close()
+        self._workers.clear()
+
+
+class _Worker:
+    """One process, and the task that it is at.
+
+    Raises:
+        OSError: the system has no room for one more.
+    """
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process: SpawnProcess = context.Process(
+            target=_serve, args=(theirs,), name="stream-ckpt-worker", daemon=True
+        )
+        try:
+            self.process.start()
+        except BaseException:
+            self.pipe.close()
+            raise
+        finally:
+            theirs.close()
+        self.order: Order | None = None
+
+
+def _serve(pipe: Connection) -> None:
+    """(in a worker) Do what comes, until the materializer is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all: the materializer ends its workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    site_of = cache(SiteAddress.open)
+    while True:
+        try:
+            parcel = pipe.recv()
+        except (EOFError, OSError):
+            return
+        answer = work(parcel, site_of)
+        try:
+            pipe.send_bytes(answer)
+        except OSError:
+            return
+
+
+def _how(code: int) -> str:
+    """Say how a process has ended, by its exit code."""
+    if code >= 0:
+        return f"{ENDED} {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:  # a real-time signal has no name
+        return f"signal {-code}"
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

@@ -1,0 +1,235 @@
+"""Fold one rank's interval of the log into segments, and put the marker into the store once all ranks are there.
+
+What is written is a function of the stream alone, so that two processes that do the same work write the same bytes,
+and one that was killed begins its interval again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, wait
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.claim_features import check_kept
+from torchrec_stream_ckpt.format.frame import Header, Kind
+from torchrec_stream_ckpt.format.interval import Interval
+from torchrec_stream_ckpt.format.manifest import SegmentRef
+from torchrec_stream_ckpt.format.notes import Notes
+from torchrec_stream_ckpt.format.rows import decode_rows
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.format.segment import (
+    HEADER_LEN,
+    Chunk,
+    Front,
+    SegmentId,
+    front_bytes_of,
+    lay_out,
+    parse_front,
+)
+from torchrec_stream_ckpt.log.api import LogReader
+from torchrec_stream_ckpt.log.stream import check_hello, checked_payload, read_mark, read_stream
+from torchrec_stream_ckpt.maintain.sorter import RowSorter
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.write_once import put_once
+from torchrec_stream_ckpt.util.failpoints import failpoint
+from torchrec_stream_ckpt.util.types import TableShard
+
+SEGMENT_BYTES = 128 * 2**20
+"""Rows held in memory before they are written: an interval with more takes several parts. It stands in the store's
+format: who folds the same interval must cut it at the same places."""
+
+
+FRONT_BYTES = 64 * 2**10
+"""What is read of a segment to have its directory with one request: room for some 1,300 chunks."""
+
+
+class SegmentWriter:
+    """Puts the parts of one interval or fold into the store, one after the other.
+
+    Args:
+        objects: The store.
+        schema: Of the rows.
+        name: Name of a part's object.
+        segment: Identity of a part.
+        background: A thread that writes a part while other rows are gathered; None: :meth:`put` writes.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        schema: Schema,
+        name: Callable[[int], str],
+        segment: Callable[[int], SegmentId],
+        background: Executor | None = None,
+    ) -> None:
+        self._objects = objects
+        self._schema = schema
+        self._name = name
+        self._segment = segment
+        self._background = background
+        self._writing: Future[None] | None = None
+        self.refs: list[SegmentRef] = []
+        """The parts that are written."""
+
+    def put(self, rows: RowSorter, *, last: bool, notes: Notes | None = None, part: int | None = None) -> None:
+        """Write what ``rows`` holds as the next part, which must then stay as it is until the next call.
+
+        Args:
+            rows: What to write.
+            last: Whether no part follows.
+            notes: What goes with the last part of an interval.
+            part: The number of the part; None: parts are counted from 0.
+        """
+        text = notes.to_json() if notes is not None else b""
+        version = version_of(notes)
+        self.finish()
+        chunks, part = rows.chunks(), part if part is not None else len(self.refs)
+        if self._background is None:
+            self._put(part, chunks, last, text, version)
+        else:
+            self._writing = self._background.submit(self._put, part, chunks, last, text, version)
+
+    def finish(self) -> tuple[SegmentRef, ...]:
+        """All parts, once they are written; raises as :meth:`put`."""
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+        return tuple(self.refs)
+
+    def drop(self) -> None:
+        """Write nothing more: what has begun is waited for, and what comes of it does not matter."""
+        if self._writing is not None and not self._writing.cancel():
+            wait([self._writing])
+
+    def _put(self, part: int, chunks: Sequence[Chunk], last: bool, notes: bytes, version: int) -> None:
+        parts, front_bytes, crc = lay_out(
+            self._segment(part), chunks, last=last, schema_crc=self._schema.crc, notes=notes, version=version
+        )
+        failpoint("fold.segment")
+        put_once(self._objects, self._name(part), parts)
+        failpoint("fold.segment_put")
+        front = parse_front(parts[0], self._name(part))
+        self.refs.append(SegmentRef(self._name(part), front.num_bytes, front_bytes, crc, front.rows))
+
+
+def version_of(notes: Notes | None) -> int:
+    """Format version of a segment: the least that can have these notes."""
+    if notes is None or notes.mark.proof is None:
+        return 1
+    return 2 if notes.mark.dense_proof is None else 3
+
+
+def fold_interval(
+    log: LogReader,
+    objects: Objects,
+    interval: Interval,
+    shards: tuple[TableShard, ...] | None,
+    progress: Callable[[int], None] = lambda _: None,
+    seen: Callable[[Header, memoryview], None] = lambda header, payload: None,
+) -> tuple[SegmentRef, ...]:
+    """Read one rank's interval, check every frame and write its segments; as :func:`begin_fold`.
+
+    Args:
+        log, objects, interval, shards, progress: As there.
+        seen: Called with header and payload of each frame that was checked.
+    """
+    return begin_fold(log, objects, interval, shards, progress, seen=seen).finish()
+
+
+def begin_fold(
+    log: LogReader,
+    objects: Objects,
+    interval: Interval,
+    shards: tuple[TableShard, ...] | None,
+    progress: Callable[[int], None] = lambda _: None,
+    background: Executor | None = None,
+    *,
+    seen: Callable[[Header, memoryview], None] = lambda header, payload: None,
+) -> SegmentWriter:
+    """Read one rank's interval, check every frame and write its segments, the last of them perhaps in the background.
+
+    Memory: the rows of one segment twice, and one frame.
+
+    Args:
+        log: The job's log.
+        objects: The store.
+        interval: Of a committed marker.
+        shards: What the rank's HELLO said; None at the first marker of a generation, whose interval holds it.
+        progress: Called with the bytes of each frame.
+        background: Threads that write the last part; None: it is written on return.
+        seen: Called with header and payload of each frame that was checked.
+
+    Returns:
+        What has the segments, once all of them are written: ``finish``.
+
+    Raises:
+        CorruptionError: the log is damaged, incomplete, of another job or schema; says where.
+        StoreUnavailableError: a segment was not written.
+    """
+    commit, end, schema = interval.commit, interval.end, interval.claim.schema
+    check_kept(interval.claim.announces or (), commit.generation)
+    schema_crc = schema.crc
+    writer = SegmentWriter(objects, schema, interval.name, interval.segment, background)
+    rows = RowSorter(schema)
+    mark = None
+    for header, frame in read_stream(log, commit, end, interval.after):
+        payload = checked_payload(header, frame, commit, end)
+        if header.schema_crc != schema_crc:
+            raise CorruptionError(
+                "frame has another schema than the CLAIM of its generation", **header.place(), partition=end.partition
+            )
+        if header.kind is Kind.ROWS:
+            if header.table >= len(schema.tables):
+                raise CorruptionError(f"table {header.table} is not in the schema", **header.place())
+            rows.add(header.table, header.col0, header.cols, decode_rows(header, payload, schema.tables[header.table]))
+            if rows.num_bytes >= SEGMENT_BYTES:
+                writer.put(rows, last=False)
+                writer.finish()  # the next rows take its place
+        elif header.kind is Kind.HELLO:
+            shards = check_hello(header, frame, interval.claim, commit, end).shards
+        elif header.kind is Kind.MARK:
+            mark = read_mark(header, frame, commit, end)
+        seen(header, payload)
+        progress(len(frame))
+    if mark is None or shards is None:
+        raise CorruptionError("interval without its HELLO or MARK", generation=commit.generation, rank=end.rank)
+    writer.put(rows, last=True, notes=Notes(shards, mark))
+    return writer
+
+
+def folded_interval(objects: Objects, interval: Interval) -> tuple[SegmentRef, ...] | None:
+    """The segments of an interval if all of its parts are there, whoever wrote them; None if not.
+
+    One request for a part that is not there; two for one that is, and three if it has a long directory.
+    """
+    fronts = _fronts(objects, interval)
+    return tuple(ref for ref, _ in fronts) if fronts is not None else None
+
+
+def folded_shards(objects: Objects, interval: Interval) -> tuple[TableShard, ...] | None:
+    """Read which shards a rank held from the last segment of an interval; None if not all of its parts are there.
+
+    Requests are those of :func:`folded_interval`.
+    """
+    fronts = _fronts(objects, interval)
+    return Notes.from_json(fronts[-1][1].notes, fronts[-1][0].name).shards if fronts is not None else None
+
+
+def _fronts(objects: Objects, interval: Interval) -> list[tuple[SegmentRef, Front]] | None:
+    """All parts of an interval, each with what stands before its chunks; None if one is not there."""
+    found: list[tuple[SegmentRef, Front]] = []
+    while True:
+        name = interval.name(len(found))
+        num_bytes = objects.size(name)
+        if num_bytes is None or num_bytes < HEADER_LEN:
+            return None
+        data = objects.read(name, 0, min(num_bytes, FRONT_BYTES))
+        if (front_bytes := front_bytes_of(data, name)) > len(data):
+            data = objects.read(name, 0, front_bytes)
+        front = parse_front(data, name)
+        if front.id != interval.segment(len(found)) or front.num_bytes != num_bytes:
+            raise CorruptionError("segment is not the one that its name says", name=name)
+        ref = SegmentRef(name, num_bytes, front.front_bytes, front.header_crc, front.rows)
+        found.append((ref, front))
+        if front.last:
+            return found

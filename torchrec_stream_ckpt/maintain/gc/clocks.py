@@ -1,0 +1,181 @@
+"""How long ago something was seen, by clocks that are never set. No two hosts' wall clocks are ever compared.
+
+Each list of garbage holds what some clocks showed when it was written. A later round that reads one of the same clocks
+knows how much time has gone by, whatever any wall clock says; one that reads none of them does not, and waits anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from torchrec_stream_ckpt.errors import MissingObjectError
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.manifest import Garbage
+from torchrec_stream_ckpt.store.api import KeepsTime, Objects
+from torchrec_stream_ckpt.store.identity import place_of
+from torchrec_stream_ckpt.util.layout import probe_name
+from torchrec_stream_ckpt.util.types import MarkerId
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_TIME_NAMESPACE = Path("/proc/self/ns/time")
+_OF_CHILDREN = Path("/proc/self/ns/time_for_children")
+_OFFSETS = Path("/proc/self/timens_offsets")
+PROBE_S = 86400.0
+"""A probe that is older, by the store's own time, is one of a process that was killed: others put theirs again."""
+
+
+def read_clocks(objects: Objects, job: bytes) -> dict[str, float]:
+    """Read the clocks that this run can read: this host's since it has booted, and the store's own.
+
+    The store is asked by an object that is put and deleted again.
+
+    Args:
+        objects: The store.
+        job: Whose objects are looked at.
+    """
+    clocks = _host_clock()
+    if isinstance(objects, KeepsTime):
+        name = probe_name(job, secrets.token_hex(8))
+        objects.put(name, [b""])
+        shown = objects.put_at(name)
+        objects.delete(name)
+        if shown is not None:
+            clocks[_store_clock(objects)] = shown
+    return clocks
+
+
+def clear_probes(objects: Objects, names: Iterable[str], clocks: Mapping[str, float]) -> None:
+    """Delete the probes of processes that were killed. Only a store with a clock of its own tells how old one is.
+
+    Args:
+        objects: The store.
+        names: Probes that are there.
+        clocks: What they show now.
+    """
+    if not isinstance(objects, KeepsTime) or (now_s := clocks.get(_store_clock(objects))) is None:
+        return
+    for name in names:
+        with contextlib.suppress(MissingObjectError):
+            shown = objects.put_at(name)
+            if shown is not None and now_s - shown > PROBE_S:
+                objects.delete(name)
+
+
+def glance_at_clocks(objects: Objects, known: Iterable[str]) -> dict[str, float]:
+    """The same for a run that writes nothing. The store's clock shows at least when it took its newest object.
+
+    Args:
+        objects: The store.
+        known: Names of objects, the newest ones among them.
+    """
+    clocks = _host_clock()
+    if isinstance(objects, KeepsTime):
+        for name in known:
+            with contextlib.suppress(MissingObjectError):  # gc has come in between
+                if (shown := objects.put_at(name)) is not None:
+                    clock = _store_clock(objects)
+                    clocks[clock] = max(shown, clocks.get(clock, shown))
+    return clocks
+
+
+def _host_clock() -> dict[str, float]:
+    with contextlib.suppress(OSError):  # a sandbox that shows no boot
+        boot = _BOOT_ID.read_text("ascii").strip()
+        if _is_of_host():
+            return {boot: time.clock_gettime(time.CLOCK_BOOTTIME)}
+    return {}
+
+
+def _store_clock(objects: Objects) -> str:
+    return f"store {place_of(objects)}"
+
+
+def _is_of_host() -> bool:
+    """Tell whether the time since boot that this process reads is the host's. A time namespace may shift it.
+
+    The name of a namespace says nothing: the kernel gives it again once it is free.
+    """
+    try:
+        offsets = _OFFSETS.read_text("ascii")
+    except FileNotFoundError:
+        return not os.path.lexists(_TIME_NAMESPACE)  # a kernel without time namespaces
+    if os.readlink(_TIME_NAMESPACE) != os.readlink(_OF_CHILDREN):
+        return False  # the offsets are those of the children's
+    shifts = [line.split()[1:] for line in offsets.splitlines() if line.split()[:1] in (["boottime"], ["7"])]
+    return shifts == [["0", "0"]]
+
+
+def elapsed(then: Mapping[str, float], now: Mapping[str, float]) -> float | None:
+    """Seconds that have gone by at least; None when no clock shows it."""
+    spans = [now[name] - shown for name, shown in then.items() if name in now]
+    return max(0.0, min(spans)) if spans else None
+
+
+def waited(lists: Iterable[tuple[str, Garbage]], clocks: Mapping[str, float]) -> dict[str, float]:
+    """How long each object has been known to be garbage, for those of which a clock shows it."""
+    found: dict[str, float] = {}
+    for _, garbage in lists:
+        gone_by = elapsed(garbage.clocks, clocks)
+        if gone_by is not None:
+            found |= {name: max(gone_by, found.get(name, 0.0)) for name in garbage.names}
+    return found
+
+
+def idle(lists: Iterable[tuple[str, Garbage]], newest: MarkerId | None, clocks: Mapping[str, float]) -> float:
+    """How long the job has had no newer marker than ``newest``, at least, as rounds have seen it."""
+    same = (garbage for _, garbage in lists if newest is not None and garbage.newest == newest)
+    return max((each.idle_s + (elapsed(each.clocks, clocks) or 0.0) for each in same), default=0.0)
+
+
+def ages(lineage: Lineage, idle_s: float) -> dict[MarkerId, float]:
+    """How old each marker is at least, in seconds.
+
+    Within a generation one trainer's clock tells it. What went by between two generations, whose trainers may have run
+    on hosts of other clocks, does not count.
+
+    A step of that clock looks like a wait. So the longest wait of a generation counts at most twice the next one, and a
+    wait that is alone counts nothing: one step makes markers older by no more than that.
+
+    Args:
+        lineage: Of the job.
+        idle_s: Age of its newest marker.
+    """
+    times: dict[int, list[float]] = {}
+    for commit in lineage.commits.values():
+        times.setdefault(commit.generation, []).append(commit.time_s)
+    found: dict[tuple[int, int], float] = {}
+    for generation in sorted(times, reverse=True):
+        waits = _counted([max(0.0, later - earlier) for earlier, later in pairwise(times[generation])])
+        for place in reversed(range(len(times[generation]))):
+            idle_s += waits[place] if place < len(waits) else 0.0
+            found[generation, place] = idle_s
+    places: dict[int, int] = {}
+    ages_s: dict[MarkerId, float] = {}
+    for commit in lineage.commits.values():
+        place = places[commit.generation] = places.get(commit.generation, -1) + 1
+        ages_s[commit.id] = found[commit.generation, place]
+    return ages_s
+
+
+def _counted(waits: Sequence[float]) -> list[float]:
+    """Waits between the markers of a generation, the longest cut to twice the next one; a lone one to nothing."""
+    if len(waits) < 2:
+        return [0.0] * len(waits)
+    second = sorted(waits)[-2]
+    return [min(wait, 2 * second) for wait in waits]
+
+
+def stands_still(lists: Iterable[tuple[str, Garbage]], clocks: Mapping[str, float]) -> str:
+    """Why what waits does not get older in this run, in words; empty where it does, or where nothing waits."""
+    if not clocks:
+        return "this place has no clock that is never set: runs here never delete waiting objects"
+    waiting = [garbage for _, garbage in lists if garbage.names]
+    if waiting and all(elapsed(garbage.clocks, clocks) is None for garbage in waiting):
+        return "no earlier run has read this run's clock: the grace period begins anew"
+    return ""

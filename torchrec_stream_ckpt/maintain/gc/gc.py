@@ -1,0 +1,445 @@
+"""Take away what a retention gives up: mark and sweep over the manifests of one job's store.
+
+What is there may always be relied on: a manifest or a fold goes before the segments that it names, and a marker is
+given up (``dropped/``) before anything of it goes. So a kill at any point leaves kept markers whole, and what was left
+over is found by the next run.
+
+Nothing goes in the moment in which it is found not to be needed: it is put on a list (``garbage/``) first, and deleted
+by a run that comes a grace period later, for there may be restores and materializers that have just read what names it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+
+from torchrec_stream_ckpt.errors import (
+    ConfigError,
+    CorruptionError,
+    ScratchUnavailableError,
+    StreamCkptError,
+)
+from torchrec_stream_ckpt.find.best import Said, Value, said_of
+from torchrec_stream_ckpt.find.holdings import Holdings
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.manifest import BY_HAND, RETENTION, Dropped, Garbage
+from torchrec_stream_ckpt.log.api import Incarnation
+from torchrec_stream_ckpt.maintain.compactor import Span, plan_spans
+from torchrec_stream_ckpt.maintain.engine.api import Engine, InProcess, Site
+from torchrec_stream_ckpt.maintain.gc.clocks import ages, clear_probes, elapsed, idle, read_clocks, stands_still
+from torchrec_stream_ckpt.maintain.gc.gc_delete import FullDisk, delete_all, telling_what_stays, wait_for_late_workers
+from torchrec_stream_ckpt.maintain.gc.inventory import Stock, end_runs, enlist, shorten, take_stock, tidy, waited_by
+from torchrec_stream_ckpt.maintain.gc.retention import Candidate, GcPlan, Retention
+from torchrec_stream_ckpt.maintain.merge import merge
+from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack, check_relied, remarks
+from torchrec_stream_ckpt.maintain.summarizer import needless
+from torchrec_stream_ckpt.store.api import Entry, Objects
+from torchrec_stream_ckpt.store.catalog import Stride
+from torchrec_stream_ckpt.util.failpoints import failpoint
+from torchrec_stream_ckpt.util.layout import (
+    DENSE_DIR,
+    FOLDS_DIR,
+    MANIFESTS_DIR,
+    PINS_DIR,
+    SEGMENTS_DIR,
+    SUMMARIES_DIR,
+    VERDICTS_DIR,
+    FoldName,
+    dropped_name,
+    manifest_name,
+    parse_dense_file,
+    parse_fold_name,
+    parse_fold_segment,
+    parse_manifest_name,
+    parse_store_segment,
+    parse_verdict_name,
+    pin_name,
+)
+from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.util.uris import check_store_url
+
+PHASES = (SUMMARIES_DIR, MANIFESTS_DIR, FOLDS_DIR, SEGMENTS_DIR, DENSE_DIR, VERDICTS_DIR, PINS_DIR)
+"""What names others goes before what it names."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GcRules:
+    """What may go, and when."""
+
+    retention: Retention = field(default_factory=Retention)
+    grace_s: float = 3600.0
+    """Delete an object only if it was found unneeded so many seconds ago: longer than a restore takes.
+
+    A clock that is never set must show it: see ``rounds``.
+    """
+    compact: bool = False
+    """Merge what lies between two kept markers, so that what was dropped between them can go."""
+    give_up: Mapping[MarkerId, str] | None = None
+    """Markers that a person gives up, whatever the retention says, each with the reason; None: nobody has asked."""
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether nothing is given up."""
+        return self.retention.keeps_all and self.give_up is None
+
+
+def plan_gc(stock: Stock, rules: GcRules, clocks: Mapping[str, float]) -> GcPlan:
+    """Plan what one run would do. Changes nothing.
+
+    Args:
+        stock: What is there.
+        rules: What may go.
+        clocks: What they show, see ``rounds``.
+    """
+    holdings, catalog = stock.holdings, stock.holdings.catalog
+    give_up = rules.give_up or {}
+    by_hand = give_up.keys() & catalog.markers - catalog.dropped - stock.pins
+    offered = sorted(catalog.markers - catalog.dropped - by_hand)
+    retention = replace(rules.retention, pinned=rules.retention.pinned | stock.pins | stock.awaited)
+    decision = retention.plan(_candidates(stock, offered, retention, clocks))
+    anchors = [*decision.kept, *_links(holdings), *(stock.pins & catalog.markers)]
+    spans = tuple(plan_spans(holdings, anchors)) if rules.compact else ()
+    after = holdings.assuming((span.start, span.end) for span in spans)
+    dropping = tuple(sorted({*decision.dropped, *by_hand}))
+    given_up = frozenset((catalog.dropped | {*dropping}) - stock.pins)
+    needed = _mark(after, anchors)
+    garbage = [Entry(*each) for each in holdings.sizes.items() if _is_garbage(each[0], stock, needed, given_up)]
+    garbage += stock.attempts
+    going = {entry.name for entry in garbage}
+    staying = sorted(each for each in catalog.markers if manifest_name(catalog.job, each) not in going)
+    entries = dict(stock.summaries)
+    garbage += [entries[name] for name in needless([*entries], staying)]
+    due = {name for name, waited_s in waited_by(garbage, stock, clocks).items() if waited_s >= rules.grace_s}
+    ordered = sorted(garbage, key=lambda entry: (PHASES.index(entry.name.partition("/")[0]), entry.name))
+    return GcPlan(
+        holdings.lineage.job,
+        catalog.objects.url,
+        decision.kept,
+        dropping,
+        len(catalog.dropped),
+        spans,
+        tuple(entry for entry in ordered if entry.name in due),
+        tuple(entry for entry in ordered if entry.name not in due),
+        tuple(f"{each} is not whole: {why}" for each in decision.kept if (why := holdings.look(each).problem)),
+        tuple(sorted(stock.awaited)),
+        _elsewhere(stock, dropping),
+        by_hand=tuple(f"{each} is given up by hand: {give_up[each]}" for each in sorted(by_hand)),
+        stands_still=stands_still(stock.lists, clocks) if garbage and rules.grace_s else "",
+    )
+
+
+def _candidates(
+    stock: Stock, offered: Sequence[MarkerId], retention: Retention, clocks: Mapping[str, float]
+) -> list[Candidate]:
+    """Return the candidates. Only the newest and the best ones are asked whether they are whole, until enough are."""
+    found, candidates, holdings = 0, [], stock.holdings
+    known = ages(holdings.lineage, idle(stock.lists, _newest(holdings.lineage), clocks))
+    said = _said(stock, offered, retention)
+    broken = {each for ranked in _ranked(said, retention) for each in _in_favor(ranked, holdings)[1]}
+    for marker in reversed(offered):
+        restorable = marker not in broken and (found >= (retention.newest or 1) or not holdings.look(marker).problem)
+        found += restorable
+        time_s = holdings.lineage.find(marker).time_s
+        candidates.append(Candidate(marker, time_s, restorable, known[marker], said.get(marker, {})))
+    return candidates
+
+
+def _said(stock: Stock, offered: Sequence[MarkerId], retention: Retention) -> dict[MarkerId, dict[str, Value]]:
+    """Return what was said of the offered markers, if a rule asks for it."""
+    if not retention.keep_best:
+        return {}
+    said = said_of(stock.holdings.lineage)
+    return {marker: said[marker] for marker in offered}
+
+
+def _ranked(said: Mapping[MarkerId, Said], retention: Retention) -> list[tuple[int, list[MarkerId]]]:
+    """For each rule of the best, how many it keeps, and all that have such a value, the best first."""
+    return [(best.count, best.ranked(said)) for best in retention.best if said]
+
+
+def _in_favor(ranked: tuple[int, list[MarkerId]], holdings: Holdings) -> tuple[list[MarkerId], list[MarkerId]]:
+    """The best that can be restored, as many as count, and the better ones that cannot."""
+    count, markers = ranked
+    whole: list[MarkerId] = []
+    broken: list[MarkerId] = []
+    for marker in markers:
+        if len(whole) == count:
+            break
+        (broken if holdings.look(marker).problem else whole).append(marker)
+    return whole, broken
+
+
+def _newest(lineage: Lineage) -> MarkerId | None:
+    return lineage.newest.id if lineage.newest is not None else None
+
+
+def _links(holdings: Holdings) -> set[MarkerId]:
+    """Markers that are not offered because of this, but on which something that is to come will stand.
+
+    The newest one, which the materializer goes on from, and the parents of generations that the store has nothing of:
+    of those only the log tells.
+    """
+    markers = holdings.catalog.markers
+    newest = max(markers | holdings.catalog.dropped).generation
+    parents = {claim.parent for claim in holdings.lineage.claims.values() if claim.generation > newest}
+    return {each for each in parents if each is not None and each in markers} | ({max(markers)} if markers else set())
+
+
+@dataclass(frozen=True, slots=True)
+class _Needed:
+    """What must stay."""
+
+    markers: frozenset[MarkerId]
+    """Manifests and segments of their own intervals."""
+    folds: frozenset[Stride]
+
+
+def _mark(holdings: Holdings, anchors: Iterable[MarkerId]) -> _Needed:
+    """All that leads to the anchors; of one that is not whole, all that lies on its way."""
+    markers: set[MarkerId] = set()
+    folds: set[Stride] = set()
+    known = holdings.catalog.folds
+    for marker in anchors:
+        holding = holdings.look(marker)
+        markers.add(marker)
+        if holding.reach != marker:
+            way = {commit.id for commit in holdings.strides.chain(marker)}
+            markers |= way
+            folds |= {fold for fold in known if fold[1] in way}
+            continue
+        for piece in holding.pieces:
+            span = (piece.start, piece.end)
+            if span in known:
+                folds.add(span)
+            else:
+                markers.add(piece.end)
+    return _Needed(frozenset(markers), frozenset(folds))
+
+
+def _is_garbage(name: str, stock: Stock, needed: _Needed, given_up: frozenset[MarkerId]) -> bool:
+    """Tell whether an object is no longer needed. What we did not make, we leave."""
+    catalog, lineage = stock.holdings.catalog, stock.holdings.lineage
+    if (manifest := parse_manifest_name(name)) is not None:
+        return manifest[1] in given_up and manifest[1] not in needed.markers
+    if (dense := parse_dense_file(name)) is not None:
+        return dense[1] in given_up or _never_came(dense[1], stock)
+    if (segment := parse_store_segment(name)) is not None:
+        marker = segment.marker
+        if marker in catalog.markers or marker in given_up:
+            return marker in given_up and marker not in needed.markers
+        return _never_came(marker, stock)
+    if (verdict := parse_verdict_name(name)) is not None:
+        return verdict[1].generation < lineage.newest_generation  # its trainer has ended
+    fold_segment = parse_fold_segment(name)
+    fold = fold_segment[0] if fold_segment is not None else parse_fold_name(name)
+    return fold is not None and _is_idle(fold, stock, needed)
+
+
+def _never_came(marker: MarkerId, stock: Stock) -> bool:
+    """Tell whether there is no such marker, nor ever will be. The store alone cannot tell it from one that was lost.
+
+    Nor can a log that has only taken over the generation: another one may have more of it.
+    """
+    lineage, newest = stock.holdings.lineage, stock.holdings.lineage.newest
+    claim = lineage.claims.get(marker.generation)
+    if not stock.from_log or newest is None or claim is None or marker >= newest.id:
+        return False
+    log = stock.home or lineage.claims[lineage.newest_generation].incarnation
+    unknown = marker not in lineage.commits and marker not in lineage.given_up and marker not in stock.pins
+    return unknown and Incarnation(log, 0).holds_rows_of(claim.incarnation)
+
+
+def _is_idle(fold: FoldName, stock: Stock, needed: _Needed) -> bool:
+    span, catalog = (fold.start, fold.end), stock.holdings.catalog
+    if span in catalog.folds:
+        return span not in needed.folds
+    # It may be being written now. Of the newest marker it stays; of others it waits as long as segments come.
+    return fold.name not in stock.holdings.sizes and bool(catalog.markers) and fold.end < max(catalog.markers)
+
+
+def _elsewhere(stock: Stock, dropping: Iterable[MarkerId]) -> tuple[str, ...]:
+    here = stock.holdings.catalog.objects.url
+    unnamed = here if stock.home else "the log's folder"
+    stores = {stock.holdings.lineage.find(marker).store for marker in dropping}
+    places = {str(check_store_url(store)) if store else unnamed for store in stores}
+    return tuple(sorted(places - {here}))
+
+
+def collect(
+    objects: Objects,
+    lineage: Lineage | None,
+    job: bytes,
+    rules: GcRules,
+    pool: Executor,
+    clocks: Callable[[], Mapping[str, float]] | None = None,
+    why_not: Callable[[MarkerId], str] | None = None,
+    engine: Engine | None = None,
+) -> GcPlan:
+    """Give markers up, merge, and delete; returns what was done. May be killed and run again at any time.
+
+    Restores, trainers and materializers may run meanwhile. Of gc itself, run one at a time: two do no harm, but may do
+    the same work.
+
+    Args:
+        objects: The store.
+        lineage: The control partition; None as for :func:`take_stock`.
+        job: The job.
+        rules: What may go. Without any rule of retention, only what a person gives up.
+        pool: Threads that read and delete.
+        clocks: What they show, by default of this host and of the store. Read again after the merges, which may take
+            hours: the grace period of what they replace begins when they are done.
+        why_not: Says of a marker that a person gives up why nothing brings it back, right before it goes. If something
+            does by now, it stays. None: nobody is asked again.
+        engine: Runs the tasks that delete; None: this process does.
+
+    Raises:
+        ConfigError: there is no rule.
+        CorruptionError: what has to be read to know what is needed is damaged. Nothing of it was deleted.
+        StoreUnavailableError: the store does not answer, or does not let us in; or its disk is full: what was due is
+            deleted then. Run it again.
+        EngineUnavailableError: the engine cannot be reached, or its workers die. Run it again.
+    """
+    engine = engine or InProcess(Site(None, objects, pool))
+    if rules.keeps_all:
+        raise ConfigError("no rule says what to keep", hint="give one, such as --keep-all-for 24h --then-every 10")
+    read = clocks or partial(read_clocks, objects, job)
+    stock, now = _alone(objects, lineage, job), read()
+    read_back = ReadBack(objects, job, pool, now)
+    plan = _surely_restorable(stock, rules, now, read_back)
+    full, came_back = FullDisk(), list[MarkerId]()
+    unmerged: list[tuple[Span, StreamCkptError]] = []
+    listed: tuple[str, Garbage] | None = None
+    with full.outlasted():
+        read_back.save()
+        for marker in plan.dropping:
+            by_hand = marker in (rules.give_up or ())
+            if by_hand and why_not is not None and not why_not(marker):
+                came_back.append(marker)
+                continue
+            _drop(objects, stock.holdings.lineage, marker, BY_HAND if by_hand else RETENTION)
+        unmerged += _merge_all(objects, stock.holdings.lineage, plan.spans, pool)
+    stock, now = _alone(objects, lineage, job), read()
+    # Of what is there now, whoever has come meanwhile; and of what its bytes prove.
+    idle_now = plan_gc(_apart_from_damage(stock, read_back), GcRules(grace_s=rules.grace_s), now)
+    aging = _newest(stock.holdings.lineage) if rules.retention.keep_all_for is not None else None
+    with full.outlasted():  # it waits from now on, however long reading takes
+        listed = enlist(objects, job, stock, idle_now.later, now, aging)
+    try:
+        stock, found = _proved(stock, GcRules(grace_s=rules.grace_s), now, read_back)
+    except BaseException:
+        if listed is not None:
+            with suppress(StreamCkptError):  # a scrub leaves out what is listed, and this was not proved to be needless
+                shorten(objects, job, listed, set())
+        raise
+    with full.outlasted():
+        read_back.save()
+    given_up = {*plan.dropping} & stock.holdings.catalog.dropped - stock.pins
+    kinds = ([entry.name for entry in found.now if entry.name.startswith(f"{kind}/")] for kind in PHASES)
+    with telling_what_stays(len(given_up)):
+        left = delete_all(engine, objects, job, kinds)
+    if left:
+        found = replace(
+            found,
+            now=tuple(entry for entry in found.now if entry.name not in left),
+            later=(*found.later, *(entry for entry in found.now if entry.name in left)),
+        )
+    waiting = {entry.name for entry in found.later}
+    with full.outlasted():
+        if listed is not None:
+            shorten(objects, job, listed, waiting)
+        tidy(objects, job, stock, waiting, lambda each: each.newest == aging and elapsed(each.clocks, now) is None)
+    clear_probes(objects, stock.probes, now)
+    read_back.tidy(stock.holdings.sizes)
+    objects.clear_leftovers()
+    full.tell(len(found.now))
+    kept = tuple(sorted({*plan.kept, *plan.dropping} - given_up))
+    return replace(
+        plan,
+        kept=kept,
+        dropping=tuple(sorted(given_up)),
+        by_hand=tuple(said for said in plan.by_hand if MarkerId.parse(said.split()[0]) not in came_back),
+        came_back=tuple(came_back),
+        spans=tuple(span for span in plan.spans if not any(span is each for each, _ in unmerged)),
+        unmerged=tuple(f"{span}: {error}" for span, error in unmerged),
+        now=found.now,
+        later=found.later,
+        damaged=found.damaged,
+    )
+
+
+def _alone(objects: Objects, lineage: Lineage | None, job: bytes) -> Stock:
+    """Take stock while nobody else deletes: another run's workers may delete what was counted, such as the segments of
+    a fold that this run relies on and that the other one did not see.
+    """
+    while True:
+        stock = take_stock(objects, lineage, job)
+        if not end_runs(objects, stock):
+            return stock
+        wait_for_late_workers()
+
+
+def _merge_all(
+    objects: Objects, lineage: Lineage, spans: Iterable[Span], pool: Executor
+) -> list[tuple[Span, StreamCkptError]]:
+    """Merge spans; returns those that cannot be, each with the reason: no reason to delete nothing at all."""
+    unmerged: list[tuple[Span, StreamCkptError]] = []
+    for span in spans:
+        try:
+            merge(objects, lineage, span.pieces, pool)
+        except (CorruptionError, ScratchUnavailableError) as error:
+            unmerged.append((span, error))
+        failpoint("gc.merged")
+    return unmerged
+
+
+def _surely_restorable(stock: Stock, rules: GcRules, clocks: Mapping[str, float], read_back: ReadBack) -> GcPlan:
+    """A plan that gives markers up in favor of such alone as can be restored, by their bytes: those of the floor."""
+    while True:
+        plan = plan_gc(stock, rules, clocks)
+        if rules.retention.keeps_all or not plan.dropping:
+            return plan
+        known = len(read_back.damaged)
+        restorable = (each for each in reversed(plan.kept) if not stock.holdings.look(each).problem)
+        ranked = _ranked(_said(stock, plan.kept, rules.retention), rules.retention)
+        best = [marker for each in ranked for marker in _in_favor(each, stock.holdings)[0]]
+        for marker in dict.fromkeys((*islice(restorable, rules.retention.newest or 1), *best)):
+            for step in stock.holdings.needed_by(marker):
+                read_back.is_whole(stock.holdings, step)
+        if len(read_back.damaged) == known:
+            return plan
+        stock = _apart_from_damage(stock, read_back)
+
+
+def _apart_from_damage(stock: Stock, read_back: ReadBack) -> Stock:
+    return replace(stock, holdings=stock.holdings.apart_from(read_back.reasons))
+
+
+def _proved(stock: Stock, rules: GcRules, clocks: Mapping[str, float], read_back: ReadBack) -> tuple[Stock, GcPlan]:
+    """A plan that deletes nothing in favor of a fold that is damaged: what it was made of is needed then.
+
+    A fold stays damaged until the materializer has written all of it anew, so gc may run at any moment of that. What
+    another process finds damaged meanwhile, this one reads.
+    """
+    whole = stock.holdings
+    while True:
+        known, stock = len(read_back.damaged), _apart_from_damage(replace(stock, holdings=whole), read_back)
+        plan = plan_gc(stock, rules, clocks)
+        idle = {entry.name for entry in (*plan.now, *plan.later)}
+        folds = (fold for fold in stock.holdings.catalog.folds if FoldName(plan.job, fold[1], fold[0]).name not in idle)
+        check_relied(whole, [entry.name for entry in plan.now], folds, read_back)
+        if len(read_back.damaged) == known and not read_back.look_again():
+            damaged = {step: why for step, why in read_back.reasons.items() if step in whole.catalog.folds}
+            return stock, replace(plan, damaged=remarks(plan.job, damaged))
+
+
+def _drop(objects: Objects, lineage: Lineage, marker: MarkerId, reason: str) -> None:
+    """Give a marker up, unless it was pinned since we looked: a pin that comes later finds this."""
+    if objects.size(pin_name(lineage.job, marker)) is None:
+        dropped = Dropped(lineage.find(marker), lineage.previous(marker), time.time(), reason)
+        objects.put(dropped_name(lineage.job, marker), [dropped.to_bytes()])
+        failpoint("gc.dropped")

@@ -1,0 +1,248 @@
+"""Which markers a store keeps: a pure rule over their names, commit times and ages. Reads no clock.
+
+What one run of gc does, or would do: a value that prints.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.find.best import Best
+from torchrec_stream_ckpt.maintain.compactor import Span
+from torchrec_stream_ckpt.store.api import Entry
+from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.util.units import parse_duration, size
+
+
+@dataclass(frozen=True, slots=True)
+class GcPlan:
+    """What one run does, or would do. Prints with :meth:`describe`."""
+
+    job: bytes
+    store: str
+    kept: tuple[MarkerId, ...]
+    dropping: tuple[MarkerId, ...]
+    """Given up by this run."""
+    dropped: int
+    """Given up by runs before."""
+    spans: tuple[Span, ...]
+    """Folds to be written."""
+    now: tuple[Entry, ...]
+    """Objects that go, in this order."""
+    later: tuple[Entry, ...]
+    """Objects that are not needed, and that are deleted after the grace period."""
+    not_whole: tuple[str, ...]
+    """Kept markers that the store alone cannot bring back, each with the reason: nothing on their way goes."""
+    awaited: tuple[MarkerId, ...]
+    """Kept because the outer tier does not have them yet."""
+    elsewhere: tuple[str, ...]
+    """Other places that hold dense state of the markers that are given up: they keep it."""
+    damaged: tuple[str, ...] = ()
+    """Folds that stand in for what nobody else needs and cannot be read, with the reason. A dry run does not look."""
+    by_hand: tuple[str, ...] = ()
+    """Markers that a person gives up, each with the reason."""
+    came_back: tuple[MarkerId, ...] = ()
+    """Markers that a person gave up, and that could be restored again when it was their turn: they stay."""
+    unmerged: tuple[str, ...] = ()
+    """Spans that could not be merged, each with the reason: what they would replace stays."""
+    stands_still: str = ""
+    """Why what waits for the grace period does not get older; empty where it does."""
+    glances: bool = False
+    """Whether the time of an object store is known up to its newest object alone."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that go."""
+        return sum(entry.num_bytes for entry in self.now)
+
+    def describe(self, *, every: bool = False) -> str:
+        """In words: how much of each kind goes; with ``every``, a line an object."""
+        lines = [f"job {self.job.hex()} in {self.store}", f"  keep {len(self.kept)} markers: {_names(self.kept)}"]
+        if self.dropped:
+            lines.append(f"  {self.dropped} markers were given up before")
+        if every:
+            lines += [f"  give up marker {marker}" for marker in self.dropping]
+            lines += [f"  merge {span} (reads {size(span.num_bytes)})" for span in self.spans]
+            lines += [f"  delete {entry.name} ({size(entry.num_bytes)})" for entry in self.now]
+            lines += [f"  delete later {entry.name} ({size(entry.num_bytes)})" for entry in self.later]
+        else:
+            lines += [f"  give up {len(self.dropping)} markers: {_names(self.dropping)}"] if self.dropping else []
+            read = sum(span.num_bytes for span in self.spans)
+            lines += [f"  merge {len(self.spans)} spans (reads {size(read)})"] if self.spans else []
+            lines += [f"  delete {of_kinds(self.now)}"] if self.now else []
+            lines += [f"  delete later {of_kinds(self.later)}"] if self.later else []
+        lines += self.remarks()
+        later = sum(entry.num_bytes for entry in self.later)
+        lines.append(
+            f"  {len(self.now)} objects, {size(self.num_bytes)}; later {len(self.later)} objects, {size(later)}"
+        )
+        return "\n".join(lines)
+
+    def remarks(self) -> list[str]:
+        """In words: what stays although the retention does not want it, and why."""
+        lines = [f"  marker {each}" for each in self.by_hand]
+        lines += [f"  marker {each} can be restored by now: it is not given up" for each in self.came_back]
+        lines += [f"  marker {reason}: all that leads to it stays" for reason in self.not_whole]
+        if self.stands_still:
+            where = "run gc on one host that is not booted in between, or over an object store"
+            lines.append(f"  {self.stands_still}; {where}")
+        if self.glances and self.later:
+            lines.append("  the store's time is known here up to its newest object: a run may delete more by now")
+        lines += [f"  {each}; its sources stay: let stream-ckpt materialize repair it" for each in self.damaged]
+        lines += [f"  not merged: {each}" for each in self.unmerged]
+        lines += [_awaited(self.awaited)] if self.awaited else []
+        return lines + [f"  dense state in {place} stays: it is not in this store" for place in self.elsewhere]
+
+
+def of_kinds(entries: Sequence[Entry]) -> str:
+    """How many objects, how many bytes, and what they are: the folders of a store have a name for each kind."""
+    kinds = Counter(entry.name.partition("/")[0] for entry in entries)
+    num_bytes = sum(entry.num_bytes for entry in entries)
+    named = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    return f"{len(entries)} objects ({size(num_bytes)}): {named}"
+
+
+def _awaited(markers: Sequence[MarkerId]) -> str:
+    return f"  {len(markers)} markers stay until stream-ckpt relay has copied them to the outer tier: {_names(markers)}"
+
+
+def _names(markers: Sequence[MarkerId]) -> str:
+    """The first and the last ones."""
+    shown = [str(marker) for marker in markers]
+    return ", ".join(shown if len(shown) < 8 else [*shown[:3], "...", *shown[-3:]]) or "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A marker that a store offers."""
+
+    id: MarkerId
+    time_s: float
+    """When it was committed, Unix time."""
+    restorable: bool = True
+    """Whether the store has all that it needs: others do not count for the floor, and stay beside it."""
+    age_s: float = 0.0
+    """How old it is at least: an unknown age counts as young."""
+    meta: Mapping[str, str | int | float] = field(default_factory=dict)
+    """What was said of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a rule says of each candidate, in commit order."""
+
+    kept: tuple[MarkerId, ...]
+    dropped: tuple[MarkerId, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retention:
+    """Which markers to keep. Without any rule: all.
+
+    A marker is kept if one of the rules keeps it. What is dropped stays dropped: no later time and no later marker
+    makes a rule want a marker back, so that it does not matter how often it is applied.
+
+    Raises:
+        ConfigError: a value makes no sense; names it.
+    """
+
+    keep_all_for: float | str | None = None
+    """Keep every marker that is not older: seconds, or text such as ``24h``."""
+    then_every: int | str | None = None
+    """Of the older ones: a count N keeps those whose number on the lineage is a multiple of N, a duration such as
+    ``1d`` the first one of each such stretch of time. None keeps none of them."""
+    newest: int | None = None
+    """Keep so many of the newest ones that can be restored, whatever their age; at least 1 under any rule. What is
+    newer than the oldest of these, and cannot be restored as the store is now, stays as well: it may be repaired."""
+    keep_best: Sequence[str] = ()
+    """Keep the best ones by what was said of them: each ``auc:max:3``, the three with the highest ``auc``. So many as
+    can be restored; what is better than the last of these stays as well."""
+    pinned: frozenset[MarkerId] = field(default_factory=frozenset)
+    """Keep these."""
+
+    def __post_init__(self) -> None:
+        if self.keep_all_for is not None:
+            parse_duration(self.keep_all_for)
+        if self.then_every is not None:
+            _parse_every(self.then_every)
+        for each in self.keep_best:
+            Best.parse(each, several=True)
+        if self.newest is not None and (type(self.newest) is not int or self.newest < 1):
+            raise ConfigError(
+                f"newest must be at least 1, it is {self.newest}", hint="the newest marker is always kept"
+            )
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether there is no rule: pins alone drop nothing."""
+        return self.keep_all_for is None and self.then_every is None and self.newest is None and not self.keep_best
+
+    @property
+    def best(self) -> list[Best]:
+        """What ``keep_best`` says."""
+        return [Best.parse(each, several=True) for each in self.keep_best]
+
+    def plan(self, candidates: Iterable[Candidate]) -> Decision:
+        """Decide about each candidate: every marker that the store offers.
+
+        Raises:
+            ConfigError: ``keep_best`` names what was said of none of them, or what does not compare.
+        """
+        ordered = sorted(candidates, key=lambda each: each.id)
+        if self.keeps_all:
+            return Decision(tuple(each.id for each in ordered), ())
+        young = set()
+        if self.keep_all_for is not None:
+            longest_s = parse_duration(self.keep_all_for)
+            young = {each.id for each in ordered if each.age_s <= longest_s}
+        thinned = self._thinned([each for each in ordered if each.id not in young])
+        kept = young | self.pinned | thinned | self._newest(ordered) | self._best(ordered)
+        return Decision(
+            tuple(each.id for each in ordered if each.id in kept),
+            tuple(each.id for each in ordered if each.id not in kept),
+        )
+
+    def _newest(self, ordered: list[Candidate]) -> set[MarkerId]:
+        """Return the markers that ``newest`` keeps, those too that cannot be restored now: they may be repaired."""
+        floor = self.newest or 1
+        restorable = [place for place, each in enumerate(ordered) if each.restorable]
+        first = restorable[-floor] if len(restorable) >= floor else 0
+        return {each.id for each in ordered[first:]}
+
+    def _best(self, ordered: list[Candidate]) -> set[MarkerId]:
+        """Return the markers that ``keep_best`` keeps."""
+        kept: set[MarkerId] = set()
+        restorable = {each.id for each in ordered if each.restorable}
+        for best in self.best if ordered else ():
+            ranked = best.ranked({each.id: each.meta for each in ordered})
+            places = [place for place, marker in enumerate(ranked) if marker in restorable]
+            kept |= {*ranked[: places[best.count - 1] + 1 if len(places) >= best.count else None]}
+        return kept
+
+    def _thinned(self, older: list[Candidate]) -> set[MarkerId]:
+        """Return the markers that ``then_every`` keeps."""
+        if self.then_every is None:
+            return set()
+        every = _parse_every(self.then_every)
+        if isinstance(every, int):
+            return {each.id for each in older if each.id.marker % every == 0}
+        firsts: dict[float, Candidate] = {}
+        for each in sorted(older, key=lambda each: (each.time_s, each.id)):
+            firsts.setdefault(each.time_s // every, each)
+        return {first.id for first in firsts.values()}
+
+
+def _parse_every(every: int | str) -> int | float:
+    """A count, or a stretch of time in seconds, as a float."""
+    if isinstance(every, str) and not every.strip().isdecimal():
+        stretch_s = parse_duration(every)
+        if not stretch_s:
+            raise ConfigError("then_every must not be zero", hint="write a count, or a duration such as 1d")
+        return stretch_s
+    count = int(every) if isinstance(every, str) else every
+    if type(count) is not int or count < 1:
+        raise ConfigError(f"then_every must be at least 1, it is {every}", hint="10 keeps every tenth")
+    return count

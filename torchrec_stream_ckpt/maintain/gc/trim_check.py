@@ -1,0 +1,196 @@
+"""Whether a store holds all that log data is wanted for, so that the log can be trimmed. Deletes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+
+from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
+from torchrec_stream_ckpt.find.holdings import Holding, Holdings
+from torchrec_stream_ckpt.find.strides import Stretch
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.manifest import SegmentRef
+from torchrec_stream_ckpt.format.segment import decode_chunk
+from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack
+from torchrec_stream_ckpt.store.reader import open_segments, read_chunks
+from torchrec_stream_ckpt.util.types import MarkerId
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """What the log need not hold any more."""
+
+    upto: Commit
+    others: tuple[Commit, ...]
+    """The newest marker of each generation before, in front of which everything is in the store or given up."""
+    markers: int
+    """How many markers were looked at."""
+    segments: int
+    """How many segments were opened."""
+    segment_bytes: int
+
+
+def check_synced(
+    holdings: Holdings,
+    upto: MarkerId | None,
+    pool: Executor,
+    *,
+    whole: bool = False,
+    read_back: ReadBack | None = None,
+) -> Synced:
+    """Look whether every marker can be restored from the store and what the log has behind ``upto``.
+
+    Of each marker up to there that was not given up, the store must have the dense state and every segment that a
+    restore would read, with its length and a readable directory. Markers behind it must stand on what the store has.
+
+    Args:
+        holdings: What the store has, by the log's lineage.
+        upto: A marker in the store; None for the newest one.
+        pool: Threads to read with.
+        whole: Read every byte of the segments and compare all checksums.
+        read_back: Reads, of what holds rows that the log is to lose now, whatever was not read lately.
+
+    Raises:
+        MarkerNotFoundError: ``upto`` is not in the store, or was given up.
+        CorruptionError: a marker would be lost; names it and what the store lacks of it.
+        StoreUnavailableError: the store does not answer.
+    """
+    catalog, lineage = holdings.catalog, holdings.lineage
+    commit = _upto(holdings, upto)
+    trimmed = {each.generation: each for each in lineage.commits.values() if each.id <= commit.id}
+    checked: dict[MarkerId, Holding] = {}
+    for marker in _wanted(lineage, catalog.dropped):
+        checked[marker] = _check(holdings, marker, commit.id, {number: each.id for number, each in trimmed.items()})
+    refs = _segments(holdings, checked.values())
+    if read_back is not None:
+        _check_bytes(holdings, checked.values(), _new(holdings, trimmed), read_back)
+    unread = refs.keys() - read_back.segments if read_back is not None else refs.keys()
+    _read(holdings, {name: refs[name] for name in refs if name in unread}, pool, whole=whole)
+    num_bytes = sum(ref.num_bytes for ref, _ in refs.values())
+    others = tuple(each for each in trimmed.values() if each.id != commit.id)
+    return Synced(commit, others, len(checked), len(refs), num_bytes)
+
+
+def given_up(holdings: Holdings) -> list[MarkerId]:
+    """Markers that the store gave up, and at which nothing begins or ends there that another one needs."""
+    catalog, lineage = holdings.catalog, holdings.lineage
+    needed = catalog.markers | {each for fold in catalog.folds for each in fold if each is not None}
+    after: MarkerId | None = None
+    found: list[MarkerId] = []
+    for marker in reversed(lineage.commits):
+        # The interval of the next marker of its generation begins at it.
+        begins = after is not None and after.generation == marker.generation and after in catalog.markers
+        if marker in catalog.dropped and marker not in needed and not begins:
+            found.append(marker)
+        after = marker
+    return found[::-1]
+
+
+def _upto(holdings: Holdings, upto: MarkerId | None) -> Commit:
+    catalog = holdings.catalog
+    offered = (catalog.markers - catalog.dropped) & holdings.lineage.commits.keys()
+    if upto is not None:
+        commit = holdings.lineage.find(upto)
+        catalog.check_offered(upto)
+    if not offered or (upto is not None and upto not in offered):
+        raise MarkerNotFoundError(
+            f"marker {upto} is not in the store" if upto else "the store holds no marker of this job",
+            hint="put it there first: stream-ckpt materialize URI --store URL",
+            store=catalog.objects.url,
+        )
+    return commit if upto is not None else holdings.lineage.find(max(offered))
+
+
+def _wanted(lineage: Lineage, dropped: Iterable[MarkerId]) -> list[MarkerId]:
+    """Markers that may be restored, and the one on which the newest generation's next marker will stand."""
+    given_up = set(dropped)
+    wanted = {marker for marker in lineage.commits if marker not in given_up}
+    generation = lineage.newest_generation
+    own = [marker for marker in lineage.commits if marker.generation == generation]
+    base = max(own) if own else lineage.claims[generation].parent
+    return sorted(wanted | ({base} if base is not None else set()))
+
+
+def _check(holdings: Holdings, marker: MarkerId, upto: MarkerId, trimmed: Mapping[int, MarkerId]) -> Holding:
+    holding = holdings.look(marker)
+    lost = _lost(holdings.lineage, marker, holding.reach, trimmed)
+    dense = holding.dense if marker <= upto and marker not in holdings.catalog.dropped else ""
+    if lost or dense:
+        raise CorruptionError(
+            f"the log cannot be trimmed up to {upto}: marker {marker} would be lost: {dense or _why(holding, marker)}",
+            hint="put it into the store (stream-ckpt materialize URI --store URL), or let gc give it up",
+            store=holdings.catalog.objects.url,
+        )
+    return holding
+
+
+def _why(holding: Holding, marker: MarkerId) -> str:
+    if holding.damage:
+        return holding.damage
+    return f"the store leads up to {holding.reach}" if holding.reach else f"the store has nothing of {marker}"
+
+
+def _lost(lineage: Lineage, marker: MarkerId, reach: MarkerId | None, trimmed: Mapping[int, MarkerId]) -> bool:
+    """Tell whether a restore would miss log data of a trimmed generation beyond what the store serves."""
+    for ancestor in lineage.path(marker):
+        gone = trimmed.get(ancestor.generation)
+        if gone is None or (reach is not None and ancestor.generation < reach.generation):
+            continue
+        if reach is None or ancestor.generation > reach.generation:
+            return True
+        if ancestor.id != reach and gone > reach:
+            return True
+    return False
+
+
+def _segments(holdings: Holdings, checked: Iterable[Holding]) -> dict[str, tuple[SegmentRef, int]]:
+    """All segments that restores would open, with the generation of their schema; each once."""
+    found: dict[str, tuple[SegmentRef, int]] = {}
+    for holding in checked:
+        if holding.reach is None:
+            continue
+        refs = [(ref, piece.end.generation) for piece in holding.pieces for ref in piece.segments]
+        notes = holdings.catalog.manifest(holding.reach).segments
+        refs += [(ranks[-1], holding.reach.generation) for ranks in notes]
+        found |= {ref.name: (ref, generation) for ref, generation in refs}
+    return found
+
+
+def _new(holdings: Holdings, trimmed: Mapping[int, Commit]) -> list[Stretch]:
+    """The markers of whose rows the log would lose its copy now, by generation: no trim has said so before."""
+    reach, found = holdings.lineage.trims.reach, dict[int, list[MarkerId]]()
+    for marker in holdings.lineage.commits:
+        upto, gone = trimmed.get(marker.generation), reach.get(marker.generation)
+        if upto is not None and marker <= upto.id and (gone is None or marker > gone):
+            found.setdefault(marker.generation, []).append(marker)
+    ends = ((holdings.strides.interval(min(each)), holdings.strides.interval(max(each))) for each in found.values())
+    return [replace(first, stop=last.stop) for first, last in ends]
+
+
+def _check_bytes(holdings: Holdings, checked: Iterable[Holding], new: Sequence[Stretch], read_back: ReadBack) -> None:
+    """See that pieces with rows of these markers hold what was written.
+
+    Raises:
+        CorruptionError: one does not.
+    """
+    steps = {(piece.start, piece.end) for holding in checked if holding.reach for piece in holding.pieces}
+    strides = holdings.strides
+    for step in sorted(steps, key=lambda each: each[1]):
+        held = strides.stretch(*step)
+        if any(strides.overlap(held, each) for each in new) and not read_back.is_whole(holdings, step):
+            error = read_back.damaged[step]
+            raise CorruptionError(
+                f"the log is not trimmed: the store holds damaged rows of marker {step[1]}: {error.message}",
+                hint="repair it from the log: stream-ckpt scrub URI --store URL --repair",
+                **{"store": holdings.catalog.objects.url, **error.where},
+            )
+
+
+def _read(holdings: Holdings, refs: Mapping[str, tuple[SegmentRef, int]], pool: Executor, *, whole: bool) -> None:
+    """Read all directories, and with ``whole`` all chunks."""
+    objects, lineage = holdings.catalog.objects, holdings.lineage
+    opened = open_segments(objects, [ref for ref, _ in refs.values()], lineage.job, pool)
+    for each, entry, data in read_chunks(objects, opened if whole else [], pool):
+        decode_chunk(entry, data, lineage.claims[refs[each.ref.name][1]].schema, each.ref.name)

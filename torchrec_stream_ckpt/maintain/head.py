@@ -1,0 +1,409 @@
+"""Keep HEAD at the newest marker of the store: apply, in place, the rows that changed since the marker it is at.
+
+Bring HEAD to the newest marker of the store, and compare it with the marker's proof there.
+
+A HEAD that does not hold the rows as the store has them is freed and built anew: no restore takes rows from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StoreUnavailableError, StreamCkptError
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.head import FORMAT, HeadSlice, HeadState, SliceLayout, column_slices, head_slice_name
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.rows import RowsView
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.format.segment import Directory, decode_chunk
+from torchrec_stream_ckpt.maintain.progress import Progress
+from torchrec_stream_ckpt.maintain.proof_checker import ProofChecker
+from torchrec_stream_ckpt.maintain.repairer import Repairer
+from torchrec_stream_ckpt.proofs.window import WindowCheck, check_head
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
+from torchrec_stream_ckpt.store.head import Head, HeadFolder, SliceArrays
+from torchrec_stream_ckpt.store.reader import load_notes, open_pieces, read_chunks
+from torchrec_stream_ckpt.util.failpoints import failpoint
+from torchrec_stream_ckpt.util.types import MarkerId
+
+T = TypeVar("T")
+
+WRITER_WAIT_S = 10.0
+"""For restores that copy; then HEAD stays where it is until the next marker."""
+
+Columns = tuple[int, int, int]
+"""(table, col0, cols)."""
+
+log = logging.getLogger(__name__)
+
+
+class HeadWriter:
+    """Keeps a HEAD on this host. Any number of processes may: one at a time writes, the others find it done.
+
+    Args:
+        root: Folder of the HEADs of all jobs.
+        objects: The store that the rows come from.
+        pool: Threads to read it with.
+        wait_s: How long to wait for readers and other writers.
+    """
+
+    def __init__(self, root: Path, objects: Objects, pool: Executor, wait_s: float = WRITER_WAIT_S) -> None:
+        self._root = root
+        self._objects = objects
+        self._pool = pool
+        self._wait_s = wait_s
+        self.marker: MarkerId | None = None
+        """Where HEAD stood when it was last looked at; None: nowhere."""
+
+    def follow(self, lineage: Lineage, catalog: Catalog, marker: MarkerId) -> bool:
+        """Bring HEAD to a marker that the store has; False if others kept it busy.
+
+        Memory: beside HEAD itself, what is read ahead, and one byte a row while it is built anew.
+
+        Raises:
+            ConfigError: its folder belongs to another user.
+            StoreUnavailableError: its folder cannot be made or written to, there is no room for it, or the store does
+                not answer; there is no HEAD then.
+            CorruptionError: the store is damaged; there is no HEAD then.
+        """
+        try:
+            with contextlib.closing(HeadFolder(self._root, lineage.job, create=True)) as folder:
+                return self._follow(folder, lineage, catalog, marker)
+        except OSError as error:
+            self.marker = None
+            raise _not_written(self._root, error) from error
+
+    def read(self, job: bytes, work: Callable[[Head], T]) -> T | None:
+        """Do ``work`` with HEAD, which is open and stays as it is meanwhile; None if there is none, or it is written.
+
+        Raises:
+            HeadDamagedError: as ``work`` does.
+        """
+        head = Head.open(self._root, job, self._wait_s)
+        if head is None:
+            return None
+        with contextlib.closing(head):
+            return work(head)
+
+    def free(self, job: bytes) -> bool:
+        """Take HEAD away; False if others kept it busy.
+
+        Raises:
+            StoreUnavailableError: its folder cannot be written to.
+        """
+        try:
+            with contextlib.closing(HeadFolder(self._root, job, create=True)) as folder:
+                if not folder.lock(exclusive=True, wait_s=self._wait_s):
+                    return False
+                _free(folder)
+        except OSError as error:
+            raise _not_written(self._root, error) from error
+        self.marker = None
+        return True
+
+    def _follow(self, folder: HeadFolder, lineage: Lineage, catalog: Catalog, marker: MarkerId) -> bool:
+        if not folder.lock(exclusive=True, wait_s=self._wait_s):
+            log.info("HEAD stays at its marker: it is in use")
+            return False
+        try:
+            self._bring(folder, lineage, catalog, marker)
+        finally:
+            state = _readable_state(folder)
+            self.marker = state.marker if state is not None and state.clean else None
+            if self.marker is None:
+                _free(folder)
+        return True
+
+    def _bring(self, folder: HeadFolder, lineage: Lineage, catalog: Catalog, marker: MarkerId) -> None:
+        chain = lineage.chain(marker)
+        now = _readable_state(folder)
+        if now is not None and now.clean and now.commit == chain[-1]:
+            return
+        schema = lineage.claims[marker.generation].schema
+        goal = self._goal(catalog, chain[-1], schema)
+        place = _place(now, goal, chain)
+        if now is not None and place is not None:
+            try:
+                cover = catalog.cover(chain[place + 1 :], now.marker)
+                self._write(folder, now, goal, schema, self._rows(lineage, catalog, goal, cover))
+            except CorruptionError as error:  # HEAD is, or what leads on from it is gone: all rows may still be there
+                log.warning("HEAD is built anew: %s", error.headline)
+            else:
+                return
+        cover = catalog.cover(chain)
+        self._write(folder, None, goal, schema, self._rows(lineage, catalog, goal, cover))
+
+    def _goal(self, catalog: Catalog, commit: Commit, schema: Schema) -> HeadState:
+        """Return the state of HEAD at ``commit``, without the checksums."""
+        notes = load_notes(catalog, commit, self._pool)
+        columns = column_slices(schema, [each.shards for each in notes])
+        return HeadState(FORMAT, True, schema.crc, commit, tuple(HeadSlice(*each, 0) for each in columns), notes)
+
+    def _rows(self, lineage: Lineage, catalog: Catalog, goal: HeadState, cover: Sequence[Piece]) -> list[Picked]:
+        """The chunks that lead to ``goal``, oldest first."""
+        if not cover or cover[-1].end != goal.marker:
+            raise CorruptionError("the store has a gap before this marker", marker=goal.marker)
+        bases = lineage.bases(goal.marker)
+        return [
+            replace(picked, chunks=_current(picked.front.directory, piece.generation, bases))
+            for piece in open_pieces(self._objects, cover, catalog.job, self._pool)
+            for picked in piece.opened
+        ]
+
+    def _write(
+        self, folder: HeadFolder, now: HeadState | None, goal: HeadState, schema: Schema, rows: Sequence[Picked]
+    ) -> None:
+        """Mark HEAD as dirty, write the rows, and mark it as clean at ``goal``."""
+        if now is None:
+            folder.drop()
+            _make_room(folder, schema, goal.columns)
+        else:
+            folder.put_state(replace(now, clean=False))
+        failpoint("head.dirty")
+        known = {(each.table, each.col0): each.crc for each in now.slices} if now is not None else {}
+        slices = {
+            each: _HeadSlice(folder, schema, each, known.get(each[:2]), _cuts(rows, each) if now is None else None)
+            for each in goal.columns
+        }
+        for picked, entry, data in read_chunks(self._objects, [each for each in rows if len(each.chunks)], self._pool):
+            view = decode_chunk(entry, data, schema, picked.ref.name)
+            for (table, col0, cols), target in slices.items():
+                if table == entry.table and max(col0, entry.col0) < min(col0 + cols, entry.col0 + entry.cols):
+                    target.write(view, entry.col0, entry.cols)
+            failpoint("head.chunk")
+        done = tuple(HeadSlice(*columns, target.finish()) for columns, target in slices.items())
+        failpoint("head.clean")
+        folder.put_state(replace(goal, slices=done))
+
+
+class _HeadSlice:
+    """One column slice that is being written.
+
+    Args:
+        folder: Of the HEAD.
+        schema: Of its tables.
+        columns: Which slice.
+        crc: Of its checksums as they were; None when it is written anew.
+        cuts: Where column slices of the rows to come begin and end; only when it is written anew.
+    """
+
+    def __init__(
+        self, folder: HeadFolder, schema: Schema, columns: Columns, crc: int | None, cuts: list[int] | None
+    ) -> None:
+        table, self._col0, self._cols = columns
+        self._table = schema.tables[table]
+        layout = SliceLayout.of(self._table, self._cols)
+        name = head_slice_name(table, self._col0)
+        self._arrays = SliceArrays(folder.open_slice(table, self._col0, writable=True), layout, name, writable=True)
+        self._touched = np.full(layout.blocks, crc is None, np.bool_)
+        self._cuts = cuts
+        self._arrived = np.zeros((len(cuts) - 1, layout.rows), np.bool_) if cuts is not None else None
+        if crc is not None:
+            self._arrays.check_crcs(crc)
+
+    def write(self, view: RowsView, col0: int, cols: int) -> None:
+        """Put the rows of a chunk of columns [col0, col0+cols) that overlap this slice.
+
+        Raises:
+            HeadDamagedError: what is there is not what was written.
+        """
+        begin, stop = max(col0, self._col0), min(col0 + cols, self._col0 + self._cols)
+        here, there = slice(begin - self._col0, stop - self._col0), slice(begin - col0, stop - col0)
+        self._touch(view.ids)
+        rows = _span(view.ids)
+        for target, source in zip(self._arrays.arrays, (view.weights, *view.states), strict=True):
+            if target.ndim == 2:
+                target[rows, here] = source[:, there]
+            elif (col0, cols) != (self._col0, self._cols):
+                raise CorruptionError("row-wise state under two column splits", table=self._table.name)
+            else:
+                target[rows] = source
+        if self._arrived is not None and self._cuts is not None:
+            self._arrived[bisect_left(self._cuts, begin) : bisect_left(self._cuts, stop), rows] = True
+
+    def _touch(self, ids: npt.NDArray[np.int64]) -> None:
+        """Rows are about to be written: a block is compared with its checksum before it gets a new one."""
+        if self._arrived is not None:
+            return
+        blocks = self._arrays.layout.blocks_with(ids)
+        for block in np.flatnonzero(blocks & ~self._touched):
+            self._arrays.check(int(block), int(block) + 1)
+        self._touched |= blocks
+
+    def finish(self) -> int:
+        """New checksums for the blocks that were written; returns the checksum of all.
+
+        Raises:
+            CorruptionError: rows are missing in one that is written anew.
+        """
+        if self._arrived is not None and (missing := int((~self._arrived.all(0)).sum())):
+            raise CorruptionError(f"{missing} rows are not in the store", table=self._table.name, col0=self._col0)
+        for block in np.flatnonzero(self._touched):
+            self._arrays.crcs[block] = self._arrays.crc_of(int(block))
+        return self._arrays.crcs_crc
+
+
+def _free(folder: HeadFolder) -> None:
+    """Free the memory of an incomplete HEAD."""
+    folder.drop()
+    for table, col0 in folder.slices():
+        folder.remove_slice(table, col0)
+
+
+def _span(ids: npt.NDArray[np.int64]) -> slice | npt.NDArray[np.int64]:
+    """Ascending ids, as a slice where none is left out."""
+    first, last = int(ids[0]), int(ids[-1])
+    return slice(first, last + 1) if last - first + 1 == len(ids) else ids
+
+
+def _readable_state(folder: HeadFolder) -> HeadState | None:
+    try:
+        return folder.state()
+    except CorruptionError as error:
+        log.warning("HEAD is built anew: %s", error.headline)
+        return None
+
+
+def _place(now: HeadState | None, goal: HeadState, chain: Sequence[Commit]) -> int | None:
+    """Where HEAD stands on the way to ``goal``; None if it must be built anew."""
+    if now is None or not now.clean or (now.schema_crc, now.columns) != (goal.schema_crc, goal.columns):
+        return None
+    return chain.index(now.commit) if now.commit in chain else None
+
+
+def _current(directory: Directory, generation: int, bases: Mapping[int, int]) -> npt.NDArray[np.int64]:
+    """Chunks of tables that no later generation has sent whole."""
+    stale = [table for table, base in bases.items() if base > generation]
+    return np.flatnonzero(~np.isin(directory["table"], stale))
+
+
+def _cuts(rows: Sequence[Picked], columns: Columns) -> list[int]:
+    """Columns of a slice between two cuts always come together."""
+    table, begin, cols = columns
+    edges = {begin, begin + cols}
+    for picked in rows:
+        mine = picked.front.directory[picked.chunks]
+        mine = mine[mine["table"] == table]
+        edges |= {int(edge) for edge in np.concatenate([mine["col0"], mine["col0"] + mine["cols"]])}
+    return sorted(edge for edge in edges if begin <= edge <= begin + cols)
+
+
+def _make_room(folder: HeadFolder, schema: Schema, slices: Sequence[Columns]) -> None:
+    """Take all memory that the arrays need before anything is written, or none.
+
+    Raises:
+        StoreUnavailableError: there is not so much.
+    """
+    there = folder.slices()
+    sizes = {(table, col0): SliceLayout.of(schema.tables[table], cols).file_bytes for table, col0, cols in slices}
+    for table, col0 in there.keys() - sizes.keys():
+        folder.remove_slice(table, col0)
+    needed = sum(max(0, size - there.get(place, 0)) for place, size in sizes.items())
+    free = folder.free_bytes()
+    if needed > free:
+        raise StoreUnavailableError(
+            f"HEAD needs {needed} bytes more, {free} are free",
+            hint="make shared memory larger (mount -o remount,size=), or name another folder in memory",
+            folder=folder.path,
+        )
+    for (table, col0), size in sizes.items():
+        fd = folder.open_slice(table, col0, writable=True)
+        try:
+            os.ftruncate(fd, size)
+            os.posix_fallocate(fd, 0, max(1, size))  # a map of memory that is not there would end the process
+        finally:
+            os.close(fd)
+
+
+def _not_written(root: Path, error: OSError) -> StoreUnavailableError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return StoreUnavailableError(
+        f"HEAD cannot be written: {error.strerror or error}",
+        hint="make shared memory larger" if full else "look at the folder and its rights, or name another one",
+        folder=root,
+    )
+
+
+class HeadKeeper:
+    """Keeps one HEAD warm. Without it a restore is slower, and nothing is lost: a problem is told, and no error.
+
+    Args:
+        writer: Writes it.
+        repairer: Repairs what is damaged in the store.
+        proofs: Knows what the store itself holds otherwise than it was proved.
+        progress: Told of what is done.
+    """
+
+    def __init__(self, writer: HeadWriter, repairer: Repairer, proofs: ProofChecker, progress: Progress) -> None:
+        self._writer = writer
+        self._repairer = repairer
+        self._proofs = proofs
+        self._progress = progress
+        self._compared: MarkerId | None = None
+        self.problem: StreamCkptError | None = None
+        """Why HEAD could not be brought to the newest marker at the last attempt, or what was wrong with it."""
+
+    @property
+    def marker(self) -> MarkerId | None:
+        """Where HEAD stands; None: nowhere."""
+        return self._writer.marker
+
+    def follow(self, lineage: Lineage, catalog: Catalog) -> None:
+        """Bring HEAD to the newest marker that the store offers."""
+        offered = catalog.markers - catalog.dropped
+        newest = next((marker for marker in reversed(lineage.commits) if marker in offered), None)
+        if newest is None:
+            return
+        if self._writer.marker != newest:
+            self._progress.doing = f"bringing HEAD to marker {newest}"
+        bring = partial(self._writer.follow, lineage, catalog, newest)
+        try:
+            self._repairer.mending(lineage, catalog, bring)
+            self.problem = self._wrong(lineage, catalog)
+            if self.problem is not None and self._writer.free(lineage.job):
+                self._repairer.mending(lineage, catalog, bring)
+                if (again := self._wrong(lineage, catalog)) is not None:
+                    self._writer.free(lineage.job)
+                    raise again
+        except (StoreUnavailableError, ConfigError, CorruptionError) as error:
+            self.problem = error  # it is tried again
+
+    def _wrong(self, lineage: Lineage, catalog: Catalog) -> CorruptionError | None:
+        """Tell what HEAD holds that its marker has not proved, though the store holds it; once a marker."""
+        marker = self._writer.marker
+        if marker is None or marker == self._compared or not self._proofs.wanted:
+            return None
+        try:
+            found = self._writer.read(lineage.job, partial(check_head, lineage))
+        except CorruptionError as error:
+            return error
+        if found is None:
+            return None  # others write to it
+        missing = _blocks(found) - (_blocks(self._proofs.of(lineage, catalog, marker)) if found.differing else set())
+        if missing:
+            return CorruptionError(
+                f"{len(missing)} blocks of rows in HEAD were not as they were in the tables, and HEAD is built anew",
+                marker=marker,
+                first=min(missing),
+            )
+        self._compared = marker
+        return None
+
+
+def _blocks(found: WindowCheck) -> set[str]:
+    """Those that differ, in words."""
+    return {str(block) for block in found.compared.unproved.blocks} if found.compared.unproved is not None else set()

@@ -1,0 +1,89 @@
+"""Markers that can never be whole in the store: an error, or passed over and given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from crc32c import crc32c
+
+from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError
+from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.manifest import Dropped
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.write_once import put_unless_taken
+from torchrec_stream_ckpt.util.layout import claim_name, dropped_name
+
+
+class Losses:
+    """What is done about markers that lost something for good.
+
+    Args:
+        objects: The store.
+        told: Called with a marker that is passed over, and why; None: none may be.
+        claimed: Puts the CLAIM of a marker's generation there, as :func:`put_claim`, and repairs a damaged one.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        told: Callable[[Commit, CorruptionError], None] | None,
+        claimed: Callable[[Lineage, Catalog, Commit], None],
+    ) -> None:
+        self._objects = objects
+        self._told = told
+        self._claimed = claimed
+
+    @property
+    def allowed(self) -> bool:
+        """Whether markers may be passed over."""
+        return self._told is not None
+
+    def pass_over(self, commit: Commit, error: CorruptionError, hint: str) -> None:
+        """Pass a marker over.
+
+        Raises:
+            CorruptionError: that is not wanted; ``hint`` is the last resort then.
+        """
+        error = CorruptionError(error.message, hint=error.hint or hint, **{"marker": commit.id, **error.where})
+        if self._told is None:
+            raise error
+        self._told(commit, error)
+
+    def give_up(self, lineage: Lineage, catalog: Catalog, dropped: Dropped) -> None:
+        """Say in the store that a marker was given up: all others see it there, and a trim does."""
+        self._claimed(lineage, catalog, dropped.commit)
+        self._objects.put(dropped_name(dropped.commit.job, dropped.commit.id), [dropped.to_bytes()])
+        catalog.went(dropped.commit.id)
+
+
+def put_claim(objects: Objects, lineage: Lineage, commit: Commit) -> None:
+    """Put the CLAIM of a marker's generation into the store: it goes there before all that names its generation.
+
+    Raises:
+        OtherLogError: the store has the CLAIM of another history.
+        CorruptionError: what the store has is damaged; names it.
+        StoreUnavailableError: it was not written.
+    """
+    claim, name = lineage.claims[commit.generation], claim_name(commit.job, commit.generation)
+    frame = claim.to_frame()
+    there = objects.read(name) if objects.size(name) is not None else put_unless_taken(objects, name, [frame])
+    if there is None or bytes(there) == frame:
+        return
+    hint = "stream-ckpt scrub URI --store URL --repair"
+    try:
+        found = parse_control(there)
+    except CorruptionError as error:
+        raise CorruptionError(error.message, hint=hint, store=objects.url, name=name) from None
+    if not isinstance(found, Claim) or (found.job, found.generation) != (commit.job, commit.generation):
+        raise CorruptionError("not the CLAIM that its name says", hint=hint, store=objects.url, name=name)
+    raise OtherLogError(
+        "the store holds another generation of this number than the log: one of them was copied, or put back",
+        hint="give every log a store of its own, or bring the right one back",
+        store=objects.url,
+        generation=commit.generation,
+        name=name,
+        there=f"nonce {found.nonce}, CRC32C {crc32c(there):08x}",
+        written=f"nonce {claim.nonce}, CRC32C {crc32c(frame):08x}",
+    )

@@ -1,0 +1,438 @@
+"""The segments of a marker's intervals: found in the store, or folded from the log now."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, OtherLogError, TrimmedError
+from torchrec_stream_ckpt.find.route import check_incarnation, check_there
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.interval import Interval, intervals_of
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.manifest import SegmentRef
+from torchrec_stream_ckpt.format.segment import HEADER_LEN, front_bytes_of, parse_front
+from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.log.stream import held_by
+from torchrec_stream_ckpt.maintain.engine import api
+from torchrec_stream_ckpt.maintain.engine.api import Engine, Site
+from torchrec_stream_ckpt.maintain.fold import (
+    SegmentWriter,
+    begin_fold,
+    fold_interval,
+    folded_interval,
+    folded_shards,
+)
+from torchrec_stream_ckpt.maintain.progress import Progress
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.util.types import MarkerId, TableShard
+
+_PATIENCE_S = 0.2
+"""A stop is heard so often while workers fold."""
+Segments = tuple[tuple[SegmentRef, ...], ...]
+"""Of one marker, by rank."""
+
+
+BATCH_BYTES = 64 * 2**20
+"""Frames of several ranks that one task folds, at least; a rank with more has a task of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoldTask:
+    """Intervals of one marker to fold, with what their ranks held when they began; None: they begin with HELLO."""
+
+    intervals: tuple[tuple[Interval, tuple[TableShard, ...] | None], ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of frames."""
+        return sum(interval.num_bytes for interval, _ in self.intervals)
+
+    def __str__(self) -> str:
+        first, last = self.intervals[0][0], self.intervals[-1][0]
+        return f"fold {first.commit.id} ranks {first.end.rank} to {last.end.rank}"
+
+    def run(self, site: Site) -> tuple[tuple[SegmentRef, ...], ...]:
+        """As of ``Task``: the segments of each interval, written side by side while the next ones are gathered."""
+        log = site.log
+        assert log is not None
+        writers: deque[SegmentWriter] = deque()
+        found: list[tuple[SegmentRef, ...]] = []
+        waiting = 0
+        try:
+            for interval, shards in self.intervals:
+                writers.append(begin_fold(log, site.objects, interval, shards, site.tell, site.pool))
+                waiting += interval.num_bytes
+                while waiting > BATCH_BYTES:
+                    waiting -= self.intervals[len(found)][0].num_bytes
+                    found.append(writers.popleft().finish())
+            while writers:
+                found.append(writers.popleft().finish())
+        finally:
+            for writer in writers:  # nothing is written once this has raised
+                writer.drop()
+        return tuple(found)
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A marker that is being folded."""
+
+    refs: dict[int, tuple[SegmentRef, ...]] = field(default_factory=dict)
+    """What was there, by rank."""
+    tasks: list[tuple[FoldTask, Future[tuple[tuple[SegmentRef, ...], ...]]]] = field(default_factory=list)
+
+    def drop(self) -> None:
+        """Do not begin what has not begun."""
+        for _, future in self.tasks:
+            future.cancel()
+
+
+class IntervalFolder:
+    """Folds intervals, those of a few large markers ahead if the engine has workers to spare.
+
+    Args:
+        log: The job's log. It is only read.
+        objects: The store.
+        progress: Told of what is folded.
+        engine: Runs the tasks.
+        pool: Threads that look for segments of several ranks at once; None: one after the other.
+    """
+
+    def __init__(
+        self, log: Log, objects: Objects, progress: Progress, engine: Engine, pool: Executor | None = None
+    ) -> None:
+        self._log = log
+        self._objects = objects
+        self._progress = progress
+        self._engine = engine
+        self._map = map if pool is None else pool.map
+        self._begun: dict[MarkerId, _Begun] = {}
+        self._large: dict[MarkerId, bool] = {}
+        """Whether markers that are not begun are worth a worker, as far as that was asked."""
+        self._shards: dict[tuple[int, int], tuple[TableShard, ...]] = {}
+        """What ranks hold in the newest generation that is folded, by generation and rank: it stays as it is."""
+        self._newest = 0
+        """That generation."""
+
+    def forget(self, missing: Sequence[Commit]) -> None:
+        """Keep what was begun of these markers alone."""
+        wanted = {commit.id for commit in missing}
+        for marker in [each for each in self._begun if each not in wanted]:
+            self._begun.pop(marker).drop()
+        self._large.clear()
+
+    @property
+    def ahead(self) -> int:
+        """How many of the markers that follow may be begun while one is folded: no manifest waits for more of them."""
+        return 2 * self._engine.workers if self._engine.workers > 1 else 0
+
+    def segments(
+        self,
+        lineage: Lineage,
+        catalog: Catalog,
+        commit: Commit,
+        before: Commit | None,
+        missing: Sequence[Commit],
+        following: Sequence[Commit] = (),
+    ) -> Segments:
+        """The segments of all ranks, those that are not in the store folded now.
+
+        Args:
+            lineage: The control partition.
+            catalog: What the store holds.
+            commit: Of the marker.
+            before: The marker before it in its generation; None for the first.
+            missing: The markers that are not in the store, in commit order.
+            following: Those of them that come next, :attr:`ahead` at most.
+
+        Raises:
+            CorruptionError: the log is damaged, or lacks an interval.
+            EngineUnavailableError: what runs tasks is away.
+        """
+        begun = self._begun.pop(commit.id, None)
+        self._large.pop(commit.id, None)
+        if begun is None:
+            begun = self._begin(lineage, catalog, commit, before, missing)
+        try:
+            self._begin_following(lineage, catalog, following, missing)
+            while left := [future for _, future in begun.tasks if not future.done()]:
+                self._progress.going_on()
+                self._progress.doing = f"folding marker {commit.id}"
+                self._engine.wait(left, _PATIENCE_S)
+            for task, future in begun.tasks:
+                for (interval, _), refs in zip(task.intervals, future.result(), strict=True):
+                    begun.refs[interval.end.rank] = refs
+                    self._progress.counts.frames_bytes += interval.num_bytes
+                    self._progress.counts.segment_bytes += sum(ref.num_bytes for ref in refs)
+        except BaseException:
+            begun.drop()
+            raise
+        return tuple(begun.refs[end.rank] for end in commit.ranks)
+
+    def _begin(
+        self, lineage: Lineage, catalog: Catalog, commit: Commit, before: Commit | None, missing: Sequence[Commit]
+    ) -> _Begun:
+        """Submit what the store does not have of a marker."""
+        intervals = list(intervals_of(lineage.claims[commit.generation], commit, before))
+        looked = zip(intervals, self._map(self._look, intervals), strict=True)
+        begun = _Begun({interval.end.rank: refs for interval, refs in looked if refs})
+        lacking = [interval for interval in intervals if interval.end.rank not in begun.refs]
+        known = self._shards_of_all(lacking, before)
+        batch: list[tuple[Interval, tuple[TableShard, ...] | None]] = []
+        waiting_bytes = 0
+        for interval in lacking:
+            self.check_there(lineage, catalog, interval, missing, same_log=interval is not lacking[0])
+            held = known.get(interval.end.rank) or self._shards_before(catalog, interval, before)
+            batch.append((_slim(interval), held))
+            if held is not None:
+                self._know(interval, held)
+            waiting_bytes += interval.num_bytes
+            if waiting_bytes >= BATCH_BYTES:
+                self._submit(begun, batch)
+                batch, waiting_bytes = [], 0
+        if batch:
+            self._submit(begun, batch)
+        return begun
+
+    def _submit(self, begun: _Begun, batch: list[tuple[Interval, tuple[TableShard, ...] | None]]) -> None:
+        task = FoldTask(tuple(batch))
+        first, last = batch[0][0], batch[-1][0]
+        self._progress.doing = f"folding marker {first.commit.id}, ranks {first.end.rank} to {last.end.rank}"
+        begun.tasks.append((task, self._engine.submit(task, urgent=True)))
+
+    def _begin_following(
+        self, lineage: Lineage, catalog: Catalog, following: Sequence[Commit], missing: Sequence[Commit]
+    ) -> None:
+        """Submit large markers that come next, so that no worker waits. Errors there are raised in their turn.
+
+        Small ones wait for their turn: the engine would fold them at once in this process, and hold up the marker
+        that is due.
+        """
+        for commit in following:
+            if commit.id in self._begun:
+                continue
+            previous = lineage.previous(commit.id)
+            knows = previous is None or all((commit.generation, end.rank) in self._shards for end in commit.ranks)
+            if knows and self._is_large(lineage, commit, previous):
+                before = lineage.find(previous) if previous is not None else None
+                try:
+                    self._begun[commit.id] = self._begin(lineage, catalog, commit, before, missing)
+                except CorruptionError:
+                    return
+
+    def _is_large(self, lineage: Lineage, commit: Commit, previous: MarkerId | None) -> bool:
+        """Return whether a task of this marker goes to a worker; each marker is looked at once."""
+        if commit.id not in self._large:
+            before = lineage.find(previous) if previous is not None else None
+            num_bytes = sum(each.num_bytes for each in intervals_of(lineage.claims[commit.generation], commit, before))
+            self._large[commit.id] = num_bytes >= api.SMALL_BYTES
+        return self._large[commit.id]
+
+    def _look(self, interval: Interval) -> tuple[SegmentRef, ...] | None:
+        """The segments of an interval that is folded; None: it is not; empty: what is there is damaged.
+
+        No manifest names it yet: what is damaged is set aside and folded again. What another history has written is an
+        error.
+        """
+        try:
+            return folded_interval(self._objects, interval)
+        except CorruptionError:
+            self.check_history(interval)
+            return ()
+
+    def _shards_of_all(
+        self, intervals: Sequence[Interval], before: Commit | None
+    ) -> dict[int, tuple[TableShard, ...] | None]:
+        """By rank, what each held at the marker before, if this process knows it or the store says it: side by side."""
+        if before is None:
+            return {}
+        shards = self._map(partial(self._shards_in_store, before), intervals)
+        return {each.end.rank: held for each, held in zip(intervals, shards, strict=True)}
+
+    def _know(self, interval: Interval, shards: tuple[TableShard, ...]) -> None:
+        """Keep what a rank holds; that of an older generation is forgotten."""
+        generation = interval.commit.generation
+        if generation > self._newest:
+            self._shards.clear()
+            self._newest = generation
+        self._shards[generation, interval.end.rank] = shards
+
+    def again(
+        self, lineage: Lineage, catalog: Catalog, commit: Commit, before: Commit | None, into: Objects
+    ) -> Segments:
+        """The segments of all ranks of a marker whose manifest is damaged: what is whole in the store, the rest folded.
+
+        Args:
+            lineage: The control partition.
+            catalog: What the store holds.
+            commit: Of the marker.
+            before: As of :meth:`segments`.
+            into: Takes what is folded.
+
+        Raises:
+            OtherLogError: the store has segments of this marker that another history has written.
+            CorruptionError: a segment is damaged or gone, and the log lacks its interval.
+        """
+        segments = []
+        for interval in intervals_of(lineage.claims[commit.generation], commit, before):
+            try:
+                refs = folded_interval(self._objects, interval)
+            except CorruptionError:
+                self.check_history(interval)
+                refs = None
+            if refs is None:
+                self.check_there(lineage, catalog, interval, [commit])
+                refs = self.fold(catalog, interval, before, into)
+            segments.append(refs)
+        return tuple(segments)
+
+    def check_history(self, interval: Interval, part: int = 0) -> None:
+        """See that what stands under a segment's name may be this interval's, damaged or not.
+
+        Raises:
+            OtherLogError: it is whole, and another history has written it.
+        """
+        name, mine = interval.name(part), interval.segment(part)
+        try:
+            front_bytes = front_bytes_of(self._objects.read(name, 0, HEADER_LEN), name)
+            found = parse_front(self._objects.read(name, 0, front_bytes), name).id
+        except CorruptionError:
+            return
+        if found != mine and replace(found, chain=mine.chain) == mine:
+            raise OtherLogError(
+                "the store holds another marker of this name than the log: one of them was copied, or put back",
+                hint="give every log a store of its own, or bring the right one back",
+                marker=interval.commit.id,
+                rank=mine.rank,
+                store=self._objects.url,
+                name=name,
+                there=f"chain {found.chain:08x}",
+                written=f"chain {mine.chain:08x}",
+            )
+
+    def fold(
+        self,
+        catalog: Catalog,
+        interval: Interval,
+        before: Commit | None,
+        into: Objects | None = None,
+        shards: tuple[TableShard, ...] | None = None,
+    ) -> tuple[SegmentRef, ...]:
+        """Fold one rank's interval, whatever the store has of it.
+
+        Args:
+            catalog: What the store holds.
+            interval: Which one.
+            before: As of :meth:`segments`.
+            into: Takes the segments; None: the store does.
+            shards: What the rank held at the marker before, where that is known.
+        """
+        progress = self._progress
+        progress.doing = f"folding marker {interval.commit.id}, rank {interval.end.rank}"
+        shards = shards or self._shards_before(catalog, interval, before)
+        refs = fold_interval(self._log, into or self._objects, interval, shards, progress.count_frames)
+        progress.counts.segment_bytes += sum(ref.num_bytes for ref in refs)
+        if shards is not None:
+            self._know(interval, shards)
+        return refs
+
+    def _shards_in_store(self, before: Commit, interval: Interval) -> tuple[TableShard, ...] | None:
+        """Read which shards a rank held at the marker before; None if its segments are not there, or damaged.
+
+        The store is asked unless this process has folded an interval of the rank in this generation.
+        """
+        if (known := self._shards.get((before.generation, interval.end.rank))) is not None:
+            return known
+        previous = Interval(interval.claim, before, before.ranks[interval.end.rank])
+        try:
+            return folded_shards(self._objects, previous)
+        except CorruptionError:  # as good as gone
+            return None
+
+    def _shards_before(
+        self, catalog: Catalog, interval: Interval, before: Commit | None
+    ) -> tuple[TableShard, ...] | None:
+        """Read which shards the rank held at the marker before, from the store, or else from the log."""
+        if before is None:
+            return None
+        if (stored := self._shards_in_store(before, interval)) is not None:
+            return stored
+        if before.id in catalog.markers:
+            previous = Interval(interval.claim, before, before.ranks[interval.end.rank])
+            raise MissingObjectError(
+                "the store has lost segments of a marker that it holds",
+                hint="bring them back, or delete the marker's manifest: it is folded anew from what the log still has",
+                marker=before.id,
+                rank=interval.end.rank,
+                name=previous.name(0),
+            )
+        return held_by(self._log, interval.claim, interval.commit, interval.end)
+
+    def check_there(
+        self,
+        lineage: Lineage,
+        catalog: Catalog,
+        interval: Interval,
+        missing: Sequence[Commit],
+        *,
+        same_log: bool = False,
+    ) -> None:
+        """See that the log still has the interval; raises with what is lost, what remains, and what to do.
+
+        Args:
+            lineage: The control partition.
+            catalog: What the store holds.
+            interval: Of one rank.
+            missing: The markers that are not in the store.
+            same_log: Whether the log was just seen to be the one that the generation wrote to.
+        """
+        marker = interval.commit.id
+        try:
+            if not same_log:
+                check_incarnation(self._log, lineage, marker, [marker.generation])
+            check_there(self._log, lineage, marker, [interval])
+        except OtherLogError as error:  # a loss, too; what is said of it is enough
+            raise CorruptionError(error.message, hint=error.hint, **error.where) from None
+        except TrimmedError as error:
+            raise CorruptionError(
+                f"{error.message}, and this store lacks {_standing_on(lineage, marker, missing)}",
+                hint=f"fold into that one: --store {error.where['store']}",
+                marker=marker,
+                store=self._objects.url,
+            ) from None
+        except CorruptionError as error:
+            held = catalog.markers - catalog.dropped
+            remains = max((each.id for each in lineage.chain(marker) if each.id in held), default=None)
+            keeps = f"the store has {len(held)} markers" if held else "the store is empty"
+            newest = f", {remains} the newest on its path" if remains else ""
+            onward = f"restart the job from marker {remains} by its name" if remains else "begin a new job"
+            lost = _standing_on(lineage, marker, missing)
+            raise CorruptionError(
+                f"the log no longer has what the store has not yet: lost is {lost}; {keeps}{newest}: {error.headline}",
+                hint=f"bring the log data back, or name the store that has it (--store); else {onward}, "
+                "and go on with --pass-over-lost",
+                marker=marker,
+                rank=interval.end.rank,
+                store=self._objects.url,
+            ) from None
+
+
+def _slim(interval: Interval) -> Interval:
+    """The same without what is known of other ranks: it is sent to another process."""
+    claim = interval.claim if interval.after is None else replace(interval.claim, layout=None)
+    return replace(interval, claim=claim, commit=replace(interval.commit, ranks=(interval.end,)))
+
+
+def _standing_on(lineage: Lineage, marker: MarkerId, missing: Sequence[Commit]) -> str:
+    """The markers that are lost with one, in words."""
+    stands = {marker}
+    for each in lineage.commits:  # parents come before what stands on them
+        if (lineage.previous(each) or lineage.claims[each.generation].parent) in stands:
+            stands.add(each)
+    lost = [each.id for each in missing if each.id in stands]
+    return f"{marker}" if len(lost) < 2 else f"{marker} to {lost[-1]} ({len(lost)} markers)"

@@ -1,0 +1,306 @@
+"""Keep a store up to date with its log until told to stop: look, catch up, wait, and outlast what is away."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torchrec_stream_ckpt.errors import (
+    CorruptionError,
+    EngineUnavailableError,
+    LogUnavailableError,
+    MarkerNotFoundError,
+    MissingObjectError,
+    StoreUnavailableError,
+    StreamCkptError,
+)
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.end_note import End, Outcome
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.maintain.materializer import Materializer
+from torchrec_stream_ckpt.maintain.progress import Counts
+from torchrec_stream_ckpt.maintain.repairer import Repair
+from torchrec_stream_ckpt.maintain.scrub.background_scrub import BackgroundScrub
+from torchrec_stream_ckpt.maintain.scrub.scrubber import Damage, Scrubber
+from torchrec_stream_ckpt.proofs.proof_status import ProofStanding
+from torchrec_stream_ckpt.proofs.window import WindowCheck
+from torchrec_stream_ckpt.util.service import Event, Service
+from torchrec_stream_ckpt.util.types import MarkerId
+
+FIRST_RETRY_S = 1.0
+LAST_RETRY_S = 30.0
+_PATIENCE_S = 0.2
+"""A stop is heard so often while merges go on."""
+_NAMED = 8
+"""Blocks that are not as they were proved which an event names."""
+
+
+@dataclass(slots=True)
+class Status:
+    """Where a service stands, for people and for metrics. Written by one thread, read by others."""
+
+    doing: str = "starting"
+    newest: MarkerId | None = None
+    """The newest marker that is known to be in the store, by commit order."""
+    lag_markers: int = 0
+    """Committed markers that are not in the store."""
+    lag_bytes: int = 0
+    """Frames that lead to them."""
+    waiting_since_s: float | None = None
+    """When the oldest of them was committed, by the trainer's wall clock."""
+    ended: End | None = None
+    """The job's last word; None while a trainer may be at work, or has died without one."""
+    errors: int = 0
+    """Failures that were outlasted, retries of one not counted."""
+
+    @property
+    def lag_s(self) -> float:
+        return max(0.0, time.time() - self.waiting_since_s) if self.waiting_since_s is not None else 0.0
+
+
+class MaterializeService(Service):
+    """Follows one log.
+
+    Its own events are ``head``, ``waiting``, ``ended``, ``repaired``, ``passed_over``, ``damaged``, ``scrubbed``,
+    ``unproved`` and ``uncompared``.
+
+    Args:
+        read: The control partition as of now; None while there is no log.
+        open_: Makes the materializer, once the log has something to say; None while it cannot be known where the store
+            is.
+        report: Takes events, on the thread of :meth:`run`.
+        until_closed: Come to an end once the job is finished, and all its markers are in the store.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Lineage | None],
+        open_: Callable[[Lineage], Materializer | None],
+        report: Callable[[Event], None] = lambda _: None,
+        *,
+        until_closed: bool = False,
+    ) -> None:
+        away = (LogUnavailableError, StoreUnavailableError, EngineUnavailableError)
+        super().__init__(report, away, (FIRST_RETRY_S, LAST_RETRY_S))
+        self._read = read
+        self._open = open_
+        self._until_closed = until_closed
+        self._over = False
+        self._materializer: Materializer | None = None
+        self._compared = False
+        self._missed = ""
+        self._said_waiting = False
+        self._said_head: tuple[MarkerId | None, bool] = (None, False)
+        self.status = Status()
+        self.scrub: BackgroundScrub | None = None
+        """Reads the store again while there is nothing to fold; None: no scrub in the background."""
+        self._scrub_trouble = ""
+
+    @property
+    def counts(self) -> Counts:
+        return self._materializer.counts if self._materializer is not None else Counts()
+
+    @property
+    def head_marker(self) -> MarkerId | None:
+        """Where HEAD stands on this host; None: nowhere."""
+        return self._materializer.head_marker if self._materializer is not None else None
+
+    @property
+    def doing(self) -> str:
+        """What it is doing now, for people."""
+        at_work = self._materializer is not None and not self._trouble
+        return self._materializer.doing if self._materializer is not None and at_work else self.status.doing
+
+    def pass_over(self, commit: Commit, error: CorruptionError) -> None:
+        """Passed to the materializer when lost markers are to be passed over."""
+        self.status.errors += 1
+        self.report(Event("passed_over", {"marker": str(commit.id), "reason": error.headline}))
+
+    def repaired(self, repair: Repair) -> None:
+        """Passed to the materializer: called for each damaged object that was repaired."""
+        self.report(Event("repaired", asdict(repair)))
+
+    def unproved(self, check: WindowCheck) -> None:
+        """Passed to the materializer: called with a marker whose rows are not as they were proved."""
+        found = check.compared.unproved
+        assert found is not None
+        blocks = [str(block) for block in found.blocks[:_NAMED]]
+        self.report(Event("unproved", {"marker": str(check.marker), "blocks": found.count, "first": blocks}))
+
+    def uncompared(self, commit: Commit, error: CorruptionError) -> None:
+        """Passed to the materializer: called with a marker that cannot be compared with its proof."""
+        self.status.errors += 1
+        self.report(Event("uncompared", {"marker": str(commit.id), "reason": error.headline}))
+
+    @property
+    def proofs(self) -> ProofStanding | None:
+        """How far the store was compared with proofs; None: nothing was, or by another process."""
+        return self._materializer.proofs.standing if self._materializer is not None else None
+
+    def damaged(self, damage: Damage) -> None:
+        """Passed to the scrub: called for each damaged object that cannot be repaired."""
+        if damage.repair is None:
+            fields = {"marker": str(damage.marker) if damage.marker is not None else None, "table": damage.table}
+            said = {"name": damage.name, **fields, "reason": damage.reason}
+            self.report(Event("damaged", {**said, "lost": damage.lost, "unrepaired": damage.unrepaired}))
+        elif self._materializer is not None:
+            self._materializer.forget()
+
+    def scrubbed(self, scrubber: Scrubber) -> None:
+        """Passed to the scrub: said of each pass that has read everything."""
+        place = scrubber.place
+        counts = {"objects": place.objects, "bytes": place.num_bytes, "damaged": len(place.damaged)}
+        self._scrub_trouble = ""
+        self.report(Event("scrubbed", counts | {"took_s": round(max(0.0, time.time() - place.begun_s), 3)}))
+
+    def scrub_trouble(self, error: StreamCkptError) -> None:
+        """Passed to the scrub: it could not go on, and tries again. Said once a change."""
+        if error.headline != self._scrub_trouble:
+            self._scrub_trouble = error.headline
+            self.status.errors += 1
+            self.report(Event("trouble", {"message": f"scrub: {error.headline}", "hint": error.hint}))
+
+    def _wait(self, seconds: float) -> None:
+        if self._materializer is not None and self._materializer.merging and not self._trouble:
+            self._wait_for_merges(self._materializer, time.monotonic() + seconds)
+        elif self.scrub is None or self._trouble:
+            super()._wait(seconds)
+        else:
+            self.scrub.use(seconds, self._stop)
+
+    def _wait_for_merges(self, materializer: Materializer, until: float) -> None:
+        """The next round goes on with what was done, and looks at the log."""
+        while (left := until - time.monotonic()) > 0:
+            self.going_on()
+            if materializer.has_merged(min(left, _PATIENCE_S)):
+                return
+
+    def _close(self) -> None:
+        if self.scrub is not None:
+            self.scrub.close()
+
+    def _round(self, *, once: bool, last: bool = False) -> None:
+        """Put what is missing now into the store.
+
+        Raises:
+            MarkerNotFoundError: (``once``) there is no log.
+            CorruptionError, UnsupportedError, ConfigError: waiting does not help. The store is as it was.
+        """
+        self._over = False
+        lineage = self._read()
+        if lineage is None and once:
+            raise MarkerNotFoundError("there is no log here", hint="check the URI; a job makes its log")
+        if lineage is not None and self._materializer is None and lineage.claims:
+            self._materializer = self._open(lineage)
+        if lineage is None or self._materializer is None:
+            self._wait_for("a log" if lineage is None else "its first marker")
+            if lineage is not None:
+                self._hear_end(lineage, missing=len(lineage.commits))
+            return
+        if not self._compared:
+            self._materializer.compare(lineage.job, self._read_again)
+            self._compared = True
+        try:
+            self._catch_up(lineage, self._materializer)
+        except MissingObjectError as error:
+            # Whoever takes markers away may have done so behind our listing: only what is missing again is lost.
+            if self._missed == error.headline:
+                raise
+            self._missed = error.headline
+            self._catch_up(lineage, self._materializer)
+        self._missed = ""
+        if last:
+            self._materializer.settle(lineage)
+        self._hear_end(lineage, missing=len(self._materializer.missing))
+
+    def _hear_end(self, lineage: Lineage, missing: int) -> None:
+        """Note whether the job has ended, as of this round's lineage, and how many of its markers are not folded."""
+        end = lineage.ended
+        self._over = (
+            self._until_closed
+            and not missing
+            and end is not None
+            and end.outcome == Outcome.FINISHED
+            and (self._materializer is None or not self._materializer.merging)
+        )
+        if end != self.status.ended and end is not None:
+            fields = {"outcome": str(end.outcome), "reason": end.reason, "step": end.step}
+            self.report(Event("ended", {"generation": end.generation, **fields}))
+        self.status.ended = end
+
+    def _is_over(self) -> bool:
+        return self._over
+
+    def _read_again(self) -> Lineage:
+        lineage = self._read()
+        if lineage is None:
+            raise LogUnavailableError("the log is gone", hint="bring it back")
+        return lineage
+
+    def _catch_up(self, lineage: Lineage, materializer: Materializer) -> None:
+        self._measure(lineage, materializer)
+        begin = time.monotonic()
+        for marker in self._measured(lineage, materializer):
+            commit = lineage.commits[marker]
+            self.status.newest = marker
+            counts, now = asdict(materializer.counts), time.monotonic()
+            self.report(
+                Event(
+                    "marker",
+                    {
+                        "marker": str(marker),
+                        "step": commit.step,
+                        "committed_s": commit.time_s,
+                        "lag_markers": self.status.lag_markers,
+                        "lag_bytes": self.status.lag_bytes,
+                        "lag_s": round(self.status.lag_s, 3),
+                        "took_s": round(now - begin, 3),
+                        **counts,
+                    },
+                )
+            )
+            begin = now
+
+    def _measured(self, lineage: Lineage, materializer: Materializer) -> Iterator[MarkerId]:
+        """:meth:`Materializer.catch_up`, with the lag behind each marker measured."""
+        try:
+            for marker in materializer.catch_up(lineage):
+                self._measure(lineage, materializer)
+                yield marker
+        finally:
+            self._measure(lineage, materializer)
+        held = materializer.held
+        self.status.newest = next((marker for marker in reversed(lineage.commits) if marker in held), None)
+        self._say_head(materializer)
+
+    def _say_head(self, materializer: Materializer) -> None:
+        """When HEAD has moved, and once when it could not: that is tried again with every look at the log."""
+        problem = materializer.head_problem
+        now = (materializer.head_marker, problem is not None)
+        if now != self._said_head:
+            self._said_head = now
+            marker = str(now[0]) if now[0] is not None else None
+            fields = {"marker": marker, "problem": problem.headline if problem is not None else None}
+            self.report(Event("head", fields | {"hint": problem.hint if problem is not None else ""}))
+
+    def _measure(self, lineage: Lineage, materializer: Materializer) -> None:
+        missing = materializer.missing
+        self.status.lag_markers = len(missing)
+        self.status.lag_bytes = materializer.missing_bytes
+        self.status.waiting_since_s = missing[0].time_s if missing else None
+
+    def _wait_for(self, what: str) -> None:
+        self.status.doing = f"waiting for {what}"
+        if not self._said_waiting:
+            self._said_waiting = True
+            self.report(Event("waiting", {"for": what}))
+
+    def _say_trouble(self, error: StreamCkptError) -> None:
+        self.status.doing = f"trying again: {error.headline}"
+        self.status.errors += error.headline != self._trouble
+        super()._say_trouble(error)
+
+    def _totals(self) -> dict[str, Any]:
+        return {"lag_markers": self.status.lag_markers, **asdict(self.counts)}

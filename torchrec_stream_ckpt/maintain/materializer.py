@@ -1,0 +1,392 @@
+"""Bring the store up to the log: every committed marker, of every generation and branch, in commit order.
+
+Markers that a lost log's materializer has brought into the store after another log had taken that one's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Set
+from concurrent.futures import Executor
+from functools import partial
+
+from torchrec_stream_ckpt.errors import (
+    CorruptionError,
+    EngineUnavailableError,
+    MissingObjectError,
+    OtherLogError,
+    StreamCkptError,
+)
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.interval import intervals_of
+from torchrec_stream_ckpt.format.lineage import Lineage, previous_commit
+from torchrec_stream_ckpt.format.manifest import Dropped, Manifest
+from torchrec_stream_ckpt.log.api import Incarnation, Log
+from torchrec_stream_ckpt.maintain.compactor import Compactor, Policy
+from torchrec_stream_ckpt.maintain.dense_copier import DenseCopier
+from torchrec_stream_ckpt.maintain.engine.api import Engine, InProcess, Site
+from torchrec_stream_ckpt.maintain.head import HeadKeeper, HeadWriter
+from torchrec_stream_ckpt.maintain.incomplete_markers import Losses, put_claim
+from torchrec_stream_ckpt.maintain.interval_folder import IntervalFolder, Segments
+from torchrec_stream_ckpt.maintain.progress import Counts, Progress
+from torchrec_stream_ckpt.maintain.proof_checker import ProofChecker, ProofRule
+from torchrec_stream_ckpt.maintain.repairer import Repair, Repairer
+from torchrec_stream_ckpt.maintain.summarizer import Summarizer
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.dense import DenseStore
+from torchrec_stream_ckpt.store.identity import prepare_store
+from torchrec_stream_ckpt.store.write_once import put_once
+from torchrec_stream_ckpt.util.failpoints import failpoint
+from torchrec_stream_ckpt.util.layout import manifest_name
+from torchrec_stream_ckpt.util.types import MarkerId
+
+
+def came_after_recovery(lineage: Lineage, marker: MarkerId, log: Incarnation) -> bool:
+    """Tell whether a marker came after ``log`` had taken over its generation; nothing of that log stands on it.
+
+    The log has taken over what the store held then, so all of a generation up to some marker.
+    """
+    claim = lineage.claims.get(marker.generation)
+    if claim is None or marker in lineage.commits:
+        return False
+    if not claim.world:
+        return True  # a fence has no markers: this one is of the lost log's generation of that number
+    if log.holds_rows_of(claim.incarnation):
+        return False
+    return all(marker > each for each in lineage.commits if each.generation == marker.generation)
+
+
+_PATIENCE_S = 0.2
+"""A stop is heard so often while folds are waited for."""
+_HINT = (
+    "bring a whole copy of the log back; or restart the job from a marker that the store has, and go on with "
+    "--pass-over-lost"
+)
+
+
+class Materializer:
+    """Folds a log into a store. Two that work on one job do no harm: what each writes is the same.
+
+    Args:
+        log: The job's log. It is only read.
+        objects: The store.
+        dense_of: Where the trainer has put the dense state of a marker.
+        pool: Threads to read the store with.
+        policy: What to write beside.
+        engine: Makes what runs its tasks, of what tasks in this process work with.
+        going_on: Called again and again while it works; ends the work where it stands by raising.
+        pass_over: Called with a marker that can never be in the store, and why; without it, that is an error.
+        head: What keeps the newest state warm on this host.
+        repaired: Called with a damaged object of the store that was written anew.
+        proofs: How markers are compared with their proofs; None: they are not.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        objects: Objects,
+        dense_of: Callable[[Commit], DenseStore],
+        pool: Executor,
+        policy: Policy | None = None,
+        engine: Callable[[Site], Engine] = InProcess,
+        going_on: Callable[[], None] = lambda: None,
+        pass_over: Callable[[Commit, CorruptionError], None] | None = None,
+        head: HeadWriter | None = None,
+        repaired: Callable[[Repair], None] = lambda _: None,
+        proofs: ProofRule | None = None,
+    ) -> None:
+        self._log = log
+        self._objects = objects
+        self._catalog: Catalog | None = None
+        self._progress = Progress(going_on)
+        self._losses = Losses(objects, pass_over, self._put_claim)
+        self.engine = engine(Site(log, objects, pool, self._progress.tell))
+        """Runs the tasks; it is the caller's to close."""
+        self._intervals = IntervalFolder(log, objects, self._progress, self.engine, pool)
+        self._dense = DenseCopier(objects, dense_of, self._losses, self._progress)
+        self._repairer = Repairer(objects, pool, self._intervals, self._progress, repaired)
+        self._compactor = Compactor(objects, pool, policy or Policy(), self._progress, self.engine)
+        self._late: StreamCkptError | None = None
+        """What a fold of this round could not be written for: markers come first."""
+        self.proofs = ProofChecker(objects, pool, self._compactor, self._repairer, self._progress, proofs, self.engine)
+        """Compares markers with their proofs."""
+        self._summarizer = Summarizer(objects, pool, self._progress)
+        keeper = HeadKeeper(head, self._repairer, self.proofs, self._progress) if head is not None else None
+        self._head = keeper
+        self.missing: list[Commit] = []
+        """Committed markers that are not in the store and were not given up, in commit order."""
+        self.missing_bytes = 0
+        """Bytes of frames that lead to these, each from the marker before in its generation."""
+
+    @property
+    def counts(self) -> Counts:
+        """What was done so far."""
+        return self._progress.counts
+
+    @property
+    def progress(self) -> Progress:
+        """What its parts tell of their work."""
+        return self._progress
+
+    @property
+    def repairer(self) -> Repairer:
+        """Repairs damaged objects of its store."""
+        return self._repairer
+
+    def forget(self) -> None:
+        """Read manifests and folds again when they are next needed: one was written anew."""
+        if self._catalog is not None:
+            self._catalog.forget()
+
+    @property
+    def doing(self) -> str:
+        """What is done now, for people."""
+        return self._progress.doing
+
+    @property
+    def head_marker(self) -> MarkerId | None:
+        """Where HEAD stands on this host; None: nowhere."""
+        return self._head.marker if self._head is not None else None
+
+    @property
+    def head_problem(self) -> StreamCkptError | None:
+        """Why HEAD could not be brought to the newest marker at the last attempt, or what was wrong with it."""
+        return self._head.problem if self._head is not None else None
+
+    @property
+    def held(self) -> Set[MarkerId]:
+        """Markers that the store offers, as of the last look."""
+        return self._catalog.markers - self._catalog.dropped if self._catalog is not None else frozenset()
+
+    def compare(self, job: bytes, read: Callable[[], Lineage]) -> None:
+        """See that store and log tell one history. For the start: it looks at the newest marker of each generation.
+
+        Args:
+            job: The job's id.
+            read: Reads the control partition; called once the store has been listed, so that it cannot know more.
+
+        Raises:
+            CorruptionError: one of them was put back to an earlier state, or the store is another log's.
+        """
+        catalog = self._load(job)
+        lineage, now = read(), self._log.incarnation()
+        newest: dict[int, MarkerId] = {}
+        for marker in sorted(catalog.markers - lineage.given_up):
+            if now is None or not came_after_recovery(lineage, marker, now):
+                newest[marker.generation] = marker
+        damaged = []
+        for marker in newest.values():
+            if marker not in lineage.commits:
+                raise CorruptionError(
+                    f"the store holds marker {marker}, which the log does not know",
+                    hint="bring the right log back, or give this one a store of its own: --store URL",
+                    store=self._objects.url,
+                )
+            if not self._tells_history(catalog, lineage.commits[marker]):
+                damaged.append(marker)
+                own = (each for each in sorted(catalog.markers, reverse=True) if each.generation == marker.generation)
+                older = (lineage.commits[each] for each in own if each < marker and each in lineage.commits)
+                next((each for each in older if self._tells_history(catalog, each)), None)
+        for (
+            marker
+        ) in damaged:  # now that all that can be read is of this history: a log writes into no other one's store
+            self._repairer.mending(lineage, catalog, partial(_check, catalog, lineage.commits[marker]))
+
+    @staticmethod
+    def _tells_history(catalog: Catalog, commit: Commit) -> bool:
+        """Tell whether a marker's manifest can be read; raises OtherLogError where it is of another history."""
+        try:
+            catalog.check(commit)
+        except OtherLogError:
+            raise
+        except CorruptionError:
+            return False
+        return True
+
+    def catch_up(self, lineage: Lineage) -> Iterator[MarkerId]:
+        """Put every missing marker into the store; yields each one that is whole.
+
+        Folds are begun, and do not hold markers up: see :attr:`merging`.
+
+        Args:
+            lineage: The control partition as of now.
+
+        Raises:
+            CorruptionError: the log is damaged, or lacks what the store does not have yet.
+            LogUnavailableError, StoreUnavailableError, EngineUnavailableError: one of them does not answer.
+        """
+        if not lineage.claims:
+            return
+        catalog = self._look(lineage)
+        self._dense.give_up_lost(lineage, catalog)
+        self._late = None
+        self._check_proofs(lineage, catalog)
+        due = list(self.missing)
+        for place, commit in enumerate(due, 1):
+            self._progress.going_on()
+            following = due[place : place + self._intervals.ahead]
+            before = previous_commit(lineage, commit.id)
+            segments = self._fold_or_pass(lineage, catalog, commit, before, following)
+            if segments is None:
+                continue
+            self._put_marker(lineage, catalog, commit, segments)
+            self.missing.remove(commit)
+            self.missing_bytes -= backlog_bytes(lineage, [commit])
+            self._compactor.add(commit.id)
+            self._merge(lineage, catalog)
+            self.counts.markers += 1
+            self.proofs.add(commit)
+            self._check_proofs(lineage, catalog)
+            self._summarizer.came(catalog, commit.id)
+            yield commit.id
+        self._merge(lineage, catalog)
+        self._are_missing(lineage, [commit for commit in self.missing if commit.id not in catalog.dropped])
+        if lineage.newest is not None:
+            self._summarizer.write(catalog)
+        if self._head is not None:
+            self._head.follow(lineage, catalog)
+        if self._late is not None:
+            raise self._late
+        if not self.merging:
+            self._progress.doing = "waiting for markers"
+
+    @property
+    def merging(self) -> bool:
+        """Whether folds are still to be written of markers that are in the store."""
+        return self._compactor.is_busy
+
+    def has_merged(self, timeout_s: float) -> bool:
+        """Let merges go on, at most for so long; whether the next :meth:`catch_up` can go on with them."""
+        try:
+            return self._compactor.wait(timeout_s)
+        except EngineUnavailableError:  # the next catch_up hears it from the tasks
+            return True
+
+    def settle(self, lineage: Lineage) -> None:
+        """Write all folds that are begun; raises as :meth:`catch_up`."""
+        if self._catalog is None:
+            return
+        while self.merging:
+            self._progress.going_on()
+            self._compactor.wait(_PATIENCE_S)
+            self._merge(lineage, self._catalog)
+            if self._late is not None:
+                raise self._late
+        self._progress.doing = "waiting for markers"
+
+    def _merge(self, lineage: Lineage, catalog: Catalog) -> None:
+        """Go on with folds. What goes wrong is raised when all markers are in the store."""
+        if self._late is not None:
+            return
+        try:
+            self._compactor.wait(0)
+            self._repairer.mending(lineage, catalog, partial(self._compactor.advance, lineage, catalog))
+        except StreamCkptError as error:
+            self._late = error
+
+    def _check_proofs(self, lineage: Lineage, catalog: Catalog) -> None:
+        """Compare the markers that are in the store."""
+        self.proofs.check(lineage, catalog)
+
+    def _load(self, job: bytes) -> Catalog:
+        if self._catalog is None:
+            prepare_store(self._objects)
+            self._catalog = Catalog.load(self._objects, job)
+        return self._catalog
+
+    def _look(self, lineage: Lineage) -> Catalog:
+        """Return the catalog; the store is listed again only if something seems to be missing."""
+        fresh = self._catalog is None
+        catalog = self._load(lineage.job)
+        if not fresh and self._missing(lineage, catalog):
+            catalog.refresh_within(lineage)
+        self._are_missing(lineage, lineage.commits.named(self._missing(lineage, catalog)))
+        self._intervals.forget(self.missing)
+        return catalog
+
+    def _are_missing(self, lineage: Lineage, missing: list[Commit]) -> None:
+        if self.missing != missing:
+            self.missing_bytes = backlog_bytes(lineage, missing)
+        self.missing = missing
+
+    @staticmethod
+    def _missing(lineage: Lineage, catalog: Catalog) -> list[MarkerId]:
+        """By their names: the COMMITs of those that the store has are not opened."""
+        markers, dropped = catalog.markers, catalog.dropped
+        return [marker for marker in lineage.commits if marker not in markers and marker not in dropped]
+
+    def _fold_or_pass(
+        self,
+        lineage: Lineage,
+        catalog: Catalog,
+        commit: Commit,
+        before: Commit | None,
+        following: Sequence[Commit],
+    ) -> Segments | None:
+        """The segments of all ranks; None when the marker was passed over, which gives it up in the store."""
+        parent = before.id if before is not None else lineage.claims[commit.generation].parent
+        stands_on_lost = _is_lost(catalog, parent)  # what is damaged there is an error, never a lost marker
+        try:
+            if stands_on_lost:
+                raise CorruptionError(f"it stands on marker {parent}, which is lost", marker=commit.id)
+            fold = partial(self._intervals.segments, lineage, catalog, commit, before, self.missing, following)
+            return self._repairer.mending(lineage, catalog, fold)
+        except CorruptionError as error:
+            if isinstance(error, MissingObjectError | OtherLogError):
+                raise  # the log has lost nothing
+            self._losses.pass_over(commit, error, _HINT)
+            dropped = Dropped.of_lost(commit, lineage.previous(commit.id))
+            self._losses.give_up(lineage, catalog, dropped)
+            return None
+
+    def _put_marker(self, lineage: Lineage, catalog: Catalog, commit: Commit, segments: Segments) -> None:
+        """The manifest comes last: with it the marker is in the store."""
+        self._put_claim(lineage, catalog, commit)
+        has_dense = self._dense.take(commit)
+        manifest = Manifest(commit, lineage.previous(commit.id), segments)
+        failpoint("materialize.manifest")
+        self._repairer.mending(lineage, catalog, partial(_put_manifest, self._objects, catalog, manifest))
+        failpoint("materialize.manifest_put")
+        if not has_dense:
+            self._dense.give_up(lineage, catalog, commit)
+
+    def _put_claim(self, lineage: Lineage, catalog: Catalog, commit: Commit) -> None:
+        """:func:`put_claim`; a damaged one is written anew from the log."""
+        self._repairer.mending(lineage, catalog, partial(put_claim, self._objects, lineage, commit))
+
+
+def _put_manifest(objects: Objects, catalog: Catalog, manifest: Manifest) -> None:
+    """Put a manifest, unless another process has put one that says the same; raises as ``Catalog.check``."""
+    commit = manifest.commit
+    try:
+        put_once(objects, manifest_name(commit.job, commit.id), [manifest.to_bytes()])
+        catalog.came(commit.id)
+    except CorruptionError:
+        catalog.came(commit.id)
+        if catalog.check(commit) != manifest:
+            raise
+
+
+def _check(catalog: Catalog, commit: Commit) -> None:
+    """``Catalog.check`` of a marker, unless gc has taken it away since."""
+    if commit.id in catalog.markers:
+        catalog.check(commit)
+
+
+def _is_lost(catalog: Catalog, marker: MarkerId | None) -> bool:
+    """Tell whether nothing can stand on a marker: its rows were given up, and were not brought after all."""
+    return (
+        marker is not None
+        and marker in catalog.dropped
+        and marker not in catalog.markers
+        and catalog.drop_of(marker).lost
+    )
+
+
+def backlog_bytes(lineage: Lineage, missing: Sequence[Commit]) -> int:
+    """Bytes of frames that lead to these markers, each from the one before in its generation."""
+    return sum(
+        interval.num_bytes
+        for commit in missing
+        for interval in intervals_of(lineage.claims[commit.generation], commit, previous_commit(lineage, commit.id))
+    )

@@ -1,0 +1,332 @@
+"""Repair what is damaged in a store: write it anew from what else has its rows, and keep the replaced bytes.
+
+The store as a repair writes to it: what is right stays, and what is replaced is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+from typing import TypeVar
+
+from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, OtherLogError
+from torchrec_stream_ckpt.find.locate import lost
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.frame import Buffer
+from torchrec_stream_ckpt.format.interval import Interval
+from torchrec_stream_ckpt.format.lineage import Lineage, previous_commit
+from torchrec_stream_ckpt.format.manifest import Fold, Manifest, SegmentRef
+from torchrec_stream_ckpt.format.segment import parse_front
+from torchrec_stream_ckpt.maintain.interval_folder import IntervalFolder
+from torchrec_stream_ckpt.maintain.merge import merge
+from torchrec_stream_ckpt.maintain.progress import Progress
+from torchrec_stream_ckpt.store.api import Entry, Objects
+from torchrec_stream_ckpt.store.catalog import Catalog, Piece
+from torchrec_stream_ckpt.store.reader import open_segments, read_chunks
+from torchrec_stream_ckpt.store.verdicts import take_back_if_possible
+from torchrec_stream_ckpt.store.write_once import is_same
+from torchrec_stream_ckpt.util.failpoints import failpoint
+from torchrec_stream_ckpt.util.layout import (
+    FoldName,
+    StoreSegment,
+    damaged_name,
+    manifest_name,
+    parse_claim_name,
+    parse_fold_name,
+    parse_fold_segment,
+    parse_manifest_name,
+    parse_store_segment,
+)
+from torchrec_stream_ckpt.util.types import MarkerId
+
+
+class Replacing:
+    """A store whose objects are written anew, one by one. Each is replaced in one put, and never deleted before.
+
+    Args:
+        objects: The store.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self.url = objects.url
+        self.reads_ahead = objects.reads_ahead
+        self._objects = objects
+        self.known: Mapping[str, SegmentRef] = {}
+        """What a manifest says of segments, by name: one with other content is never written."""
+        self.asides: list[str] = []
+        """Where the bytes are that were replaced."""
+
+    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+        """Write an object, unless the same bytes are there; other bytes are set aside first.
+
+        Raises:
+            CorruptionError: it is another segment than its manifest says. Nothing was written.
+        """
+        self._check(name, parts)
+        there = self._there(name)
+        if there is not None:
+            if is_same(there, parts):
+                return
+            self.asides.append(self._set_aside(name, there))
+        self._objects.put(name, parts)
+
+    def create(self, name: str, parts: Sequence[Buffer]) -> bool:
+        """As :meth:`put`: whatever has the name gives way."""
+        self.put(name, parts)
+        return True
+
+    def _check(self, name: str, parts: Sequence[Buffer]) -> None:
+        ref = self.known.get(name)
+        if ref is None:
+            return
+        front = parse_front(parts[0], name)
+        if (front.header_crc, front.num_bytes) != (ref.header_crc, ref.num_bytes):
+            raise CorruptionError("the log has other rows than the manifest says", segment=name)
+
+    def _there(self, name: str) -> memoryview | None:
+        """Read what an object holds now; None when there is none, or when it cannot be read."""
+        try:
+            return self._objects.read(name)
+        except CorruptionError:
+            return None
+
+    def _set_aside(self, name: str, data: memoryview) -> str:
+        """Keep bytes beside those of earlier repairs; returns where."""
+        number = 1
+        while self._objects.size(damaged_name(name, number)) is not None:
+            before = self._there(damaged_name(name, number))
+            if before is not None and is_same(before, [data]):  # by a repair that was cut short
+                return damaged_name(name, number)
+            number += 1  # one that cannot be read now may be read later
+        self._objects.put(damaged_name(name, number), [data])
+        failpoint("repair.aside")
+        return damaged_name(name, number)
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        return self._objects.read(name, begin, end)
+
+    def size(self, name: str) -> int | None:
+        return self._objects.size(name)
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        return self._objects.list(prefix)
+
+    def delete(self, name: str) -> None:
+        self._objects.delete(name)
+
+    def clear_leftovers(self) -> int:
+        return self._objects.clear_leftovers()
+
+    def close(self) -> None:
+        """It belongs to the caller."""
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """One object that was repaired."""
+
+    name: str
+    reason: str
+    """What was found there."""
+    source: str
+    """What it was made of, in words."""
+    aside: str
+    """Where the bytes are that were replaced, with ", " between; empty: there were none."""
+
+
+class Repairer:
+    """Writes damaged objects of one store anew.
+
+    Args:
+        objects: The store.
+        pool: Threads to read it with.
+        intervals: Folds intervals of the log.
+        progress: Told of what is read.
+        told: Called with what was repaired.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        pool: Executor,
+        intervals: IntervalFolder,
+        progress: Progress,
+        told: Callable[[Repair], None],
+    ) -> None:
+        self._objects = objects
+        self._pool = pool
+        self._intervals = intervals
+        self._progress = progress
+        self._told = told
+
+    def mending(self, lineage: Lineage, catalog: Catalog, work: Callable[[], T]) -> T:
+        """Do ``work``; where it finds a damaged object of the store, repair that and do it again.
+
+        What is gone may be what gc took away after ``catalog`` was listed. So the store is listed again first, and only
+        what is still named there is written anew.
+
+        Raises:
+            OtherLogError: an object is of another history: nothing is written there.
+            CorruptionError: what is damaged is no such object, or nothing else has its rows.
+        """
+        mended: set[str] = set()
+        listed_again = False
+        while True:
+            try:
+                return work()
+            except OtherLogError:
+                raise
+            except CorruptionError as error:
+                is_gone = isinstance(error, MissingObjectError)
+                if is_gone and not listed_again:
+                    listed_again = True
+                    catalog.refresh_within(lineage)
+                    continue
+                name = _object_of(error)
+                if name is None or name in mended or (is_gone and not _is_named(catalog, name)):
+                    raise
+                mended.add(name)
+                self.mend(lineage, catalog, name, error)
+
+    def mend(self, lineage: Lineage, catalog: Catalog, name: str, error: CorruptionError) -> Repair:
+        """Write one object anew; returns what was done.
+
+        First, nobody relies any more on an earlier reading of it: a gc that comes meanwhile would delete what it is
+        made of.
+
+        Args:
+            lineage: The control partition.
+            catalog: What the store holds; what it has read of the object is forgotten.
+            name: The object.
+            error: What was found there.
+
+        Raises:
+            CorruptionError: ``error``, where nothing else has its rows.
+        """
+        self._progress.doing = f"repairing {name}"
+        take_back_if_possible(self._objects, lineage.job, [CorruptionError(error.message, name=name)])
+        if (claim := parse_claim_name(name)) is not None:
+            return self._claim(lineage, name, claim[1], error)
+        part, manifest, segment = parse_fold_segment(name), parse_manifest_name(name), parse_store_segment(name)
+        fold = part[0] if part is not None else parse_fold_name(name)
+        marker = manifest[1] if manifest is not None else segment.marker if segment is not None else None
+        into = Replacing(self._objects)
+        try:
+            if fold is not None:
+                marker = fold.end
+                source = self._fold(lineage, catalog, fold, into)
+            elif segment is not None:
+                source = self._interval(lineage, catalog, segment, into)
+            else:
+                assert manifest is not None
+                source = self._manifest(lineage, catalog, manifest[1], into)
+        except OtherLogError:
+            raise
+        except CorruptionError as other:
+            assert marker is not None
+            raise lost(error, marker, other) from None
+        return self.done(Repair(name, error.headline, source, ", ".join(into.asides)))
+
+    def done(self, repair: Repair) -> Repair:
+        """Count a repaired object, and report it."""
+        self._progress.counts.repairs += 1
+        self._told(repair)
+        return repair
+
+    def _claim(self, lineage: Lineage, name: str, generation: int, error: CorruptionError) -> Repair:
+        """Put the log's CLAIM of a generation there."""
+        claim = lineage.claims.get(generation)
+        if claim is None:
+            raise CorruptionError("the log does not know this generation", name=name)
+        into = Replacing(self._objects)
+        into.put(name, [claim.to_frame()])
+        return self.done(Repair(name, error.headline, "the log", ", ".join(into.asides)))
+
+    def _check_fold(self, catalog: Catalog, fold: FoldName, end: Commit) -> None:
+        """Check that what has the name of a fold's own object may be this one, damaged or not.
+
+        Raises:
+            OtherLogError: it is whole, and another history has written it.
+        """
+        try:
+            found = Fold.from_bytes(self._objects.read(fold.name), fold.name)
+        except CorruptionError:
+            return
+        if found.chain != end.chain:
+            raise catalog.foreign(end, f"chain {found.chain:08x}")
+
+    def _fold(self, lineage: Lineage, catalog: Catalog, fold: FoldName, into: Replacing) -> str:
+        """Merge the pieces that lead from its start to its end without it."""
+        chain = lineage.chain(fold.end)
+        self._check_fold(catalog, fold, chain[-1])
+        after = [commit.id for commit in chain].index(fold.start) + 1 if fold.start is not None else 0
+
+        def others() -> tuple[Piece, ...]:
+            """Pieces whose every byte is right: they are read before anything is overwritten."""
+            without = replace(catalog, folds=catalog.folds - {(fold.start, fold.end)})
+            cover = without.cover(chain[after:], fold.start)
+            if not cover or cover[-1].end != fold.end:
+                raise CorruptionError("no other pieces of the store have the rows of this fold", fold=fold.name)
+            self._read([ref for piece in cover for ref in piece.segments], lineage.job)
+            return cover
+
+        cover = self.mending(lineage, catalog, others)
+        merge(into, lineage, cover, self._pool, self._progress.count_merged)
+        catalog.forget()
+        return f"{len(cover)} other pieces of the store"
+
+    def _interval(self, lineage: Lineage, catalog: Catalog, segment: StoreSegment, into: Replacing) -> str:
+        """Fold the rank's interval of the log again, to the same bytes."""
+        commit, before = lineage.find(segment.marker), previous_commit(lineage, segment.marker)
+        after = before.ranks[segment.rank] if before is not None else None
+        interval = Interval(lineage.claims[commit.generation], commit, commit.ranks[segment.rank], after)
+        self._intervals.check_there(lineage, catalog, interval, [commit])
+        known: tuple[SegmentRef, ...] | None = None
+        if commit.id in catalog.markers:
+            known = self.mending(lineage, catalog, lambda: catalog.check(commit)).segments[segment.rank]
+            into.known = {ref.name: ref for ref in known}
+        else:
+            self._intervals.check_history(interval, segment.part)
+        refs = self.mending(lineage, catalog, lambda: self._intervals.fold(catalog, interval, before, into))
+        if known is not None and known != refs:
+            raise CorruptionError("the log has other rows than the manifest says", segment=segment.name)
+        return "the log"
+
+    def _manifest(self, lineage: Lineage, catalog: Catalog, marker: MarkerId, into: Replacing) -> str:
+        """Name the marker's segments again."""
+        commit, before = lineage.find(marker), previous_commit(lineage, marker)
+        segments = self.mending(lineage, catalog, lambda: self._intervals.again(lineage, catalog, commit, before, into))
+        name, manifest = manifest_name(commit.job, marker), Manifest(commit, lineage.previous(marker), segments)
+        into.put(name, [manifest.to_bytes()])
+        catalog.forget()
+        return "the log and the marker's segments"
+
+    def _read(self, refs: Sequence[SegmentRef], job: bytes) -> None:
+        """Compare all checksums of segments."""
+        for _, _, data in read_chunks(self._objects, open_segments(self._objects, refs, job, self._pool), self._pool):
+            self._progress.count_merged(len(data))
+
+
+def _object_of(error: CorruptionError) -> str | None:
+    """The claim, segment, fold or manifest of a store that ``error`` is about."""
+    said = str(error.where.get("name", error.where.get("path", "")))
+    name = "/".join(PurePosixPath(said).parts[-3:])  # below the store: its folder, the job's, its own
+    parsers = (parse_claim_name, parse_fold_name, parse_fold_segment, parse_store_segment, parse_manifest_name)
+    return name if any(parse(name) is not None for parse in parsers) else None
+
+
+def _is_named(catalog: Catalog, name: str) -> bool:
+    """Tell whether anything that the store lists needs an object: a manifest is listed, or names the segment."""
+    if (claim := parse_claim_name(name)) is not None:
+        return any(marker.generation == claim[1] for marker in catalog.markers)
+    part, manifest, segment = parse_fold_segment(name), parse_manifest_name(name), parse_store_segment(name)
+    fold = part[0] if part is not None else parse_fold_name(name)
+    if fold is not None:
+        return (fold.start, fold.end) in catalog.folds
+    marker = manifest[1] if manifest is not None else segment.marker if segment is not None else None
+    return marker in catalog.markers

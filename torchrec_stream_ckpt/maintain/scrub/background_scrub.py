@@ -1,0 +1,126 @@
+"""Scrub a store while a materializer waits: a piece at a time, so that folding is not held up.
+
+How fast something may read: bytes a second, on average and at any moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from torchrec_stream_ckpt.errors import StreamCkptError
+from torchrec_stream_ckpt.maintain.scrub.scrubber import Scrubber, ScrubCounts
+
+
+class Allowance:
+    """Tells a reader when it may read on. Of one thread.
+
+    Args:
+        bytes_per_s: How much may be read; None: as much as there is.
+        saved_s: What was not read in the last seconds may be read later: how many seconds of it.
+        clock: Seconds.
+    """
+
+    def __init__(
+        self, bytes_per_s: float | None, saved_s: float = 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._saved_s = saved_s
+        self._clock = clock
+        self._free_s = clock()
+        """When all that was read is paid for."""
+
+    def spend(self, num_bytes: int) -> None:
+        """These bytes were read."""
+        if self._bytes_per_s is not None:
+            self._free_s = max(self._free_s, self._clock() - self._saved_s) + num_bytes / self._bytes_per_s
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until something more may be read."""
+        return max(0.0, self._free_s - self._clock())
+
+
+REST_S = 3600.0
+"""A pass begins so many seconds after the one before began, or later: a small store is not listed again and again."""
+REST_AFTER_TROUBLE_S = (1.0, 60.0)
+"""How long it rests after a store or a log did not answer, and how long at most after several times."""
+SAVED_S = 10.0
+"""What was not read while the materializer folded is read later: of so many seconds at most."""
+
+
+class BackgroundScrub:
+    """Scrubs whenever it is let; of the thread that lets it.
+
+    Args:
+        scrubber: Reads and repairs.
+        bytes_per_s: What it may read.
+        passed: Called when a pass has read everything.
+        trouble: Called when a store or a log does not answer: it is tried again the next time.
+    """
+
+    def __init__(
+        self,
+        scrubber: Scrubber,
+        bytes_per_s: float,
+        passed: Callable[[Scrubber], None] = lambda _: None,
+        trouble: Callable[[StreamCkptError], None] = lambda _: None,
+    ) -> None:
+        self._scrubber = scrubber
+        self._allowance = Allowance(bytes_per_s, SAVED_S)
+        self._passed = passed
+        self._trouble = trouble
+        self._pieces: Iterator[int] | None = None
+        self._rest_s, self._rests_until = 0.0, 0.0
+
+    @property
+    def counts(self) -> ScrubCounts:
+        """What was done so far."""
+        return self._scrubber.counts
+
+    @property
+    def oldest_s(self) -> float:
+        """As of the scrubber."""
+        return self._scrubber.kept.oldest_s
+
+    def use(self, seconds: float, stop: threading.Event) -> None:
+        """Scrub for so long, or until ``stop``; where nothing may be read, wait."""
+        until = time.monotonic() + seconds
+        try:
+            while not stop.is_set() and time.monotonic() < until and self._is_due():
+                if wait_s := self._allowance.wait_s:
+                    stop.wait(min(wait_s, until - time.monotonic()))
+                else:
+                    self._read()
+        except StreamCkptError as error:
+            self._pieces = None  # it goes on at its place
+            self._rest_s = min(max(REST_AFTER_TROUBLE_S[0], 2 * self._rest_s), REST_AFTER_TROUBLE_S[1])
+            self._rests_until = time.monotonic() + self._rest_s
+            self._trouble(error)
+        stop.wait(max(0.0, until - time.monotonic()))
+
+    def close(self) -> None:
+        """Keep the place."""
+        if self._pieces is not None:
+            with contextlib.suppress(StreamCkptError):  # a few seconds are read again then
+                self._scrubber.kept.save()
+
+    def _is_due(self) -> bool:
+        """Tell whether there is something to read now."""
+        if time.monotonic() < self._rests_until:
+            return False
+        place = self._scrubber.place
+        return self._pieces is not None or not place.ended or not 0 <= time.time() - place.begun_s < REST_S
+
+    def _read(self) -> None:
+        if self._pieces is None:
+            self._pieces = self._scrubber.pieces()
+        num_bytes = next(self._pieces, None)
+        if num_bytes is None:
+            self._pieces = None
+            self._passed(self._scrubber)
+        else:
+            self._rest_s = 0.0
+            self._allowance.spend(num_bytes)

@@ -1,0 +1,141 @@
+"""Write whatever a scrub finds damaged anew: rows as the materializer does, and what is not rows as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torchrec_stream_ckpt.errors import (
+    CorruptionError,
+    OtherLogError,
+    StoreUnavailableError,
+    StreamCkptError,
+    TrimmedError,
+)
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.dense_files import whole
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.maintain.progress import Progress
+from torchrec_stream_ckpt.maintain.repairer import Repair, Repairer, Replacing
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.dense import DenseStore, copy_dense
+from torchrec_stream_ckpt.store.identity import check_store
+from torchrec_stream_ckpt.util.layout import (
+    parse_dense_file,
+    parse_dropped_name,
+    parse_fold_name,
+    parse_fold_segment,
+    parse_manifest_name,
+    parse_store_segment,
+    parse_summary_name,
+)
+from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.util.uris import check_store_url
+
+DenseOf = Callable[[Commit], DenseStore]
+
+
+class ScrubMender:
+    """Writes damaged objects of one store anew.
+
+    Args:
+        objects: The store.
+        repairer: Repairs rows and what names them.
+        dense_of: Where the trainer has put the dense state of a marker.
+        progress: Told of what is done.
+    """
+
+    def __init__(self, objects: Objects, repairer: Repairer, dense_of: DenseOf, progress: Progress) -> None:
+        self._objects = objects
+        self._repairer = repairer
+        self._dense_of = dense_of
+        self._progress = progress
+        self._compared = False
+
+    def mend(self, lineage: Lineage, catalog: Catalog, name: str, error: CorruptionError) -> Repair:
+        """Write one object anew.
+
+        Args:
+            lineage: The control partition.
+            catalog: What the store holds; it is listed again.
+            name: The object.
+            error: What was found there.
+
+        Raises:
+            CorruptionError: nothing else has what was there. Nothing has changed.
+            LogUnavailableError, StoreUnavailableError: one of them does not answer.
+        """
+        if isinstance(error, OtherLogError):
+            raise error  # two histories: a person must decide which one is right
+        if parse_summary_name(name) is not None:
+            self._objects.delete(name)
+            return self._repairer.done(Repair(name, error.headline, "nothing: the materializer writes another one", ""))
+        catalog.refresh()
+        catalog.forget()
+        try:
+            self._check_history(lineage, catalog)
+            if (dense := parse_dense_file(name)) is not None:
+                return self._dense(lineage.find(dense[1]), name, dense[2], error)
+            if parse_dropped_name(name) is not None:
+                raise CorruptionError("nothing else says why the marker was given up", name=name)
+            return self._repairer.mend(lineage, catalog, name, error)
+        except TrimmedError as trimmed:
+            raise CorruptionError(trimmed.message, hint=trimmed.hint, **trimmed.where) from None
+
+    def _check_history(self, lineage: Lineage, catalog: Catalog) -> None:
+        """See that the store is of this log, by the newest manifest of each generation that can be read.
+
+        Raises:
+            OtherLogError: it is another one's: nothing is written there.
+        """
+        if self._compared:
+            return
+        seen: set[int] = set()
+        for marker in sorted(catalog.markers & lineage.commits.keys(), reverse=True):
+            if marker.generation not in seen:
+                try:
+                    catalog.check(lineage.commits[marker])
+                    seen.add(marker.generation)
+                except OtherLogError:
+                    raise
+                except CorruptionError:
+                    continue
+                except StoreUnavailableError:
+                    check_store(self._objects)  # it is away, or this manifest alone cannot be read
+        self._compared = True
+
+    def _dense(self, commit: Commit, name: str, file: str, error: CorruptionError) -> Repair:
+        source, into = self._source(commit, name), Replacing(self._objects)
+        try:
+            wanted = [each for each in whole(commit.dense_list, source.files(commit)) if each.name == file]
+            self._progress.doing = f"mending {name}"
+            for each in copy_dense(source, commit, wanted, into, self._progress.going_on):
+                self._progress.counts.dense_bytes += each.num_bytes
+        finally:
+            source.release()
+        from_ = f"the dense state in {source.url}"
+        return self._repairer.done(Repair(name, error.headline, from_, ", ".join(into.asides)))
+
+    def _source(self, commit: Commit, name: str) -> DenseStore:
+        """Another place with the marker's dense state."""
+        try:
+            source = self._dense_of(commit)
+            if str(check_store_url(source.url)) != str(check_store_url(self._objects.url)):
+                return source
+        except StreamCkptError as error:
+            raise CorruptionError(error.message, hint=error.hint, **error.where) from None
+        raise CorruptionError("no other place has this dense state", name=name)
+
+
+def marker_of(name: str) -> MarkerId | None:
+    """The marker that an object is about; None where it is about a generation."""
+    if (part := parse_fold_segment(name)) is not None:
+        return part[0].end
+    if (fold := parse_fold_name(name)) is not None:
+        return fold.end
+    if (segment := parse_store_segment(name)) is not None:
+        return segment.marker
+    if (summary := parse_summary_name(name)) is not None:
+        return summary.last
+    found = parse_manifest_name(name) or parse_dense_file(name) or parse_dropped_name(name)
+    return found[1] if found is not None else None

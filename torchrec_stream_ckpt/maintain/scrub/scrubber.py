@@ -1,0 +1,591 @@
+"""Read everything that a store holds of a job again, piece by piece, and repair what is damaged.
+
+A pass reads the units of ``scrub_reader`` in the order of their names. Where it stands is kept in the store every few
+seconds, so that the next scrub goes on there, whoever was killed. Two at once read everything twice, and do no harm.
+
+What a scrub has given to workers and has not yet taken note of, in the order of its units.
+
+What no listing names, and a scrub misses in a store: manifests that are gone, markers without a way to them.
+
+Where a scrub stands, kept in the store so that the next one goes on there, whoever was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from torchrec_stream_ckpt.errors import (
+    CorruptionError,
+    MarkerNotFoundError,
+    MissingObjectError,
+    StoreUnavailableError,
+    StreamCkptError,
+)
+from torchrec_stream_ckpt.find.strides import Strides
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.readings import MAX_DAMAGED, ScrubPlace
+from torchrec_stream_ckpt.maintain.engine import api
+from torchrec_stream_ckpt.maintain.engine.api import Engine, InProcess
+from torchrec_stream_ckpt.maintain.repairer import Repair
+from torchrec_stream_ckpt.maintain.scrub.scrub_mender import ScrubMender, marker_of
+from torchrec_stream_ckpt.maintain.scrub.scrub_reader import Part, ScrubReader, ScrubTask, parts_of
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.store.identity import check_store
+from torchrec_stream_ckpt.util.failpoints import failpoint
+from torchrec_stream_ckpt.util.layout import (
+    MANIFESTS_DIR,
+    SCRUB_DIR,
+    dropped_name,
+    manifest_name,
+    parse_fold_name,
+    parse_fold_segment,
+    parse_scrub_place,
+    scrub_place_name,
+)
+from torchrec_stream_ckpt.util.types import MarkerId
+
+
+class PlaceKeeper:
+    """The place of one kind of scrub. The store is asked for it when it is first needed.
+
+    Args:
+        objects: The store.
+        job: Whose objects are read.
+        who: ``service`` or ``command``: each has a place of its own.
+        must: Whether a place that cannot be written is an error: a scrub that repairs nothing reads a read-only store,
+            too.
+    """
+
+    def __init__(self, objects: Objects, job: bytes, who: str, *, must: bool) -> None:
+        self._objects = objects
+        self._job = job
+        self._who = who
+        self._must = must
+        self._place: ScrubPlace | None = None
+        self._number = 0
+        """Of the place in the store."""
+        self._kept_s = time.monotonic()
+        self.unkept: StreamCkptError | None = None
+        """Why the place is not kept."""
+
+    @property
+    def place(self) -> ScrubPlace:
+        """Where the pass stands."""
+        if self._place is None:
+            self._place = self._load()
+        return self._place
+
+    @place.setter
+    def place(self, place: ScrubPlace) -> None:
+        self._place = place
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the place was kept."""
+        return time.monotonic() - self._kept_s
+
+    @property
+    def oldest_s(self) -> float:
+        """Seconds since the beginning of the last pass that has read everything, or of the first: nothing that was
+        there then has not been read for longer. 0 as long as the store was not asked."""
+        since_s = (self._place.whole_s or self._place.begun_s) if self._place is not None else 0.0
+        return max(0.0, time.time() - since_s) if since_s else 0.0
+
+    def save(self) -> None:
+        """Keep the place in the store.
+
+        Raises:
+            StoreUnavailableError: it was not written.
+        """
+        if not self.place.begun_s:
+            return
+        self._objects.put(scrub_place_name(self._job, self._who, self._number + 1), [self.place.to_bytes()])
+        before, self._number = self._number, self._number + 1
+        failpoint("scrub.place")
+        if before:
+            self._objects.delete(scrub_place_name(self._job, self._who, before))
+
+    def keep(self) -> None:
+        """Keep the place, if it must be kept or can be; raises as :meth:`save`."""
+        self._kept_s = time.monotonic()
+        try:
+            self.save()
+        except StoreUnavailableError as error:
+            if self._must:
+                raise
+            self.unkept = error
+
+    def _load(self) -> ScrubPlace:
+        """Load the newest place that can be read; that of a scrub that has not begun if there is none."""
+        names = (entry.name for entry in self._objects.list(f"{SCRUB_DIR}/{self._job.hex()}/"))
+        parsed = (found for name in names if (found := parse_scrub_place(name)) is not None)
+        numbers = sorted((number for _, who, number in parsed if who == self._who), reverse=True)
+        self._number = numbers[0] if numbers else 0
+        place = ScrubPlace(1, 0.0)
+        for number in numbers:
+            name = scrub_place_name(self._job, self._who, number)
+            if not place.begun_s:
+                with contextlib.suppress(CorruptionError):
+                    place = ScrubPlace.from_bytes(self._objects.read(name), name)
+            if number != self._number:
+                with contextlib.suppress(StreamCkptError):
+                    self._objects.delete(name)  # of one that was killed in between
+        return place
+
+
+def lost_manifests(objects: Objects, lineage: Lineage, catalog: Catalog) -> Iterator[MarkerId]:
+    """Find markers whose manifest is not there, between others of their generation that are.
+
+    Args:
+        objects: The store.
+        lineage: The control partition.
+        catalog: What the store holds.
+    """
+    newest = _newest(catalog)
+    for marker in list(lineage.commits):
+        if marker in catalog.markers | catalog.dropped or marker >= newest.get(marker.generation, marker):
+            continue
+        is_there = objects.size(manifest_name(catalog.job, marker)) is not None  # it came while we listed
+        if not is_there and objects.size(dropped_name(catalog.job, marker)) is None:
+            yield marker
+
+
+def markers_without_a_way(lineage: Lineage, catalog: Catalog) -> Iterator[MarkerId]:
+    """Find markers to which no pieces of the store lead. Arguments are those of :func:`lost_manifests`."""
+    ways, offered = Strides(lineage, catalog), catalog.markers - catalog.dropped
+    yield from (marker for marker in sorted(offered & set(lineage.commits)) if not ways.serves(marker))
+
+
+def _newest(catalog: Catalog) -> dict[int, MarkerId]:
+    """Find the newest marker of each generation that the store has any of."""
+    return {marker.generation: marker for marker in sorted(catalog.markers)}
+
+
+TASK_BYTES = 64 * 2**20
+"""What a task reads, at least; an object with more is cut."""
+_PATIENCE_S = 0.2
+"""A stop is heard so often while tasks are waited for."""
+
+
+@dataclass(slots=True)
+class ScrubStep:
+    """One object of a unit, or a part of it."""
+
+    unit: str
+    done: int
+    """Objects of the unit that are done with this one."""
+    name: str
+    part: Part | None
+    """What a worker reads; None: nothing, it is done."""
+    ends: bool
+    """Whether this is the last part of the object."""
+
+
+@dataclass(slots=True)
+class ScrubBatch:
+    """Steps whose parts are one task."""
+
+    steps: list[ScrubStep] = field(default_factory=list)
+    future: Future[tuple[int | None, ...]] | None = None
+    """None: there is nothing to read."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(step.part for step in self.steps if step.part is not None)
+
+
+class ReadAhead:
+    """Batches in their order.
+
+    Args:
+        engine: Runs the tasks.
+        task_bytes: What a task reads, about.
+    """
+
+    def __init__(self, engine: Engine, task_bytes: int) -> None:
+        self._engine = engine
+        self._task_bytes = task_bytes
+        self._gathered = ScrubBatch()
+        self._gathered_bytes = 0
+        self._begun: deque[ScrubBatch] = deque()
+        self._restarts = engine.restarts
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no worker would begin one batch more at once."""
+        return len(self._begun) >= 2 * self._engine.workers
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there are batches that nobody has taken note of."""
+        return bool(self._begun)
+
+    def done(self, unit: str, done: int, name: str) -> int:
+        """An object that the scrub has read itself; returns as :meth:`add`."""
+        return self._take(ScrubStep(unit, done, name, None, ends=True))
+
+    def add(self, unit: str, done: int, part: Part) -> int:
+        """An object that is to be read; returns the bytes of the tasks that begin with it."""
+        parts = parts_of(part, self._task_bytes)
+        last = len(parts) - 1
+        return sum(
+            self._take(ScrubStep(unit, done, each.name, each, place == last)) for place, each in enumerate(parts)
+        )
+
+    def flush(self) -> int:
+        """Begin what was gathered, however little it is; returns its bytes."""
+        batch, num_bytes = self._gathered, self._gathered_bytes
+        self._gathered, self._gathered_bytes = ScrubBatch(), 0
+        if batch.steps:
+            if parts := batch.parts:
+                batch.future = self._engine.submit(ScrubTask(parts))
+            self._begun.append(batch)
+        return num_bytes
+
+    def _take(self, step: ScrubStep) -> int:
+        self._gathered.steps.append(step)
+        self._gathered_bytes += step.part.num_bytes if step.part is not None else 0
+        due = self._gathered_bytes >= self._task_bytes or not (self._begun or self._gathered_bytes)
+        return self.flush() if due else 0
+
+    def oldest(self) -> tuple[ScrubBatch, tuple[int | None, ...]] | None:
+        """The batch that comes first, with the bytes of each of its parts; None: it is not done.
+
+        Raises:
+            StreamCkptError: a worker cannot open the store, or worker after worker has died.
+        """
+        batch = self._begun[0]
+        if batch.future is not None and not batch.future.done():
+            self._engine.wait([batch.future], _PATIENCE_S)
+            if not batch.future.done():
+                return None
+        self._begun.popleft()
+        return batch, batch.future.result() if batch.future is not None else ()
+
+    def is_ready(self) -> bool:
+        """Tell whether :meth:`oldest` would not wait."""
+        return bool(self._begun) and (self._begun[0].future is None or self._begun[0].future.done())
+
+    def read_again(self) -> int:
+        """Bytes that workers read once more since the last call, at most: others had died of it."""
+        died, self._restarts = self._engine.restarts - self._restarts, self._engine.restarts
+        return died * self._task_bytes
+
+    def close(self) -> None:
+        """Do not begin what has not begun."""
+        for batch in self._begun:
+            if batch.future is not None:
+                batch.future.cancel()
+        self._begun.clear()
+
+
+SAVE_S = 5.0
+"""How often a scrub keeps its place: a kill costs what was read since then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One object that is not as it was written, and what became of it."""
+
+    name: str
+    marker: MarkerId | None
+    """What it is of; None: a generation."""
+    table: str
+    """Where the damage is, as far as it is known; empty otherwise."""
+    reason: str
+    repair: Repair | None = None
+    """How it was repaired; None: it was not."""
+    lost: str = ""
+    """Why it cannot be repaired; empty before any attempt."""
+    unrepaired: str = ""
+    """Why it was not repaired this time: a place did not answer, or may not be written; empty before any attempt."""
+
+    @property
+    def state(self) -> str:
+        """``repaired``, ``lost`` or ``damaged``."""
+        return "repaired" if self.repair is not None else "lost" if self.lost else "damaged"
+
+
+@dataclass(slots=True)
+class ScrubCounts:
+    """What scrubs of this process have done."""
+
+    scrubbed_bytes: int = 0
+    scrub_damaged: int = 0
+    scrub_repaired: int = 0
+
+
+class Scrubber:
+    """Reads a job's objects in one store.
+
+    Args:
+        objects: The store.
+        lineage: Gives the control partition as of now, or what the store itself says of it.
+        who: ``service`` or ``command``: each keeps a place of its own.
+        mender: Repairs what is damaged; None: damage is only named.
+        told: Called with each damaged object.
+        engine: What reads tasks of many bytes; None: this process reads everything.
+        bytes_per_s: What may be read, about, for the caller lets it: a task reads no more than that in a second.
+    """
+
+    def __init__(
+        self,
+        objects: Objects,
+        lineage: Callable[[], Lineage],
+        who: str,
+        mender: ScrubMender | None = None,
+        told: Callable[[Damage], None] = lambda _: None,
+        engine: Engine | None = None,
+        bytes_per_s: float | None = None,
+    ) -> None:
+        self._objects = objects
+        self._lineage = lineage
+        self._job = lineage().job
+        self._mender = mender
+        self._told = told
+        self.kept = PlaceKeeper(objects, self._job, who, must=mender is not None)
+        """Where it stands, in the store."""
+        self._engine = engine
+        self._bytes_per_s = bytes_per_s
+        self._doubted: set[str] = set()
+        """Objects of which a worker did not find a part as it was written: read by this process since."""
+        self._failed: dict[str, None] = {}
+        """Objects that are damaged now, in the order in which they were found."""
+        self._is_resumed = False
+        self.unnamed = 0
+        """Objects that earlier scrubs found damaged, beyond those that the place names: this one does not read them
+        again before it comes to them."""
+        self.counts = ScrubCounts()
+
+    # One pass.
+
+    def pieces(self, *, anew: bool = False) -> Iterator[int]:
+        """Read on from the place to the end of the pass; yields the bytes of each piece.
+
+        Args:
+            anew: Begin another pass, wherever the last one ended.
+
+        Raises:
+            StoreUnavailableError, LogUnavailableError: one of them does not answer. Call it again.
+        """
+        again = self._begin(anew=anew)
+        lineage, catalog = self._lineage(), Catalog.load(self._objects, self._job)
+        reader = ScrubReader(self._objects, lineage, catalog)
+        self._look_for_gaps(reader, lineage, catalog)
+        for name in again:
+            if name not in self._failed:
+                yield from self._one(reader, lineage, catalog, name)
+        first, engine = self.place.unit, self._engine
+        for stretch in self._stretches(reader):
+            units = [unit for unit in stretch if unit >= first]
+            if engine is not None and _is_worth_it(engine, self._bytes_per_s):
+                yield from self._read_ahead(reader, lineage, catalog, units, engine)
+            else:
+                for unit in units:
+                    yield from self._unit(reader, lineage, catalog, unit)
+        self._end()
+
+    def _stretches(self, reader: ScrubReader) -> Iterator[list[str]]:
+        """All units. What gc has listed is left out only while the folds that stand in for it are whole."""
+        units = reader.units()
+        yield [unit for unit in units if unit < MANIFESTS_DIR]
+        if any(parse_fold_name(name) or parse_fold_segment(name) for name in self._failed):
+            reader.heeds_lists = False  # of a gc that died before it had read them
+            units = reader.units()
+        yield [unit for unit in units if unit >= MANIFESTS_DIR]
+
+    def _unit(self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, unit: str) -> Iterator[int]:
+        """Read what is left of a unit."""
+        done = self.place.done if unit == self.place.unit else 0
+        try:
+            names, number = reader.names_of(unit), 0
+        except MarkerNotFoundError:  # a trim took its COMMIT: it was given up meanwhile
+            return
+        while number < len(names):
+            name = names[number]
+            if number >= done and name not in self._failed:
+                yield from self._one(reader, lineage, catalog, name)
+                _has_read()
+            if number == 0:
+                names = reader.names_of(unit)  # the first one names the others, and may have been repaired
+            number += 1
+            if number > done:
+                self._advance(unit, number)
+
+    def _read_ahead(
+        self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, units: Sequence[str], engine: Engine
+    ) -> Iterator[int]:
+        """Read units by tasks. What names others is read here; a task is paid for when it begins."""
+        ahead = ReadAhead(engine, TASK_BYTES)
+        self._doubted = set()
+        try:
+            for unit in units:
+                done = self.place.done if unit == self.place.unit else 0
+                try:
+                    names, number = reader.names_of(unit), 0
+                except MarkerNotFoundError:  # as of _unit
+                    continue
+                while number < len(names):
+                    name = names[number]
+                    number += 1
+                    part = reader.part(unit, name)
+                    if number <= done or name in self._failed:
+                        yield ahead.done(unit, max(done, number), name)
+                    elif part is not None:
+                        yield ahead.add(unit, number, part)
+                    else:
+                        yield from self._one(reader, lineage, catalog, name)
+                        yield ahead.done(unit, number, name)
+                    if number == 1:
+                        names = reader.names_of(unit)
+                    while ahead.is_full or ahead.is_ready():
+                        yield from self._take_note(reader, lineage, catalog, ahead)
+            yield ahead.flush()
+            while ahead.is_busy:
+                yield from self._take_note(reader, lineage, catalog, ahead)
+        finally:
+            ahead.close()
+
+    def _take_note(self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, ahead: ReadAhead) -> Iterator[int]:
+        """Of the oldest task, if it is done: an object that a worker doubts is read here, which decides."""
+        found = ahead.oldest()
+        yield ahead.read_again()
+        if found is None:
+            return
+        batch, results = found
+        read = iter(results)
+        for step in batch.steps:
+            num_bytes = next(read) if step.part is not None else 0
+            if num_bytes is not None:
+                is_whole = step.part is not None and step.ends and step.name not in self._doubted
+                self._count(num_bytes, objects=int(is_whole))
+            elif step.name not in self._doubted:
+                self._doubted.add(step.name)
+                yield from self._one(reader, lineage, catalog, step.name)
+            if step.ends:
+                _has_read()
+                self._advance(step.unit, step.done)
+
+    def _begin(self, *, anew: bool) -> tuple[str, ...]:
+        """Go on with a pass, or begin one; returns what is to be read again."""
+        self._failed = {}
+        self.unnamed, self._is_resumed = self.place.more, not anew and self.place.begun_s > 0 and not self.place.ended
+        if self._is_resumed:
+            return self.place.damaged
+        last = self.place
+        number = last.number + 1 if last.begun_s else 1
+        # What the last pass has named stays named until it was read again: gc and trim rely on nothing of it.
+        self.kept.place = ScrubPlace(number, time.time(), whole_s=last.whole_s, damaged=last.damaged, more=last.more)
+        return last.damaged
+
+    def _one(self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, name: str) -> Iterator[int]:
+        """Read an object; repair it if it is damaged."""
+        try:
+            try:
+                yield from self._read(reader, name)
+            except StoreUnavailableError:
+                check_store(self._objects)  # it is away, or this object alone cannot be read
+                yield from self._read(reader, name)
+        except CorruptionError as error:
+            if not reader.is_needless(name):
+                self._damaged(reader, lineage, catalog, name, error)
+        except StoreUnavailableError as error:
+            check_store(self._objects)
+            self._note(Damage(name, marker_of(name), "", error.headline))
+        except MarkerNotFoundError:  # a trim took its COMMIT: it was given up meanwhile
+            return
+
+    def _read(self, reader: ScrubReader, name: str) -> Iterator[int]:
+        for num_bytes in reader.read(name):
+            self._count(num_bytes)
+            yield num_bytes
+        self._count(0, objects=1)
+
+    def _count(self, num_bytes: int, objects: int = 0) -> None:
+        self.counts.scrubbed_bytes += num_bytes
+        place = self.place
+        self.kept.place = replace(place, num_bytes=place.num_bytes + num_bytes, objects=place.objects + objects)
+
+    def _look_for_gaps(self, reader: ScrubReader, lineage: Lineage, catalog: Catalog) -> None:
+        for marker in lost_manifests(self._objects, lineage, catalog):
+            name = manifest_name(self._job, marker)
+            error = MissingObjectError("the manifest of a marker between others is gone", name=name)
+            self._damaged(reader, lineage, catalog, name, error)
+        catalog.refresh()
+        for marker in markers_without_a_way(lineage, catalog):
+            what, lost = "no pieces of the store lead to this marker", "what led to it is gone"
+            self._note(Damage(manifest_name(self._job, marker), marker, "", what, lost=lost))
+
+    def _damaged(
+        self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, name: str, error: CorruptionError
+    ) -> None:
+        damage = Damage(name, marker_of(name), str(error.where.get("table", "")), error.headline)
+        if self._mender is not None:
+            try:
+                repair = self._mender.mend(lineage, catalog, name, error)
+                reader.forget()
+                for _ in reader.read(name):  # what was written is read back
+                    pass
+                damage = replace(damage, repair=repair)
+            except StoreUnavailableError as why:
+                check_store(self._objects)  # it is away, or it takes no object
+                reader.forget()
+                damage = replace(damage, unrepaired=why.headline)
+            except (CorruptionError, MarkerNotFoundError) as why:
+                reader.forget()
+                damage = replace(damage, lost=str(why.where.get("elsewhere", why.headline)))
+        self._note(damage)
+
+    def _note(self, damage: Damage) -> None:
+        self.counts.scrub_damaged += 1
+        if damage.repair is not None:
+            self.counts.scrub_repaired += 1
+        else:
+            self._failed[damage.name] = None
+        self._told(damage)
+
+    # The place.
+
+    @property
+    def place(self) -> ScrubPlace:
+        """Where the pass stands; the store is asked when it is first needed."""
+        return self.kept.place
+
+    def _advance(self, unit: str, done: int) -> None:
+        more = self._more + self.unnamed
+        self.kept.place = replace(self.place, unit=unit, done=done, damaged=self._named, more=more)
+        if self.kept.age_s >= SAVE_S:
+            self.kept.keep()
+
+    def _end(self) -> None:
+        if not self._is_resumed:
+            self.unnamed = 0  # everything was read
+        more = self._more + self.unnamed
+        self.kept.place = replace(self.place, ended=True, damaged=self._named, more=more, whole_s=self.place.begun_s)
+        self.kept.keep()
+
+    @property
+    def _named(self) -> tuple[str, ...]:
+        """What the place names of what is damaged."""
+        return tuple(islice(self._failed, MAX_DAMAGED))
+
+    @property
+    def _more(self) -> int:
+        """How many damaged objects it does not name."""
+        return max(0, len(self._failed) - MAX_DAMAGED)
+
+
+def _has_read() -> None:
+    failpoint("scrub.read")
+
+
+def _is_worth_it(engine: Engine, bytes_per_s: float | None) -> bool:
+    """Tell whether workers help: a task for them is not small, and reads at most what the rate allows in a second."""
+    return not isinstance(engine, InProcess) and (bytes_per_s is None or bytes_per_s >= api.SMALL_BYTES)

@@ -1,0 +1,196 @@
+"""The only room that touches private API of TorchRec and FBGEMM.
+
+All that it uses beside documented API. "Since" is the oldest release that has it, of those that were looked at:
+torchrec and fbgemm 1.0, 1.2, 1.4, 1.6 and 1.9. ``versions.py`` checks every one of these names at attach, and knows
+which versions the tests run with.
+
+====================================================  =====  ==================================================
+name                                                  since  what for
+====================================================  =====  ==================================================
+of ``DistributedModelParallel``:
+``_ddp_wrapped``                                      1.0    whether the dense part is data parallel yet
+``fused_optimizer``                                   1.0    loading its state writes rows
+``reshard``                                           1.4    moves rows
+of ``torch.nn.Module`` (torch 2.11 is the oldest that was looked at):
+``_buffers``                                          2.11   the buffers themselves, those that are None too
+``_non_persistent_buffers_set``                       2.11   which of them are state
+``_modules``                                          2.11   whether a kernel was replaced
+``_state_dict_hooks``                                 2.11   whether a module saves what only its own code knows
+of what ``torch.compile`` makes of a module:
+``_orig_mod``                                         2.11   the module inside, whose names markers have
+of ``torch.nn.parallel.DistributedDataParallel``:
+``_comm_hooks``                                       2.11   whether gradients pass through code with a state
+of ``DistributedDataParallel``:
+``_assign_modules_buffers``                           2.11   lists again the buffers that it broadcasts
+of ``torch.Tensor``:
+``_version``                                          2.11   whether something has written in place
+of a ``DistributedDataParallel`` and its reducer:
+``reducer``, ``_get_ddp_logging_data``                2.11   how many parameters it averages the gradients of
+``_get_zeros_like_grad_buckets``                      2.11   which ones
+of a slice of a data-parallel table:
+``_original_tensor``                                  1.6    the parameter that has its gradient
+of a module of FSDP2, its state and its groups of parameters:
+``_get_fsdp_state``, ``_fsdp_param_group``            2.11   the groups; several of them since 2.14
+``fsdp_params``, ``_partial_reduce_output``           2.11   gradients that are this rank's own
+of ``torch.optim.Optimizer``:
+``_optimizer_state_dict_post_hooks``                  2.11   the same of an optimizer
+of ``torch``, ``torch._C`` and ``torch.autograd.Variable``:
+``_C``, ``_current_graph_task_id``                    2.11   which run of the autograd engine this is
+``_execution_engine``                                 2.11   whether that run has ended
+of a sharded module:
+``_lookups``                                          1.0    one lookup a sharding type
+of a lookup:
+``_emb_modules``                                      1.0    one group of tables a kernel
+of a group of tables:
+``config``                                            1.0    ``embedding_tables[i]``: i-th table of the kernel
+``emb_module``                                        1.0    the kernel
+``fused_optimizer``                                   1.0    the param group that sets the kernel's learning rate
+of ``embedding_tables[i]``:
+``local_metadata``, ``local_rows``, ``local_cols``    1.0    shard offsets and sizes
+of ``SplitTableBatchedEmbeddingBagsCodegen``:
+``prepare_inputs``                                    1.0    ids of a forward, after the bounds check; bags with VBE
+``placeholder_autograd_tensor``                       1.0    where the graphs of all its lookups end
+``feature_table_map``, ``hash_size_cumsum``           1.0    feature to table, and to linear rows
+``iter``, ``max_counter``                             1.0    state of the kernel that no state_dict holds
+``iter_cpu``                                          1.2    the same: what the kernel really counts in
+``get_learning_rate``                                 1.2    the same: what it updates with now
+``set_learning_rate``                                 1.0    puts that back
+``split_embedding_weights``, ``embedding_specs``      1.0    views of the rows, one a table
+``split_optimizer_states``                            1.0    views of the optimizer's rows
+``optimizer``, ``weights_precision``                  1.0    which states and dtypes those have
+``optimizer_args``                                    1.0    numbers that the update reads
+``use_rowwise_bias_correction``                       1.2    (Adam) one state more
+``_used_rowwise_adagrad_with_counter``                1.0    (row-wise Adagrad) two states more
+``_used_rowwise_adagrad_with_global_weight_decay``    1.0    (row-wise Adagrad) one state more
+``ema_inplace``                                       1.2    writer of rows outside the update
+``ensemble_and_swap``                                 1.0    writer of rows outside the update
+``reset_embedding_weight_momentum``                   1.0    writer of rows outside the update
+``init_embedding_weights_uniform``                    1.0    writer of rows outside the update
+``current_device``                                    1.0    where the rows are
+``lxu_cache_weights``, ``lxu_cache_state``            1.0    (GPU) the newest value of a cached row
+``cache_hash_size_cumsum``, ``total_cache_hash_size`` 1.0    (GPU) where to look for it
+``flush``, ``reset_cache_states``                     1.0    (GPU) no cached row may cover one that is restored
+``_prefetch``, ``lxu_cache_locations_list``           1.0    (GPU) moves cached rows; batches it has done that for
+``prefetch_pipeline``                                 1.0    (GPU) whether those leave the slots of others alone
+``weights_dev``, ``weights_host``, ``weights_uvm``    1.0    whether the views have memory
+of a managed collision collection and its wrapper:
+``_managed_collision_collection``, ``_env``           1.0    the collection inside; its ranks
+``_managed_collision_modules``                        1.0    one id map a table
+of ``MCHManagedCollisionModule``:
+``_mch_sorted_raw_ids``,                              1.0    raw ids and their rows
+``_mch_remapped_ids_mapping``, ``_mch_metadata``
+``_output_global_offset``, ``_zch_size``              1.0    which rows those are
+``_eviction_policy``, ``_eviction_interval``          1.0    what it keeps of an id, and when it evicts
+``_current_iter``, ``_current_iter_tensor``,          1.0    counters; the first and the last two are in no state_dict
+``_last_eviction_iter``, ``_evicted``
+``_evicted_emb_indices``                              1.0    rows whose reset is due
+``_history_accumulator``, ``_history_metadata``,      1.0    raw ids since the last eviction
+``_current_history_buffer_offset``,
+``_input_history_buffer_size``
+of ``torch.ops.fbgemm``:
+``linearize_cache_indices``, ``lxu_cache_lookup``     1.0    (GPU) linear rows, and their place in the cache
+of ``KeyedOptimizerWrapper``, ``WarmupOptimizer`` and ``GradientClippingOptimizer``:
+``_optimizer``                                        1.0    the optimizer inside
+of ``WarmupOptimizer``:
+``_get_warmup_state``, ``_warmup_param``              1.6    iteration and stage, which its state_dict may lose
+``_stages``                                           1.6    how many it has
+of ``GradientClippingOptimizer``:
+``_step_num``                                         1.6    how many steps it has made
+====================================================  =====  ==================================================
+
+Of the fused optimizers in ``optimizers.py``, ROWWISE_RMSPROP_AR is new in 1.9, and EMAINPLACE_ROWWISE_ADAGRAD
+in 1.2.
+"""
+
+from torchrec_stream_ckpt.model.buffers import (
+    BufferSlot,
+    add_buffer,
+    buffer_slots,
+    check_buffers,
+    check_writable,
+    count_writes,
+    has_home,
+    tell_ddp,
+)
+from torchrec_stream_ckpt.model.collision import COUNTERS, NO_ID, CollisionMap, id_maps
+from torchrec_stream_ckpt.model.comm_hooks import comm_hooks
+from torchrec_stream_ckpt.model.dense import (
+    ReplicatedTables,
+    check_data_parallel,
+    check_dense,
+    dense_optimizers,
+    dense_view,
+    has_own_state_dict,
+    named_states,
+)
+from torchrec_stream_ckpt.model.dense_identity import DensePrint, combined_parts, optimizer_parts, reduced_parameters
+from torchrec_stream_ckpt.model.gradients import (
+    GradientVersion,
+    set_gradient,
+    unreduced,
+    watch_no_sync,
+    watch_steps,
+    watch_zero_grad,
+)
+from torchrec_stream_ckpt.model.kernel_guard import Standing, check_free, claim
+from torchrec_stream_ckpt.model.kernels import FusedKernel, LocalShard
+from torchrec_stream_ckpt.model.lookups import FusedUpdate, Key, Lookup
+from torchrec_stream_ckpt.model.modules import fused_kernels, sharded_embeddings
+from torchrec_stream_ckpt.model.optimizers import is_per_row, optimizer_states
+from torchrec_stream_ckpt.model.outside_writes import watch_outside_writes
+from torchrec_stream_ckpt.model.wrappers import (
+    check_wrappers,
+    load_wrapper_states,
+    wrapper_parameters,
+    wrapper_states,
+)
+
+__all__ = [
+    "COUNTERS",
+    "NO_ID",
+    "BufferSlot",
+    "CollisionMap",
+    "DensePrint",
+    "FusedKernel",
+    "FusedUpdate",
+    "GradientVersion",
+    "Key",
+    "LocalShard",
+    "Lookup",
+    "ReplicatedTables",
+    "Standing",
+    "add_buffer",
+    "buffer_slots",
+    "check_buffers",
+    "check_data_parallel",
+    "check_dense",
+    "check_free",
+    "check_wrappers",
+    "check_writable",
+    "claim",
+    "combined_parts",
+    "comm_hooks",
+    "count_writes",
+    "dense_optimizers",
+    "dense_view",
+    "fused_kernels",
+    "has_home",
+    "has_own_state_dict",
+    "id_maps",
+    "is_per_row",
+    "load_wrapper_states",
+    "named_states",
+    "optimizer_parts",
+    "optimizer_states",
+    "reduced_parameters",
+    "set_gradient",
+    "sharded_embeddings",
+    "tell_ddp",
+    "unreduced",
+    "watch_no_sync",
+    "watch_outside_writes",
+    "watch_steps",
+    "watch_zero_grad",
+    "wrapper_parameters",
+    "wrapper_states",
+]

@@ -1,0 +1,131 @@
+"""(GPU) The UVM cache of a kernel: a cached row is newer than its table.
+
+(GPU) Whether an update still writes to the rows that its lookup named, where a UVM cache stands before the tables.
+
+FBGEMM's backward writes to the cache slots that its own forward found. A lookup in between, also one without a
+backward, gives slots to other rows: the update then changes rows that no lookup named, and training itself goes
+wrong. ``TrainPipelineSemiSync`` looks up so. Rows that ``prefetch_pipeline`` fetches ahead stay until their update,
+but another forward is just as wrong there: the kernel's attributes, which its backward reads, are those of the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+
+from torchrec_stream_ckpt.errors import UnsupportedError
+from torchrec_stream_ckpt.model.patch import patch
+from torchrec_stream_ckpt.model.streams import StreamOrder
+
+
+class CacheSlots:
+    """Counts what gives slots of one kernel's cache away.
+
+    Args:
+        locked: Whether rows that are fetched ahead of a forward leave the slots of earlier lookups alone.
+    """
+
+    def __init__(self, *, locked: bool) -> None:
+        self._locked = locked
+        self._given = 0
+
+    def fetched(self) -> None:
+        """Rows of a batch are about to move into the cache."""
+        self._given += not self._locked
+
+    def looked_up(self) -> int:
+        """A forward has found its slots; returns what ``check`` wants of its update."""
+        self._given += 1
+        return self._given
+
+    def check(self, lookup: int, tables: str) -> None:
+        """Before the update of a lookup: its slots must still be its own.
+
+        Raises:
+            UnsupportedError: another lookup came in between.
+        """
+        if lookup != self._given:
+            raise UnsupportedError(
+                "another batch was looked up between a lookup and its update: the update would write to slots of the "
+                "UVM cache that may hold other rows by now",
+                hint="look up after the update of the batch before (no TrainPipelineSemiSync, no evaluation in "
+                "between), or ask for compute_kernel='fused_uvm'",
+                tables=tables,
+            )
+
+
+class UvmCache:
+    """Rows of one kernel's tables that lie in its cache.
+
+    Args:
+        tbe: The kernel, which has a cache.
+        feature_shards: For each feature of the kernel, the index of its shard.
+        order: Told of what moves rows in and out.
+        tables: Names of the kernel's tables, for errors.
+    """
+
+    def __init__(
+        self,
+        tbe: SplitTableBatchedEmbeddingBagsCodegen,
+        feature_shards: Sequence[int],
+        order: StreamOrder,
+        tables: str,
+    ) -> None:
+        self._tbe = tbe
+        self._order = order
+        self._tables = tables
+        self._bases = dict(zip(feature_shards, tbe.cache_hash_size_cumsum.tolist()[:-1], strict=True))
+        """For each shard that a feature looks up, the number by which the cache knows its first row; -1: not cached."""
+        self._slots = CacheSlots(locked=tbe.prefetch_pipeline)
+
+    def newest(self, shard: int, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Weights of local ``rows``: the cache's where it holds the row, otherwise ``values``, those of the table."""
+        base = self._bases.get(shard, -1)
+        if base < 0 or not rows.numel():
+            return values
+        tbe = self._tbe
+        # -1 where the cache does not hold a row; otherwise the cache row, whose first columns are those of the table.
+        slots = torch.ops.fbgemm.lxu_cache_lookup(rows + base, tbe.lxu_cache_state, tbe.total_cache_hash_size)
+        cached = tbe.lxu_cache_weights.index_select(0, slots.clamp(min=0).long())[:, : values.shape[1]]
+        return torch.where((slots >= 0).unsqueeze(1), cached, values)
+
+    def flush(self) -> None:
+        """Write cached rows back into the tables.
+
+        The device's random state stays: FBGEMM has drawn from it to round rows that are rounded already.
+        """
+        device = torch.device(self._tbe.current_device)
+        random = torch.cuda.get_rng_state(device)
+        self._tbe.flush()
+        torch.cuda.set_rng_state(random, device)
+
+    def clear(self) -> None:
+        """Write cached rows back and empty the cache.
+
+        Raises:
+            UnsupportedError: a pipeline has moved rows of its next batch into the cache already.
+        """
+        if self._tbe.lxu_cache_locations_list:
+            raise UnsupportedError(
+                "a batch has been prefetched into the UVM cache, whose rows are about to be replaced",
+                hint="call restore() before the pipeline takes its first batch",
+                tables=self._tables,
+            )
+        self._tbe.flush()
+        self._tbe.reset_cache_states()
+
+    def guard(self) -> Callable[[], None]:
+        """A forward has ended; returns what to call before its update, which refuses slots that were given away."""
+        return partial(self._slots.check, self._slots.looked_up(), self._tables)
+
+    def watch_fetches(self) -> Callable[[], None]:
+        """Notice rows that move in and out, in a forward or ahead of it on a prefetch stream; returns the remover."""
+
+        def fetching(*_args: object, **_more: object) -> None:
+            self._slots.fetched()
+            self._order.writing()
+
+        return patch(self._tbe, "_prefetch", fetching)

@@ -1,0 +1,183 @@
+"""Managed collision: which raw id has which row of a table, how hot it is, and what will be evicted next.
+
+Rows that an eviction resets are noticed by ``FusedKernel.on_rewrite``: TorchRec tells the kernel of them first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.mc_embedding import ShardedManagedCollisionEmbeddingCollection
+from torchrec.distributed.mc_embeddingbag import ShardedManagedCollisionEmbeddingBagCollection
+from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    LFU_EvictionPolicy,
+    LRU_EvictionPolicy,
+    MCHManagedCollisionModule,
+)
+
+from torchrec_stream_ckpt.errors import UnsupportedError
+from torchrec_stream_ckpt.model import versions
+from torchrec_stream_ckpt.model.compiled import unwrapped
+from torchrec_stream_ckpt.util.types import plain_name
+
+COLLISION_WRAPPERS = (ShardedManagedCollisionEmbeddingBagCollection, ShardedManagedCollisionEmbeddingCollection)
+_POLICIES = (LFU_EvictionPolicy, LRU_EvictionPolicy, DistanceLFU_EvictionPolicy)
+
+NO_ID = torch.iinfo(torch.int64).max
+"""What TorchRec writes as the raw id of a free row."""
+
+COUNTERS = (
+    "_current_iter",
+    "_current_iter_tensor",
+    "_last_eviction_iter",
+    "_evicted",
+    "_eviction_interval",
+    "_input_history_buffer_size",
+)
+"""The order of the field ``counters``; the last one is a capacity, -1 before the first batch."""
+
+
+class CollisionMap:
+    """The id map of one table shard: rows [row0, row0+rows) of ``table``.
+
+    Its state is a dict of 1-D int64 tensors:
+
+    ``map_raw_ids``, ``map_rows``
+        Each row of the shard with the raw id that has it, sorted by raw id; rows are global.
+    ``map_<metadata>``
+        What the eviction policy keeps of each of them: ``counts``, ``last_access_iter``.
+    ``history_ids``, ``history_<metadata>``
+        The raw ids that training has seen since the last eviction.
+    ``evicted_rows``
+        Rows that are still to be reset in the table; empty at a step boundary.
+    ``counters``
+        See ``COUNTERS``.
+    """
+
+    def __init__(self, table: str, module: MCHManagedCollisionModule, world: int, rank: int) -> None:
+        self.table = table
+        self.row0 = module._output_global_offset
+        self.rows = module._zch_size
+        self.interval = module._eviction_interval
+        self._module = module
+        self._world = world
+        self._rank = rank
+
+    @property
+    def rows_text(self) -> str:
+        """The rows, as errors say them."""
+        return f"[{self.row0}, {self.row0 + self.rows})"
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """The state as it is now; live views, valid until the next forward."""
+        module = self._module
+        seen = module._current_history_buffer_offset
+        counters = [int(getattr(module, name)) for name in COUNTERS]
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
+        state = {
+            "map_raw_ids": module._mch_sorted_raw_ids,
+            "map_rows": module._mch_remapped_ids_mapping,
+            "history_ids": module._history_accumulator[:seen] if seen else none,
+            # Once they have been reset in the table nothing reads the list again.
+            "evicted_rows": module._evicted_emb_indices.long() if module._evicted else none,
+            "counters": torch.tensor(counters, dtype=torch.int64, device="cpu"),
+        }
+        for name, in_map, in_history in module._eviction_policy.metadata_info:
+            if in_map:
+                state[f"map_{name}"] = module._mch_metadata[name]
+            if in_history:
+                state[f"history_{name}"] = module._history_metadata[name][:seen] if seen else none
+        return state
+
+    @torch.no_grad()
+    def write(self, state: dict[str, torch.Tensor]) -> None:
+        """Put a state back, in place. ``_output_segments_tensor`` follows the plan and stays."""
+        module = self._module
+        counters = dict(zip(COUNTERS, state["counters"].tolist(), strict=True))
+        module._mch_sorted_raw_ids.copy_(state["map_raw_ids"])
+        module._mch_remapped_ids_mapping.copy_(state["map_rows"])
+        for name, buffer in module._mch_metadata.items():
+            buffer.copy_(state[f"map_{name}"])
+        module._current_iter_tensor.fill_(counters["_current_iter_tensor"])
+        module._current_iter = counters["_current_iter"]
+        module._last_eviction_iter = counters["_last_eviction_iter"]
+        module._evicted = bool(counters["_evicted"])
+        module._evicted_emb_indices = state["evicted_rows"].to(module.device)
+        self._write_history(state, counters["_input_history_buffer_size"])
+
+    def _write_history(self, state: dict[str, torch.Tensor], capacity: int) -> None:
+        """TorchRec allocates these buffers in the first forward, with a size that its batch decides."""
+        module, seen = self._module, state["history_ids"].numel()
+        module._input_history_buffer_size = capacity
+        module._current_history_buffer_offset = seen
+        if capacity < 0:
+            return
+        module._history_accumulator = torch.zeros(capacity, dtype=torch.int64, device=module.device)
+        module._history_accumulator[:seen] = state["history_ids"]
+        for name, _, in_history in module._eviction_policy.metadata_info:
+            if in_history:
+                buffer = torch.zeros(capacity, dtype=torch.int64, device=module.device)
+                buffer[:seen] = state[f"history_{name}"]
+                module.register_buffer(f"_history_{name}", buffer, persistent=False)
+                module._history_metadata[name] = buffer
+
+    def count_strangers(self, raw_ids: torch.Tensor) -> int:
+        """(CPU) How many of these raw ids are looked up on another rank: ``RwSparseFeaturesDist`` decides."""
+        module = self._module
+        buckets = module.buckets()
+        by_rank, *_ = torch.ops.fbgemm.block_bucketize_sparse_features(
+            torch.tensor([raw_ids.numel()], device="cpu"),
+            raw_ids,
+            bucketize_pos=False,
+            sequence=False,
+            block_sizes=torch.tensor([-(-module.input_size() // buckets)], device="cpu"),
+            total_num_blocks=torch.tensor([[buckets]], device="cpu"),
+            my_size=self._world,
+        )
+        return raw_ids.numel() - int(by_rank[self._rank])
+
+
+def holds_id_maps(module: nn.Module) -> bool:
+    """Tell whether all of its buffers belong to id maps."""
+    return type(module) is ShardedManagedCollisionCollection
+
+
+def id_maps(model: nn.Module) -> list[CollisionMap]:
+    """The id maps of this rank, in a fixed order.
+
+    Raises:
+        UnsupportedError: a managed collision module or an eviction policy whose state is not known here.
+    """
+    maps = []
+    for path, wrapper in unwrapped(model).named_modules():
+        if type(wrapper) in COLLISION_WRAPPERS:
+            versions.COLLISION_WRAPPER.require(wrapper, module=path)
+            collection = wrapper._managed_collision_collection
+            versions.COLLISION_COLLECTION.require(collection, module=path)
+            inner = f"{plain_name(path)}._embedding_module".lstrip(".")
+            for table, module in collection._managed_collision_modules.items():
+                maps.append(_id_map(inner, table, module, collection._env))
+    return maps
+
+
+def _id_map(path: str, table: str, module: Any, env: Any) -> CollisionMap:
+    if type(module) is not MCHManagedCollisionModule:
+        raise UnsupportedError(
+            f"the id map of {type(module).__name__} is not captured",
+            hint="use MCHManagedCollisionModule",
+            module=path,
+            table=table,
+        )
+    versions.ID_MAP.require(module, module=path, table=table)
+    if type(module._eviction_policy) not in _POLICIES:
+        raise UnsupportedError(
+            f"the eviction policy {type(module._eviction_policy).__name__} is not captured",
+            hint="use " + ", ".join(policy.__name__ for policy in _POLICIES),
+            module=path,
+            table=table,
+        )
+    return CollisionMap(f"{path}.{table}", module, env.world_size, env.rank)

@@ -1,0 +1,31 @@
+"""Modules of ``torch.compile``: a marker has the names of the model that was compiled, without ``_orig_mod``."""
+
+from __future__ import annotations
+
+from torch import nn
+from torchrec.distributed.model_parallel import get_unwrapped_module
+
+from torchrec_stream_ckpt.model import versions
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``torch.compile`` has made this module. By name: importing its class takes seconds."""
+    kinds = type(module).__mro__
+    return any(kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch.") for kind in kinds)
+
+
+def original(module: nn.Module) -> nn.Module:
+    """Return the module inside, which shares all parameters; any other module is returned as it is."""
+    while is_compiled(module):
+        versions.COMPILED.require(module)
+        inner = module._orig_mod
+        assert isinstance(inner, nn.Module)
+        module = inner
+    return module
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model without DMP, DDP and ``torch.compile`` around it: paths of tables and dense parameters begin there."""
+    while (inner := original(get_unwrapped_module(model))) is not model:
+        model = inner
+    return model

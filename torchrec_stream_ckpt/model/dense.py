@@ -1,0 +1,273 @@
+"""The part of a sharded model that is no fused shard: dense layers, data-parallel tables, feature processors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.batched_embedding_kernel import EmbeddingFusedOptimizer
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.types import ShardedModule
+from torchrec.optim.clipping import GradientClippingOptimizer
+from torchrec.optim.fused import FusedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.warmup import WarmupOptimizer
+
+from torchrec_stream_ckpt.errors import UnsupportedError
+from torchrec_stream_ckpt.model import versions
+from torchrec_stream_ckpt.model.collision import holds_id_maps
+from torchrec_stream_ckpt.model.compiled import is_compiled, original, unwrapped
+from torchrec_stream_ckpt.model.modules import is_sharded_embedding, sharded_embeddings
+from torchrec_stream_ckpt.model.wrappers import is_wrapper, walk
+from torchrec_stream_ckpt.util.types import plain_name
+
+_KNOWN = (KeyedOptimizerWrapper, WarmupOptimizer, GradientClippingOptimizer)
+
+
+def dense_view(model: nn.Module) -> nn.Module:
+    """A throw-away module that shares everything of the model that is no fused shard, under the same names.
+
+    ``torch.distributed.checkpoint.state_dict`` works on it where it raises on a DMP. Data-parallel tables
+    are in it. Names have no part of ``torch.compile``.
+    """
+    return _view(unwrapped(model))
+
+
+def _view(module: nn.Module) -> nn.Module:
+    if is_sharded_embedding(module):
+        return _data_parallel_tables(module)
+    if holds_id_maps(module):
+        return nn.Module()  # they are saved by row range, not by rank
+    module = original(module)
+    if not is_rebuilt(module):
+        return module
+    if any(isinstance(child, ShardedModule) for child in module.modules()):
+        _check_state_is_known(module)
+    view = nn.Module()
+    for name, parameter in module.named_parameters(recurse=False):
+        view.register_parameter(name, parameter)
+    for name, buffer in module.named_buffers(recurse=False):
+        view.register_buffer(name, buffer, persistent=name not in module._non_persistent_buffers_set)
+    for name, child in module.named_children():
+        view.add_module(name, _view(child))
+    return view
+
+
+def is_rebuilt(module: nn.Module) -> bool:
+    """Return whether a view has a module of its own in the place of this one, with the same parameters and buffers."""
+    inside = list(module.modules())
+    if any(isinstance(child, ShardedModule) for child in inside):
+        return True
+    return not _own_state(module) and any(is_compiled(child) for child in inside)
+
+
+def _check_state_is_known(module: nn.Module) -> None:
+    """A view has parameters and buffers of a module; what its own code saves beside them would be lost.
+
+    Raises:
+        UnsupportedError: it has such code; names it.
+    """
+    if what := _own_state(module):
+        raise UnsupportedError(
+            f"{type(module).__name__} has {what[0]} and holds a sharded module: this is not captured yet",
+            hint="hand its state over as a Stateful, or move it to a child without embeddings",
+        )
+
+
+def _own_state(module: nn.Module) -> list[str]:
+    """What saves state of a module beside parameters and buffers, in words."""
+    what = [
+        f"its own {method}()"
+        for method in ("_save_to_state_dict", "state_dict")
+        if getattr(type(module), method) is not getattr(nn.Module, method) and not isinstance(module, ShardedModule)
+    ]
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+        what.append("extra state")
+    if module._state_dict_hooks and not isinstance(module, ShardedModule):
+        what.append("a state dict hook")
+    return what
+
+
+def _data_parallel_tables(module: Any) -> nn.Module:
+    """The tables of a sharded module that are replicated: their lookups stand under DDP."""
+    replicated = {
+        table.name
+        for lookup in module._lookups
+        if isinstance(lookup, DistributedDataParallel)
+        for embedding in lookup.module._emb_modules
+        for table in embedding.config.embedding_tables
+    }
+    view = nn.Module()
+    for name, parameter in module.named_parameters():
+        *path, leaf = name.split(".")
+        if path and path[-1] in replicated:
+            holder = view
+            for part in path:
+                if part not in dict(holder.named_children()):
+                    holder.add_module(part, nn.Module())
+                holder = holder.get_submodule(part)
+            holder.register_parameter(leaf, parameter)
+    return view
+
+
+def named_states(values: Any) -> dict[str, torch.Tensor]:
+    """Of what an optimizer keeps for a parameter: the tensors right below it whose keys can end an entry's name."""
+    return {
+        key: value
+        for key, value in (values.items() if isinstance(values, dict) else ())
+        if isinstance(value, torch.Tensor) and type(key) is str and key and "." not in key
+    }
+
+
+class ReplicatedTables:
+    """The tensors of tables that all ranks hold alike: weights, and what a dense optimizer keeps of their rows.
+
+    Args:
+        model: The live model.
+        optimizers: Its dense optimizers, by name.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
+        self._optimizers = dict(optimizers)
+        self._tables = {
+            f"{path}.{name}" if path else name: table
+            for path, module in sharded_embeddings(model)
+            for name, table in _data_parallel_tables(module).named_parameters()
+        }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Live tensors by their entries in the dense state; shape (rows,) or (rows, columns)."""
+        found: dict[str, torch.Tensor] = {f"model.{name}": table for name, table in self._tables.items()}
+        for key, optimizer in self._optimizers.items():
+            for name, table in self._tables.items():
+                for state, value in named_states(optimizer.state.get(table)).items():
+                    if value.shape in (table.shape, table.shape[:1]):
+                        found[f"optim.{key}.{name}.{state}"] = value
+        return found
+
+
+def check_dense(model: nn.Module, optimizers: dict[str, torch.optim.Optimizer]) -> None:
+    """Every dense parameter that is trained must be stepped by a known optimizer.
+
+    Raises:
+        UnsupportedError: names the parameter and what to do.
+    """
+    view = dense_view(model)
+    names = {id(parameter): name for name, parameter in view.named_parameters()}
+    stepped = {
+        id(parameter)
+        for optimizer in optimizers.values()
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for kind, optimizer in optimizers.items():
+        _check_dense_alone(model, kind, optimizer, names.keys())
+    for name, parameter in view.named_parameters():
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise UnsupportedError(
+                f"the dense parameter {name} is updated in the backward: this is not captured yet",
+                hint="apply optimizers in the backward to tables only; step the dense ones, and hand them over",
+            )
+        if parameter.requires_grad and id(parameter) not in stepped:
+            if f"model.{name}" in ReplicatedTables(model, {}).tensors():
+                table = name.split(".")[-2]
+                raise UnsupportedError(
+                    f"the plan makes the table {table} data-parallel ({name}), and no optimizer that was handed over "
+                    "trains it",
+                    hint=f"keep it sharded: EmbeddingShardingPlanner(constraints={{'{table}': ParameterConstraints("
+                    "sharding_types=['table_wise', 'row_wise'])}); or train it with the dense optimizer, and hand "
+                    "that over",
+                )
+            raise UnsupportedError(
+                f"the dense parameter {name} is trained by no optimizer that was handed over",
+                hint="pass the optimizer of the dense part, or set requires_grad_(False) on what is not trained",
+            )
+    check_data_parallel(model, next(iter(optimizers.values()), None))
+
+
+def _check_dense_alone(model: nn.Module, kind: str, optimizer: torch.optim.Optimizer, dense: Collection[int]) -> None:
+    """An optimizer of dense parameters holds no other ones.
+
+    Args:
+        model: The live model.
+        kind: Name of the optimizer.
+        optimizer: The optimizer.
+        dense: Ids of the dense parameters.
+    """
+    held = [
+        parameter for group in optimizer.param_groups for parameter in group["params"] if id(parameter) not in dense
+    ]
+    if not held:
+        return
+    names = {id(parameter): plain_name(name) for name, parameter in unwrapped(model).named_parameters()}
+    fused = [names[id(parameter)] for parameter in held if id(parameter) in names]
+    if fused:
+        more = f" and {len(fused) - 3} more" if len(fused) > 3 else ""
+        raise UnsupportedError(
+            f"the dense {type(optimizer).__name__} ({kind}) holds {', '.join(fused[:3])}{more}: the backward updates "
+            "these fused tables, and no dense optimizer may",
+            hint="build it without them: KeyedOptimizerWrapper(dict(in_backward_optimizer_filter("
+            f"dmp.named_parameters())), lambda params: torch.optim.{type(optimizer).__name__}(params, ...))",
+        )
+    raise UnsupportedError(
+        f"the dense {type(optimizer).__name__} ({kind}) holds {len(held)} parameters that are not in the model, the "
+        f"first of shape {tuple(held[0].shape)}",
+        hint="build it after the model was sharded and wrapped, from "
+        "in_backward_optimizer_filter(dmp.named_parameters())",
+    )
+
+
+def check_data_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """A DMP that holds dense parameters which are stepped must have made them data parallel.
+
+    Raises:
+        UnsupportedError: it has not.
+    """
+    waits = isinstance(model, DistributedModelParallel) and not getattr(model, "_ddp_wrapped", True)
+    if waits and any(group["params"] for each in dense_optimizers(optimizer).values() for group in each.param_groups):
+        raise UnsupportedError(
+            "the dense part is not data parallel yet", hint="call dmp.init_data_parallel() on all ranks first"
+        )
+
+
+def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether ``state_dict()`` may say more than torch's own does, which is ``state`` and ``param_groups``."""
+    versions.DENSE_OPTIMIZER.require(optimizer)
+    return (
+        any(
+            getattr(type(optimizer), method) is not getattr(torch.optim.Optimizer, method) or method in vars(optimizer)
+            for method in ("state_dict", "load_state_dict")
+        )
+        or len(optimizer._optimizer_state_dict_post_hooks) > 0
+    )
+
+
+def dense_optimizers(optimizer: torch.optim.Optimizer | None) -> dict[str, torch.optim.Optimizer]:
+    """The optimizers of the dense parameters, by a name that does not depend on the plan.
+
+    Raises:
+        UnsupportedError: a wrapper whose own state we do not know.
+    """
+    return {
+        f"optimizer{position}": leaf
+        for position, leaf in enumerate(_dense_leaves(optimizer) if optimizer is not None else ())
+    }
+
+
+def _dense_leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """The torch optimizers in it; fused ones are no part of the dense state."""
+    for part in walk(optimizer):
+        fused = isinstance(part, EmbeddingFusedOptimizer) or (isinstance(part, FusedOptimizer) and not part.params)
+        if not isinstance(part, KeyedOptimizer):
+            if not is_wrapper(part):
+                yield part
+        elif not fused and not isinstance(part, CombinedOptimizer) and type(part) not in _KNOWN:
+            raise UnsupportedError(
+                f"the optimizer {type(part).__name__} may have state that is not captured",
+                hint=f"hand over the optimizers that {type(part).__name__} wraps, and its own counters as a Stateful: "
+                "StreamCheckpointer(dmp, CombinedOptimizer([...]), stateful={'wrapper': ...}); known are torch.optim "
+                "optimizers, KeyedOptimizerWrapper, WarmupOptimizer, GradientClippingOptimizer and CombinedOptimizer",
+            )

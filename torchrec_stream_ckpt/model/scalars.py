@@ -1,0 +1,115 @@
+"""The state of a kernel that no row holds: counters, learning rates and hyperparameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+from torchrec.optim.fused import FusedOptimizer
+
+from torchrec_stream_ckpt.model.lookups import Lookups
+
+_HYPERPARAMETERS = (
+    "eps",
+    "weight_decay",
+    "beta1",
+    "beta2",
+    "momentum",
+    "eta",
+    "max_gradient",
+    "max_norm",
+    "counter_halflife",
+    "adjustment_iter",
+    "adjustment_ub",
+    "tail_id_threshold",
+    "weight_norm_coefficient",
+    "lower_bound",
+    "ar_alpha",
+    "ema_beta",
+    "min_shrinkage",
+)
+"""Numbers of ``optimizer_args`` that may change while a job runs; the learning rate is a scalar of its own. Modes are
+not among them: they say which states there are."""
+
+
+class KernelScalars:
+    """Counters, learning rates and hyperparameters of one kernel.
+
+    Args:
+        tbe: The kernel.
+        optimizer: Sets its learning rate.
+        lookups: Its forwards.
+        reads_iteration: Whether an update depends on ``iteration``.
+    """
+
+    def __init__(
+        self,
+        tbe: SplitTableBatchedEmbeddingBagsCodegen,
+        optimizer: FusedOptimizer,
+        lookups: Lookups,
+        *,
+        reads_iteration: bool,
+    ) -> None:
+        self._tbe = tbe
+        self.optimizer = optimizer
+        self._lookups = lookups
+        self.reads_iteration = reads_iteration
+
+    @property
+    def iteration(self) -> int:
+        """Forward passes that the kernel has counted; before its first one, what ``set_optimizer_step`` said."""
+        return int(self._tbe.iter_cpu.item()) or int(self._tbe.iter.item())
+
+    @property
+    def max_counter(self) -> float:
+        """Largest count that counter-based regularization has seen; 1 where it is not used."""
+        counter = self._counter()
+        return float(counter.item()) if counter is not None else 1.0
+
+    def _counter(self) -> torch.Tensor | None:
+        """Adam with a bias correction for each row has none."""
+        counter: torch.Tensor | None = getattr(self._tbe, "max_counter", None)
+        return counter
+
+    @property
+    def learning_rate(self) -> float:
+        """Rate that the kernel uses now."""
+        return float(self._tbe.get_learning_rate())
+
+    @property
+    def next_learning_rate(self) -> float:
+        """Rate in the fused optimizer's param group: the kernel takes it over at the next ``step``."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @property
+    def is_scheduled(self) -> bool:
+        """True if a schedule of torch holds the param group: it leaves ``initial_lr`` there."""
+        return "initial_lr" in self.optimizer.param_groups[0]
+
+    def put_back(self, iteration: int, max_counter: float, learning_rate: float, next_learning_rate: float) -> None:
+        """Set what the properties of these names said."""
+        # set_optimizer_step() sets `iter` only, while the kernels count on in `iter_cpu`.
+        self._tbe.iter.fill_(iteration)
+        self._tbe.iter_cpu.fill_(iteration)
+        self._lookups.forget()
+        counter = self._counter()
+        if counter is not None:
+            counter.fill_(max_counter)
+        self._tbe.set_learning_rate(learning_rate)
+        self.optimizer.param_groups[0]["lr"] = next_learning_rate
+
+    @property
+    def hyperparameters(self) -> dict[str, float]:
+        """Numbers that the update reads, such as ``eps`` and ``weight_decay``; without the learning rate."""
+        args = self._tbe.optimizer_args
+        return {name: getattr(args, name) for name in _HYPERPARAMETERS if hasattr(args, name)}
+
+    def set_hyperparameters(self, values: Mapping[str, float]) -> None:
+        """Put back what ``hyperparameters`` said; what this FBGEMM does not have is left out."""
+        args = self._tbe.optimizer_args
+        names = type(args).__annotations__  # a NamedTuple's fields, in order
+        changed = {name: values[name] for name in self.hyperparameters if name in values}
+        self._tbe.optimizer_args = type(args)(
+            *(changed.get(name, value) for name, value in zip(names, args, strict=True))
+        )

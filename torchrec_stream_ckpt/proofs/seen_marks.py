@@ -1,0 +1,216 @@
+"""What the markers of a path say of their live rows: MARKs as a reader meets them, and which marker proves a block."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.find.route import Path
+from torchrec_stream_ckpt.format.control import Mark, TableScalars
+from torchrec_stream_ckpt.format.entry_digests import DenseProof
+from torchrec_stream_ckpt.format.frame import Header
+from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Digests, Ints, Proof, Window, positions
+from torchrec_stream_ckpt.store.reader import Told
+from torchrec_stream_ckpt.util.types import MarkerId, TableShard
+
+Places = npt.NDArray[np.int32]
+"""Markers by their places on a path; -1: no marker."""
+
+NEVER = 2**31 - 1
+"""In the place of the marker that last sent a row: the block cannot be checked."""
+_ROUNDS = 2
+"""Rounds of windows that are kept of each rank: one proves all, the other makes up for markers without a proof."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What one rank said at a marker."""
+
+    shards: tuple[TableShard, ...]
+    proof: Proof | None
+    dense: DenseProof | None = None
+
+
+class Marks:
+    """MARKs of committed markers, as one reader meets them; of each rank only the newest rounds of windows are kept."""
+
+    def __init__(self) -> None:
+        self._said: dict[int, dict[int, Said]] = {}
+        """By place, then rank."""
+        self._of_rank: dict[int, list[tuple[int, int]]] = {}
+        """Rank -> (place, width), ascending."""
+        self._widths: dict[int, int] = {}
+        """Rank -> sum of these widths."""
+        self.floor = 0
+        """Of markers at lower places something was let go."""
+        self._dense: dict[int, tuple[int, DenseProof]] = {}
+        """Rank -> (place, what it said of dense state): the newest alone."""
+
+    def dense(self, place: int) -> dict[int, DenseProof]:
+        """Return what was said at a marker of its dense state, by rank; only of the newest place."""
+        return {rank: proof for rank, (at, proof) in self._dense.items() if at == place}
+
+    def add_dense(self, place: int, rank: int, proof: DenseProof | None) -> None:
+        """Add what ``rank`` said at a marker of its dense state."""
+        if proof is not None and place >= self._dense.get(rank, (-1, None))[0]:
+            self._dense[rank] = place, proof
+
+    def add(self, place: int, rank: int, shards: tuple[TableShard, ...], proof: Proof | None) -> None:
+        """Add what ``rank`` said at a marker; nothing happens if it is known.
+
+        Raises:
+            CorruptionError: the proof has more or fewer digests than its shards have.
+        """
+        said = self._said.setdefault(place, {})
+        if rank in said:
+            return
+        said[rank] = Said(shards, proof)
+        kept = self._of_rank.setdefault(rank, [])
+        insort(kept, (place, width := proof.width if proof is not None else 0))
+        total = self._widths.get(rank, 0) + width
+        while total - kept[0][1] >= _ROUNDS * POSITIONS:
+            gone, width = kept.pop(0)
+            total -= width
+            self.floor = max(self.floor, gone + 1)
+            del self._said[gone][rank]
+        self._widths[rank] = total
+
+    def windows(self) -> dict[int, Window | None]:
+        """By place; None where a rank has no proof, or two have another window: the marker proves nothing."""
+        found: dict[int, Window | None] = {}
+        for place, said in self._said.items():
+            if said:
+                found[place] = common_window(each.proof for each in said.values())
+        return found
+
+    def at(self, place: int) -> Mapping[int, Said]:
+        """Return what was said at a marker, by rank."""
+        return self._said.get(place, {})
+
+
+def common_window(proofs: Iterable[Proof | None]) -> Window | None:
+    """Return the window of a marker, by what its ranks said; None: one said nothing, or two said different ones."""
+    windows = {proof.window if proof is not None else None for proof in proofs}
+    return windows.pop() if len(windows) == 1 else None
+
+
+def agree(windows: Iterable[Mapping[int, Window | None]], floor: int) -> dict[int, Window]:
+    """The windows of markers that prove something, as all readers know them.
+
+    Args:
+        windows: What each reader found.
+        floor: Places below it are not complete.
+    """
+    found: dict[int, set[Window | None]] = {}
+    for each in windows:
+        for place, window in each.items():
+            found.setdefault(place, set()).add(window)
+    agreed: dict[int, Window] = {}
+    for place in sorted(found):
+        window = found[place].pop()
+        if window is not None and not found[place] and place >= floor:
+            agreed[place] = window
+    return agreed
+
+
+class Met:
+    """What a reader of rows comes across: MARKs, and which marker last sent a row of which block."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.marks = Marks()
+        self.sent: dict[TableShard, Places] = {}
+        """For each shard of the reader."""
+        self.scalars: list[TableScalars] = []
+        """What the kernels' own state was at the last marker, as far as it was met."""
+
+    def begin(self, shard: TableShard, marker: MarkerId | None) -> Places:
+        """The blocks of a shard: as they are known, or all as of ``marker``; None: nothing has come."""
+        if shard not in self.sent:
+            first, last = blocks_of(shard)
+            self.sent[shard] = np.full(last - first, -1 if marker is None else self.path.place(marker), np.int32)
+        return self.sent[shard]
+
+    def mark(self, header: Header, shards: tuple[TableShard, ...], mark: Mark) -> None:
+        """A MARK on the way."""
+        place = self.path.place_of(header)
+        if place is not None:
+            self.marks.add(place, header.rank, shards, mark.proof)
+            self.marks.add_dense(place, header.rank, mark.dense_proof)
+
+    def told(self, told: Told) -> None:
+        """Add what a store or a HEAD says of markers on the path."""
+        for marker, notes in told.items():
+            place = self.path.place(marker)
+            if place < len(self.path.chain) and self.path.chain[place] == marker:
+                for rank, each in enumerate(notes):
+                    self.marks.add(place, rank, each.shards, each.mark.proof)
+                    self.marks.add_dense(place, rank, each.mark.dense_proof)
+
+
+class Circle:
+    """By which marker a block was proved last, and before."""
+
+    def __init__(self, windows: Mapping[int, Window]) -> None:
+        self._windows = windows
+        self._newest = np.full(POSITIONS, -1, np.int32)
+        for place in sorted(windows):
+            self._newest[_turn(windows[place])] = place
+
+    def newest(self, table_id: int, begin: int, end: int) -> Places:
+        """For each of the blocks [begin, end) of a table, the place of the newest marker that proves it; -1: none."""
+        return self._newest[positions(table_id, np.arange(begin, end, dtype=np.int64))]
+
+    def before(self, table_id: int, block: int, place: int) -> int | None:
+        """The newest marker before ``place`` that proves a block."""
+        at = int(positions(table_id, np.array([block], np.int64))[0])
+        older = (each for each in sorted(self._windows, reverse=True) if each < place)
+        return next(
+            (each for each in older if (at - self._windows[each].position) % POSITIONS < self._windows[each].width),
+            None,
+        )
+
+
+def _turn(window: Window) -> Ints:
+    return np.arange(window.position, window.position + window.width, dtype=np.int64) % POSITIONS
+
+
+def digests_of(said: Said, tables: Sequence[tuple[int | None, int]]) -> list[tuple[TableShard, Ints, Digests]]:
+    """(shard, its blocks, digests of shape (blocks, sections)) of each shard of a rank.
+
+    Args:
+        said: With a proof.
+        tables: (id, sections) by index.
+
+    Raises:
+        CorruptionError: the proof has more or fewer digests than its shards have.
+    """
+    assert said.proof is not None
+    window, numbers, found, at = said.proof.window, said.proof.numbers(), [], 0
+    for shard in said.shards:
+        id_, sections = tables[shard.table]
+        blocks = window.blocks(id_, shard.row0, shard.row0 + shard.rows) if id_ is not None else np.empty(0, np.int64)
+        count = len(blocks) * sections
+        found.append(
+            (
+                shard,
+                blocks,
+                numbers[at : at + count].reshape(-1, sections)
+                if at + count <= len(numbers)
+                else numbers[:0].reshape(0, sections),
+            )
+        )
+        at += count
+    if at != len(numbers):
+        raise CorruptionError(f"a proof has {len(numbers)} digests, its shards have {at}")
+    return found
+
+
+def blocks_of(shard: TableShard) -> tuple[int, int]:
+    """The blocks [first, end) that have rows of a shard."""
+    return shard.row0 // BLOCK_ROWS, -(-(shard.row0 + shard.rows) // BLOCK_ROWS)

@@ -1,0 +1,265 @@
+"""What a marker becomes in a model that has changed: the same on every rank, resolved before a row is read."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+from torchrec_stream_ckpt.dense.dense_state import DenseState
+from torchrec_stream_ckpt.dense.entry_matching import Match
+from torchrec_stream_ckpt.dense.live_dense import LiveDense
+from torchrec_stream_ckpt.dense.saved_dense import SavedDense
+from torchrec_stream_ckpt.errors import ChangesError, MarkerNotFoundError, SchemaMismatchError, UnsupportedError
+from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes
+from torchrec_stream_ckpt.evolve.findings import Findings
+from torchrec_stream_ckpt.evolve.model_evolution import ModelEvolution, check_not_repeated, compare
+from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
+from torchrec_stream_ckpt.evolve.report import EvolutionReport
+from torchrec_stream_ckpt.evolve.table_outcome import Evolution, TableOutcome
+from torchrec_stream_ckpt.find.route import Route
+from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
+from torchrec_stream_ckpt.format.control import Claim
+from torchrec_stream_ckpt.format.lineage import Lineage, told_to
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
+
+log = logging.getLogger(__name__)
+
+_COLUMN_HALVES = "emainplace"
+"""Begins the names of optimizers that keep weights on the left of each column shard, and their average on its right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evolved:
+    """A marker in a model that has changed."""
+
+    model: ModelEvolution
+    match: Match
+    """What of the dense state comes."""
+    record: ClaimChanges
+    """What the CLAIM of the new generation says of it."""
+
+    @property
+    def tables(self) -> Evolution:
+        """What becomes of the tables."""
+        return self.model.tables
+
+    @property
+    def report(self) -> EvolutionReport:
+        """What becomes of the marker, for people."""
+        return EvolutionReport.of(self.model)
+
+    @property
+    def schema(self) -> Schema:
+        """Of the new generation."""
+        return self.model.tables.schema
+
+
+def model_schema(schema: Schema, dense: LiveDense) -> ModelSchema:
+    """Describe the live model. Local."""
+    return ModelSchema(tuple(table for _, table in schema.live), *dense.described())
+
+
+def declared(changes: Changes | None) -> Changes | None:
+    """Check what a user has given as changes; None: nothing is declared. Local.
+
+    Raises:
+        ChangesError: it is of another kind.
+    """
+    if changes is None or (isinstance(changes, Changes) and changes.is_empty):
+        return None
+    if not isinstance(changes, Changes):
+        raise ChangesError(
+            f"changes is {changes!r:.80}", hint="give Changes(...), or Changes.load(FILE) for a TOML file"
+        )
+    return changes
+
+
+def nothing_to_change(uri: str) -> MarkerNotFoundError:
+    """Changes are declared, and there is no marker of before."""
+    return MarkerNotFoundError(
+        "changes are declared, and no marker was ever committed that they could be made of",
+        hint="check the URI; for a new job leave the changes out",
+        uri=uri,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MarkerComparison:
+    """A marker and this job, compared before anything is written."""
+
+    model: ModelEvolution | None
+    """What becomes of the marker; None: something speaks against it, or nothing differs that has a name."""
+    found: Findings
+    """All that speaks against it on this rank."""
+
+
+def compared(
+    route: Route, schema: Schema, dense: DenseState, saved: SavedDense, changes: Changes | None
+) -> MarkerComparison:
+    """Compare a marker with this job: tables, dense model, optimizers, buffers, objects, random state. Local.
+
+    Args:
+        route: The marker.
+        schema: Tables of this model.
+        dense: The live dense state.
+        saved: That of the marker.
+        changes: What was declared; None: nothing.
+
+    Raises:
+        SchemaMismatchError: a table is sharded on one side and data-parallel on the other.
+    """
+    live = dense.live
+    there, here = dense.loader.entries(saved)
+    names = set(live.stateful_named)
+    same = (
+        _tables(route.schema) == _tables(schema)
+        and set(there) == set(here)
+        and saved.optimizers_named == live.optimizers_named
+        and (names == set(saved.described()[2]))
+    )
+    if changes is None and same and not saved.imported:
+        return MarkerComparison(None, Findings(NO_CHANGES, misfits=dense.loader.misfits(saved, None, whole=True)))
+    model, found = compare(
+        replace(ModelSchema(route.schema.tables, *saved.described()), dense=there),
+        replace(model_schema(schema, live), dense=here),
+        changes if changes is not None else NO_CHANGES,
+        made=route.lineage.changes_made(route.marker),
+        imported=saved.imported_states,
+    )
+    match = None
+    if model is not None and model.dense is not None and not model.already and not model.is_plain:
+        match = Match.of(model.tables, model.dense)
+    whole = model is not None or changes is None
+    found.misfits += dense.loader.misfits(saved, match if changes is not None else None, whole=whole)
+    return MarkerComparison(model, found)
+
+
+def evolved(
+    route: Route,
+    model: ModelEvolution,
+    saved: SavedDense,
+    changes: Changes,
+    *,
+    collisions: frozenset[str],
+    again: bool,
+) -> Evolved | None:
+    """A marker in this model, by what was declared; None: the marker is of this model. Local.
+
+    Args:
+        route: The marker.
+        model: What becomes of it.
+        saved: Its dense state.
+        changes: What was declared.
+        collisions: Tables with an id map of managed collision on any rank.
+        again: Whether they may repeat what was made and is not seen.
+
+    Raises:
+        ChangesError: they repeat what was made.
+        UnsupportedError: a change cannot be made exactly; names the table.
+    """
+    if model.already:
+        log.info(
+            "marker %s is of a model that has these changes: nothing is left to change; to make them once more, give "
+            "them another label, and name the marker",
+            route.marker,
+        )
+    elif not again:
+        check_not_repeated(changes, route.lineage.changes_made(route.marker))
+    if model.already or model.is_plain:
+        return None
+    for outcome in model.tables.tables:
+        _check_outcome(outcome, collisions, saved.collisions)
+    assert model.dense is not None
+    return Evolved(model, Match.of(model.tables, model.dense), ClaimChanges.of(changes.canonical()))
+
+
+def refuse_changed(lineage: Lineage, generation: int, held: MarkerId) -> None:
+    """(a spare, rank 0) It holds a marker of its model, and goes on with nothing that another model has sent.
+
+    Args:
+        lineage: The log's.
+        generation: What it would go on with, or fence.
+        held: The marker that its tables hold.
+
+    Raises:
+        SchemaMismatchError: that generation has another model: it was restored into a changed one, or back into an
+            older one.
+    """
+    if generation <= held.generation or _is_same_model(lineage, lineage.claims[generation], held):
+        return
+    raise SchemaMismatchError(
+        "the trainer was restored into another model: a changed one or, by an older marker, the one before a change",
+        hint="start the spare anew, with the trainer's model",
+        generation=generation,
+        marker=held,
+    )
+
+
+def _is_same_model(lineage: Lineage, claim: Claim, held: MarkerId) -> bool:
+    """Tell whether a generation has the model of a marker: both have the same tables, and were told the same changes.
+
+    One that stands on nothing and was told nothing (``fresh=True``) tells itself by its tables alone.
+    """
+    own = lineage.claims[held.generation]
+    if own.schema is not claim.schema and _tables(own.schema) != _tables(claim.schema):
+        return False
+    told = [each.digest for each in told_to(lineage, claim)]
+    fresh = not told and _root(lineage, claim) != _root(lineage, own)
+    return fresh or told == [each.digest for each in told_to(lineage, own)]
+
+
+def _tables(schema: Schema) -> dict[str, TableSpec]:
+    """By name, whatever their ids and indices."""
+    return {table.name: replace(table, id=None) for _, table in schema.live}
+
+
+def _root(lineage: Lineage, claim: Claim) -> int:
+    """The first generation of those that one stands on."""
+    while claim.parent is not None:
+        claim = lineage.claims[claim.parent.generation]
+    return claim.generation
+
+
+def _check_outcome(outcome: TableOutcome, collisions: frozenset[str], saved: frozenset[str]) -> None:
+    """Refuse what cannot be changed exactly.
+
+    Args:
+        outcome: Of a table.
+        collisions: Tables with an id map of managed collision, by their names in this model.
+        saved: Those of the marker, by their names there.
+
+    Raises:
+        UnsupportedError: names the table.
+    """
+    old, new = outcome.saved_spec, outcome.spec
+    if old is None or new is None:
+        return
+    if old.id is None:
+        raise UnsupportedError(
+            "the marker is of format version 1, whose tables have no ids: no change of them can be told apart",
+            hint="restore it without changes, commit a marker, and restore that one with the changes",
+            table=old.name,
+        )
+    halves = [spec.optimizer.startswith(_COLUMN_HALVES) for spec in (old, new)]
+    if any(halves) and (old.dim != new.dim or halves[0] != halves[1] or old.dtype != new.dtype):
+        raise UnsupportedError(
+            f"each column shard of {old.optimizer if halves[0] else new.optimizer} keeps weights on its left and "
+            "their average on its right: they would mean something else with other columns, another dtype or another "
+            "optimizer",
+            hint="keep these of the table, or declare it dropped and added: it starts anew",
+            table=outcome.name,
+        )
+    mapped = outcome.name in collisions or outcome.saved_name in saved
+    if mapped and not outcome.keeps_all_rows:
+        raise UnsupportedError(
+            "rows of a table with managed collision belong to raw ids by its id map, which cannot be taken apart",
+            hint="keep its rows, or declare it dropped and added: it starts anew",
+            table=outcome.name,
+        )
+    if outcome.saved_name in saved and outcome.name not in collisions:
+        raise SchemaMismatchError(
+            "the marker has an id map of managed collision for this table, this model has none",
+            hint="keep managed collision for it, or declare it dropped and added: it starts anew",
+            table=outcome.name,
+        )

@@ -1,0 +1,396 @@
+"""The read side of a checkpointer: all ranks choose a marker, write its rows into the live tables, and load the rest.
+
+Damage that is proved while rows are read leads to another place that has the same marker, and where no place is left,
+to an older marker: half written tables are no harm then, because a restore writes every cell of every table.
+One into a changed model does not: it ends there.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torchrec_stream_ckpt.capture.attached_model import Attached
+from torchrec_stream_ckpt.dense.dense_state import DenseState
+from torchrec_stream_ckpt.dense.saved_dense import SavedDense
+from torchrec_stream_ckpt.errors import (
+    ConfigError,
+    CorruptionError,
+)
+from torchrec_stream_ckpt.evolve.changes import Changes
+from torchrec_stream_ckpt.evolve.findings import Findings
+from torchrec_stream_ckpt.evolve.model_evolution import ModelEvolution
+from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
+from torchrec_stream_ckpt.extras.tiers.job import Tiered
+from torchrec_stream_ckpt.find.job import Tier
+from torchrec_stream_ckpt.find.route import Path, Route
+from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, same_tables
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.proofs.seen_marks import Met
+from torchrec_stream_ckpt.ranks.collective import Team
+from torchrec_stream_ckpt.restore.apply import apply_rows, set_scalars
+from torchrec_stream_ckpt.restore.damage_location import located
+from torchrec_stream_ckpt.restore.dense_proof_check import check_dense, refuse_or_accept_dense
+from torchrec_stream_ckpt.restore.finder import Begun, Finder
+from torchrec_stream_ckpt.restore.model_change import (
+    Evolved,
+    compared,
+    declared,
+    evolved,
+    model_schema,
+    nothing_to_change,
+)
+from torchrec_stream_ckpt.restore.plan import RestorePlan, plan_evolved, plan_restore
+from torchrec_stream_ckpt.restore.proof_check import (
+    check_cells,
+    check_live,
+    check_replicated,
+    refuse_or_accept,
+    say_unproved,
+)
+from torchrec_stream_ckpt.restore.views import Views
+from torchrec_stream_ckpt.store.head import HeadDamagedError
+from torchrec_stream_ckpt.util.config import StreamConfig
+from torchrec_stream_ckpt.util.failpoints import failpoint
+from torchrec_stream_ckpt.util.types import MarkerId, RowRange, TableShard
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a restore came with, beside the rows; the same on every rank."""
+
+    share: float
+    """Part of the cells that are as they were proved."""
+    merged: tuple[int, ...]
+    """Tables whose row-wise state was merged from other columns, ascending."""
+    swept: tuple[int, ...]
+    """Those that the next generation sends whole, ascending: merged ones, and what has changed."""
+    proved_up_to: int
+    """Where the window of the newest proof ends."""
+    unproved: tuple[RowRange, ...]
+    """What was accepted although it is not as it was proved."""
+    source: str
+    """What rows were read from, in words."""
+    record: ClaimChanges | None
+    """What the next CLAIM says of a model that has changed; None: it is that of the marker."""
+    replicas: str
+    """As of ``Restored``."""
+
+    def say(self, plan: RestorePlan) -> None:
+        """(rank 0) Log what was restored."""
+        log.info(
+            "restored marker %s (step %d, written by %d ranks) from %s; %.1f%% of its rows are as they were proved",
+            plan.marker,
+            plan.step,
+            plan.world,
+            self.source,
+            100 * self.share,
+        )
+        if self.replicas != "same":
+            log.warning("the marker was saved with replicas='rank0': all ranks have the dense state of its rank 0 now")
+        if self.merged:
+            names = ", ".join(plan.schema.tables[table].name for table in self.merged)
+            log.info("row-wise state of %s is merged from other columns: it was not compared", names)
+        if plan.report is not None and (changed := plan.report.kept_in_part):
+            log.info("rows of %s come into tables that have changed: they were not compared", ", ".join(changed))
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreParts:
+    """What a restore reads, and what it writes to."""
+
+    config: StreamConfig
+    """Of the nearest tier."""
+    team: Team
+    """All ranks."""
+    tier: Tier
+    """What the job writes to."""
+    tiers: Tiered | None
+    """Both tiers, if there are two."""
+    dense: DenseState
+    """The live dense state."""
+    attached: Attached
+    """The live tables."""
+
+
+class Session:
+    """Finds markers and brings them back. Every method is collective, but for ``advance``.
+
+    Args:
+        parts: The job that it reads, and the live one.
+        own: Whether the log is this job's; nothing is written to that of another one, or to its store.
+    """
+
+    def __init__(self, parts: RestoreParts, *, own: bool = True) -> None:
+        self._config = parts.config
+        self._team = parts.team
+        self._tier = parts.tier
+        self._tiers = parts.tiers
+        self._dense = parts.dense
+        self._attached = parts.attached
+        self._own = own
+        self._finder = Finder(parts.config, parts.team, parts.tier, parts.tiers)
+        self._met = Met(Path())
+        """What the rows of the live tables came with."""
+        self._changes: Changes | None = None
+        """What the user has declared."""
+        self._named = False
+        """Whether the user has named the marker."""
+        self._evolved: Evolved | None = None
+        """What that makes of the marker that was planned last; None: it is of this model."""
+        self._planned: SavedDense | None = None
+        """The dense state that was planned by."""
+        self.touched = False
+        """Whether rows of the live tables have been written."""
+
+    def schema(self) -> ModelSchema:
+        """(each rank) What the live model holds."""
+        return model_schema(self._attached.schema, self._dense.live)
+
+    def plan(self, marker: MarkerId | None, changes: Changes | None = None) -> RestorePlan | None:
+        """Plan what a restore would do on this rank, as far as names and directories tell; None: no marker exists."""
+        self._begin(marker, changes)
+        try:
+            route = self._finder.find(marker)
+            return self._plan(route) if route is not None else None
+        finally:
+            self._finder.close()
+
+    def rows(
+        self, marker: MarkerId | None, changes: Changes | None = None, *, fall_back: bool = True, once: bool = False
+    ) -> tuple[RestorePlan, Route, int] | None:
+        """Write all rows of ``marker``, or of the newest one that is whole; None when nothing was ever committed.
+
+        Args:
+            marker: Which one; None: the newest.
+            changes: In what this model differs from that of the marker, as the user declares it.
+            fall_back: Whether damage in rows leads to an older marker, if none is named; without, a log that waits
+                for the end of an import, or for the first marker of a warm start, is one without a marker.
+            once: Whether a job that has made these very changes of ``marker`` goes on from its newest marker.
+
+        Returns:
+            What was done, the marker, and how many row records this rank has written.
+
+        Raises:
+            CorruptionError: the marker is damaged wherever it can be read from, or too many newer ones are.
+            MarkerNotFoundError: it was never committed; or an import or a warm start has no marker yet.
+            SchemaMismatchError, ChangesError, ConfigError, UnsupportedError: it is not a marker of this job, as far as
+                declared: all is compared before a row is written.
+        """
+        self._begin(marker, changes)
+        if once:
+            marker = self._unless_made(marker)
+        written: tuple[RestorePlan, CorruptionError] | None = None
+        try:
+            while (route := self._finder.find(marker)) is not None:
+                plan = None
+                try:
+                    plan = self._plan(route)
+                    if written is not None:
+                        check_cells(plan, *written)
+                    failpoint("restore.planned")
+                    self.touched = True
+                    applied = self._team.together(partial(self._apply, plan, route))
+                    self._share_scalars(plan)
+                    return plan, route, applied
+                except HeadDamagedError as error:
+                    log.warning("HEAD is damaged, all is restored without it: %s", error.headline)
+                    self._finder.use_head = False
+                except CorruptionError as error:
+                    self._finder.damaged.elsewhere(route, error, may_pass=marker is None and fall_back)
+                    written = (plan, error) if plan is not None else written
+            if fall_back:
+                self._team.on_rank0(self._finder.check_may_begin)
+            if self._changes is not None:
+                raise nothing_to_change(self._tier.uri)
+            return None
+        finally:
+            self._finder.close()
+
+    def let_go(self) -> None:
+        """Forget what was read of a marker: its restore has ended or failed."""
+        self._planned = self._evolved = self._changes = None
+        self._met = Met(Path())
+        self._finder.dense.release()
+
+    def begun(self) -> Begun | None:
+        """The newest marker of this log, and what it began in; as :meth:`Finder.begun`."""
+        return self._team.on_rank0(self._finder.begun)
+
+    def newest_rows(self) -> tuple[RestorePlan, Route, int] | None:
+        """Write the newest marker into the live tables; None while nothing is committed. A spare calls it."""
+        try:
+            return self.rows(None, fall_back=False)
+        finally:
+            self._finder.dense.release()
+
+    def advance(self, route: Route) -> int:
+        """(each rank) Write what was committed after the marker that the tables hold; returns the rows."""
+        assert route.since is not None
+        plan = self._plain(route)
+        self._met.path = self._met.path.then(route.since, plan.path)
+        return apply_rows(self._tier.log, plan, self._attached.kernels, met=self._met)
+
+    def held(self, marker: MarkerId) -> tuple[RestorePlan, Route]:
+        """Plan for what the live tables hold, once ``advance`` has brought ``marker``.
+
+        Raises:
+            CorruptionError: its dense state is damaged.
+        """
+        route = self._team.on_rank0(lambda: self._held(marker))
+        self._evolved = self._changes = None
+        self._compare(route)
+        return self._team.together(lambda: self._plain(route.stay())), route
+
+    def _held(self, marker: MarkerId) -> Route:
+        """(rank 0) The marker that the live tables hold, its dense state compared."""
+        lineage = self._tier.control.refresh()
+        commit = lineage.find(marker)
+        self._tier.dense.verify(commit)
+        return Route(lineage, commit)
+
+    def finish(self, plan: RestorePlan, route: Route, *, accept_unproved: bool) -> Loaded:
+        """The rows of a marker are in the live tables: compare them with its proofs, and load the dense state.
+
+        Raises:
+            ProofMismatchError: (without ``accept_unproved``) rows are not as they were proved.
+        """
+        team, attached, new = self._team, self._attached, self._evolved
+        schema = new.schema if new is not None else plan.schema
+        checked = check_live(team, attached.kernels, schema, self._comparable(plan, schema), self._met)
+        unproved = checked.compared.unproved
+        if unproved is not None and team.rank == 0 and self._own:
+            say_unproved(self._tier.objects, route.commit, unproved, schema)
+        refuse_or_accept(unproved, plan.marker, accept=accept_unproved, say=team.rank == 0)
+        match = new.match if new is not None else None
+        load_rest = team.together(lambda: self._dense.loader.load(self._saved(route), match))
+        replicas = "rank0" if self._saved(route).one_replica else "same"
+        replicated = attached.replicated().tensors()
+        compared = check_replicated(team, match.replicated(replicated) if match is not None else replicated, self._met)
+        refuse_or_accept(compared.unproved, plan.marker, accept=accept_unproved, say=team.rank == 0)
+        proofs = self._met.marks.dense(len(self._met.path.chain) - 1)
+        different = check_dense(team, self._dense.live, self._saved(route), match, proofs)
+        refuse_or_accept_dense(different, plan.marker, accept=accept_unproved, say=team.rank == 0)
+        merged = {table for tables in team.gather(plan.merged) for table in tables}
+        swept = merged | set(new.tables.swept) if new is not None else merged
+        self._adopt(schema)
+        attached.begin(swept)
+        team.together(load_rest)  # what the user's objects change from here on is captured
+        failpoint("restore.dense")
+        return Loaded(
+            (checked.compared + compared).share,
+            tuple(sorted(merged)),
+            tuple(sorted(swept)),
+            checked.proved_up_to,
+            unproved.rows(schema) if unproved is not None else (),
+            f"{route.place}: {plan.source}" if self._tiers is not None else plan.source,
+            new.record if new is not None else None,
+            replicas,
+        )
+
+    def _comparable(self, plan: RestorePlan, schema: Schema) -> tuple[TableShard, ...]:
+        """The live shards whose rows are those of the marker: proofs say nothing of those that were changed."""
+        return tuple(shard for shard in self._attached.shards_in(schema) if plan.is_same(shard.table))
+
+    def _adopt(self, schema: Schema) -> None:
+        """(all ranks) The next generation stands on this one's: an index means one table for ever."""
+        own = schema if self._evolved is not None else same_tables(schema, self._attached.schema)
+        assert own is not None
+        if self._evolved is not None or own != self._attached.schema:
+            self._attached.adopt(own)
+
+    def _share_scalars(self, plan: RestorePlan) -> None:
+        """(all ranks, of a changed model) A rank that reads nothing of a table hears what its kernel counts."""
+        if plan.views is not None:
+            said = self._team.gather(self._met.scalars)
+            records = list(dict.fromkeys(each for scalars in said for each in scalars))
+            self._team.together(lambda: set_scalars(plan, self._attached.kernels, records))
+
+    def _begin(self, marker: MarkerId | None, changes: Changes | None) -> None:
+        given = self._team.together(lambda: declared(changes))
+        self._finder.begin()
+        self._planned = None
+        self._changes, self._named = given, marker is not None
+        said = self._team.gather(given.digest if given is not None else None)
+        if len(set(said)) > 1:
+            raise ConfigError("ranks declare different changes", hint="give all ranks the same Changes")
+
+    def _unless_made(self, marker: MarkerId | None) -> MarkerId | None:
+        """(all ranks) ``marker``, or None if the newest one came from it by what was declared."""
+        changes = self._changes
+        if marker is None or changes is None:
+            return marker
+        newest = self._team.on_rank0(lambda: self._finder.made_of(marker, changes.digest))
+        if newest is None:
+            return marker
+        if self._team.rank == 0:
+            log.info(
+                "marker %s had these changes before, which led to marker %s: the job goes on from its newest one, "
+                "not from %s",
+                marker,
+                newest,
+                marker,
+            )
+        self._named = False
+        return None
+
+    def _plan(self, route: Route) -> RestorePlan:
+        merge = self._config.on_column_resplit == "merge"
+        here = self._team.gather(self._dense.live.collisions)
+        model = self._compare(route)
+        self._evolved = self._team.together(lambda: self._evolve(route, model, frozenset().union(*here)))
+        if self._evolved is None:
+            return self._team.together(lambda: self._plain(route, merge=merge))
+        return self._team.together(partial(self._plan_evolved, route, self._evolved, merge=merge))
+
+    def _compare(self, route: Route) -> ModelEvolution | None:
+        """(all ranks) Compare a marker with this job, before anything is written; the same error on all ranks.
+
+        Raises:
+            SchemaMismatchError, ConfigError, ChangesError: they differ; names all that does, on whatever rank.
+        """
+        schema, changes = self._attached.schema, self._changes
+        mine = self._team.together(lambda: compared(route, schema, self._dense, self._saved(route), changes))
+        Findings.merged(self._team.gather(mine.found)).check()
+        return mine.model
+
+    def _evolve(self, route: Route, model: ModelEvolution | None, collisions: frozenset[str]) -> Evolved | None:
+        if self._changes is None:
+            return None
+        assert model is not None
+        return evolved(route, model, self._saved(route), self._changes, collisions=collisions, again=self._named)
+
+    def _saved(self, route: Route) -> SavedDense:
+        """The dense state of a marker; a restore plans by it, and then loads it."""
+        path = self._finder.dense.local(route.commit)
+        if self._planned is None or self._planned.path != path:
+            self._planned = SavedDense(path, len(route.commit.ranks), self._team.rank)
+        return self._planned
+
+    def _plain(self, route: Route, *, merge: bool = False) -> RestorePlan:
+        """Of a marker whose tables are those of this model, in whatever order."""
+        attached = self._attached
+        same = same_tables(route.schema, attached.schema) or attached.schema
+        return plan_restore(route, same, attached.shards_in(same), merge=merge)
+
+    def _plan_evolved(self, route: Route, new: Evolved, *, merge: bool) -> RestorePlan:
+        shards = self._attached.shards_in(new.schema)
+        plan = plan_evolved(route, Views.make(new.tables, shards), shards, merge=merge)
+        return replace(plan, report=new.report)
+
+    def _apply(self, plan: RestorePlan, route: Route) -> int:
+        data = self._finder.frames
+        self._met = Met(plan.path)
+        try:
+            self._met.told(route.told)
+            return apply_rows(data, plan, self._attached.kernels, self._finder.objects, self._finder.head, self._met)
+        except HeadDamagedError:
+            assert self._finder.head is not None
+            self._finder.head.drop()
+            raise
+        except CorruptionError as error:
+            read = [each.interval for each in plan.reads]
+            raise located(error, data, read, plan.schema, route.segments) from None

@@ -1,0 +1,239 @@
+"""When to cut: all ranks decide it one step in advance, and none waits for the decision.
+
+At the end of a step with a vote all ranks start a tiny all-reduce, and read its result at the end of the next one, when
+it has long arrived. A marker is cut there if rank 0 wants one and every rank is ready (its sweep has
+finished, no marker is in flight on it). So all ranks cut at the same step, whatever their clocks say, and
+all ranks learn at the same step that another trainer has taken over, that a rank had no memory to go on with a cut, or
+that the log has lost a rank's stream.
+
+The result also says at which step the next vote is (``Spacing``), so no rank votes alone. Besides that, all vote
+where a marker is due by steps, and at the first step after a cut. A single rank decides by the same rules without
+a collective.
+
+A signal handler may raise at any bytecode. A vote is started and kept in one call that is written in C, and its result
+counts once all of it is read: a rank that was interrupted reads it at its next step. A rank that has missed the step
+of a vote votes at the next one; the result says where the first rank has voted, and from there all count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from operator import attrgetter
+
+import torch
+import torch.distributed as dist
+
+from torchrec_stream_ckpt.errors import StreamCkptError
+from torchrec_stream_ckpt.ranks.liveness import Roll
+from torchrec_stream_ckpt.ranks.vote_interval import NEVER, Spacing
+from torchrec_stream_ckpt.save.event_time import EventTime
+
+
+@dataclass(frozen=True, slots=True)
+class StepVote:
+    """The vote of one rank at the end of a step; of all ranks together, the fields that hold for every one.
+
+    Each field travels with the vote: all ranks learn whether it is true of every rank.
+    """
+
+    ready: bool
+    """The rank can cut at the next step boundary without waiting, and (rank 0) a marker is due."""
+    settled: bool
+    """No marker is in flight on the rank."""
+    owner: bool
+    """The rank has not learned that another trainer has taken over."""
+    holding: bool
+    """The rank has not given up its part of the last cut."""
+    sound: bool = True
+    """The log has lost no acknowledged frame of the rank's stream."""
+    calm: bool = True
+    """No signal asks the rank for a marker."""
+    staying: bool = True
+    """No signal asks the rank for a marker and the end of the job."""
+
+
+NOTHING = StepVote(ready=False, settled=True, owner=True, holding=True)
+_NAMES = [field.name for field in fields(StepVote)]
+_flags_of = attrgetter(*_NAMES)
+
+
+class Cadence:
+    """Votes over a group of its own. Called on the training thread of every rank, at every step.
+
+    Args:
+        every_steps: Cut at each multiple of this number of steps; None: never.
+        every_s: Cut when this many seconds have passed since the last cut; None: never.
+        group: A gloo group that nothing else uses meanwhile.
+        affordable: Cut whenever a marker is affordable to all ranks: tells in how many steps it may be to this one; 0:
+            it is. None: by steps and seconds alone.
+        roll: Tells where the ranks are; None: waits for them have no bound but the group's.
+        bound_s: How long a vote may take.
+        event_time: Cut when all ranks have ended a stretch of it; None: never.
+        listens: Votes come by themselves, also if no marker is due: a rank may be asked for one from outside.
+    """
+
+    def __init__(
+        self,
+        every_steps: int | None,
+        every_s: float | None,
+        group: dist.ProcessGroup,
+        affordable: Callable[[], int] | None = None,
+        roll: Roll | None = None,
+        bound_s: float = 0.0,
+        event_time: EventTime | None = None,
+        *,
+        listens: bool = False,
+    ) -> None:
+        self._every_steps = every_steps
+        self._every_s = every_s
+        self._group = group
+        self._affordable = affordable
+        self._roll, self._bound_s = roll, bound_s
+        self.events = event_time or EventTime(None)
+        """How far training is in the time of its data."""
+        self._rank = dist.get_rank()
+        self._alone = dist.get_world_size() == 1
+        self._last_cut_s = time.monotonic()
+        self._due = False
+        self._spacing = Spacing(alone=self._alone)
+        self._listens = listens or every_s is not None or affordable is not None or self.events.counts
+        """Votes come by themselves, and not only for markers that are due by steps or in flight."""
+        self._next = NEVER
+        """The step of the next vote, the same on all ranks."""
+        self._flags: torch.Tensor | None = None
+        """This rank's part in the last vote and, once the vote has ended, its result."""
+        self._works: list[dist.Work] = []
+        """The open vote, if there is one."""
+        self._own: list[int] = []
+        """The vote of a job with a single rank."""
+        self.open()
+
+    def open(self) -> None:
+        """(all ranks) A generation begins; its first vote is at its first step, or where a marker is due or cut."""
+        self._next = 0 if self._listens else NEVER
+        self._spacing.restart()
+
+    def start(self, step: int, vote: StepVote) -> None:
+        """At the end of ``step``, say how this rank stands; the answer is for the end of the next step.
+
+        Does not wait. All ranks vote at the same steps: what decides that is known to all of them.
+        """
+        self._due = self._due or (self._every_steps is not None and (step + 1) % self._every_steps == 0)
+        if step < self._next and not self._due:
+            return
+        self._spacing.voting(step)
+        # Rank 0's clock decides about seconds; all ranks know the steps.
+        left_s = self._every_s - (time.monotonic() - self._last_cut_s) if self._every_s is not None else 0.0
+        to_go = self._affordable() if self._affordable is not None else 0
+        wanted = self._due or (self._every_s is not None and (left_s <= 0 or self._rank != 0))
+        wanted = wanted or (self._affordable is not None and to_go == 0)
+        soon = self._soon(left_s, polls=not vote.settled or not vote.calm or (wanted and not vote.ready))
+        later = max(to_go, self.events.steps_to_go(step) if self.events.counts else 0)
+        flags = _flags_of(replace(vote, ready=vote.ready and wanted))
+        said = [*map(int, flags), int(vote.ready), self.events.stretch, step, soon, -later]
+        if self._alone:
+            self._own = said
+            return
+        self._flags = torch.tensor(said, dtype=torch.int64, device="cpu")
+        with self._naming():
+            # One call in C from the start of the collective to where it is kept: no signal handler runs in between.
+            self._works.extend(map(self._group.allreduce, [[self._flags]], [dist.ReduceOp.MIN]))
+
+    def _soon(self, left_s: float, *, polls: bool) -> int:
+        """In how many steps this rank needs the next vote.
+
+        Args:
+            left_s: Until a marker is due by seconds.
+            polls: Something is awaited that may come at any moment.
+        """
+        if polls:
+            steps = self._spacing.poll()
+        else:
+            self._spacing.restart()
+            steps = self._spacing.longest if self._listens else NEVER
+        if self._due:
+            return 1
+        return min(steps, self._spacing.steps_in(left_s)) if left_s > 0 and self._rank == 0 else steps
+
+    def decide(self) -> StepVote:
+        """Result of the vote, at the end of the next step. An interrupted call may be made again."""
+        said = self._said()
+        if not said:
+            return NOTHING
+        *flags, able, stretch, first, soon, later = said
+        vote = StepVote(**dict(zip(_NAMES, map(bool, flags), strict=True)))
+        self.events.heard(stretch)
+        if self.events.is_due or not vote.calm:  # all ranks know it: they cut at the first boundary at which all can
+            vote = replace(vote, ready=bool(able))
+        steps = 1 if vote.ready else soon if later >= 0 else min(soon, -later)
+        self._next = first + steps
+        self._void()
+        return vote
+
+    def _said(self) -> list[int]:
+        """The least value of all ranks, field by field; empty if no vote is open."""
+        if not self._works:
+            return self._own
+        (work,) = self._works
+        try:
+            if not work.is_completed() and self._roll is not None:
+                self._roll.wait(lambda seconds: _done(work, seconds), self._bound_s)
+            with self._naming():
+                work.wait()
+        except (RuntimeError, StreamCkptError):
+            self._void()
+            raise
+        assert self._flags is not None
+        said: list[int] = self._flags.tolist()
+        return said
+
+    def _void(self) -> None:
+        """No vote is open."""
+        self._works, self._own = [], []
+
+    @contextlib.contextmanager
+    def _naming(self) -> Iterator[None]:
+        """gloo names no rank when a connection breaks."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._roll is None:
+                raise
+            raise self._roll.lost(error, self._roll.current or "a vote") from error
+
+    def cut(self) -> None:
+        """Note that a cut was made at this step boundary, for any reason: an open vote is void."""
+        self.decide()
+        self.events.cut()
+        self._due = False
+        self._next = 0
+        self._spacing.restart()
+        self._last_cut_s = time.monotonic()
+
+    def close(self, timeout_s: float) -> None:
+        """Let an open vote end, for a moment at most: its threads must not outlive the process group."""
+        works = self._works
+        self._void()
+        for work in works:
+            with contextlib.suppress(RuntimeError):  # a peer is gone: there is nothing left to decide
+                work.wait(timedelta(seconds=max(timeout_s, 0.001)))
+
+    def end(self) -> None:
+        """Release the group: no more votes come."""
+        del self._group
+
+
+def _done(work: dist.Work, seconds: float) -> bool:
+    """Wait ``seconds`` for a collective, and tell whether it has ended."""
+    ends = time.monotonic() + seconds
+    pause = 0.00002
+    while not work.is_completed():
+        if time.monotonic() >= ends:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.001)
+    return True

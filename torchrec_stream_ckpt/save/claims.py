@@ -1,0 +1,151 @@
+"""Rank 0's word on generations: whether this run may open one, on which marker, and the claim itself."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+
+from torchrec_stream_ckpt.capture.attached_model import Attached
+from torchrec_stream_ckpt.errors import (
+    CommitUnknownError,
+    ConfigError,
+    FencedError,
+    LogUnavailableError,
+    StoreUnavailableError,
+    StreamLostError,
+)
+from torchrec_stream_ckpt.extras.tiers.job import Tiered
+from torchrec_stream_ckpt.find.job import Tier
+from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
+from torchrec_stream_ckpt.format.control import Claim
+from torchrec_stream_ckpt.format.imported import check_may_begin, unfinished_warm_start
+from torchrec_stream_ckpt.format.lineage import told_to
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.restore.plan import check_schema
+from torchrec_stream_ckpt.save.generation import claim_generation, newest_held
+from torchrec_stream_ckpt.util.types import MarkerId
+
+log = logging.getLogger(__name__)
+
+_REOPEN_S = 30.0
+"""A log that has lost a stream, and does not answer now, is asked again after so long."""
+
+
+class Claims:
+    """Claims the generations of one job. All methods run on rank 0 alone.
+
+    Args:
+        tier: What the job writes to.
+        tiers: Both tiers, if there are two.
+        attached: The tables.
+        world: Ranks.
+    """
+
+    def __init__(self, tier: Tier, tiers: Tiered | None, attached: Attached, world: int) -> None:
+        self._tier = tier
+        self._tiers = tiers
+        self._attached = attached
+        self._world = world
+        self.nonce = uuid.uuid4().hex
+        """Of the next CLAIM, however often it is tried: one that landed unanswered does not fence the next try."""
+        self.after: str | None = None
+        """Nonce of the CLAIM that has to be the newest one when the next is made; None: any may be."""
+        self._reopen_s = 0.0
+        """When to try next to go on after a loss, on the monotonic clock."""
+
+    @property
+    def _control(self) -> Control:
+        """The control partition that decides."""
+        return self._tier.control if self._tiers is None else self._tiers.control
+
+    def check_schema(self, *, warm: bool = False) -> None:
+        """A job that restores nothing must still be of the log's kind.
+
+        Args:
+            warm: Whether it begins in another job: one that began so before, and has no marker, binds it to nothing.
+        """
+        lineage = self._control.refresh()
+        claims = lineage.claims
+        if claims and not (warm and unfinished_warm_start(lineage) is not None):
+            check_schema(claims[max(claims)].schema, self._attached.schema)
+
+    def check_restored(self) -> None:
+        """Markers of a run that forgot ``restore()`` would be newer than all that the log holds.
+
+        Raises:
+            ConfigError: it holds some, and ``fresh`` is not set.
+            MarkerNotFoundError: it waits for the first marker of an import or a warm start, likewise.
+        """
+        if self._tier.config.fresh:
+            return
+        lineage, uri = self._control.refresh(), self._tier.config.uris[0]
+        check_may_begin(lineage, uri)
+        if (newest := lineage.newest) is not None:
+            raise ConfigError(
+                f"the log holds markers, the newest is {newest.id}, and this run has restored none",
+                hint="add the line `checkpointer.restore()` before the first step(); to start from nothing, set "
+                "StreamConfig(..., fresh=True), in the recipes --restore none",
+                uri=uri,
+            )
+
+    def claim(self, parent: MarkerId | None, swept: Sequence[int], changes: ClaimChanges | None = None) -> Claim:
+        """Own the next generation.
+
+        Args:
+            parent: The marker that it stands on.
+            swept: Tables that it sends whole.
+            changes: In what the model differs from that of ``parent``; None: in nothing.
+        """
+        tier, attached = self._tier, self._attached
+        schema, layout, whole = attached.schema, attached.layout, tuple(swept)
+        if self._tiers is not None:
+            return self._tiers.claim(schema, self._world, parent, whole, layout, changes)
+        log_, control, dense, objects = tier.log, tier.control, tier.dense, tier.objects
+        rest = (tier.config, schema, self._world, parent, whole)
+        nonce, after = self.nonce, self.after
+        claim = claim_generation(
+            log_, control, dense, objects, *rest, layout=layout, changes=changes, nonce=nonce, after=after
+        )
+        self.nonce, self.after = uuid.uuid4().hex, None
+        return claim
+
+    def claim_after_loss(self, lost: Claim, why: StreamLostError) -> tuple[Claim, int] | tuple[()] | None:
+        """The next generation, on the newest marker that led here and that the log holds, and the step of that.
+
+        If the model changed after that marker, the new CLAIM says so again: each change, however many there were.
+
+        Args:
+            lost: The generation of which the log has lost a stream.
+            why: What it has lost.
+
+        Returns:
+            () when not now, None when never.
+        """
+        if time.monotonic() < self._reopen_s:
+            return ()
+        self._reopen_s = time.monotonic() + _REOPEN_S
+        tier = self._tier
+        try:
+            now = tier.log.incarnation()
+            if self._tiers is not None or now is None or now.id != lost.incarnation:
+                log.error("no marker commits any more, start the job anew: %s", why.headline)
+                return None
+            lineage = tier.control.refresh()
+            newest = lineage.newest_generation
+            if newest != lost.generation and lineage.claims[newest].nonce != self.nonce:
+                raise FencedError(f"generation {newest} has taken over this job", hint="stop this one")
+            parent = newest_held(tier.log, tier.control, lost)
+            changes = ClaimChanges.of_several(told_to(lineage, lost, parent))
+            mine = self.claim(parent, self._attached.tables, changes)
+        except (LogUnavailableError, StoreUnavailableError, CommitUnknownError) as error:
+            log.warning("no marker commits until the log answers: %s", error.headline)
+            return ()
+        log.warning(
+            "generation %d goes on from %s, every table is sent whole: %s",
+            mine.generation,
+            f"marker {parent}" if parent is not None else "none, the log holds no whole marker",
+            why.headline,
+        )
+        return mine, tier.control.lineage.find(parent).step if parent is not None else 0

@@ -1,0 +1,111 @@
+"""What a user's callback hears of committed markers, on a thread of its own: slow or broken, it fails no marker."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from torchrec_stream_ckpt.errors import MarkerFailedError
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.record import Meta
+from torchrec_stream_ckpt.log.worker import Worker
+from torchrec_stream_ckpt.util.signal_safe import SafeCondition
+from torchrec_stream_ckpt.util.types import MarkerReport
+
+log = logging.getLogger(__name__)
+
+OnCommit = Callable[[MarkerReport], object]
+
+MOST_WAITING = 64
+"""Markers that the callback may have to hear of. With so many none is cut: memory is bounded, and none left out."""
+
+
+class Announcer:
+    """(rank 0) Calls back, marker by marker.
+
+    Args:
+        on_commit: What the user has given; None: nobody hears anything.
+    """
+
+    def __init__(self, on_commit: OnCommit | None) -> None:
+        self._on_commit = on_commit
+        self._worker = Worker("stream-ckpt-on-commit") if on_commit is not None else None
+        self._waiting = 0
+        self._changed = SafeCondition()
+        self._before: Commit | None = None
+        """The newest marker that was told of, to say what one has sent alone."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether no marker may be cut until the callback has come back."""
+        return self._waiting >= MOST_WAITING
+
+    def committed(self, commit: Commit) -> None:
+        """(outcome thread) A marker is committed."""
+        if self._worker is None:
+            return
+        before, self._before = self._before, commit
+        if before is not None and before.generation != commit.generation:
+            before = None
+        self._tell(_report(commit, before, commit.meta or ()))
+
+    def noted(self, commit: Commit, before: Commit | None, meta: Meta) -> None:
+        """(training thread) Something was added to what is said of a marker; ``meta`` is all of it."""
+        self._tell(_report(commit, before, meta))
+
+    def _tell(self, report: MarkerReport) -> None:
+        if self._worker is None:
+            return
+        with self._changed:
+            self._waiting += 1
+        self._worker.submit(self._call, report)
+
+    def _call(self, report: MarkerReport) -> None:
+        assert self._on_commit is not None
+        try:
+            self._on_commit(report)
+        except Exception:  # it is the user's, and no part of the marker
+            log.exception("on_commit has raised for marker %s, which stays committed; training goes on", report.id)
+        finally:
+            with self._changed:
+                self._waiting -= 1
+                self._changed.notify_all()
+
+    def make_room(self, timeout_s: float) -> None:
+        """(training thread) Wait until a marker may be cut.
+
+        Raises:
+            MarkerFailedError: the callback did not come back.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self.is_behind, timeout_s):
+                raise MarkerFailedError(
+                    f"on_commit has not come back for {timeout_s:.0f} s, and has {self._waiting} markers to hear of",
+                    hint="bound how long it waits for what it calls",
+                )
+
+    def close(self, timeout_s: float) -> None:
+        """Let the callback hear of all that is committed, for so long; what it does not hear of is named."""
+        if self._worker is None:
+            return
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting, max(0.0, deadline - time.monotonic()))
+            left = self._waiting
+        self._worker.close()
+        if left:
+            log.warning("closed before on_commit has come back: %d committed markers were not told to their end", left)
+
+
+def _report(commit: Commit, before: Commit | None, meta: Meta) -> MarkerReport:
+    return MarkerReport(
+        commit.generation,
+        commit.marker,
+        commit.step,
+        commit.time_s,
+        dict(meta),
+        commit.rows - (before.rows if before is not None else 0),
+        commit.num_bytes - (before.num_bytes if before is not None else 0),
+        commit.dense_bytes,
+    )

@@ -1,0 +1,595 @@
+"""One marker from its cut to its COMMIT, off the training thread.
+
+Call order of a marker, as DCP writes it down:
+
+1. (each rank, training thread) touched rows frozen, dense state staged, rows into the ring as far as they find space:
+   all of it local
+2. (all ranks, commit thread) every rank says which cut it has made, and what dense state it holds; unless all have made
+   the same cut of the same state, the marker is given up here
+3. (all ranks, commit thread) DCP saves what was staged, over a gloo group of its own; each rank digests its files, and
+   puts them into the store when that is no folder
+4. (each rank, commit thread) wait until the training thread has put the last row and the MARK into the ring, at a
+   later step boundary where they did not fit, and until the MARK is durable
+5. (all ranks, commit thread) votes are gathered
+6. (rank 0, outcome thread) COMMIT into the control partition; its order decides. Log or store may keep this thread
+   waiting, but not the commit thread, which then tells that the outcome is unknown
+7. (all ranks, commit thread) rank 0 tells the outcome; futures resolve
+
+A rank that fails anywhere says so in the next of these collectives; none is ever left out, so that no rank waits
+for one that has given up.
+
+Rows of this generation that a checker did not find as they were in the tables: they are sent again.
+
+Whether the ranks have cut at the same step of training, and not only at the same number of ``step()`` calls.
+
+The seal of a cut: the training thread has put its last row into the ring, and the commit thread waits for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from torchrec_stream_ckpt.dense.dcp import written_by
+from torchrec_stream_ckpt.dense.dense_state import DenseState
+from torchrec_stream_ckpt.dense.replica_check import all_same, check_same
+from torchrec_stream_ckpt.errors import (
+    CommitUnknownError,
+    FencedError,
+    MarkerFailedError,
+    RankLostError,
+    ReplicaMismatchError,
+    StreamCkptError,
+    StreamLostError,
+)
+from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.dense import digest_files
+from torchrec_stream_ckpt.format.dense_files import DenseFile
+from torchrec_stream_ckpt.format.record import PIN, Meta
+from torchrec_stream_ckpt.log.worker import Worker
+from torchrec_stream_ckpt.ranks.collective import Team
+from torchrec_stream_ckpt.save.event_time import with_event_time
+from torchrec_stream_ckpt.save.generation import Generation
+from torchrec_stream_ckpt.save.refusal_notes import note_refused
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.dense import name_files
+from torchrec_stream_ckpt.store.pins import pin_before_commit, unpin
+from torchrec_stream_ckpt.store.verdicts import new_verdicts
+from torchrec_stream_ckpt.util.failpoints import failpoint
+from torchrec_stream_ckpt.util.layout import dense_name
+from torchrec_stream_ckpt.util.signal_safe import SafeEvent, SafeFuture
+from torchrec_stream_ckpt.util.types import Committed, RankEnd, RowRange
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A MARK that was submitted after all rows of its cut."""
+
+    mark_seq: int
+    """Seq of this rank's MARK."""
+    rows: int
+    """Row records that this rank has submitted up to it."""
+    num_bytes: int
+    """Bytes of frames that this rank has submitted up to it."""
+
+
+class Seal:
+    """This rank's part of one cut: sealed or given up, whichever comes first; never both. Safe on any thread."""
+
+    def __init__(self) -> None:
+        self._decided = SafeEvent()
+        self._lock = threading.Lock()
+        self._sealed: Sealed | None = None
+        self._reason = ""
+
+    def close(self, sealed: Sealed) -> bool:
+        """Seal the cut: its MARK is in the ring. Returns False if it was given up before."""
+        with self._lock:
+            if not self._decided.is_set():
+                self._sealed = sealed
+                self._decided.set()
+            return self._sealed is not None
+
+    def fail(self, reason: str) -> bool:
+        """Give the cut up, unless it has been sealed; returns whether it is given up."""
+        with self._lock:
+            if not self._decided.is_set():
+                self._reason = reason
+                self._decided.set()
+            return self._sealed is None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the decision; returns False if none came in time."""
+        return self._decided.wait(timeout_s)
+
+    @property
+    def sealed(self) -> Sealed | None:
+        """The seal; None if the cut is given up or not decided."""
+        return self._sealed
+
+    @property
+    def failed(self) -> bool:
+        return self._decided.is_set() and self._sealed is None
+
+    @property
+    def reason(self) -> str:
+        """Why the cut was given up; empty if it was not."""
+        return self._reason
+
+
+def unheard(error: Exception, marker: int, generation: int, rank: int) -> CommitUnknownError:
+    """Make the error of a marker that was put to COMMIT, where the ranks could not tell each other the outcome.
+
+    Args:
+        error: Why they could not.
+        marker, generation: The marker.
+        rank: This one; rank 0 knows that the marker is committed.
+    """
+    said = error.message if isinstance(error, StreamCkptError) else f"{type(error).__name__}: {error}"
+    if rank == 0:
+        what = f"the marker is committed, but the other ranks have not heard of it: {said}"
+        hint = "restore() finds it; stream-ckpt list shows it"
+    else:
+        what = f"a rank was lost while the marker was decided: {said}"
+        hint = "stream-ckpt list tells whether it was committed"
+    return CommitUnknownError(what, hint=hint, generation=generation, marker=marker, rank=rank)
+
+
+def check_in_step(forwards: Sequence[Mapping[str, int]], generation: int, marker: int) -> None:
+    """Refuse a cut between whose ranks lies a forward: rows of two moments are no state that the job ever had.
+
+    Each forward of a sharded module takes all ranks, so a rank that has made more of them than another one is ahead.
+
+    Args:
+        forwards: By rank: path of each sharded module -> its forwards, where the rank holds rows of it.
+        generation: Of the marker, for the error.
+        marker: Its number.
+
+    Raises:
+        MarkerFailedError: names the module and two ranks.
+    """
+    for path in sorted({path for of_rank in forwards for path in of_rank}):
+        counts = {rank: of_rank[path] for rank, of_rank in enumerate(forwards) if path in of_rank}
+        behind, ahead = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
+        if counts[behind] != counts[ahead]:
+            raise MarkerFailedError(
+                f"the ranks have cut at different steps of training: {path or 'the sharded module'} has had "
+                f"{counts[behind]} forwards on rank {behind}, and {counts[ahead]} on rank {ahead}",
+                hint="call step() and mark() on all ranks after the same training steps; a rank has omitted a call, "
+                "or made one too many: restart the job from its newest marker",
+                generation=generation,
+                marker=marker,
+            )
+
+
+class Again:
+    """(rank 0, commit thread) Looks into the store for verdicts on this generation's markers.
+
+    Args:
+        generation: What this rank has open.
+        objects: Where checkers leave verdicts.
+    """
+
+    def __init__(self, generation: Generation, objects: Objects) -> None:
+        self._generation = generation
+        self._objects = objects
+        self._known: set[str] = set()
+
+    def look(self) -> tuple[RowRange, ...]:
+        """The rows that new verdicts name. Never raises: a verdict decides nothing, and none is waited for."""
+        try:
+            return self._look()
+        except StreamCkptError as error:
+            log.info("verdicts are not read now: %s", error.headline)
+            return ()
+
+    def _look(self) -> tuple[RowRange, ...]:
+        claim, found = self._generation.claim, []
+        names = {table.id: table.name for table in claim.schema.tables}
+        for name, verdict in new_verdicts(self._objects, claim.job, claim.generation, self._known):
+            self._known.add(name)
+            commit = self._generation.control.refresh().commits.get(verdict.marker)
+            if commit is None or commit.chain != verdict.chain:
+                continue  # of another history that shares the job's name
+            rows = [RowRange(names[each.table], each.begin, each.end) for each in verdict.rows if each.table in names]
+            log.warning("marker %s was found unproved (%s): %s are sent again", verdict.marker, name, _in_words(rows))
+            found += rows
+        return tuple(found)
+
+
+def _in_words(rows: list[RowRange]) -> str:
+    named = ", ".join(f"{table} rows [{begin}, {end})" for table, begin, end in rows[:8])
+    return named + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
+
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+PHASES = {1: "which cut", 2: "what dense state", 3: "votes", 4: "outcome"}
+PHASE_S = 5.0
+"""A phase may take so much longer than the one before: the ranks do not begin at one instant."""
+SAY_EVERY_S = 60.0  # between two lines on replicas that differ: each marker finds it
+_NO_ANSWER_HINT = "stream-ckpt list tells, once the log answers again"
+
+
+def _left_s(deadline: float) -> float:
+    """Time until a moment on the monotonic clock."""
+    return max(0.0, deadline - time.monotonic())
+
+
+@dataclass(frozen=True, slots=True)
+class CutOrder:
+    """What the training thread of one rank leaves to its commit thread."""
+
+    marker: int
+    step: int
+    seal: Seal
+    """Tells when the MARK is in the ring, or why this rank gives the marker up."""
+    staged: dict[str, Any] | None = None
+    """The dense state, copied; None only if the marker is given up."""
+    meta: Meta = ()
+    """What the user says of the marker; that of rank 0 counts."""
+    event_s: float | None = None
+    """Up to where in event time this rank has trained; None: nobody has said."""
+    forwards: Mapping[str, int] = field(default_factory=dict)
+    """As ``Capture.forwards`` at the cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class MarkerVote:
+    """One rank's part of a marker."""
+
+    marker: int
+    step: int
+    reason: str
+    held: Mapping[str, int] = field(default_factory=dict)
+    """Group of ranks -> checksum over what they must hold alike of the dense state, as ``Held.checksums``."""
+    end: RankEnd | None = None
+    files: tuple[DenseFile, ...] = ()
+    lost: StreamLostError | None = None
+    """Set when what the log had acknowledged of this rank's stream is gone: no later marker can be restored."""
+    event_s: float | None = None
+    """As of its ``CutOrder``."""
+    forwards: Mapping[str, int] = field(default_factory=dict)
+    """As of its ``CutOrder``; said with the cut."""
+
+
+class Coordinator:
+    """Commits the markers of one generation, one at a time.
+
+    Args:
+        generation: What this rank has open.
+        dense: Saves the dense state.
+        team: Votes and outcomes, over a gloo group that only the commit thread uses.
+        timeout_s: How long a marker may wait for the log.
+        again: (rank 0) Finds rows that are to be sent again.
+        pins: (rank 0) The store that keeps the pins of markers.
+        heard: (rank 0) Called on the outcome thread with each COMMIT that counts.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        dense: DenseState,
+        team: Team,
+        timeout_s: float,
+        again: Again | None = None,
+        pins: Objects | None = None,
+        heard: Callable[[Commit], None] | None = None,
+    ) -> None:
+        self._generation = generation
+        self._dense = dense
+        self._team = team
+        self._timeout_s = timeout_s
+        # One thread for all markers: to start one, the training thread would wait for it, and for the interpreter.
+        self._worker = Worker("stream-ckpt-commit", self._leave)
+        self._decider = Worker("stream-ckpt-outcome")
+        """Rank 0's questions to log and store: one that hangs must not keep the other ranks from the outcome."""
+        self._deciding: Future[None] | None = None
+        self._running: Future[None] | None = None
+        self._seal = Seal()
+        """That of the marker in flight."""
+        self._look_again = again
+        self._pins = pins
+        self._heard = heard
+        self._found_again: tuple[RowRange, ...] = ()
+        """(rank 0) Told to all ranks with the outcome of the next marker."""
+        self._again: list[RowRange] = []
+        self._abandoned = SafeEvent()
+        self.fenced: FencedError | None = None
+        """Set once another trainer owns the job."""
+        self.lost: StreamLostError | None = None
+        """Set, on all ranks by the same marker, once the log has lost what this generation stands on."""
+        self.failure: StreamCkptError | None = None
+        """Why the last marker failed; None while it is in flight, and when it was committed."""
+        self.compared = False
+        """Whether a marker of this generation has found that ranks hold the same dense state."""
+        self.refused = False
+        """Whether the last marker failed because replicas differ, and none before it has found them equal."""
+        self._said_s = -math.inf
+
+    def begin(self, cut: CutOrder) -> Future[Committed]:
+        """(all ranks, training thread) Commit ``cut`` in the background; the last one must have settled."""
+        assert not self.busy
+        self._seal, self.failure, self.refused = cut.seal, None, False
+        future: Future[Committed] = SafeFuture()
+        future.set_running_or_notify_cancel()
+        self._running = self._worker.submit(self._settle, cut, future)
+        return future
+
+    def take_again(self) -> list[RowRange]:
+        """(training thread) Rows that are to be sent again, each once."""
+        again, self._again = self._again, []
+        return again
+
+    @property
+    def busy(self) -> bool:
+        """Whether a marker is in flight on this rank."""
+        return self._running is not None and not self._running.done()
+
+    def settle(self, timeout_s: float | None = None) -> bool:
+        """Wait for the marker in flight; returns whether it has settled."""
+        if self._running is not None:
+            wait([self._running], timeout_s)
+        return not self.busy
+
+    def close(self, timeout_s: float) -> bool:
+        """Wait for the marker in flight, then give it up; returns whether it had settled."""
+        settled = self.settle(timeout_s)
+        self._seal.fail("the stream was closed")
+        self._abandoned.set()
+        for worker in (self._worker, self._decider):
+            worker.close()
+        return settled
+
+    def _leave(self) -> None:
+        """(training thread) The interpreter ends: rows that are not in the ring by now will not be sent."""
+        self._seal.fail("the process ends, no step follows")
+
+    # The commit thread.
+
+    def _settle(self, cut: CutOrder, future: Future[Committed]) -> None:
+        generation = self._generation.claim.generation
+        try:
+            self._decide_together(cut)
+        except Exception as error:  # a peer died, or its connection did: nothing may leave this thread unsaid
+            failure = self._failure(cut, error)
+        else:
+            if self._team.rank == 0:
+                log.info("marker %d:%d committed (step %d)", generation, cut.marker, cut.step)
+            future.set_result(Committed(generation, cut.marker, cut.step))
+            if self._look_again is not None:
+                self._found_again += self._look_again.look()
+            return
+        cut.seal.fail("the marker has failed")  # rows that are still frozen need not be any longer
+        if isinstance(failure, FencedError):
+            self.fenced = failure
+        if isinstance(failure, StreamLostError):
+            self.lost = failure
+        self.failure = failure
+        differs = isinstance(failure, ReplicaMismatchError)
+        self.refused = differs and not self.compared
+        if not differs or time.monotonic() - self._said_s >= SAY_EVERY_S:
+            self._said_s = time.monotonic() if differs else -math.inf
+            log.warning("marker %d:%d failed: %s", generation, cut.marker, failure)
+            if differs and self._team.rank == 0:
+                self._decider.submit(partial(note_refused, self._generation, failure))
+        future.set_exception(failure)
+
+    def _failure(self, cut: CutOrder, error: Exception) -> StreamCkptError:
+        """Why the marker has failed, as its future says it."""
+        if isinstance(error, StreamCkptError) and not isinstance(error, RankLostError):
+            return error
+        said = error.message if isinstance(error, RankLostError) else f"{type(error).__name__}: {error}"
+        return MarkerFailedError(
+            f"a rank was lost while the marker was decided: {said}",
+            hint="stream-ckpt list tells whether it was committed",
+            generation=self._generation.claim.generation,
+            marker=cut.marker,
+            rank=self._team.rank,
+        )
+
+    def _decide_together(self, cut: CutOrder) -> None:
+        """Return when the marker is committed, otherwise raise why not; the same on every rank."""
+        deadline = time.monotonic() + self._timeout_s
+        said = MarkerVote(cut.marker, cut.step, cut.seal.reason, self._dense.held.checksums(), forwards=cut.forwards)
+        votes = self._agree(cut, 1, said, deadline)
+        self._check(votes)
+        check_in_step([vote.forwards for vote in votes], self._generation.claim.generation, cut.marker)
+        if not all_same([vote.held for vote in votes]):
+            check_same(self._agree(cut, 2, self._dense.held, deadline))
+        self.compared = True
+        failpoint("cut.agreed")
+        votes = self._agree(cut, 3, self._prepare(cut, deadline), deadline)
+        failpoint("votes.gathered")
+        outcome = self._outcome(cut, votes, deadline) if self._team.rank == 0 else ()
+        try:
+            told = self._agree(cut, 4, outcome, deadline)[0]
+        except Exception as error:
+            if self._team.rank == 0 and isinstance(outcome, StreamCkptError):
+                raise outcome from error
+            if self._team.rank != 0 and isinstance(error, MarkerFailedError):
+                raise
+            raise unheard(error, cut.marker, self._generation.claim.generation, self._team.rank) from error
+        if isinstance(told, StreamCkptError):
+            raise told
+        self._again += told
+        self._found_again = ()
+        failpoint("commit.told")
+
+    def _agree(self, cut: CutOrder, phase: int, value: T, deadline: float) -> list[T]:
+        """Gather what each rank says in one phase of a marker; a later phase may wait a little longer."""
+        bound_s = _left_s(deadline) + PHASE_S * phase
+        return self._team.agree((cut.marker, phase), value, bound_s, f"marker {cut.marker} ({PHASES[phase]})")
+
+    def _outcome(
+        self, cut: CutOrder, votes: list[MarkerVote], deadline: float
+    ) -> tuple[RowRange, ...] | StreamCkptError:
+        """(rank 0) Commit; returns the rows that all ranks are to send again, or why it is not committed.
+
+        Ends before the other ranks have waited enough, whatever log and store do.
+        """
+        bound_s = _left_s(deadline) + PHASE_S * 3
+        ends = time.monotonic() + bound_s
+        where = {"generation": self._generation.claim.generation, "marker": cut.marker}
+        if self._deciding is not None and not wait([self._deciding], bound_s).done:
+            return MarkerFailedError(
+                "COMMIT: log or store still have not answered for an earlier marker",
+                hint=_NO_ANSWER_HINT,
+                **where,
+            )
+        self._deciding = self._decider.submit(self._commit, cut, votes, _left_s(ends))
+        if not wait([self._deciding], _left_s(ends)).done:
+            return CommitUnknownError(
+                f"COMMIT: log or store have not answered for {bound_s:.0f} s; "
+                f"the log waits for {self._generation.log.waits_for()}",
+                hint=_NO_ANSWER_HINT,
+                **where,
+            )
+        try:
+            self._deciding.result()
+        except StreamCkptError as error:
+            return error
+        except Exception as failure:  # whatever it is: the other ranks must hear of it
+            return StreamCkptError(f"{type(failure).__name__}: {failure}", rank=0)
+        return self._found_again  # until the others have heard of them
+
+    def _prepare(self, cut: CutOrder, deadline: float) -> MarkerVote:
+        """Make this rank's part durable; what goes wrong becomes the vote's reason."""
+        vote = partial(MarkerVote, cut.marker, cut.step)
+        try:
+            assert cut.staged is not None
+            earlier = self._dense.saving
+            if earlier is not None and not wait([earlier], _left_s(deadline)).done:
+                raise TimeoutError("that of an earlier marker is still being saved, a rank does not come")
+            saving = self._dense.saver.submit(self._save, cut.staged, cut.marker)
+            self._dense.saving = saving
+            if not wait([saving], _left_s(deadline)).done:
+                raise TimeoutError(f"it takes longer than {self._timeout_s:.0f} s, or a rank does not come")
+            files = saving.result()
+        except Exception as error:  # DCP raises what its storage and peers raise
+            return vote(f"dense state was not saved: {type(error).__name__}: {error}")
+        publisher = self._generation.publisher
+        if publisher.lost is not None:
+            return vote(publisher.lost.headline, lost=publisher.lost)
+        if not cut.seal.wait(_left_s(deadline)):
+            why = publisher.failure or "the log is slow, or no step follows"
+            cut.seal.fail(f"its rows did not find space in the ring in {self._timeout_s:.0f} s ({why})")
+        sealed = cut.seal.sealed
+        if sealed is None:
+            return vote(cut.seal.reason)
+        try:
+            failpoint("mark.wait")
+            durable = publisher.wait_mark(sealed.mark_seq, _left_s(deadline))
+            failpoint("mark.durable")
+            self._generation.check_gaps()
+        except StreamLostError as error:
+            return vote(error.headline, lost=error)
+        except Exception as error:  # the publisher has died or is closed
+            return vote(f"the stream has ended: {error}")
+        if durable is None:
+            waited = publisher.failure or "it is slow"
+            return vote(f"the log did not acknowledge the rows in {self._timeout_s:.0f} s ({waited})")
+        end = RankEnd(
+            self._team.rank,
+            self._generation.partition,
+            durable.begin,
+            durable.end,
+            durable.frames,
+            durable.chain,
+            sealed.rows,
+            sealed.num_bytes,
+        )
+        return vote("", end=end, files=files, event_s=cut.event_s)
+
+    def _save(self, staged: dict[str, Any], number: int) -> tuple[DenseFile, ...]:
+        """Save the dense state together with the other ranks; returns the files that this one wrote, now durable."""
+        store, job, marker = self._generation.dense, self._generation.claim.job, self._generation.marker(number)
+        folder = store.writing(job, marker)
+        try:
+            failpoint("dense.save")
+            self._dense.save(staged, folder, marker)
+            failpoint("dense.saved")
+            files = digest_files(folder, written_by(folder, self._team.rank))
+            store.publish(job, marker, files)
+        finally:
+            store.settle(job, marker)
+        return files
+
+    def _check(self, votes: list[MarkerVote]) -> None:
+        """Raise why the marker is given up, as far as the ranks' own words tell; the same on every rank."""
+        generation = self._generation.claim.generation
+        if len({(vote.marker, vote.step) for vote in votes}) > 1:
+            cuts = "; ".join(
+                f"rank {rank}: marker {vote.marker} at step {vote.step}" for rank, vote in enumerate(votes)
+            )
+            raise MarkerFailedError(
+                f"the ranks have cut different markers: {cuts}",
+                hint="call step() and mark() on all ranks at the same step; restart the job if a rank skipped one",
+                generation=generation,
+            )
+        for vote in votes:
+            if vote.lost is not None:
+                raise vote.lost
+        reasons = [f"rank {rank}: {vote.reason}" for rank, vote in enumerate(votes) if vote.reason]
+        if reasons:
+            raise MarkerFailedError("; ".join(reasons), generation=generation, marker=votes[0].marker)
+
+    # The outcome thread.
+
+    def _commit(self, cut: CutOrder, votes: list[MarkerVote], timeout_s: float) -> None:
+        """(rank 0) Write COMMIT if all ranks voted for it."""
+        generation, claim = self._generation, self._generation.claim
+        marker = generation.marker(cut.marker)
+        try:
+            self._check(votes)
+            ends = tuple(vote.end for vote in votes if vote.end is not None)
+            generation.check_log(cut.marker, ends)
+            files, list_ = name_files(
+                generation.dense, claim.job, marker, [file for vote in votes for file in vote.files]
+            )
+        except StreamCkptError:
+            generation.dense.discard(claim.job, marker)  # no COMMIT can name it any more
+            raise
+        commit = Commit(
+            job=claim.job,
+            generation=claim.generation,
+            nonce=claim.nonce,
+            marker=cut.marker,
+            step=cut.step,
+            ranks=ends,
+            dense=dense_name(claim.job, marker),
+            dense_files=files,
+            time_s=time.time(),
+            store=generation.store_url,
+            dense_list=list_,
+            meta=with_event_time(cut.meta, [vote.event_s for vote in votes]) or None,
+        )
+        self._pin(commit)
+        try:
+            generation.control.commit(commit, timeout_s, self._abandoned)
+        except CommitUnknownError:
+            raise
+        except StreamCkptError:
+            self._pin(commit, off=True)
+            raise
+        if self._heard is not None:  # whatever the other ranks hear of it
+            self._heard(commit)
+
+    def _pin(self, commit: Commit, *, off: bool = False) -> None:
+        """(rank 0) Before COMMIT, so that no process that sees the marker lacks its pin; off once it cannot come."""
+        if PIN not in dict(commit.meta or ()) or self._pins is None:
+            return
+        if not off:
+            pin_before_commit(self._pins, commit.job, commit.id)
+            return
+        with contextlib.suppress(StreamCkptError):  # of a marker that never was it keeps nothing
+            unpin(self._pins, commit.job, commit.id)

@@ -1,0 +1,94 @@
+"""What a user says of a marker: checked, and agreed on by all ranks before anything is cut."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Mapping
+
+from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError, StreamCkptError
+from torchrec_stream_ckpt.find.best import OF_EACH
+from torchrec_stream_ckpt.find.job import Tier
+from torchrec_stream_ckpt.format.end_note import Note
+from torchrec_stream_ckpt.format.record import PIN, REFUSED, Meta, meta_of
+from torchrec_stream_ckpt.ranks.collective import Team
+from torchrec_stream_ckpt.store.pins import pin
+from torchrec_stream_ckpt.util.types import MarkerId
+
+
+def agreed(
+    team: Team, meta: Mapping[str, object] | None, why_pinned: str | None, ready: Callable[[], None] = lambda: None
+) -> Meta:
+    """(all ranks) What rank 0 says of a marker.
+
+    Args:
+        team: All ranks.
+        meta, why_pinned: As of ``StreamCheckpointer.mark()``.
+        ready: What has to be so on this rank before a marker may be cut; raises, on all ranks, if it is not.
+
+    Raises:
+        ConfigError: on all ranks: one of them says what a marker cannot hold, or other things than rank 0.
+    """
+    own: Meta | StreamCkptError
+    try:
+        ready()
+        own = given(meta, why_pinned)
+    except MarkerFailedError as error:
+        own = error
+    except ConfigError as error:
+        own = ConfigError(error.message, hint=error.hint, rank=team.rank)
+    said = team.gather(own)
+    for each in said:
+        if isinstance(each, StreamCkptError):
+            raise each
+    metas = [each for each in said if not isinstance(each, StreamCkptError)]
+    for rank, each in enumerate(metas):
+        if each and each != metas[0]:
+            raise ConfigError(
+                f"the ranks say different things of this marker: rank 0 {_in_words(metas[0])}, rank {rank} "
+                f"{_in_words(each)}",
+                hint="give meta and pin on rank 0, on the others the same or none; a mean over ranks comes before",
+            )
+    return metas[0]
+
+
+def given(meta: Mapping[str, object] | None, why_pinned: str | None) -> Meta:
+    """Encode what one rank says of a marker, as records hold it; why it is pinned is one of the values.
+
+    Raises:
+        ConfigError: a marker cannot hold it; says why.
+    """
+    if meta is not None and (not isinstance(meta, Mapping) or not all(isinstance(name, str) for name in meta)):
+        raise ConfigError(f"meta is {meta!r:.80}", hint="give values by name, such as {'auc': 0.801}")
+    values: dict[str, object] = dict(meta or {})
+    if PIN in values:
+        raise ConfigError(f"metadata: {PIN} is the name of why a marker is pinned", hint="say mark(pin='...')")
+    if REFUSED in values:
+        raise ConfigError(
+            f"metadata: {REFUSED} is the name of why the next marker was refused",
+            hint=f"give another name: my_{REFUSED}",
+        )
+    if taken := sorted(values.keys() & OF_EACH.keys()):
+        raise ConfigError(
+            f"metadata: {', '.join(taken)} is known of each marker already", hint=f"give another name: my_{taken[0]}"
+        )
+    if why_pinned is not None:
+        if not isinstance(why_pinned, str) or not why_pinned.strip():
+            raise ConfigError(f"pin is {why_pinned!r:.80}", hint="say why the marker is to be kept, in a few words")
+        values[PIN] = why_pinned
+    return meta_of(values)
+
+
+def note(tier: Tier, job: bytes, marker: MarkerId, meta: Meta, timeout_s: float) -> None:
+    """(rank 0) Add metadata to a committed marker, and pin it if that says so; both are durable on return.
+
+    Raises as ``Control.note`` and ``store.pins.pin``.
+    """
+    if PIN in dict(meta):
+        pin(tier.objects, job, marker, folded=False)
+    record = Note(job, marker.generation, marker.marker, meta, uuid.uuid4().hex, time.time())
+    tier.control.note(record, timeout_s)
+
+
+def _in_words(meta: Meta) -> str:
+    return ", ".join(f"{name}={value}" for name, value in meta)[:200] or "nothing"

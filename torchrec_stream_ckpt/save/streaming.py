@@ -1,0 +1,422 @@
+"""The write side of a checkpointer: step boundaries, markers, and the generations that they belong to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+
+from torchrec_stream_ckpt.capture.prover import Load, Prover, Replicated, window_width
+from torchrec_stream_ckpt.capture.sender import Drain
+from torchrec_stream_ckpt.errors import MarkerFailedError, StreamCkptError, UnsupportedError
+from torchrec_stream_ckpt.extras.tiers.job import Tiered
+from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
+from torchrec_stream_ckpt.format.control import Claim
+from torchrec_stream_ckpt.format.lineage import previous_commit
+from torchrec_stream_ckpt.format.proof import Window
+from torchrec_stream_ckpt.format.record import Meta
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.ranks.collective import PEERS_S, Groups
+from torchrec_stream_ckpt.save.cadence import NOTHING, Cadence, StepVote
+from torchrec_stream_ckpt.save.claims import Claims
+from torchrec_stream_ckpt.save.event_time import EventTime
+from torchrec_stream_ckpt.save.generation import check_same_log
+from torchrec_stream_ckpt.save.marker_notes import note
+from torchrec_stream_ckpt.save.pace import Pace
+from torchrec_stream_ckpt.save.rank_cut import Drains
+from torchrec_stream_ckpt.save.retry_policy import Patience, at_once
+from torchrec_stream_ckpt.save.signals import MARK, STOP, Signals
+from torchrec_stream_ckpt.save.stop_requests import Stopping
+from torchrec_stream_ckpt.save.stream import JOIN_S, Stream, StreamParts, open_stream, say_hello
+from torchrec_stream_ckpt.save.telemetry import Telemetry
+from torchrec_stream_ckpt.util.config import StreamConfig
+from torchrec_stream_ckpt.util.signal_safe import SafeFuture
+from torchrec_stream_ckpt.util.types import Committed, MarkerId
+
+
+class Streaming:
+    """Streams one job, from one generation to the next. Runs on the training thread, on all ranks alike.
+
+    Args:
+        config: The job's.
+        parts: What each stream uses.
+        tiers: Both tiers, if there are two.
+        groups: Ranks talk over them.
+        telemetry: Hears what was done.
+        signals: What they have asked of this rank.
+    """
+
+    def __init__(
+        self,
+        config: StreamConfig,
+        parts: StreamParts,
+        tiers: Tiered | None,
+        groups: Groups,
+        telemetry: Telemetry,
+        signals: Signals,
+    ) -> None:
+        self._config = config
+        self._parts = parts
+        self._attached, self._team = parts.attached, parts.team
+        self._tiers = tiers
+        self._pace = Pace(config.drain_every, config.max_overhead)
+        account = self._pace.account
+        self._cadence = Cadence(
+            config.marker_every if account is None else None,
+            config.marker_every_s,
+            groups.step,
+            account.steps_to_marker if account is not None else None,
+            groups.roll,
+            groups.vote_s,
+            EventTime(config.marker_every_event_s),
+            listens=signals.on,
+        )
+        self._roll = groups.roll
+        self._telemetry = telemetry
+        self.stopping = Stopping(signals, groups.team, groups.roll, PEERS_S)
+        """What signals lead to."""
+        self.events = self._cadence.events
+        """Event time, as the user tells it."""
+        self.claims = Claims(parts.tier, tiers, parts.attached, parts.team.world)
+        """(rank 0) Of this job's generations."""
+        self._drains = Drains(parts.ring, self._pace, config.sweep_bytes, telemetry.drain, parts.team.rank)
+        self.stream: Stream | None = None
+        """What this rank has open; None until a generation is."""
+        self.steps = 0
+        """Of the job, those before a restored marker counted."""
+        self._next_marker = 1
+        self._proved_up_to = 0
+        """Where the window of the next marker begins: after that of the restored one."""
+        self._last: tuple[int, Future[Committed] | None] = (-1, None)
+        """The step of the newest marker of this generation, and what becomes of it."""
+        self._ended = False
+        """The log has lost this generation's stream, and no other one can be opened in this process."""
+
+    @property
+    def _opened(self) -> Stream:
+        assert self.stream is not None
+        return self.stream
+
+    def check(self) -> None:
+        """Refuse to go on where a marker differed from the tables, or kernels were replaced.
+
+        Raises:
+            CaptureMismatchError: what the oracle has found.
+            UnsupportedError: names the sharded module.
+        """
+        if self.stream is not None and self.stream.cuts.mismatch is not None:
+            raise self.stream.cuts.mismatch
+        self.check_kernels()
+
+    def check_kernels(self) -> None:
+        """Refuse kernels that were put in the place of those that are hooked."""
+        try:
+            self._attached.standing.check()
+        except UnsupportedError:
+            if self.stream is not None:
+                self.stream.cuts.give_up("kernels were replaced")
+            raise
+
+    # Step boundaries.
+
+    def step(self, began_s: float) -> None:
+        """A training step is done.
+
+        Args:
+            began_s: When the user's call began, by ``time.perf_counter()``; :meth:`stepped` ends it.
+        """
+        self.steps += 1
+        self._pace.step(self._attached.capture.frozen.saving_s, began_s)
+        vote = self._cadence.decide()
+        stream = self._opened
+        if not vote.owner:
+            raise stream.fenced()
+        self._raise_failure(stream, vote)
+        self._send_again(stream)
+        if not vote.sound and self._go_on_after_loss(stream):
+            return
+        if not vote.holding:
+            stream.cuts.give_up("it is given up with another rank")
+        if vote.ready:
+            self._cut(stream, deadline_s=None, asked=not vote.calm)
+        else:
+            with self._pace.going_on() if stream.cuts.open else nullcontext():
+                stream.cuts.go_on()
+        if not vote.staying:
+            self._stop(stream)
+        elif not (vote.ready or stream.cuts.open):
+            self._drains.drain(self._attached.capture, stream.publisher, Drain(self.steps, self._next_marker))
+        self._vote(stream)
+
+    def stepped(self) -> None:
+        """The user's call ends: all that it took is known."""
+        self._pace.stepped()
+
+    def _stop(self, stream: Stream) -> None:
+        """(all ranks) A signal has asked one of them for a marker here, and the end of the job."""
+        step, future = self._last
+        with self._pace.waiting():
+            there = future if step == self.steps else None
+            self.stopping.stop(stream, self.steps, there, lambda deadline_s: self._cut(stream, deadline_s))
+
+    def _raise_failure(self, stream: Stream, vote: StepVote) -> None:
+        """The last marker has settled on all ranks: if it failed, all of them raise.
+
+        They do with ``on_stream_failure="raise"``, and in any case if the first marker finds that replicas differ."""
+        failure, raises = stream.coordinator.failure, self._config.on_stream_failure == "raise"
+        # Without a vote a rank may know more than the others.
+        if (raises or stream.coordinator.refused) and vote is not NOTHING and vote.settled and failure:
+            stream.coordinator.failure = None
+            raise failure
+
+    def _vote(self, stream: Stream) -> None:
+        """Say how this rank stands, for the decision at the end of the next step."""
+        sound = self._ended or stream.sound
+        vote = stream.vote(swept=self._attached.capture.swept, sound=sound)
+        self.stopping.boundary(stream)
+        signals = self.stopping.signals
+        vote = replace(
+            vote,
+            ready=vote.ready and not self._parts.announcer.is_behind,
+            calm=not signals.pending(MARK),
+            staying=not signals.pending(STOP),
+        )
+        self._cadence.start(self.steps, vote)
+
+    def mark(self, meta: Meta = ()) -> Future[Committed]:
+        """Cut a marker at this step boundary, once the one in flight has settled; none if it has this very one.
+
+        Args:
+            meta: What the user says of it, the same on all ranks. If this boundary has a marker, and no row has changed
+                since, that one gets it.
+        """
+        deadline_s = time.monotonic() + self._config.commit_timeout_s
+        self._roll.bound(self._config.commit_timeout_s + PEERS_S)
+        stream = self._opened
+        with self._pace.waiting():
+            stream.cuts.complete(deadline_s)
+            # The marker in flight was cut before this call, so it settles within its own bound.
+            if not stream.coordinator.settle(deadline_s + PEERS_S - time.monotonic()):
+                raise MarkerFailedError("the marker in flight has not settled", hint="see the log of this rank")
+        if stream.coordinator.fenced is not None:
+            raise stream.coordinator.fenced
+        if stream.coordinator.lost is not None and not self._ended:
+            self._go_on_after_loss(stream)
+        if (there := self._marker_here(whole=not meta)) is not None:
+            return self._annotate(there, meta, max(1.0, deadline_s - time.monotonic()))
+        return self._cut(self._opened, deadline_s=max(deadline_s, time.monotonic() + 1.0), meta=meta)
+
+    def _marker_here(self, *, whole: bool) -> Committed | None:
+        """(all ranks) The committed marker of this very boundary, if no rank has changed rows since.
+
+        Args:
+            whole: Nor anything else that a marker holds. Under an oracle the answer is none: a marker compares.
+        """
+        step, future = self._last
+        done = step == self.steps and future is not None and future.done() and future.exception() is None
+        clean = done and not self._attached.capture.changed() and not (whole and self._more_has_changed())
+        said = self._team.gather(future.result() if future is not None and clean else None)
+        return said[0] if len(set(said)) == 1 else None
+
+    def _more_has_changed(self) -> bool:
+        try:
+            return self._attached.oracle is not None or self._parts.dense.has_changed()
+        except Exception:  # whatever a Stateful of the user raises: the cut says it, on all ranks
+            return True
+
+    def _annotate(self, there: Committed, meta: Meta, timeout_s: float) -> Future[Committed]:
+        """(all ranks) Add metadata, if there is any, to a marker that is committed; the same outcome on every rank."""
+        future: Future[Committed] = SafeFuture()
+        try:
+            if meta:
+                self._team.on_rank0(partial(self._note, there.id, meta, timeout_s))
+        except StreamCkptError as error:
+            future.set_exception(error)
+        else:
+            future.set_result(there)
+        return future
+
+    def _note(self, marker: MarkerId, meta: Meta, timeout_s: float) -> None:
+        """(rank 0)"""
+        tier = self._parts.tier
+        note(tier, self._opened.claim.job, marker, meta, timeout_s)
+        lineage = tier.control.lineage
+        before = previous_commit(lineage, marker)
+        self._parts.announcer.noted(lineage.commits[marker], before, lineage.meta(marker))
+
+    def _cut(
+        self, stream: Stream, deadline_s: float | None, meta: Meta = (), *, asked: bool = False
+    ) -> Future[Committed]:
+        """Cut a marker at this step boundary; ``asked``: because of a signal."""
+        seen = self.stopping.signals.seen()
+        self._attached.standing.check_all()
+        self._send_again(stream)
+        self._cadence.cut()
+        marker, self._next_marker = self._next_marker, self._next_marker + 1
+        # A marker that the user asks for was not chosen by the cadence.
+        with self._telemetry.cut.running(), self._pace.cutting() if deadline_s is None else self._pace.waiting():
+            future = stream.cuts.begin(
+                self.steps, marker, deadline_s, self._finish_sweep, meta, self.events.watermark_s
+            )
+        self._last = self.steps, future
+        self.stopping.cut(seen, stream.generation.marker(marker), self.steps, future, asked=asked)
+        self._telemetry.follow(stream.generation.marker(marker), self.steps, future)
+        return future
+
+    def _send_again(self, stream: Stream) -> None:
+        """Mark the rows that a verdict on a marker of this generation names."""
+        if rows := stream.coordinator.take_again():
+            self._attached.capture.mark_ranges(rows)
+
+    def _finish_sweep(self, drain: Drain) -> bool:
+        while not self._attached.capture.swept:
+            if not self._attached.capture.sweep(drain, self._config.ring_bytes):
+                return False
+        return True
+
+    # Generations.
+
+    def check_restored(self) -> None:
+        """(all ranks) Refuse a run that forgot ``restore()``."""
+        self._team.on_rank0(self.claims.check_restored)
+
+    def check_root(self, *, warm: bool = False) -> None:
+        """(all ranks) Refuse a log of other tables, which no generation without a marker can begin in.
+
+        Args:
+            warm: As of ``Claims.check_schema``.
+        """
+        self._team.on_rank0(lambda: self.claims.check_schema(warm=warm))
+
+    def open_root(self, step: int = 0, changes: ClaimChanges | None = None) -> None:
+        """Open a generation that stands on nothing: every table is sent whole.
+
+        Args:
+            step: Steps that the job has made already: those of another one.
+            changes: Where its first rows come from; None: they are as the model has made them.
+        """
+        self.check_root(warm=changes is not None)
+        self.steps = step
+        tables = self._attached.tables
+        self._attached.begin(tables)
+        self._open(None, tables, parent_bytes=0, changes=changes)
+
+    def go_on_from(
+        self,
+        parent: MarkerId,
+        step: int,
+        swept: Sequence[int],
+        parent_bytes: int,
+        proved_up_to: int,
+        patience: Patience = at_once,
+        changes: ClaimChanges | None = None,
+    ) -> None:
+        """Open a generation on a marker that was restored.
+
+        Args:
+            parent: The marker.
+            step: Its step.
+            swept: Tables that are sent whole.
+            parent_bytes: This rank's share of what a restore of the parent reads.
+            proved_up_to: Where the window of its newest proof ends.
+            patience: Claims the generation, once or until it is claimed.
+            changes: In what the model differs from the marker's; None: in nothing.
+        """
+        self._proved_up_to = proved_up_to
+        self.steps = step
+        self._next_marker = parent.marker + 1
+        self._open(parent, swept, parent_bytes, patience, changes)
+
+    def go_on_with(self, parent: MarkerId, swept: Sequence[int]) -> None:
+        """Open a generation on a marker of the one before: what the tables hold now, other kernels hold."""
+        self._attached.begin(swept)
+        self._open(parent, swept, parent_bytes=None)
+
+    def _open(
+        self,
+        parent: MarkerId | None,
+        swept: Sequence[int],
+        parent_bytes: int | None,
+        patience: Patience = at_once,
+        changes: ClaimChanges | None = None,
+    ) -> None:
+        """Claim the next generation, and start this rank's stream in it.
+
+        Args:
+            parent: The marker that it stands on.
+            swept: Tables that are sent whole.
+            parent_bytes: As of ``go_on_from``; None: what this process has sent.
+            patience, changes: As of ``go_on_from``.
+        """
+        claim = patience(lambda: self._team.on_rank0(lambda: self.claims.claim(parent, swept, changes)))
+        self._enter(claim, self.steps, parent_bytes)
+
+    def _enter(self, claim: Claim, parent_step: int, parent_bytes: int | None) -> None:
+        """Start this rank's stream in a generation that was claimed."""
+        parts, tier = self._parts, self._parts.tier
+        self._last = (-1, None)
+        self._team.together(lambda: check_same_log(tier.log, tier.dense, tier.config, claim, self._team.rank))
+        prover = partial(self._open_prover, claim.schema)
+        stream = self.stream = open_stream(parts, claim, self._config.commit_timeout_s, prover)
+        say_hello(parts, stream, self.steps)
+        if self._tiers is not None:
+            self._team.on_rank0(self._tiers.start_relay)
+        strays = stream.generation.strays
+        self._telemetry.opened(claim.generation, stream.publisher, strays, claim.parent, parent_step, parent_bytes)
+        self._cadence.open()
+        self._vote(stream)
+
+    def _open_prover(self, schema: Schema) -> Prover | None:
+        """Open the prover of a generation, which goes on where the last proof ended; None: markers prove nothing."""
+        kernels = self._attached.kernels
+        replicated: Replicated = dict
+        if self._team.rank == 0:
+            replicated = self._attached.replicated().tensors
+        load = Load.of(kernels, replicated())
+        said = self._team.gather((self._config.proof_bytes, load))
+        proof_bytes, position = said[0][0], self._proved_up_to
+        if self.stream is not None and self.stream.prover is not None:
+            position = self.stream.prover.window.position
+        if not proof_bytes:
+            return None
+        width = window_width([each for _, each in said], proof_bytes)
+        return Prover(kernels, schema, replicated, Window(position, width))
+
+    def _go_on_after_loss(self, stream: Stream) -> bool:
+        """The log has lost acknowledged frames: nothing more of this generation can be restored.
+
+        Another one sends every table whole. What was not acknowledged, and a marker in flight, are given up.
+
+        Returns:
+            Whether it is open; if not, markers fail until it is.
+        """
+        coordinator = stream.coordinator
+        said = self._team.gather(stream.publisher.lost or coordinator.lost)
+        why = next((error for error in said if error is not None), None)
+        assert why is not None
+        stream.cuts.give_up(why.headline)
+        stream.publisher.discard(why, JOIN_S)
+        coordinator.settle()
+        if coordinator.fenced is not None:
+            raise coordinator.fenced
+        claimed = self._team.on_rank0(lambda: self.claims.claim_after_loss(stream.claim, why))
+        self._ended = claimed is None
+        if not claimed:
+            return False
+        coordinator.close(0.0)
+        self._cadence.close(JOIN_S)
+        self._attached.begin(self._attached.tables)
+        self._enter(*claimed, parent_bytes=0)
+        return True
+
+    def close(self, timeout_s: float) -> None:
+        """End this rank's stream, if there is one."""
+        if self.stream is not None:
+            self.stream.close(timeout_s, self._cadence.close)
+
+    def end(self) -> None:
+        """No vote comes any more."""
+        self._cadence.end()

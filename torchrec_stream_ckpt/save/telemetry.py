@@ -1,0 +1,160 @@
+"""How a rank measures itself: filled on the training thread and by markers as they settle, read by any thread.
+
+Nothing here looks at a tensor, waits for a device or talks to another rank.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+
+from torchrec_stream_ckpt.capture.hook import Capture
+from torchrec_stream_ckpt.capture.prover import Prover
+from torchrec_stream_ckpt.errors import ReplicaMismatchError
+from torchrec_stream_ckpt.format.proof import Proved
+from torchrec_stream_ckpt.format.ring import FrameRing
+from torchrec_stream_ckpt.log.publisher import Publisher
+from torchrec_stream_ckpt.log.stream import Strays
+from torchrec_stream_ckpt.util.stats import Stats, Stopwatch
+from torchrec_stream_ckpt.util.types import Committed, MarkerId
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """What was sent by streams that are closed, and the one that is open: replaced at one go."""
+
+    rows: int = 0
+    num_bytes: int = 0
+    restore_bytes: int = 0
+    """This rank's share of what the parent marker is read from."""
+    generation: int = 0
+    publisher: Publisher | None = None
+    before: int = 0
+    """Strays among the frames of streams that are closed."""
+    strays: Strays = field(default_factory=Strays)
+    """Of the one that is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Newest:
+    """The last marker that counts."""
+
+    marker: MarkerId | None
+    step: int
+    cut_s: float
+    """When it was cut, or the generation opened that stands on it; on the monotonic clock."""
+
+
+class Telemetry:
+    """What one rank knows of itself.
+
+    Args:
+        rank: Whose.
+        bytes_per_s: What one rank restores in a second.
+    """
+
+    def __init__(self, rank: int, bytes_per_s: float) -> None:
+        self._rank = rank
+        self._bytes_per_s = bytes_per_s
+        self.blocked, self.drain, self.cut, self.commit = (Stopwatch() for _ in range(4))
+        self._sent = _Sent()
+        self._newest = _Newest(None, 0, time.monotonic())
+        self._lock = threading.Lock()
+        self._committed = self._failed = self._differed = self._in_flight = 0
+
+    def opened(
+        self,
+        generation: int,
+        publisher: Publisher,
+        strays: Strays,
+        parent: MarkerId | None,
+        step: int,
+        parent_bytes: int | None,
+    ) -> None:
+        """A generation is open.
+
+        Args:
+            generation: Its number.
+            publisher: Its stream.
+            strays: What others put into it; counted on.
+            parent: The marker that it stands on.
+            step: The step of that marker.
+            parent_bytes: This rank's share of what that marker is read from; None: what this process has sent itself.
+        """
+        before = self._sent
+        rows, num_bytes = before.rows, before.num_bytes
+        if before.publisher is not None:
+            rows, num_bytes = rows + before.publisher.rows, num_bytes + before.publisher.num_bytes
+        if parent_bytes is None:
+            parent_bytes = before.restore_bytes + num_bytes - before.num_bytes
+        others = before.before + before.strays.count
+        self._sent = _Sent(rows, num_bytes, parent_bytes, generation, publisher, others, strays)
+        self._newest = _Newest(parent, step, time.monotonic())
+
+    def follow(self, marker: MarkerId, step: int, future: Future[Committed]) -> None:
+        """(training thread) A marker was cut just now: note what becomes of it."""
+        with self._lock:
+            self._in_flight += 1
+        future.add_done_callback(partial(self._settled, _Newest(marker, step, time.monotonic())))
+
+    def _settled(self, cut: _Newest, future: Future[Committed]) -> None:
+        """(commit thread)"""
+        error = future.exception()
+        failed = error is not None
+        with self._lock:
+            self._in_flight -= 1
+            self._failed += failed
+            self._differed += isinstance(error, ReplicaMismatchError)
+            self._committed += not failed
+        if not failed:
+            self._newest = cut
+            self.commit.add(time.monotonic() - cut.cut_s)
+
+    def stats(self, step: int, capture: Capture, ring: FrameRing, prover: Prover | None) -> Stats:
+        """Everything, as of now. On any thread."""
+        proved = prover.proved if prover is not None else Proved(0, 0.0, 0)
+        sent, newest, publisher = self._sent, self._newest, self._sent.publisher
+        rows, num_bytes = (publisher.rows, publisher.num_bytes) if publisher is not None else (0, 0)
+        pending, pending_bytes = publisher.backlog if publisher is not None else (0, 0)
+        restore_bytes = sent.restore_bytes + num_bytes
+        swept, all_rows = capture.sweep_progress
+        with self._lock:
+            committed, failed, in_flight = self._committed, self._failed, self._in_flight
+            differed = self._differed
+        return Stats(
+            rank=self._rank,
+            generation=sent.generation,
+            step=step,
+            rows=sent.rows + rows,
+            num_bytes=sent.num_bytes + num_bytes,
+            dirty_rows=capture.dirty_rows,
+            swept_rows=swept,
+            sweep_rows=all_rows,
+            ring_used_bytes=ring.used_bytes,
+            ring_limit_bytes=ring.ring_bytes,
+            ring_waits=ring.waits,
+            unacknowledged_frames=pending,
+            unacknowledged_bytes=pending_bytes,
+            log_up=publisher is None or publisher.failure is None,
+            strays=sent.before + sent.strays.count,
+            markers_committed=committed,
+            markers_failed=failed,
+            markers_differed=differed,
+            marker_in_flight=in_flight > 0,
+            newest=newest.marker,
+            newest_step=newest.step,
+            loss_s=time.monotonic() - newest.cut_s,
+            loss_steps=max(0, step - newest.step),
+            proof_round_markers=proved.round_markers,
+            proved_ratio=proved.share,
+            oldest_proof_markers=proved.oldest_markers,
+            restore_bytes=restore_bytes,
+            restore_s=restore_bytes / self._bytes_per_s,
+            blocked=self.blocked.read(),
+            drain=self.drain.read(),
+            cut=self.cut.read(),
+            commit=self.commit.read(),
+        )

@@ -1,0 +1,423 @@
+"""How a job streams its checkpoints: the settings, checked as soon as they are given."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.util.options import Options
+from torchrec_stream_ckpt.util.settings import gather, warn_of_strangers
+from torchrec_stream_ckpt.util.stats import RESTORE_BYTES_PER_S
+from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri, check_store_url, parse_uri
+
+_MARKER_EVERY = 100
+_MARKER = re.compile(r"\d{1,9}:\d{1,18}")
+SIGNAL_S = 20.0
+"""Default of ``StreamConfig.signal_s``."""
+PROOF_BYTES = 4 * 2**20
+"""Default of ``StreamConfig.proof_bytes``."""
+
+
+_OF_ALL_RANKS = (
+    *("marker_every", "marker_every_s", "marker_every_event_s", "max_overhead", "on_signal"),
+    *("replicas", "proof_bytes", "fresh", "outer_every"),
+)
+
+
+@dataclass(kw_only=True, slots=True)
+class StreamConfig:
+    """How a job streams its checkpoints."""
+
+    uri: str | Sequence[str]
+    """``file://DIR`` or ``kafka://HOST:PORT[,HOST:PORT...]/JOB``; or two of them, nearest first, the first a ``file://``:
+    the job writes to that one, and a relay copies it to the other (docs/tiers.md)."""
+    outer_every: int = 1
+    """(two tiers) Which markers the outer one gets: those whose number is a multiple of this. Rows go there in any
+    case; of the other markers, dense state and COMMIT stay on the inner one."""
+    store: str | None = None
+    """Where dense state goes, and where a restore looks for rows that a materializer has put there: ``file://DIR`` or
+    ``s3://BUCKET/PREFIX``. Default: inside the file log's folder; required with Kafka. With two tiers it is the outer
+    one's; that of the inner one is inside its folder."""
+    store_options: Options = field(default=None, repr=False)
+    """Settings of an object store, credentials included (fsspec's, for S3 those of s3fs), or a file of ``key=value``
+    lines (docs/operations.md)."""
+    drain_every: int | Literal["auto"] = 1
+    """Steps between two drains, which send the rows that changed. ``auto``: about half a ring at a time, and none while
+    the log lags."""
+    marker_every: int | None = _MARKER_EVERY
+    """A marker is due at every multiple of this number of steps, and cut at the first step boundary from then on at
+    which every rank has finished its sweep and has no marker in flight; None: not by steps."""
+    marker_every_s: float | None = None
+    """Cut a marker when this many seconds have passed since the last one, by rank 0's clock; None: not by time. Among
+    several ranks it may be cut a second or 32 steps later where the steps become slower (docs/training_loop.md)."""
+    marker_every_event_s: float | None = None
+    """Cut a marker once all ranks have trained a further stretch of so many seconds of *event time*, which is the time
+    that ``step(event_s=...)`` says. Stretches begin at multiples of it, in Unix time. None: not by event time."""
+    max_overhead: float | None = None
+    """Cut markers as often as ``step()`` takes at most this part of the time that training takes by itself on each rank
+    (0.01: 1%), instead of by steps or seconds; ``drain_every`` then says how often a drain may come at most. If
+    step boundaries alone use up the budget, markers may use 10% more. Time spent marking rows in the backward pass is
+    not included (docs/performance.md)."""
+    kafka_options: Options = field(default=None, repr=False)
+    """Kafka client settings, security included, or a file of ``key=value`` lines."""
+    commit_key_file: str | Path | None = None
+    """A file of at least 32 random bytes, or 64 hex digits, that only its owner may open. With it, rank 0 signs what
+    it claims and commits, and takes nothing for committed that is not signed with it (docs/security.md)."""
+    on_stream_failure: Literal["continue", "raise"] = "continue"
+    """What a marker that fails does besides failing its future: training goes on and the next one tries again, or
+    ``step()`` raises the reason, on all ranks at the same step."""
+    on_signal: Literal["mark", "none"] | None = None
+    """``mark``: SIGTERM leads to a marker at the next step boundary of all ranks, waited for there, after which
+    ``StreamCheckpointer.should_stop`` is true on all of them: leave the loop and close. SIGUSR1 leads to a marker, and
+    training goes on. One rank that is signalled is enough. None or ``none``: signals do what they did. See
+    docs/training_loop.md."""
+    signal_s: float = SIGNAL_S
+    """How long the marker of a signal may take, from the first step boundary after the signal on. Then the job says why
+    there is none, and after SIGTERM it ends without it. A marker gets 5 s in any case."""
+    replicas: Literal["same", "rank0"] = "same"
+    """``same``: each marker compares what ranks hold alike (dense parameters, their optimizers, ``stateful``), and is
+    refused if they differ. ``rank0``: replicas may differ by design (local SGD, mixed hardware): nothing is compared,
+    rank 0's is saved as a whole, and a restore gives it to all ranks, and says so. Not with FSDP2."""
+    on_column_resplit: Literal["refuse", "merge"] = "refuse"
+    """What a restore does when the plan splits columns of a row-wise optimizer in another way."""
+    ring_bytes: int = 64 * 2**20
+    """Memory for frames that the log has not acknowledged, and the most that one ``step()`` gathers of touched
+    rows. Two frames of 1 MB at least. Over Kafka the client holds as much again."""
+    marker_budget_bytes: int = 2**30
+    """Memory that a marker may take on top: for rows of its cut that training overwrites before they have found space
+    in the ring. Without room all ranks give the marker up, and its rows go with the next one."""
+    sweep_bytes: int = 16 * 2**20
+    """Bytes a step of rows that no step has touched, until all have been sent."""
+    proof_bytes: int = PROOF_BYTES
+    """Bytes of its live rows whose digests each rank adds to a marker, each time of other rows: all are proved in
+    turn. Readers compare what they have restored with them, so that a row is found that was changed past the hooks, or
+    lost on its way (docs/guarantees.md). That of rank 0 counts for all. At the least a marker proves
+    1/65,536 of all blocks of 64 rows, also where these are more bytes. 0: no digests."""
+    fresh: bool = False
+    """Start from nothing on a log that holds markers. Without it, a first ``step()`` or ``mark()`` there that no
+    ``restore()`` came before is refused: the new run's first marker would be newer than all of them. It begins beside
+    markers that are whole: a log that has lost a piece is refused all the same."""
+    max_fallback: int = 3
+    """How many damaged markers ``restore()`` without a name may pass over until it finds one that is whole; 0: none."""
+    head: str | None = "auto"
+    """Folder in which ``stream-ckpt materialize --head DIR`` keeps a marker warm on this host: a restore of it, or of
+    one that stands on it, copies rows from there. ``auto``: this user's folder in shared memory; None: never."""
+    verify_head: bool = True
+    """Compare what is copied from a HEAD with its checksums. It costs as much time as the copy; without it, memory that
+    was altered since the materializer wrote it is trained on, without a word."""
+    commit_timeout_s: float = 600.0
+    """Give a marker up when the log or the store has not taken it after this many seconds; ``mark()`` waits for space
+    no longer than that."""
+    metrics_port: int | None = None
+    """Serve this rank's metrics to Prometheus at this port and the rank's number on its host: ranks 0 to 3 of one host
+    at 9400 to 9403. 0: each rank takes a free port, and says so in the log. None: not at all. What they are:
+    docs/observability.md."""
+    metrics_host: str = "127.0.0.1"
+    """The address to serve them at; ``0.0.0.0`` for scrapers on other hosts. There is no password."""
+    metrics_run: str = ""
+    """Label ``run`` of these metrics: tells runs of a job apart, such as a scheduler's id; empty: none."""
+    tensorboard: str | Path | None = None
+    """Folder in which rank 0 writes its values for TensorBoard, about once a second; None: nowhere."""
+    restore_mb_per_s: float | None = None
+    """10^6 bytes that one rank restores in a second: only for the estimate among the metrics. None: an
+    assumption, by the log's scheme (docs/observability.md)."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "marker_every_s",
+            "marker_every_event_s",
+            "commit_timeout_s",
+            "signal_s",
+            "restore_mb_per_s",
+            "max_overhead",
+            "marker_budget_bytes",
+        ):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise ConfigError(f"{name} must be a number, it is {value!r}", hint="give it without quotes")
+        check_tiers(self.uris, self.outer_every)
+        if self.store is not None:
+            check_store_url(self.store)
+        elif isinstance(parse_uri(self.uris[-1]), KafkaUri):
+            raise ConfigError(
+                "store is required with Kafka", hint="say where dense state goes: store='file:///...' or 's3://...'"
+            )
+        if len(self.uris) > 1 and self.store_url == str(parse_uri(self.uris[0])):
+            raise ConfigError(
+                "store is the inner tier's folder: what it holds would be lost with this node",
+                hint="name a place that outlives the node: store='file:///SHARED/...' or 's3://...'",
+            )
+        for name in ("drain_every", "marker_every", "ring_bytes", "sweep_bytes"):
+            value = getattr(self, name)
+            if name == "drain_every" and value == "auto":
+                continue
+            if value is not None and (not isinstance(value, int) or value < 1):
+                or_auto = " or 'auto'" if name == "drain_every" else ""
+                raise ConfigError(f"{name} must be a positive whole number{or_auto}, it is {value!r}")
+        self._check_overhead()
+        for name in ("marker_every_s", "marker_every_event_s", "commit_timeout_s", "signal_s", "restore_mb_per_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} must be positive, it is {value!r}")
+        port = self.metrics_port
+        if port is not None and (not isinstance(port, int) or not 0 <= port <= 65535):
+            raise ConfigError(f"metrics_port must be 0 to 65535, it is {port!r}", hint="0 takes a free port")
+        if not isinstance(self.metrics_run, str):
+            raise ConfigError(f"metrics_run must be text, it is {self.metrics_run!r}", hint="give it in quotes")
+        if self.tensorboard is not None and not str(self.tensorboard):
+            raise ConfigError("tensorboard must not be empty", hint="name a folder, or give None")
+        if self.head == "":
+            raise ConfigError("head must not be empty", hint="give 'auto' or a folder, or None for no HEAD")
+        if isinstance(self.proof_bytes, bool) or not isinstance(self.proof_bytes, int) or self.proof_bytes < 0:
+            raise ConfigError(
+                f"proof_bytes must be a whole number of bytes, it is {self.proof_bytes!r}",
+                hint="leave it out for 4 MiB a rank and marker, or give 0 for no proofs",
+            )
+        if isinstance(self.max_fallback, bool) or not isinstance(self.max_fallback, int) or self.max_fallback < 0:
+            raise ConfigError(
+                f"max_fallback must be a whole number, 0 or more, it is {self.max_fallback!r}",
+                hint="0 passes over none",
+            )
+        if not isinstance(self.fresh, bool):
+            raise ConfigError(f"fresh must be True or False, it is {self.fresh!r}", hint="leave it out")
+        if self.marker_budget_bytes < 0:
+            raise ConfigError("marker_budget_bytes cannot be negative")
+        if self.on_stream_failure not in ("continue", "raise"):
+            raise ConfigError(f"on_stream_failure must be 'continue' or 'raise', it is {self.on_stream_failure!r}")
+        if self.on_signal not in ("mark", "none", None):
+            raise ConfigError(
+                f"on_signal must be 'mark' or 'none', it is {self.on_signal!r:.80}", hint="'none' leaves signals alone"
+            )
+        if self.replicas not in ("same", "rank0"):
+            raise ConfigError(
+                f"replicas must be 'same' or 'rank0', it is {self.replicas!r:.80}",
+                hint="leave it out if all ranks hold the same dense state",
+            )
+        if self.on_column_resplit not in ("refuse", "merge"):
+            raise ConfigError(f"on_column_resplit must be 'refuse' or 'merge', it is {self.on_column_resplit!r}")
+
+    @classmethod
+    def from_file(cls, path: str | Path | None = None, **given: Any) -> StreamConfig:
+        """The settings of a TOML file, under their names here; what the environment says counts more.
+
+        ``STREAM_CKPT_MARKER_EVERY=50`` is ``marker_every``. In a file with a table ``[stream_ckpt]``, that table alone
+        counts. ``"none"`` says None where that is not the default. Paths are relative to the working directory.
+
+        Args:
+            path: The file; None: the one that the variable ``STREAM_CKPT_CONFIG`` names, or none.
+            given: Settings that count more than both.
+
+        Raises:
+            ConfigError: an unknown setting (the error says the nearest one), a wrong value, or no file.
+        """
+        found = gather(cls, path, os.environ)
+        warn_of_strangers(cls, os.environ)
+        values = {name: each.value for name, each in found.items()} | given
+        if "uri" not in values:
+            raise ConfigError("uri is not set", hint="write uri = 'file:///ckpt/job' into the file", path=path)
+        return cls(**values)
+
+    def _check_overhead(self) -> None:
+        if self.max_overhead is None:
+            return
+        if not 0 < self.max_overhead <= 1:
+            raise ConfigError(
+                f"max_overhead must be above 0 and at most 1, it is {self.max_overhead!r}", hint="0.01 is 1%"
+            )
+        timed = self.marker_every_s is not None or self.marker_every_event_s is not None
+        if self.marker_every not in (None, _MARKER_EVERY) or timed:
+            raise ConfigError(
+                "max_overhead says how often markers come",
+                hint="leave out marker_every, marker_every_s and marker_every_event_s",
+            )
+
+    @property
+    def uris(self) -> tuple[str, ...]:
+        """The tiers, nearest first."""
+        if not isinstance(self.uri, str | tuple | list):
+            raise ConfigError(
+                f"uri must be a string or two of them, it is {self.uri!r}", hint="such as file:///ckpt/job"
+            )
+        return (self.uri,) if isinstance(self.uri, str) else tuple(self.uri)
+
+    @property
+    def inner(self) -> StreamConfig:
+        """Settings of the nearest tier, to which the trainer itself writes, as if it were the only one."""
+        if len(self.uris) == 1:
+            return replace(self, uri=self.uris[0])
+        return replace(self, uri=self.uris[0], outer_every=1, store=None, store_options=None, kafka_options=None)
+
+    @property
+    def outer(self) -> StreamConfig | None:
+        """Settings of the outer tier, as if it were the only one; None with a single tier."""
+        return replace(self, uri=self.uris[-1], outer_every=1) if len(self.uris) > 1 else None
+
+    def of_all_ranks(self) -> dict[str, Any]:
+        """Settings by which ranks act together, and which therefore must be the same on all of them."""
+        return {name: getattr(self, name) for name in _OF_ALL_RANKS} | {"tiers": len(self.uris)}
+
+    @property
+    def restore_bytes_per_s(self) -> float:
+        """What one rank restores in a second, as far as is known."""
+        if self.restore_mb_per_s is not None:
+            return self.restore_mb_per_s * 1e6
+        return RESTORE_BYTES_PER_S["file" if isinstance(parse_uri(self.uris[0]), FileUri) else "kafka"]
+
+    @property
+    def store_url(self) -> str:
+        """URL of the store, in its one form."""
+        if self.store is not None:
+            return str(check_store_url(self.store))
+        parsed = parse_uri(self.uris[-1])
+        assert isinstance(parsed, FileUri)
+        return f"file://{parsed.directory}"
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A marker of another job, in which a new job begins (``StreamCheckpointer.warm_start()``). It is only read.
+
+    Raises:
+        ConfigError: the URI, the store or the marker has no known form.
+    """
+
+    uri: str | Sequence[str]
+    """Its log, ``file://DIR`` or ``kafka://HOST:PORT[,HOST:PORT...]/JOB``; of a job with two tiers both, nearest first,
+    if this machine has both: the marker then comes from the nearest tier that has it whole."""
+    marker: str | None = None
+    """Which one, as ``GENERATION:MARKER``; None: the newest that is whole."""
+    store: str | None = None
+    """Its store; of two tiers the outer one's. Default: inside the file log's folder; required with Kafka."""
+    store_options: Options = field(default=None, repr=False)
+    """Of its store, if that is an object store; None: this job's."""
+    kafka_options: Options = field(default=None, repr=False)
+    """Of its log; None: this job's."""
+    commit_key_file: str | Path | None = None
+    """Its commit key; None: this job's. With a key, markers that are not signed with it do not count."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.uri, str | tuple | list) or not all(isinstance(each, str) for each in self.uris):
+            raise _no_source(self.uri)
+        check_tiers(self.uris, 1)
+        if self.marker is not None and not _MARKER.fullmatch(self.marker):
+            raise ConfigError(f"{self.marker!r:.80} is not a marker", hint="name it as GENERATION:MARKER, as in 2:17")
+
+    @staticmethod
+    def of(text: str | Sequence[str], *, store: str | None = None) -> Source:
+        """Read ``URI``, ``URI@latest`` or ``URI@GENERATION:MARKER``; of two tiers both, either of them with the marker.
+
+        Raises:
+            ConfigError: as of the class; or two markers are named, or what stands after the @ is none. A folder that
+                is there may have an @ in its name.
+        """
+        if not isinstance(text, str | tuple | list) or not all(isinstance(each, str) for each in text):
+            raise _no_source(text)
+        uris, markers = [], set()
+        for each in (text,) if isinstance(text, str) else text:
+            uri, separator, marker = each.rpartition("@")
+            named = bool(separator) and _MARKER.fullmatch(marker) is not None
+            if separator and not named and "/" not in marker and not _is_folder(each):
+                if marker != "latest":
+                    raise ConfigError(
+                        f"{marker!r:.80} is not a marker; the source of a warm start is {each!r:.200}",
+                        hint="name URI, URI@latest or URI@GENERATION:MARKER, as in file:///old/job@2:17",
+                    )
+                each = uri
+            uris.append(uri if named else each)
+            markers |= {marker} if named else set()
+        if len(markers) > 1:
+            raise ConfigError(f"the source of a warm start is one marker, not {' and '.join(sorted(markers))}")
+        return Source(uris[0] if len(uris) == 1 else tuple(uris), markers.pop() if markers else None, store)
+
+    @property
+    def uris(self) -> tuple[str, ...]:
+        """Its tiers, nearest first."""
+        return (self.uri,) if isinstance(self.uri, str) else tuple(self.uri)
+
+    @property
+    def name(self) -> str:
+        """What people call it: its log, or both of them."""
+        return ", ".join(self.uris)
+
+    def settings(self, own: StreamConfig) -> StreamConfig:
+        """How this source is read by a job with the settings ``own``.
+
+        Raises:
+            ConfigError: no store is named, and it is not inside the log.
+        """
+        there = StreamConfig(uri=self.uri, store=self.store)
+        remote = check_store_url(there.store_url).folder is None
+        return replace(
+            own,
+            uri=self.uri,
+            outer_every=1,
+            store=self.store,
+            store_options=(self.store_options or own.store_options) if remote else None,
+            kafka_options=self.kafka_options or own.kafka_options,
+            commit_key_file=self.commit_key_file or own.commit_key_file,
+            fresh=False,
+        )
+
+
+def _no_source(given: object) -> ConfigError:
+    return ConfigError(f"the source of a warm start is {given!r:.80}", hint="name one log: 'file:///old/job'")
+
+
+def _is_folder(uri: str) -> bool:
+    return uri.startswith("file:") and isinstance(there := parse_uri(uri), FileUri) and there.directory.is_dir()
+
+
+def check_tiers(uris: Sequence[str], outer_every: int) -> None:
+    """See that a job can write to these logs.
+
+    Raises:
+        ConfigError: not in this number, order or combination; says the right form.
+    """
+    hint = "name one log, or two, nearest first: file:///LOCAL/DIR, then kafka://HOST:PORT/JOB"
+    if not 1 <= len(uris) <= 2 or not all(isinstance(uri, str) for uri in uris):
+        raise ConfigError(f"a job has one log or two tiers of it, {len(uris)} were named", hint=hint)
+    parsed = [parse_uri(uri) for uri in uris]
+    if isinstance(outer_every, bool) or not isinstance(outer_every, int) or outer_every < 1:
+        raise ConfigError(f"outer_every must be a positive whole number, it is {outer_every!r}")
+    if len(parsed) == 1:
+        if outer_every != 1:
+            raise ConfigError("outer_every says which markers a second tier gets, and the job has one tier", hint=hint)
+        return
+    if not isinstance(parsed[0], FileUri):
+        raise ConfigError(f"the nearest tier must be a folder, it is {parsed[0]}", hint=hint)
+    if isinstance(parsed[1], FileUri):
+        _check_apart(parsed[0].directory, parsed[1].directory, hint)
+
+
+def _check_apart(inner: Path, outer: Path, hint: str) -> None:
+    """Two folders, whatever links lead there, and neither of them inside the other."""
+    first, second = inner.resolve(), outer.resolve()
+    if first == second:
+        raise ConfigError(f"both tiers are {first}", hint=hint, inner=inner, outer=outer)
+    if first in second.parents or second in first.parents:
+        raise ConfigError("one tier is inside the other one's folder", hint=hint, inner=first, outer=second)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Takeover:
+    """When a spare takes the job over. A false alarm is safe: the old trainer is fenced, and stops."""
+
+    after_s: float | None = 60.0
+    """Seconds without a sign of life: nothing new in the log, no rows and no record. Longer than the longest pause of
+    the trainer (evaluation, compilation). A trainer that says that it has failed is taken over at once, one that says
+    that it was preempted after this time; one that says that the job is finished, never. None: never by itself."""
+    trigger: Path | str | None = None
+    """A file on rank 0's host: once it is there, the spare takes over."""
+    poll_s: float = 0.2
+    """Seconds between two looks at the log."""
+
+    def __post_init__(self) -> None:
+        if self.after_s is None and self.trigger is None:
+            raise ConfigError("nothing would ever make this spare take over", hint="give after_s, or trigger, or both")
+        if (self.after_s is not None and not self.after_s > 0) or not self.poll_s > 0:
+            raise ConfigError("after_s and poll_s must be positive")

@@ -1,0 +1,449 @@
+"""Every path and key name, made and parsed in this one place.
+
+File log, under its folder DIR::
+
+    LOG                                   identity of this incarnation of the log
+    control.log                           CLAIM and COMMIT records, in commit order
+    control.lock                          lock of the appenders
+    relay.lock                            lock of those who copy this log to an outer tier, and who did last
+    data/p00000/g00000001-00000000000000000000.seg   frames: partition, generation, offset of its first byte
+    dense/<job>/g00000001-m00000001/      dense state of a marker (default store)
+
+Kafka job JOB: topic ``JOB.data`` (one partition a rank) and ``JOB.control`` (one partition).
+
+Store, below its URL (``<job>`` is the job's id in 32 hex digits)::
+
+    STORE                                                       which format the store has
+    claims/<job>/g00000001                                      CLAIM of a generation, as in the control partition
+    segments/<job>/g00000001-r00000-m00000007-p000.seg          part 0 of what rank 0 sent up to marker 7
+    manifests/<job>/g00000001-m00000007.json                    the marker is in the store
+    folds/<job>/g00000001-m00000048-from-g00000001-m00000032.json   rows that changed in (32, 48]; "-from-root": a base
+    segments/<job>/f-g00000001-m00000048-from-root-p000.seg     part 0 of a fold's rows
+    dropped/<job>/g00000001-m00000003                           retention gave this marker up
+    pins/<job>/g00000001-m00000003                              retention must not give this marker up
+    pins/<job>/g00000001-m00000003-0123456789abcdef             it is about to be pinned
+    outer/<job>/g00000001-m00000004-e00000002                   the outer tier has marker 4, and gets every second one
+    verdicts/<job>/g00000001-m00000007-1a2b3c4d.json            rows that are not as they were in the tables
+    proved/<job>/g00000001-m00000007-store-c1a2b3c4d-p00512-w00209-d000000-t0001771234567890
+                                                                who compared the proof of a marker, and when
+    garbage/<job>/t0001771234567890-1a2b3c4d.json               what was not needed at a time, in milliseconds
+    readings/<job>/t0001771234567890-1a2b3c4d.json              what was read whole at a time
+    summaries/<job>/g00000001-m00000001-to-g00000001-m00000064-n00000064-1a2b3c4d   copies of manifests, directories
+    scrub/<job>/service-00000042                                where the materializer's scrub stands: its 42nd place
+    dense/<job>/g00000001-m00000007/NAME                        dense state of a marker
+    records/<job>/0a1b2c3d-e0001-00000000000000000512-00000000000000001024-1a2b3c4d   second copy of control records: of
+                                                                which log, from offset 512 to 1024, and a checksum
+    places/<digest>/<job>                                       a log that was at this place has committed markers
+
+The names of a HEAD's files are in ``format/head.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri
+
+IDENTITY_FILE = "LOG"
+CONTROL_FILE = "control.log"
+CONTROL_LOCK = "control.lock"
+RELAY_LOCK = "relay.lock"
+DATA_DIR = "data"
+DENSE_DIR = "dense"
+STORE_FILE = "STORE"
+CLAIMS_DIR = "claims"
+SEGMENTS_DIR = "segments"
+MANIFESTS_DIR = "manifests"
+FOLDS_DIR = "folds"
+DROPPED_DIR = "dropped"
+PINS_DIR = "pins"
+OUTER_DIR = "outer"
+VERDICTS_DIR = "verdicts"
+PROVED_DIR = "proved"
+GARBAGE_DIR = "garbage"
+DAMAGED_DIR = "damaged"
+SCRUB_DIR = "scrub"
+READINGS_DIR = "readings"
+SUMMARIES_DIR = "summaries"
+RECORDS_DIR = "records"
+PLACES_DIR = "places"
+TEMPORARY_PREFIX = ".put-"
+MAX_PARTITIONS = 65_536
+MAX_GENERATION = 99_999_999
+
+_SEGMENT = re.compile(r"g(\d{8})-(\d{20})\.seg")
+_MARKER = r"g([0-9]{8,20})-m([0-9]{8,20})"
+_JOB = r"([0-9a-f]{32})"
+_STORE_SEGMENT = re.compile(
+    rf"{SEGMENTS_DIR}/{_JOB}/g([0-9]{{8,20}})-r([0-9]{{5,9}})-m([0-9]{{8,20}})-p([0-9]{{3,9}})\.seg"
+)
+_CLAIM = re.compile(rf"{CLAIMS_DIR}/{_JOB}/g([0-9]{{8,20}})")
+_FOLD = re.compile(rf"{FOLDS_DIR}/{_JOB}/{_MARKER}-from-(?:root|{_MARKER})\.json")
+_FOLD_SEGMENT = re.compile(rf"{SEGMENTS_DIR}/{_JOB}/f-{_MARKER}-from-(?:root|{_MARKER})-p([0-9]{{3,9}})\.seg")
+_MANIFEST = re.compile(rf"{MANIFESTS_DIR}/{_JOB}/{_MARKER}\.json")
+_DROPPED = re.compile(rf"{DROPPED_DIR}/{_JOB}/{_MARKER}")
+_PIN = re.compile(rf"{PINS_DIR}/{_JOB}/{_MARKER}")
+_ATTEMPT = re.compile(rf"{PINS_DIR}/{_JOB}/{_MARKER}-([0-9a-f]{{16}})")
+_REACHED = re.compile(rf"{OUTER_DIR}/{_JOB}/{_MARKER}-e([0-9]{{8,20}})")
+_VERDICT = re.compile(rf"{VERDICTS_DIR}/{_JOB}/{_MARKER}-([0-9a-f]{{8}})\.json")
+_PROVED = re.compile(rf"{PROVED_DIR}/{_JOB}/{_MARKER}-([a-z0-9-]+)")
+_GARBAGE = re.compile(rf"{GARBAGE_DIR}/{_JOB}/t([0-9]{{16}})-([0-9a-f]{{8}})\.json")
+_PROBE = re.compile(rf"{GARBAGE_DIR}/{_JOB}/now-[0-9a-f]{{16}}")
+_READING = re.compile(rf"{READINGS_DIR}/{_JOB}/t([0-9]{{16}})-([0-9a-f]{{8}})\.json")
+_SUMMARY = re.compile(rf"{SUMMARIES_DIR}/{_JOB}/{_MARKER}-to-{_MARKER}-n([0-9]{{8,20}})-([0-9a-f]{{8}})")
+_SCRUB_PLACE = re.compile(rf"{SCRUB_DIR}/{_JOB}/(service|command)-([0-9]{{8,20}})")
+_COPY = re.compile(rf"{RECORDS_DIR}/{_JOB}/([0-9a-f]{{8}})-e([0-9]{{4,9}})-([0-9]{{20}})-([0-9]{{20}})-([0-9a-f]{{8}})")
+_DENSE_FILE = re.compile(rf"{DENSE_DIR}/{_JOB}/{_MARKER}/([^/]+)")
+_OBJECT_PART = re.compile(rf"(?!\.{{1,2}}$)(?!{re.escape(TEMPORARY_PREFIX)})[A-Za-z0-9._-]{{1,200}}")
+_MAX_OBJECT_NAME = 800
+
+
+def check_object_name(name: str) -> str:
+    """``name``, when it can be that of a store's object: the one check for all backends.
+
+    Names may come from a manifest of another writer: they must not lead out of the store, nor be one of those
+    under which a folder keeps what is not written yet.
+
+    Raises:
+        CorruptionError: it cannot.
+    """
+    if not is_object_name(name):
+        raise CorruptionError(f"{name[:200]!r} is not the name of an object of a store")
+    return name
+
+
+def is_object_name(name: str) -> bool:
+    """Tell whether :func:`check_object_name` lets ``name`` pass."""
+    return len(name) <= _MAX_OBJECT_NAME and all(_OBJECT_PART.fullmatch(part) for part in name.split("/"))
+
+
+def partition_dir(root: Path, partition: int) -> Path:
+    return root / DATA_DIR / f"p{partition:05d}"
+
+
+@lru_cache(maxsize=64)  # a generation has a first segment in each of its partitions, and all have one name
+def segment_name(generation: int, base: int) -> str:
+    return f"g{generation:08d}-{base:020d}.seg"
+
+
+def parse_segment(name: str) -> tuple[int, int] | None:
+    """(generation, offset of the first byte), or None when the name is no segment's."""
+    match = _SEGMENT.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def dense_name(job: bytes, marker: MarkerId) -> str:
+    """Path of a marker's dense state below its store. COMMIT names it; readers make it again and compare."""
+    return f"{DENSE_DIR}/{job.hex()}/{_marker_name(marker)}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StoreSegment:
+    """Part ``part`` of what ``rank`` sent between ``marker`` and the marker before it."""
+
+    job: bytes
+    marker: MarkerId
+    rank: int
+    part: int
+
+    @property
+    def name(self) -> str:
+        of = f"g{self.marker.generation:08d}-r{self.rank:05d}-m{self.marker.marker:08d}"
+        return f"{SEGMENTS_DIR}/{self.job.hex()}/{of}-p{self.part:03d}.seg"
+
+
+@dataclass(frozen=True, slots=True)
+class FoldName:
+    """The fold of all rows that changed in (``start``, ``end``]; a base when ``start`` is None, the root."""
+
+    job: bytes
+    end: MarkerId
+    start: MarkerId | None
+
+    @property
+    def name(self) -> str:
+        return f"{FOLDS_DIR}/{self.job.hex()}/{self._span}.json"
+
+    def segment_name(self, part: int) -> str:
+        """Name of part ``part`` of its rows."""
+        return f"{SEGMENTS_DIR}/{self.job.hex()}/f-{self._span}-p{part:03d}.seg"
+
+    @property
+    def _span(self) -> str:
+        return f"{_marker_name(self.end)}-from-{_marker_name(self.start) if self.start else 'root'}"
+
+
+def parse_store_segment(name: str) -> StoreSegment | None:
+    """Parse what :attr:`StoreSegment.name` made; None: it is another name."""
+    match = _STORE_SEGMENT.fullmatch(name)
+    if match is None:
+        return None
+    job, generation, rank, marker, part = match.groups()
+    found = StoreSegment(bytes.fromhex(job), MarkerId(int(generation), int(marker)), int(rank), int(part))
+    return found if found.name == name else None
+
+
+def parse_fold_name(name: str) -> FoldName | None:
+    """Parse what :attr:`FoldName.name` made; None: it is another name."""
+    match = _FOLD.fullmatch(name)
+    found = _fold(match) if match else None
+    return found if found is not None and found.name == name else None
+
+
+def parse_fold_segment(name: str) -> tuple[FoldName, int] | None:
+    """(fold, part) of what :meth:`FoldName.segment_name` made, or None."""
+    match = _FOLD_SEGMENT.fullmatch(name)
+    if match is None:
+        return None
+    fold, part = _fold(match), int(match[6])
+    return (fold, part) if fold.segment_name(part) == name else None
+
+
+def _fold(match: re.Match[str]) -> FoldName:
+    job, generation, marker, from_generation, from_marker = match.groups()[:5]
+    start = None if from_generation is None else MarkerId(int(from_generation), int(from_marker))
+    return FoldName(bytes.fromhex(job), MarkerId(int(generation), int(marker)), start)
+
+
+def claim_name(job: bytes, generation: int) -> str:
+    return f"{CLAIMS_DIR}/{job.hex()}/g{generation:08d}"
+
+
+def parse_claim_name(name: str) -> tuple[bytes, int] | None:
+    """(job, generation), or None when the name is no claim's."""
+    match = _CLAIM.fullmatch(name)
+    found = (bytes.fromhex(match[1]), int(match[2])) if match else None
+    return found if found and claim_name(*found) == name else None
+
+
+def manifest_name(job: bytes, marker: MarkerId) -> str:
+    return f"{MANIFESTS_DIR}/{job.hex()}/{_marker_name(marker)}.json"
+
+
+def parse_manifest_name(name: str) -> tuple[bytes, MarkerId] | None:
+    """(job, marker), or None when the name is no manifest's."""
+    found = _job_and_marker(_MANIFEST.fullmatch(name))
+    return found if found and manifest_name(*found) == name else None
+
+
+def dropped_name(job: bytes, marker: MarkerId) -> str:
+    return f"{DROPPED_DIR}/{job.hex()}/{_marker_name(marker)}"
+
+
+def parse_dropped_name(name: str) -> tuple[bytes, MarkerId] | None:
+    """(job, marker), or None when the name does not say that a marker was dropped."""
+    found = _job_and_marker(_DROPPED.fullmatch(name))
+    return found if found and dropped_name(*found) == name else None
+
+
+def pin_name(job: bytes, marker: MarkerId) -> str:
+    return f"{PINS_DIR}/{job.hex()}/{_marker_name(marker)}"
+
+
+def parse_pin_name(name: str) -> tuple[bytes, MarkerId] | None:
+    """(job, marker), or None when the name is no pin's."""
+    found = _job_and_marker(_PIN.fullmatch(name))
+    return found if found and pin_name(*found) == name else None
+
+
+def attempt_name(job: bytes, marker: MarkerId, attempt: str) -> str:
+    """Name of what is put before a pin; ``attempt`` has 16 hex digits."""
+    return f"{pin_name(job, marker)}-{attempt}"
+
+
+def parse_attempt_name(name: str) -> tuple[bytes, MarkerId] | None:
+    """(job, marker), or None when the name is no attempt's to pin one."""
+    match = _ATTEMPT.fullmatch(name)
+    found = _job_and_marker(match)
+    return found if match and found and attempt_name(*found, match[4]) == name else None
+
+
+def reached_name(job: bytes, marker: MarkerId, every: int) -> str:
+    """Name of what says how far the outer tier has come; ``every``: the numbers of its markers are multiples of it."""
+    return f"{OUTER_DIR}/{job.hex()}/{_marker_name(marker)}-e{every:08d}"
+
+
+def parse_reached_name(name: str) -> tuple[bytes, MarkerId, int] | None:
+    """(job, marker, every), or None when :func:`reached_name` did not make the name."""
+    match = _REACHED.fullmatch(name)
+    found = _job_and_marker(match)
+    if match is None or found is None or not int(match[4]) or reached_name(*found, int(match[4])) != name:
+        return None
+    return (*found, int(match[4]))
+
+
+def verdict_name(job: bytes, marker: MarkerId, crc: int) -> str:
+    """Name of what a checker found of a marker, by its content's checksum."""
+    return f"{VERDICTS_DIR}/{job.hex()}/{_marker_name(marker)}-{crc:08x}.json"
+
+
+def parse_verdict_name(name: str) -> tuple[bytes, MarkerId] | None:
+    """(job, marker), or None when the name is no verdict's."""
+    match = _VERDICT.fullmatch(name)
+    found = _job_and_marker(match)
+    return found if match and found and verdict_name(*found, int(match[4], 16)) == name else None
+
+
+def proved_name(job: bytes, marker: MarkerId, said: str) -> str:
+    """Name of what says that a marker was compared with its proof; ``said``: with what, and what came of it."""
+    return f"{PROVED_DIR}/{job.hex()}/{_marker_name(marker)}-{said}"
+
+
+def parse_proved_name(name: str) -> tuple[bytes, MarkerId, str] | None:
+    """(job, marker, said), or None when :func:`proved_name` did not make the name."""
+    match = _PROVED.fullmatch(name)
+    found = _job_and_marker(match)
+    return (*found, match[4]) if match and found and proved_name(*found, match[4]) == name else None
+
+
+def damaged_name(name: str, number: int = 1) -> str:
+    """Where the bytes of a damaged object are kept once it is written anew; ``number`` counts its repairs."""
+    return f"{DAMAGED_DIR}/{name}" + (f".{number}" if number > 1 else "")
+
+
+def scrub_place_name(job: bytes, who: str, number: int) -> str:
+    """Name of where a scrub stands; ``who`` is ``service`` or ``command``, each has a place of its own."""
+    return f"{SCRUB_DIR}/{job.hex()}/{who}-{number:08d}"
+
+
+def parse_scrub_place(name: str) -> tuple[bytes, str, int] | None:
+    """(job, who, number), or None when :func:`scrub_place_name` did not make the name."""
+    match = _SCRUB_PLACE.fullmatch(name)
+    found = (bytes.fromhex(match[1]), match[2], int(match[3])) if match else None
+    return found if found and scrub_place_name(*found) == name else None
+
+
+def garbage_name(job: bytes, time_ms: int, crc: int) -> str:
+    """Name of a list of garbage that was found at a time, by its content's checksum."""
+    return f"{GARBAGE_DIR}/{job.hex()}/t{time_ms:016d}-{crc:08x}.json"
+
+
+def probe_name(job: bytes, probe: str) -> str:
+    """Name of what is put for a while, to learn the store's own time or to know the store by: 16 hex digits."""
+    return f"{GARBAGE_DIR}/{job.hex()}/now-{probe}"
+
+
+def is_probe(name: str) -> bool:
+    """Tell whether :func:`probe_name` made it."""
+    return _PROBE.fullmatch(name) is not None
+
+
+def reading_name(job: bytes, time_ms: int, crc: int) -> str:
+    """Name of what was read whole at a time, by its content's checksum."""
+    return f"{READINGS_DIR}/{job.hex()}/t{time_ms:016d}-{crc:08x}.json"
+
+
+def is_reading(name: str) -> bool:
+    """Tell whether :func:`reading_name` made it."""
+    return _READING.fullmatch(name) is not None
+
+
+def is_garbage_list(name: str) -> bool:
+    """Tell whether :func:`garbage_name` made it."""
+    return _GARBAGE.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SummaryName:
+    """A summary of ``count`` markers, from ``first`` to ``last``; ``crc`` is the CRC32C of the object."""
+
+    job: bytes
+    first: MarkerId
+    last: MarkerId
+    count: int
+    crc: int
+
+    @property
+    def name(self) -> str:
+        markers = f"{_marker_name(self.first)}-to-{_marker_name(self.last)}"
+        return f"{SUMMARIES_DIR}/{self.job.hex()}/{markers}-n{self.count:08d}-{self.crc:08x}"
+
+
+def parse_summary_name(name: str) -> SummaryName | None:
+    """Parse what :attr:`SummaryName.name` made; None: it is another name."""
+    if (match := _SUMMARY.fullmatch(name)) is None:
+        return None
+    first, last = (MarkerId(int(match[place]), int(match[place + 1])) for place in (2, 4))
+    found = SummaryName(bytes.fromhex(match[1]), first, last, int(match[6]), int(match[7], 16))
+    return found if found.name == name and first <= last and found.count else None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CopyName:
+    """Control records at offsets ``first`` to ``last``, kept a second time.
+
+    Nothing in it, and no folder above it, is like the name of a file of a log: what deletes those by pattern spares it.
+    """
+
+    job: bytes
+    log: str
+    """Which log they are of, as :func:`copied_log` says."""
+    epoch: int
+    """Counts how often the control partition was put back: offsets of one epoch are of one partition."""
+    first: int
+    last: int
+    crc: int
+    """CRC-32 of the record at ``last``."""
+
+    @property
+    def name(self) -> str:
+        return f"{records_dir(self.job)}/{self.log}-e{self.epoch:04d}-{self.first:020d}-{self.last:020d}-{self.crc:08x}"
+
+
+def records_dir(job: bytes) -> str:
+    """Where all copies of a job's control records are."""
+    return f"{RECORDS_DIR}/{job.hex()}"
+
+
+def copied_log(incarnation: str) -> str:
+    """Which log records are of, in names: 8 hex digits. A control topic that was made again changes nothing."""
+    return hashlib.sha256(incarnation.partition("+")[0].encode()).hexdigest()[:8]
+
+
+def parse_copy_name(name: str) -> CopyName | None:
+    """Parse what :attr:`CopyName.name` made; None: it is another name."""
+    match = _COPY.fullmatch(name)
+    if match is None:
+        return None
+    job, log, epoch, first, last, crc = match.groups()
+    found = CopyName(bytes.fromhex(job), log, int(epoch), int(first), int(last), int(crc, 16))
+    return found if found.name == name and found.first <= found.last else None
+
+
+def place_dir(uri: FileUri | KafkaUri) -> str:
+    """Where a store says whose log was at ``uri``: of a Kafka job, its name alone, for brokers have many names."""
+    place = str(uri) if isinstance(uri, FileUri) else f"kafka job {uri.job}"
+    return f"{PLACES_DIR}/{hashlib.sha256(place.encode()).hexdigest()[:32]}"
+
+
+def place_name(uri: FileUri | KafkaUri, job: bytes) -> str:
+    """Says that ``job`` has committed markers in the log at ``uri``."""
+    return f"{place_dir(uri)}/{job.hex()}"
+
+
+def dense_file_name(job: bytes, marker: MarkerId, file: str) -> str:
+    """Name of one file of a marker's dense state."""
+    return f"{dense_name(job, marker)}/{file}"
+
+
+def parse_dense_file(name: str) -> tuple[bytes, MarkerId, str] | None:
+    """(job, marker, file), or None when the name is not of a file of a marker's dense state."""
+    match = _DENSE_FILE.fullmatch(name)
+    found = _job_and_marker(match)
+    if match is None or found is None or dense_file_name(*found, match[4]) != name:
+        return None
+    return (*found, match[4])
+
+
+def _marker_name(marker: MarkerId) -> str:
+    return f"g{marker.generation:08d}-m{marker.marker:08d}"
+
+
+def _job_and_marker(match: re.Match[str] | None) -> tuple[bytes, MarkerId] | None:
+    return (bytes.fromhex(match[1]), MarkerId(int(match[2]), int(match[3]))) if match else None

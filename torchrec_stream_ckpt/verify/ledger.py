@@ -1,0 +1,395 @@
+"""What fits its proofs and what does not, kept while a reader goes from marker to marker, the oldest first.
+
+A block is compared once, at the marker that proves it. It holds the same rows at each later marker until one of them is
+sent again. Where markers branch, the changes of a branch are taken back before its sibling is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrec_stream_ckpt.find.route import Path
+from torchrec_stream_ckpt.format.claim_changes import goes_on
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Digests, Ints, Window, row_keys
+from torchrec_stream_ckpt.format.rows import RowsView
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.proofs.compare import MAX_NAMED, Differing, Flags, Tally
+from torchrec_stream_ckpt.proofs.rowsums import MEMORY_BYTES, Slice, plain_sums
+from torchrec_stream_ckpt.proofs.seen_marks import Circle, Said, digests_of
+from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved, UnprovedBlock, name_blocks
+from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
+
+_ROWS = np.arange(BLOCK_ROWS)
+
+
+class Journal:
+    """Changes of arrays that can be taken back.
+
+    Args:
+        limit_bytes: How much it keeps, about.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._undo: list[tuple[Callable[[], object], int]] = []
+        self._begun: list[int] = []
+        self._num_bytes = 0
+
+    def is_full(self) -> bool:
+        """Tell whether no more rows should be changed before it goes back."""
+        return self._num_bytes >= self._limit_bytes
+
+    def set(self, array: npt.NDArray[Any], index: Any, values: object) -> None:
+        """``array[index] = values``."""
+        if self._begun:
+            old = array[index].copy()
+            self.did(partial(array.__setitem__, index, old), old.nbytes + getattr(index, "nbytes", 0))
+        array[index] = values
+
+    def did(self, undo: Callable[[], object], num_bytes: int = 0) -> None:
+        """Something was changed, and ``undo`` takes it back."""
+        if self._begun:
+            self._undo.append((undo, num_bytes))
+            self._num_bytes += num_bytes
+
+    def begin(self) -> None:
+        """From here on :meth:`back` takes changes back. Begins and backs nest."""
+        self._begun.append(len(self._undo))
+
+    def back(self) -> None:
+        """To the newest :meth:`begin`."""
+        begun = self._begun.pop()
+        while len(self._undo) > begun:
+            undo, num_bytes = self._undo.pop()
+            undo()
+            self._num_bytes -= num_bytes
+
+
+@dataclass(slots=True)
+class _Part:
+    """What one column slice has brought since the sums were last settled."""
+
+    values: Ints
+    """Shape (rows, sections)."""
+    written: Flags
+    """Shape (rows,)."""
+
+
+class _Table:
+    """Sums of the newest version of each row of one table, and what came of its blocks.
+
+    A sum has no key of its row: that takes the id of the table, which a marker of version 1 does not have. Rows of
+    several column slices are whole once each slice has brought its part; then their sums are settled, at the latest
+    when slices change.
+    """
+
+    def __init__(self, spec: TableSpec, memory_bytes: int, journal: Journal) -> None:
+        self.spec, self._journal = spec, journal
+        self._memory_bytes = memory_bytes
+        self._per_row = np.array([False, *(state.per_row for state in spec.states)])
+        self._parts: dict[Slice, _Part] = {}
+        self._slices: frozenset[Slice] = frozenset()
+        """In which the settled values of row-wise states belong."""
+        self._slots: Ints | None = None
+        count = -(-spec.rows // BLOCK_ROWS)
+        self.cells = np.diff(np.minimum(np.arange(count + 1) * BLOCK_ROWS, spec.rows)) * spec.dim
+        """Of each block, in one section."""
+        self.open = np.zeros((count, self.sections), np.bool_)
+        """Whether a proof has been compared with what the block still holds."""
+        self.bad = np.zeros((count, self.sections), np.bool_)
+        self.place = np.full(count, -1, np.int32)
+        """The number of the marker by which."""
+        self.fresh = np.zeros(count, np.bool_)
+        """Whether a row of the block came in what is being read now."""
+        self._lost = np.zeros(count, np.bool_)
+        """The journal was full when a row of it came."""
+        self.checked = self.differing = 0
+        self.resplit = False
+        """Whether row-wise states came in other column slices before."""
+
+    @property
+    def sections(self) -> int:
+        """Weights, and each state."""
+        return len(self._per_row)
+
+    def _allocate(self, cols: int) -> Ints:
+        """A slot for each block that fits the memory, where rows come in slices of so many columns."""
+        parts = -(-self.spec.dim // cols)
+        row_bytes = self.sections * 9 + (parts * (8 * self.sections + 1) if parts > 1 else 0)
+        width = min(POSITIONS, self._memory_bytes * POSITIONS // (row_bytes * len(self.open) * BLOCK_ROWS))
+        chosen = Window(0, width).blocks(0, 0, self.spec.rows) if width else np.empty(0, np.int64)
+        slots = np.full(len(self.open), -1, np.int64)
+        slots[chosen] = np.arange(len(chosen))
+        rows = (chosen[:, None] * BLOCK_ROWS + _ROWS).ravel()
+        self._sums = np.zeros((len(rows), self.sections), np.int64)
+        self._known = np.repeat((rows >= self.spec.rows)[:, None], self.sections, 1)  # there are no such rows
+        return slots
+
+    def take(self, col0: int, cols: int, rows: RowsView) -> None:
+        """Rows that are newer than all before."""
+        if self._slots is None:
+            self._slots = self._allocate(cols)
+        blocks = np.unique(rows.ids // BLOCK_ROWS)
+        self.fresh[blocks] = True
+        self._judged(blocks, np.zeros((len(blocks), self.sections), np.bool_), self.bad[blocks])
+        chosen = np.flatnonzero(self._slots[rows.ids // BLOCK_ROWS] >= 0)
+        if self._journal.is_full():
+            self._journal.set(self._lost, blocks, True)
+        elif len(chosen):
+            ids = rows.ids[chosen]
+            places = self._slots[ids // BLOCK_ROWS] * BLOCK_ROWS + ids % BLOCK_ROWS
+            arrays = [array[chosen] for array in (rows.weights, *rows.states)]
+            self._put((col0, cols), places, np.stack([plain_sums(array, col0, cols) for array in arrays], 1))
+
+    def _put(self, slice_: Slice, places: Ints, sums: Ints) -> None:
+        if slice_ not in self._parts and any(_overlap(slice_, other) for other in self._parts):
+            self.settle()
+        if slice_ == (0, self.spec.dim):
+            self._belong(frozenset({slice_}))
+            self._journal.set(self._sums, places, sums)
+            self._journal.set(self._known, places, True)
+            return
+        part = self._parts.get(slice_) or self._new_part(slice_)
+        self._journal.set(part.values, places, sums)
+        self._journal.set(part.written, places, True)
+
+    def _new_part(self, slice_: Slice) -> _Part:
+        part = _Part(np.zeros_like(self._sums), np.zeros(len(self._sums), np.bool_))
+        self._parts[slice_] = part
+        self._journal.did(partial(self._parts.pop, slice_), part.values.nbytes)
+        return part
+
+    def _belong(self, slices: frozenset[Slice]) -> None:
+        """Settled values of row-wise states belong to these slices: those of others are not known."""
+        if slices != self._slices:
+            self._journal.did(partial(setattr, self, "_slices", self._slices))
+            self._slices = slices
+            if self._per_row.any():
+                places = np.flatnonzero(self._known[:, self._per_row].any(1))
+                places = places[self._rows_at(places) < self.spec.rows]
+                if len(places):
+                    self._journal.did(partial(setattr, self, "resplit", self.resplit))
+                    self.resplit = True
+                self._journal.set(self._known, places, self._known[places] & ~self._per_row)
+
+    def _rows_at(self, places: Ints) -> Ints:
+        """Rows of the table, by where their sums are."""
+        assert self._slots is not None
+        blocks = np.flatnonzero(self._slots >= 0)
+        return blocks[places // BLOCK_ROWS] * BLOCK_ROWS + places % BLOCK_ROWS
+
+    def settle(self) -> None:
+        """Add up what the slices have brought; what only some of them brought is not known from now on."""
+        if not self._parts:
+            return
+        places = np.flatnonzero(np.logical_or.reduce([part.written for part in self._parts.values()]))
+        sums, known = self._at(places, frozenset(self._parts))
+        self._belong(frozenset(self._parts))
+        self._journal.set(self._sums, places, sums)
+        self._journal.set(self._known, places, known)
+        self._journal.did(partial(setattr, self, "_parts", self._parts))
+        self._parts = {}
+
+    def _at(self, places: Ints, own: frozenset[Slice]) -> tuple[Ints, Flags]:
+        """(sums, whether they are known) of rows, as slices ``own`` have them."""
+        sums, known = self._sums[places], self._known[places]
+        if self._slices != own:
+            known[:, self._per_row] &= (self._rows_at(places) >= self.spec.rows)[:, None]
+        if self._parts:
+            written = np.stack([part.written[places] for part in self._parts.values()])
+            some = written.any(0)
+            tiled = sum(cols for _, cols in self._parts) == self.spec.dim
+            whole = np.logical_and.reduce(written) & tiled
+            sums[some] = sum(part.values[places[some]] for part in self._parts.values())
+            known[some] = whole[some, None]
+            if own != frozenset(self._parts):
+                known[np.ix_(some, self._per_row)] = False
+        return sums, known
+
+    def judge(self, blocks: Ints, expected: Digests, own: frozenset[Slice], id_: int, number: int) -> None:
+        """Compare what a marker proves of some blocks with what they hold.
+
+        Args:
+            blocks: Ascending.
+            expected: Their digests, shape (blocks, sections).
+            own: The column slices of the marker's shards.
+            id_: The table's.
+            number: The marker's.
+        """
+        if self._slots is None:
+            return
+        here = np.flatnonzero((self._slots[blocks] >= 0) & ~self._lost[blocks])
+        blocks, expected = blocks[here], expected[here]
+        if not len(blocks):
+            return
+        sums, known = self._at((self._slots[blocks][:, None] * BLOCK_ROWS + _ROWS).ravel(), own)
+        rows = (blocks[:, None] * BLOCK_ROWS + _ROWS).ravel()
+        for section in range(self.sections):
+            sums[:, section] *= row_keys(id_, section, rows)
+        found = sums.reshape(-1, BLOCK_ROWS, self.sections).sum(1).view(np.uint64)
+        open_ = np.logical_and.reduce(known.reshape(-1, BLOCK_ROWS, self.sections), 1)
+        self._judged(blocks, open_, open_ & (found != expected))
+        self._journal.set(self.place, blocks, number)
+
+    def _judged(self, blocks: Ints, open_: Flags, bad: Flags) -> None:
+        bad = bad & open_
+        cells = self.cells[blocks]
+        before = self.checked, self.differing
+        self._journal.did(partial(self._count, *before))
+        checked = ((open_.astype(np.int64) - self.open[blocks]).sum(1) * cells).sum()
+        self._count(before[0] + int(checked), before[1] + int(bad.sum()) - int(self.bad[blocks].sum()))
+        self._journal.set(self.open, blocks, open_)
+        self._journal.set(self.bad, blocks, bad)
+
+    def _count(self, checked: int, differing: int) -> None:
+        self.checked, self.differing = checked, differing
+
+
+def _overlap(one: Slice, other: Slice) -> bool:
+    return one[0] < other[0] + other[1] and other[0] < one[0] + one[1]
+
+
+class Ledger:
+    """The tables of all markers that stand on one first generation.
+
+    Args:
+        lineage: The control partition.
+        memory_bytes: What sums, and the journal of a branch, may take. Where all blocks would take more, a share of
+            them is looked at.
+    """
+
+    def __init__(self, lineage: Lineage, memory_bytes: int = MEMORY_BYTES) -> None:
+        self._lineage, self._memory_bytes = lineage, memory_bytes
+        self._numbers = {marker: number for number, marker in enumerate(lineage.commits)}
+        self._markers = list(lineage.commits)
+        self._windows: dict[MarkerId, Window] = {}
+        self._names: dict[tuple[str, int, int, int, int], UnprovedBlock] = {}
+        self._proving: tuple[MarkerId, Path, Circle] | None = None
+        """A marker that blocks do not fit, and what leads to it."""
+        self._schema = Schema(())
+        self._tables: list[_Table] = []
+        self.journal = Journal(memory_bytes // 2)
+
+    def begin(self, schema: Schema) -> None:
+        """A generation that stands on no other one: nothing is known of its tables."""
+        self.journal = Journal(self._memory_bytes // 2)
+        self._schema, self._names, self._proving = schema, {}, None
+        self._tables = [self._new_table(spec, schema) for spec in schema.tables]
+
+    def _new_table(self, spec: TableSpec, schema: Schema) -> _Table:
+        """With its share of the memory."""
+        mine, *cells = (each.rows * (1 + len(each.states)) for each in (spec, *schema.tables))
+        return _Table(spec, self._memory_bytes // 2 * mine // max(1, sum(cells)), self.journal)
+
+    def turn(self, schema: Schema) -> None:
+        """A generation that stands on the one before: it may hold the tables in other slices, give them ids, and have
+        others at their indices, of which nothing is known."""
+        self.journal.did(partial(setattr, self, "_schema", self._schema))
+        self.journal.did(partial(setattr, self, "_tables", self._tables))
+        before, self._schema = self._schema.tables, schema
+        for table in self._tables:
+            table.settle()
+        kept = [index < len(before) and goes_on(before[index], spec) for index, spec in enumerate(schema.tables)]
+        self._tables = [
+            self._tables[index] if kept[index] else self._new_table(spec, schema)
+            for index, spec in enumerate(schema.tables)
+        ]
+
+    def read_on(self) -> None:
+        """The next interval, or piece of a store, begins."""
+        for table in self._tables:
+            table.fresh[:] = False
+
+    def rows(self, table: int, col0: int, cols: int, rows: RowsView) -> None:
+        """Rows that are newer than all before, each once."""
+        if len(rows.ids):
+            self._tables[table].take(col0, cols, rows)
+
+    def judge(self, marker: MarkerId, said: Sequence[Said], *, within: bool = False) -> None:
+        """Judge the rows by what the ranks said at the marker that they have come to.
+
+        Args:
+            marker: Its id.
+            said: By all of its ranks.
+            within: The rows are those of a later marker: blocks that it sent are left alone.
+
+        Raises:
+            CorruptionError: a proof has more or fewer digests than its shards have.
+        """
+        windows = {each.proof.window if each.proof is not None else None for each in said}
+        window = windows.pop() if len(windows) == 1 else None
+        if window is None:
+            return
+        self._windows[marker] = window
+        schema = self._lineage.claims[marker.generation].schema
+        for index, (blocks, expected, own) in _expected(said, schema, window).items():
+            table, id_ = self._tables[index], schema.tables[index].id
+            if id_ is None or id_ != self._schema.tables[index].id:
+                continue
+            if within:
+                kept = np.flatnonzero(~table.fresh[blocks])
+                blocks, expected = blocks[kept], expected[kept]
+            table.judge(blocks, expected, frozenset(own), id_, self._numbers[marker])
+
+    def outcome(self) -> Compared:
+        """Return what came of the rows of the marker that the ledger has come to."""
+        total = sum(int(table.cells.sum()) * table.sections for table in self._tables)
+        checked = sum(table.checked for table in self._tables)
+        if not any(table.differing for table in self._tables):
+            return Compared(checked, total)
+        blocks: list[UnprovedBlock] = []
+        for index, table in enumerate(self._tables):
+            bad = np.argwhere(table.bad)[: MAX_NAMED - len(blocks)].tolist()
+            blocks += [self._name(index, block, section, int(table.place[block])) for block, section in bad]
+        tables = tuple(spec.name for spec, table in self._named() if table.differing)
+        count = sum(table.differing for table in self._tables)
+        return Compared(checked, total, Unproved(count, tuple(blocks), tables))
+
+    def _name(self, index: int, block: int, section: int, number: int) -> UnprovedBlock:
+        """A block that does not fit the proof of a marker, in words: they are the same at all markers that hold it."""
+        key = (self._schema.tables[index].name, index, block, section, number)
+        if key not in self._names:
+            marker = self._markers[number]
+            if self._proving is None or self._proving[0] != marker:
+                path = Path.to(self._lineage, marker)
+                windows = {path.place(each): self._windows[each] for each in path.chain if each in self._windows}
+                self._proving = marker, path, Circle(windows)
+            _, path, circle = self._proving
+            differing = Tally(named=(Differing(index, block, section, path.place(marker)),))
+            unproved = name_blocks(differing, self._schema, path, circle)
+            assert unproved is not None
+            (self._names[key],) = unproved.blocks
+        return self._names[key]
+
+    @property
+    def uncompared(self) -> tuple[str, ...]:
+        """Tables whose row-wise states came in other column slices than those of the newest generation."""
+        return tuple(spec.name for spec, table in self._named() if table.resplit)
+
+    def _named(self) -> Iterator[tuple[TableSpec, _Table]]:
+        """Each table as it is called now."""
+        return zip(self._schema.tables, self._tables, strict=True)
+
+
+def _expected(said: Iterable[Said], schema: Schema, window: Window) -> dict[int, tuple[Ints, Digests, set[Slice]]]:
+    """By table: (blocks of the window, what all ranks together say of them, the column slices that they hold)."""
+    found: dict[int, tuple[Ints, Digests, set[Slice]]] = {}
+    for index, spec in enumerate(schema.tables):
+        if spec.id is not None:
+            blocks = window.blocks(spec.id, 0, spec.rows)
+            found[index] = blocks, np.zeros((len(blocks), 1 + len(spec.states)), np.uint64), set()
+    tables = [(spec.id, 1 + len(spec.states)) for spec in schema.tables]
+    for each in said:
+        for shard, numbers, digests in digests_of(each, tables):
+            if shard.table in found:
+                blocks, expected, own = found[shard.table]
+                own.add((shard.col0, shard.cols))
+                expected[np.searchsorted(blocks, numbers)] += digests
+    return found

@@ -1,0 +1,529 @@
+"""A verdict for each marker of a job: read all that they need, without a model, and check it.
+
+Markers share what leads to them: each interval of the log and each piece of the store is read once, and what was found
+there counts for all markers that it leads to. They form a tree, and are read along it, so that what they prove of live
+rows is compared on the way (``ledger.py``).
+
+What has to be read for markers, and what of it stands on what: a tree.
+
+What ranks said at markers, as a store keeps it: read once, and kept for folds that lead past them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
+from torchrec_stream_ckpt.find.locate import load_catalog, locate
+from torchrec_stream_ckpt.find.route import Route
+from torchrec_stream_ckpt.find.strides import Strides
+from torchrec_stream_ckpt.format.control import Claim, Commit
+from torchrec_stream_ckpt.format.entry_digests import DenseProof
+from torchrec_stream_ckpt.format.frame import Header, Kind
+from torchrec_stream_ckpt.format.interval import Interval, intervals_of
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.manifest import SegmentRef
+from torchrec_stream_ckpt.format.notes import Notes
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.format.segment import Front, check_tables, decode_chunk
+from torchrec_stream_ckpt.log.api import LogReader
+from torchrec_stream_ckpt.log.stream import check_hello, checked_payload, read_mark, read_stream
+from torchrec_stream_ckpt.proofs.seen_marks import Said
+from torchrec_stream_ckpt.proofs.unproved import Compared
+from torchrec_stream_ckpt.restore.coverage import Coverage, rows_of_frame
+from torchrec_stream_ckpt.restore.damage_location import Placing, in_segments
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.catalog import Catalog, Piece
+from torchrec_stream_ckpt.store.dense import DenseStore
+from torchrec_stream_ckpt.store.reader import NOTES_READS, load_front, open_segments, read_chunks
+from torchrec_stream_ckpt.util.types import MarkerId, RankEnd, TableShard
+from torchrec_stream_ckpt.verify.ledger import Ledger
+from torchrec_stream_ckpt.verify.verify import READERS, CompareDense, Verified, dense_of
+
+_KEPT = 1024
+"""Markers."""
+
+
+class KeptNotes:
+    """Notes of markers by their ids.
+
+    Args:
+        catalog: Of the store.
+        lineage: The control partition: a manifest of another history is as good as damaged.
+    """
+
+    def __init__(self, catalog: Catalog, lineage: Lineage) -> None:
+        self._catalog = catalog
+        self._lineage = lineage
+        self._kept: OrderedDict[MarkerId, tuple[Notes, ...]] = OrderedDict()
+        self._read: set[MarkerId] = set()
+
+    def of(self, marker: MarkerId, fronts: Mapping[str, Front]) -> tuple[Notes, ...]:
+        """By each rank; raises CorruptionError.
+
+        Args:
+            marker: One that has a manifest.
+            fronts: Of segments that are open, by name.
+        """
+        if marker not in self._kept:
+            self._read.add(marker)
+            self._kept[marker] = tuple(
+                Notes.from_json((fronts.get(ref.name) or self._front(ref)).notes, ref.name)
+                for ref in self._catalog.check(self._lineage.find(marker)).last
+            )
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return self._kept[marker]
+
+    def _front(self, ref: SegmentRef) -> Front:
+        return load_front(self._catalog.objects, ref, self._catalog.job)
+
+    def some_of(self, markers: Iterable[MarkerId]) -> Iterator[tuple[MarkerId, tuple[Notes, ...]]]:
+        """Those of the first few markers that are still kept, or can be read for the first time.
+
+        The rows can be read without them. So what is damaged is left out: less can be proved.
+        """
+        there = (each for each in markers if each in self._catalog.markers and each not in self._catalog.dropped)
+        for marker in islice(there, NOTES_READS):
+            if marker in self._kept or marker not in self._read:
+                try:
+                    notes = self.of(marker, {})
+                except CorruptionError:
+                    continue
+                yield marker, notes
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What is read at once: the interval of the log, or the piece of the store, that ends at a marker."""
+
+    marker: MarkerId
+    stored: bool
+
+
+class Steps:
+    """The steps of all markers of a job.
+
+    Args:
+        lineage: The control partition.
+        catalog: The store that serves some of them; None for the log alone.
+    """
+
+    def __init__(self, lineage: Lineage, catalog: Catalog | None) -> None:
+        self._lineage, self._catalog = lineage, catalog
+        self._strides = Strides(lineage, catalog)
+        self.reach = self._strides.reach
+        self.previous: dict[MarkerId, MarkerId | None] = {}
+        """What each marker stands on."""
+        newest: dict[int, MarkerId] = {}
+        for marker in lineage.commits:
+            self.previous[marker] = newest.get(marker.generation, lineage.claims[marker.generation].parent)
+            newest[marker.generation] = marker
+
+    def to(self, marker: MarkerId) -> Step:
+        """The last one."""
+        return Step(marker, self._strides.serves(marker))
+
+    def tree(self, markers: Iterable[MarkerId]) -> dict[Step | None, list[Step]]:
+        """Return the steps that stand on each step, and on nothing; the one that most others need is first."""
+        found: dict[Step | None, list[Step]] = {}
+        known: set[Step] = set()
+        for marker in markers:
+            for step in self.steps(marker, known):
+                known.add(step)
+                found.setdefault(self.before(step), []).append(step)
+        weight: dict[Step, int] = {}
+        for step in reversed(list(_downward(found))):
+            weight[step] = 1 + sum(weight[each] for each in found.get(step, ()))
+        for steps in found.values():
+            steps.sort(key=lambda step: -weight[step])
+        return found
+
+    def within(self, step: Step) -> Iterator[MarkerId]:
+        """Markers that a piece of the store leads past, the newest first; none where it holds every row."""
+        start, at = self._strides.start(step.marker), self.previous[step.marker]
+        while start is not None and at is not None and at != start:
+            yield at
+            at = self.previous[at]
+
+    def before(self, step: Step) -> Step | None:
+        """Return the step on which an interval of the log, or a piece of the store, stands."""
+        if step.stored:
+            start = self._strides.start(step.marker)
+            return Step(start, True) if start is not None else None
+        previous = self.previous[step.marker]
+        return self.to(previous) if previous is not None else None
+
+    def steps(self, marker: MarkerId, known: Container[Step]) -> list[Step]:
+        """Return the steps that lead to ``marker`` from the last one that is known, the newest first."""
+        steps: list[Step] = []
+        at: Step | None = self.to(marker)
+        while at is not None and at not in known:
+            steps.append(at)
+            at = self.before(at)
+        return steps
+
+    def size_of(self, step: Step) -> int:
+        """Bytes, as far as names and COMMITs tell."""
+        if step.stored:
+            with contextlib.suppress(CorruptionError):  # it is said when it is read
+                return sum(ref.num_bytes for ref in self.piece(step).segments)
+            return 0
+        return sum(interval.num_bytes for interval in self.intervals(step))
+
+    def intervals(self, step: Step) -> Iterator[Interval]:
+        """Yield what each rank sent for a step of the log."""
+        marker, previous = step.marker, self.previous[step.marker]
+        before = previous if previous is not None and previous.generation == marker.generation else None
+        commit = self._lineage.find(marker)
+        claim = self._lineage.claims[marker.generation]
+        return intervals_of(claim, commit, self._lineage.find(before) if before is not None else None)
+
+    def piece(self, step: Step) -> Piece:
+        """Return the piece of the store for a step; raises CorruptionError."""
+        assert self._catalog is not None
+        return self._catalog.piece(self._strides.start(step.marker), self._lineage.find(step.marker))
+
+
+def _downward(tree: Mapping[Step | None, list[Step]]) -> Iterator[Step]:
+    """All steps, each after the one that it stands on."""
+    wanted = list(tree.get(None, ()))
+    while wanted:
+        step = wanted.pop()
+        yield step
+        wanted += tree.get(step, ())
+
+
+@dataclass(frozen=True, slots=True)
+class MarkerVerdict:
+    """What can be said of one marker."""
+
+    marker: MarkerId
+    damage: tuple[CorruptionError, ...]
+    """Each with the marker in whose interval it is, and its place; empty: the marker is whole."""
+    verified: Verified | None
+    """What was read, rows that are not as they were proved among it; None if the marker is damaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What leads to a marker: added up from its start."""
+
+    reach: MarkerId | None = None
+    streams: int = 0
+    frames: int = 0
+    rows: int = 0
+    num_bytes: int = 0
+    segments: int = 0
+    stored_rows: int = 0
+    stored_bytes: int = 0
+    damage: tuple[CorruptionError, ...] = ()
+
+
+@dataclass(slots=True)
+class _Reading:
+    """One interval of the log, or one piece of the store, while it is read."""
+
+    commit: Commit
+    claim: Claim
+    coverage: Coverage
+    frames: int = 0
+    rows: int = 0
+    num_bytes: int = 0
+    segments: int = 0
+    said: list[Said] = field(default_factory=list)
+    """By each rank, at the marker."""
+    damage: list[CorruptionError] = field(default_factory=list)
+
+    @property
+    def schema(self) -> Schema:
+        return self.claim.schema
+
+    def note(self, error: CorruptionError, **place: object) -> None:
+        """Something is wrong: keep what is known of its place."""
+        where = {"marker": str(self.commit.id), **error.where, **place}
+        self.damage.append(type(error)(error.message, hint=error.hint, **where))
+
+    def check(self) -> None:
+        if not self.damage:  # what was not read cannot be told from what was not sent
+            try:
+                self.coverage.check()
+            except CorruptionError as error:
+                self.note(error)
+
+
+class Verifier:
+    """Reads what markers need, each byte once for all of them.
+
+    Args:
+        log: The job's log.
+        lineage: Its control partition.
+        progress: Called with the bytes of each chunk and frame.
+        objects: The store that a restore takes rows from; None for the log alone.
+        compare_dense: For dense state; None: it is not compared.
+    """
+
+    def __init__(
+        self,
+        log: LogReader,
+        lineage: Lineage,
+        progress: Callable[[int], None] = lambda _: None,
+        objects: Objects | None = None,
+        compare_dense: CompareDense | None = None,
+    ) -> None:
+        self._log = Placing(log)
+        self._lineage = lineage
+        self._progress = progress
+        self._compare_dense = compare_dense
+        self._catalog: Catalog | None = load_catalog(objects, lineage)
+        self._ledger = Ledger(lineage)
+        self._steps = Steps(lineage, self._catalog)
+        self._ways: dict[Step, _Way] = {}
+        self._compared: dict[Step, tuple[Compared, tuple[str, ...], Said | None, dict[int, DenseProof]]] = {}
+        """What came of rows, whose row-wise states are not compared, and what ranks say of dense state."""
+        self._refused: dict[MarkerId, CorruptionError | TrimmedError] = {}
+        self._shards: dict[tuple[int, int], tuple[TableShard, ...]] = {}
+        """By generation and rank."""
+        self._told = KeptNotes(self._catalog, lineage) if self._catalog is not None else None
+
+    def read(self, commits: Iterable[Commit]) -> None:
+        """Read what these markers need, as far as it is there.
+
+        Raises:
+            MarkerNotFoundError: the store says that one was given up.
+            StoreUnavailableError, LogUnavailableError: it cannot be told.
+        """
+        tree = self._steps.tree(commit.id for commit in commits if self._is_there(commit.id))
+        wanted: list[tuple[Step | None, bool]] = [(step, False) for step in tree.get(None, ())]
+        while wanted:
+            step, is_side = wanted.pop()
+            if step is None:
+                self._ledger.journal.back()
+                continue
+            if is_side:
+                self._ledger.journal.begin()
+                wanted.append((None, False))
+            self._ways[step] = self._read(step, self._steps.before(step))
+            wanted += [(each, number > 0) for number, each in enumerate(tree.get(step, ()))]
+
+    def _is_there(self, marker: MarkerId) -> bool:
+        if self._catalog is not None:
+            self._catalog.check_offered(marker)
+        try:
+            locate(self._lineage, marker, since=self._steps.reach(marker)).check(self._log)
+        except (TrimmedError, CorruptionError) as error:
+            self._refused[marker] = error
+        return marker not in self._refused
+
+    def verdict(self, commit: Commit, dense: DenseStore) -> MarkerVerdict:
+        """Tell whether a marker that :meth:`read` was told of is whole.
+
+        Args:
+            commit: The marker's.
+            dense: Where its dense state lies.
+
+        Raises:
+            StoreUnavailableError: it cannot be told.
+            TrimmedError: the log was trimmed, and the marker needs what is gone.
+        """
+        marker = commit.id
+        refused = self._refused.get(marker)
+        if isinstance(refused, TrimmedError) and not Route(self._lineage, commit).wrote_to(self._log.incarnation()):
+            raise refused  # its dense state is where its rows are
+        damage: list[CorruptionError] = []
+        try:
+            dense.verify(commit)
+        except CorruptionError as error:
+            damage.append(type(error)(error.message, hint=error.hint, **{"marker": str(marker), **error.where}))
+        if isinstance(refused, TrimmedError):
+            if not damage:
+                raise refused
+            return MarkerVerdict(marker, tuple(damage), None)
+        if refused is not None:
+            return MarkerVerdict(marker, (*damage, refused), None)
+        step = self._steps.to(marker)
+        damage += self._ways[step].damage
+        if damage:
+            return MarkerVerdict(marker, tuple(damage), None)
+        compared, uncompared, said, proofs = self._compared[step]
+        try:
+            compared += dense_of(said, proofs, dense, commit, self._compare_dense)
+        except CorruptionError as error:
+            return MarkerVerdict(marker, (error,), None)
+        return MarkerVerdict(marker, (), self._verified(commit, step, compared, uncompared))
+
+    def num_bytes(self, commits: Iterable[Commit]) -> int:
+        """How much of the log and the store is read for these markers, as far as names and COMMITs tell."""
+        known: set[Step] = set()
+        for commit in commits:
+            known.update(self._steps.steps(commit.id, known))
+        return sum(map(self._steps.size_of, known))
+
+    def _verified(self, commit: Commit, step: Step, compared: Compared, uncompared: tuple[str, ...]) -> Verified:
+        way = self._ways[step]
+        return Verified(
+            commit.id,
+            len(self._lineage.path(commit.id)),
+            way.streams,
+            way.frames,
+            way.rows,
+            way.num_bytes,
+            commit.dense_count,
+            commit.dense_bytes,
+            way.reach,
+            way.segments,
+            way.stored_rows,
+            way.stored_bytes,
+            compared.share,
+            compared.unproved,
+            uncompared,
+        )
+
+    def _read(self, step: Step, before: Step | None) -> _Way:
+        commit = self._lineage.find(step.marker)
+        claim = self._lineage.claims[commit.generation]
+        bases = self._lineage.bases(commit.id)
+        wanted = [
+            table
+            for table in range(len(claim.schema.tables))
+            if before is None or bases.get(table, 0) > before.marker.generation
+        ]
+        reading = _Reading(commit, claim, Coverage(claim.schema, wanted))
+        way = self._ways[before] if before is not None else _Way()
+        damage = way.damage
+        self._turn(step, before, claim.schema)
+        if step.stored:
+            self._read_store(step, reading)
+            way = replace(
+                way,
+                reach=step.marker,
+                segments=way.segments + reading.segments,
+                stored_rows=way.stored_rows + reading.rows,
+                stored_bytes=way.stored_bytes + reading.num_bytes,
+            )
+        else:
+            begun = before is not None and not before.stored and before.marker.generation == commit.generation
+            for interval in self._steps.intervals(step):
+                self._read_interval(reading, interval)
+            way = replace(
+                way,
+                streams=way.streams + (0 if begun else len(commit.ranks)),
+                frames=way.frames + reading.frames,
+                rows=way.rows + reading.rows,
+                num_bytes=way.num_bytes + reading.num_bytes,
+            )
+        reading.check()
+        if not (damage or reading.damage):
+            try:
+                self._ledger.judge(commit.id, reading.said)
+            except CorruptionError as error:
+                reading.note(error)
+        if not (damage or reading.damage):
+            of_rank_0 = reading.said[0] if reading.said else None
+            proofs = {rank: each.dense for rank, each in enumerate(reading.said) if each.dense is not None}
+            outcome = self._ledger.outcome(), self._ledger.uncompared
+            self._compared[step] = *outcome, _without_rows(of_rank_0), proofs if self._compare_dense is not None else {}
+        return replace(way, damage=(*damage, *reading.damage))
+
+    def _turn(self, step: Step, before: Step | None, schema: Schema) -> None:
+        if before is None:
+            self._ledger.begin(schema)
+        elif before.marker.generation != step.marker.generation:
+            self._ledger.turn(schema)
+        self._ledger.read_on()
+
+    def _read_interval(self, reading: _Reading, interval: Interval) -> None:
+        """The frames of one rank up to the marker, from the marker before it or from HELLO."""
+        try:
+            for header, frame in read_stream(self._log, reading.commit, interval.end, interval.after):
+                try:
+                    self._check_frame(reading, interval.end, header, frame)
+                except CorruptionError as error:  # of this frame alone: headers and their chain go on
+                    reading.note(error, **self._log.where(error), **_table(header, reading.schema))
+                reading.frames += 1
+                reading.num_bytes += len(frame)
+                self._progress(len(frame))
+        except CorruptionError as error:
+            reading.note(error, **self._log.where(error))
+
+    def _check_frame(self, reading: _Reading, end: RankEnd, header: Header, frame: memoryview) -> None:
+        payload = checked_payload(header, frame, reading.commit, end)
+        if header.kind is Kind.HELLO:
+            hello = check_hello(header, frame, reading.claim, reading.commit, end)
+            self._shards[reading.commit.generation, end.rank] = hello.shards
+        elif header.kind is Kind.MARK:
+            shards = self._shards.get((reading.commit.generation, end.rank), ())
+            mark = read_mark(header, frame, reading.commit, end)
+            reading.said.append(Said(shards, mark.proof, mark.dense_proof))
+        elif header.kind is Kind.ROWS:
+            view = rows_of_frame(header, payload, reading.schema)
+            reading.rows += header.rows
+            reading.coverage.add(header.table, header.col0, header.cols, view.ids)
+            self._ledger.rows(header.table, header.col0, header.cols, view)
+
+    def _read_store(self, step: Step, reading: _Reading) -> None:
+        """All chunks of a piece, and what each rank said at its marker."""
+        assert self._catalog is not None
+        objects, schema, told = self._catalog.objects, reading.schema, self._told
+        assert told is not None
+        try:
+            with ThreadPoolExecutor(READERS) as pool:
+                segments = open_segments(objects, self._steps.piece(step).segments, self._catalog.job, pool)
+            if step.marker in self._catalog.markers:
+                notes = told.of(step.marker, {picked.ref.name: picked.front for picked in segments})
+                self._heard(step.marker, notes)
+                reading.said = [Said(each.shards, each.mark.proof, each.mark.dense_proof) for each in notes]
+            for picked in segments:
+                check_tables(picked.front, schema, picked.ref.name)
+        except CorruptionError as error:
+            reading.note(error)
+            return
+        reading.segments = len(segments)
+
+        def note(error: CorruptionError) -> None:
+            reading.note(error, **in_segments(error, segments, schema))
+
+        with ThreadPoolExecutor(READERS) as pool:
+            for picked, entry, data in read_chunks(objects, segments, pool, damaged=note):
+                try:
+                    view = decode_chunk(entry, data, schema, picked.ref.name)
+                except CorruptionError as error:
+                    note(error)
+                    continue
+                reading.coverage.add(entry.table, entry.col0, entry.cols, view.ids)
+                self._ledger.rows(entry.table, entry.col0, entry.cols, view)
+                reading.rows += len(view.ids)
+                reading.num_bytes += len(data)
+                self._progress(len(data))
+
+        if not reading.damage:
+            self._judge_within(step, told)
+
+    def _judge_within(self, step: Step, told: KeptNotes) -> None:
+        """Judge blocks that a fold does not send by what was said at markers within it."""
+        for marker, notes in reversed(list(told.some_of(self._steps.within(step)))):
+            said = [Said(each.shards, each.mark.proof) for each in notes]
+            with contextlib.suppress(CorruptionError):  # less can be proved
+                self._ledger.judge(marker, said, within=True)
+
+    def _heard(self, marker: MarkerId, notes: Sequence[Notes]) -> None:
+        """HELLOs may be gone from a log that was trimmed."""
+        for rank, each in enumerate(notes):
+            self._shards.setdefault((marker.generation, rank), each.shards)
+
+
+def _without_rows(said: Said | None) -> Said | None:
+    """Keep what it says of replicated tables alone; None: nothing."""
+    if said is None or said.proof is None or not said.proof.replicated:
+        return None
+    return Said((), replace(said.proof, digests=""))
+
+
+def _table(header: Header, schema: Schema) -> dict[str, object]:
+    is_known = header.kind is Kind.ROWS and header.table < len(schema.tables)
+    return {"table": schema.tables[header.table].name} if is_known else {}
