@@ -24,18 +24,18 @@ from rich.markup import escape
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
-_STEP = ("adapter", "capture", "format", "log", "trainer", "checkpointer.py")
-_MARKER = (*_STEP, "commit", "control", "proving.py")
-_RESTORE = ("restore", "route", "trainer", "store", "format", "log", "control", "checkpointer.py")
-_FOLD = ("materialize", "store", "format", "log", "control", "route")
+_STEP = ("model", "capture", "format", "log", "ranks", "save", "checkpointer.py")
+_MARKER = (*_STEP, "dense")
+_RESTORE = ("restore", "find", "job", "ranks", "store", "format", "log", "checkpointer.py")
+_FOLD = ("maintain", "store", "format", "log", "find")
 MEASURES: dict[str, tuple[str, ...]] = {
-    "age": ("control", "route", "format", "log", "cli", "trainer"),
-    "dense": ("commit", "trainer", "checkpointer.py"),
+    "age": ("find", "format", "log", "cli", "save", "restore"),
+    "dense": ("dense", "save", "checkpointer.py"),
     "encode": ("capture/staging.py", "format/frame.py", "format/ring.py", "format/rows.py"),
     "evolve": (*_RESTORE, "evolve"),
-    "growth": (*_FOLD, "cli", "restore", "proofs", "reporting", "engine"),
+    "growth": (*_FOLD, "cli", "restore", "proofs", "extras/reporting"),
     "head": (*_RESTORE, "maintain/head.py"),
-    "hooks": ("adapter", "capture"),
+    "hooks": ("model", "capture"),
     "ingest": _FOLD,
     "limits": (),
     "marker": _MARKER,
@@ -44,18 +44,33 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "overhead": (*_MARKER,),
     "recovery": (*_RESTORE, *_FOLD),
     "restore": _RESTORE,
-    "scale": ("sizing", *_MARKER, *_RESTORE, *_FOLD),
-    "scaleout": (*_FOLD, "engine", "proofs", "sizing"),
+    "scale": ("extras/sizing", *_MARKER, *_RESTORE, *_FOLD),
+    "scaleout": (*_FOLD, "proofs", "extras/sizing"),
     "step_time": _MARKER,
     "stream": ("log", "format"),
-    "takeover": (*_MARKER, *_RESTORE, "follower"),
+    "takeover": (*_MARKER, *_RESTORE, "extras/follower"),
     "thesis": (*_MARKER, *_RESTORE, *_FOLD),
-    "tiers": (*_RESTORE, "tiers", "commit"),
-    "tracker": ("capture", "adapter"),
+    "tiers": (*_RESTORE, "extras/tiers", "dense", "save"),
+    "tracker": ("capture", "model"),
 }
 """Case -> what of the package stands in its figures."""
-_ALL = ("types.py", "layout.py")
+_ALL = ("util/types.py", "util/layout.py")
 """What every part of the package is built on."""
+_BEFORE = {
+    "model": ("adapter", "proving.py"),
+    "ranks": ("commit", "trainer"),
+    "save": ("commit", "trainer"),
+    "dense": ("commit",),
+    "job": ("trainer",),
+    "restore": ("trainer",),
+    "find": ("route",),
+    "log": ("control",),
+    "maintain": ("materialize", "engine"),
+    "maintain/head.py": ("materialize/head.py",),
+    "util/types.py": ("types.py",),
+    "util/layout.py": ("layout.py",),
+} | {f"extras/{each}": (each,) for each in ("follower", "reporting", "sizing", "tiers")}
+"""Where a part was before districts were made: commits up to then name it so."""
 _SHARED = ("common", "start", "allocator", "at_hand", "brokers", "cache", "data", "device", "holes", "job")
 """Modules of this folder that cases are built of: jobs, clocks, caches. The others make pages and pictures."""
 _BESIDE = {"merge": "recovery", "recovery": "merge"}
@@ -90,7 +105,8 @@ def results(cases: list[str]) -> Iterator[Filed]:
         commit = _commit_of(path, named.rstrip("+"))
         measured = [f"benchmarks/{each}/*.py" for each in (case, _BESIDE.get(case)) if each]
         measured += [f"benchmarks/{each}.py" for each in _SHARED]
-        measured += [f"torchrec_stream_ckpt/{each}" for each in (*MEASURES[case], *_ALL)]
+        parts = (*MEASURES[case], *_ALL)
+        measured += [f"torchrec_stream_ckpt/{each}" for part in parts for each in (part, *_BEFORE.get(part, ()))]
         since = _git("log", "--format=%h", f"{commit}..HEAD", "--", *measured).split() if commit else []
         load = machine.get("load_average", found.get("load", found.get("load_average_before")))
         shown = f"{load:.1f}" if isinstance(load, int | float) else "unknown"

@@ -1,11 +1,14 @@
 """Continuous, bit-exact checkpoints for TorchRec: rows stream as they change, any marker restores on any plan."""
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchrec_stream_ckpt.errors import TORCH_HINT, StreamCkptError
 from torchrec_stream_ckpt.util.config import Source, StreamConfig, Takeover
+from torchrec_stream_ckpt.util.moved import MovedFinder
 from torchrec_stream_ckpt.util.types import Committed, MarkerId, MarkerReport, Restored
+from torchrec_stream_ckpt.util.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from torchrec_stream_ckpt.checkpointer import StreamCheckpointer
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from torchrec_stream_ckpt.loaders.global_samples import GlobalSampler, sample_generator
     from torchrec_stream_ckpt.loaders.global_stream import GlobalStream
     from torchrec_stream_ckpt.loaders.tracked_loader import TrackedLoader
+    from torchrec_stream_ckpt.script import init_ranks, log_to_stderr
 
 __all__ = [
     "Changes",
@@ -46,13 +50,15 @@ __all__ = [
     "Takeover",
     "TrackedLoader",
     "follow",
+    "init_ranks",
+    "log_to_stderr",
     "open_marker",
     "planner_constraints",
     "sample_generator",
 ]
 
-__version__ = "0.1.0"
 
+sys.meta_path.append(MovedFinder())
 
 # Only training, and tables as tensors, need torch: the command line and the materializer read logs without it. What
 # describes a change is lazy for the sake of the command line's start.
@@ -72,6 +78,8 @@ _LAZY = {
     "StreamReader": "extras.interchange.dcp_reader",
     "TrackedLoader": "loaders.tracked_loader",
     "follow": "extras.follower.core",
+    "init_ranks": "script",
+    "log_to_stderr": "script",
     "open_marker": "extras.interchange.marker_rows",
     "planner_constraints": "extras.planner",
     "sample_generator": "loaders.global_samples",

@@ -161,7 +161,7 @@ class StreamCheckpointer:
 
     @property
     def should_stop(self) -> bool:
-        """Whether SIGTERM has come to a rank (``StreamConfig.on_signal``), and its marker was waited for. Local.
+        """True if SIGTERM has come to a rank (``StreamConfig.on_signal``), and its marker was waited for. Local.
 
         It becomes true on all ranks in the same ``step()``. Leave the loop then, and ``close()``.
         """

@@ -69,7 +69,7 @@ def unit_state(unit: Any, model: nn.Module, *, but: Collection[str] = ()) -> dic
 
 
 def _within(module: nn.Module, model: nn.Module) -> bool:
-    """Tell whether a module is a wrapper of the model, such as DDP: it holds the model's own parameters alone."""
+    """Return whether a module is a wrapper of the model, such as DDP: it holds the model's own parameters alone."""
     known = {id(each) for each in _tensors(model)}
     return all(id(each) in known for each in _tensors(module))
 
@@ -118,7 +118,7 @@ class StreamCheckpointCallback(Callback):  # type: ignore[misc]
         self._batches = 0
         """Batches since the last weight update: with gradient accumulation a step has several."""
         self._changed = False
-        """Whether something has happened since the last marker of this callback."""
+        """True if something has happened since the last marker of this callback."""
         self._last: Future[Committed] | None = None
         """The last marker of this callback."""
         self.restored: Restored | None = None

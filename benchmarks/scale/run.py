@@ -3,8 +3,8 @@
     python benchmarks/scale/run.py [--ranks 1 2 4] [--rounds 7] [--kafka] [--out PREFIX]
 
 Probe jobs, five of one rank and one of two, give the unit costs (units.py). The model of ``stream-ckpt plan``
-(torchrec_stream_ckpt/sizing/) predicts other jobs from them, on 1, 2 and 4 ranks of this machine; those are run, and
-the error stands beside each value (real.py). Then the model is asked about clusters, and the pictures are drawn.
+(torchrec_stream_ckpt/extras/sizing/) predicts other jobs from them, on 1, 2 and 4 ranks of this machine; those are run,
+and the error stands beside each value (real.py). Then the model is asked about clusters, and the pictures are drawn.
 """
 
 from __future__ import annotations

@@ -172,7 +172,9 @@ def _interrupted_anywhere() -> list[tuple[int, int, list[int]]]:
             boundaries.pass_step()
             hit = True
             if rank == 1:
-                hit = interrupt(boundaries.boundary, ("/torchrec_stream_ckpt/commit/",), bytecode)
+                hit = interrupt(
+                    boundaries.boundary, ("/torchrec_stream_ckpt/ranks/", "/torchrec_stream_ckpt/save/"), bytecode
+                )
             else:
                 boundaries.boundary()
             left[0] = 5

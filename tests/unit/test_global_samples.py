@@ -71,7 +71,7 @@ def streamed(source: Counting, rank: int, world: int, *, workers: int = 0, **how
 
 def trained(loader: TrackedLoader[Any], ahead: int = 0) -> Iterator[Any]:
     """What a loop over all epochs trains that keeps ``ahead`` batches in flight."""
-    return pipelined(tracked_loader, ahead, tracked_loader.epoch, EPOCHS)
+    return pipelined(loader, ahead, loader.epoch, EPOCHS)
 
 
 def job(loaders: list[TrackedLoader[Any]], steps: int | None, ahead: int = 0) -> list[list[Any]]:
@@ -343,10 +343,10 @@ def test_a_pass_of_another_epoch_of_the_sampler_is_refused() -> None:
         )
 
     def epoch_of(loader: TrackedLoader[Any], steps: int | None) -> list[Any]:
-        tracked_loader.sampler.set_epoch(tracked_loader.epoch)
+        loader.sampler.set_epoch(loader.epoch)
         found = []
-        for batch in itertools.islice(tracked_loader, steps):
-            tracked_loader.trained()
+        for batch in itertools.islice(loader, steps):
+            loader.trained()
             found.append(batch)
         return found
 

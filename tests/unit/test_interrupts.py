@@ -12,7 +12,7 @@ from tests.sampled import sampled
 from tests.unit.captured_job import Job
 from torchrec_stream_ckpt.capture.sender import Drain
 
-PLACES = ("torchrec_stream_ckpt/capture/", "torchrec_stream_ckpt/adapter/", "torchrec_stream_ckpt/format/ring.py")
+PLACES = ("torchrec_stream_ckpt/capture/", "torchrec_stream_ckpt/model/", "torchrec_stream_ckpt/format/ring.py")
 ROOM = 10**6
 
 

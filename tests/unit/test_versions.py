@@ -180,5 +180,5 @@ def test_every_private_name_that_the_room_reads_is_checked_at_attach() -> None:
     }
     assert read >= {"_lookups", "_emb_modules"}
     assert read - checked_names() == set(), (
-        "add them to HOOK_POINTS of versions.py and to the table of adapter/__init__.py"
+        "add them to HOOK_POINTS of versions.py and to the table of model/__init__.py"
     )

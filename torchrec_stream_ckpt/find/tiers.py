@@ -52,6 +52,16 @@ class Tiers:
         self.outer.close()
 
 
+@dataclass(slots=True)
+class TieredJob:
+    """A job with two tiers."""
+
+    logs: Tiers
+    """Both logs, open."""
+    seen: int | None = None
+    """The newest generation when a marker was last found, or that of this job since it is open."""
+
+
 def folder_of(inner: Job) -> Path:
     """Of an inner log, which is always one of files."""
     parsed = parse_uri(inner.uri)
@@ -97,7 +107,7 @@ class Place:
 
     @property
     def reads_outer_store(self) -> bool:
-        """Whether :meth:`objects` is the store of the outer tier."""
+        """True if :meth:`objects` is the store of the outer tier."""
         return self.outer_alone or self.outer_upto > 0
 
     def dense(self, job: Job | Tiers) -> DenseStore:
@@ -187,7 +197,7 @@ class TierState:
         return self.outer.newest_generation
 
     def owns(self, generation: int) -> bool:
-        """Tell whether the inner log was written to by the very trainer that owns this generation."""
+        """Return whether the inner log was written to by the very trainer that owns this generation."""
         mine, theirs = self.inner.claims.get(generation), self.outer.claims.get(generation)
         return (
             mine is not None and theirs is not None and mine.nonce == theirs.nonce and mine.incarnation == self.inner_id

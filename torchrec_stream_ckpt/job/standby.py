@@ -53,7 +53,7 @@ class _Pulse:
         self.beat_s = time.monotonic()
 
     def is_gone(self, now: object) -> bool:
-        """Tell whether nothing has changed for long enough."""
+        """Return whether nothing has changed for long enough."""
         if now != self.seen:
             self.seen = now
             self.beat()
@@ -110,7 +110,7 @@ class Standby:
         self._claim: Claim | None = None
         """(rank 0) The fence."""
         self.touched = False
-        """Whether rows of the live tables have been written."""
+        """True if rows of the live tables have been written."""
         self.rows = 0
 
     def wait(self) -> MarkerId | None:

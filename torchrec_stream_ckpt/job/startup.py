@@ -12,10 +12,9 @@ from dataclasses import replace
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, StreamCkptError
 from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes
-from torchrec_stream_ckpt.extras.tiers.job import Tiered
 from torchrec_stream_ckpt.find.job import open_tier
 from torchrec_stream_ckpt.find.route import Route
-from torchrec_stream_ckpt.find.tiers import Tiers, open_tiers
+from torchrec_stream_ckpt.find.tiers import TieredJob, Tiers, open_tiers
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
 from torchrec_stream_ckpt.format.record import EVENT_S
 from torchrec_stream_ckpt.job.standby import Standby
@@ -117,7 +116,7 @@ class Restoring:
         """What a restore or a reshard has failed with half way; empty: none did. Not the error: its traceback holds
         all that was read."""
         self.can_restore = True
-        """Whether another restore mends that: it writes all that the one before may have written."""
+        """True if another restore mends that: it writes all that the one before may have written."""
 
     def check_whole(self, *, restoring: bool = False) -> None:
         """Refuse to go on with what a restore or a reshard has left half done.
@@ -225,7 +224,7 @@ class Restoring:
         signs, two = self._team.rank == 0, config.outer is not None
         opener = open_tiers if two else open_tier
         with closing(self._team.together(lambda: opener(config, signs=signs, copies=False))) as there:
-            tier, tiers = (there.inner, Tiered(config, there)) if isinstance(there, Tiers) else (there, None)
+            tier, tiers = (there.inner, TieredJob(there)) if isinstance(there, Tiers) else (there, None)
             self._team.on_rank0(there.outer.preflight)
             other = Session(replace(self._parts, config=config.inner, tier=tier, tiers=tiers), own=False)
             return self._begin_in(other, source, changes, accept_unproved=accept_unproved)

@@ -9,12 +9,11 @@ import logging
 from dataclasses import dataclass, replace
 
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.extras.tiers.job import Tiered
 from torchrec_stream_ckpt.find.best import LATEST, PREFIX, Best, Value, best_of
 from torchrec_stream_ckpt.find.find import Damaged, OpenHead, find, no_head
 from torchrec_stream_ckpt.find.job import Job, Tier
 from torchrec_stream_ckpt.find.route import Route
-from torchrec_stream_ckpt.find.tiers import OUTER, Tiers, TierState
+from torchrec_stream_ckpt.find.tiers import OUTER, TieredJob, Tiers, TierState
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.imported import begun_in, check_may_begin, check_no_import
 from torchrec_stream_ckpt.log.api import LogReader
@@ -98,7 +97,7 @@ class Finder:
         tiers: Both tiers, if there are two.
     """
 
-    def __init__(self, config: StreamConfig, team: Team, tier: Tier, tiers: Tiered | None) -> None:
+    def __init__(self, config: StreamConfig, team: Team, tier: Tier, tiers: TieredJob | None) -> None:
         self._config = config
         self._team = team
         self._tiers = tiers
@@ -106,7 +105,7 @@ class Finder:
         self.head: Head | None = None
         """What rows are copied from; its writer waits until it is closed."""
         self.use_head = True
-        """Whether a HEAD is looked for."""
+        """True if a HEAD is looked for."""
         self.damaged = Damaged(config.max_fallback)
         """Which places were found damaged; the same on all ranks, but for what is passed over."""
         self._place = OUTER
@@ -205,7 +204,7 @@ class Finder:
         return replace(cold, skipped=route.skipped)
 
     def _has_head(self, wanted: HeadState) -> bool:
-        """Tell whether this host holds what rank 0's does; it is open then."""
+        """Return whether this host holds what rank 0's does; it is open then."""
         if self._team.rank:
             self._open_head(wanted.job)
         return self.head is not None and self.head.state.same_image(wanted)

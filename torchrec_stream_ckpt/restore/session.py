@@ -22,9 +22,9 @@ from torchrec_stream_ckpt.evolve.changes import Changes
 from torchrec_stream_ckpt.evolve.findings import Findings
 from torchrec_stream_ckpt.evolve.model_evolution import ModelEvolution
 from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
-from torchrec_stream_ckpt.extras.tiers.job import Tiered
 from torchrec_stream_ckpt.find.job import Tier
 from torchrec_stream_ckpt.find.route import Path, Route
+from torchrec_stream_ckpt.find.tiers import TieredJob
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, same_tables
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.proofs.seen_marks import Met
@@ -108,7 +108,7 @@ class RestoreParts:
     """All ranks."""
     tier: Tier
     """What the job writes to."""
-    tiers: Tiered | None
+    tiers: TieredJob | None
     """Both tiers, if there are two."""
     dense: DenseState
     """The live dense state."""
@@ -138,13 +138,13 @@ class Session:
         self._changes: Changes | None = None
         """What the user has declared."""
         self._named = False
-        """Whether the user has named the marker."""
+        """True if the user has named the marker."""
         self._evolved: Evolved | None = None
         """What that makes of the marker that was planned last; None: it is of this model."""
         self._planned: SavedDense | None = None
         """The dense state that was planned by."""
         self.touched = False
-        """Whether rows of the live tables have been written."""
+        """True if rows of the live tables have been written."""
 
     def schema(self) -> ModelSchema:
         """(each rank) What the live model holds."""

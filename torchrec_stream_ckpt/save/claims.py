@@ -6,6 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
+from typing import Protocol
 
 from torchrec_stream_ckpt.capture.attached_model import Attached
 from torchrec_stream_ckpt.errors import (
@@ -16,12 +17,13 @@ from torchrec_stream_ckpt.errors import (
     StoreUnavailableError,
     StreamLostError,
 )
-from torchrec_stream_ckpt.extras.tiers.job import Tiered
 from torchrec_stream_ckpt.find.job import Tier
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.imported import check_may_begin, unfinished_warm_start
 from torchrec_stream_ckpt.format.lineage import told_to
+from torchrec_stream_ckpt.format.rank_shards import RankShards
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.restore.plan import check_schema
 from torchrec_stream_ckpt.save.generation import claim_generation, newest_held
@@ -31,6 +33,33 @@ log = logging.getLogger(__name__)
 
 _REOPEN_S = 30.0
 """A log that has lost a stream, and does not answer now, is asked again after so long."""
+
+
+class OuterTier(Protocol):
+    """(rank 0) The second tier of a job, as claims and the stream use it. :mod:`.extras.tiers` implements it."""
+
+    @property
+    def control(self) -> Control:
+        """The control partition that decides."""
+
+    def claim(
+        self,
+        schema: Schema,
+        world: int,
+        parent: MarkerId | None,
+        swept: tuple[int, ...],
+        layout: RankShards | None,
+        changes: ClaimChanges | None = None,
+    ) -> Claim:
+        """Own the next generation on both tiers. Returns the CLAIM of the inner one.
+
+        Raises:
+            FencedError: another trainer was first.
+            LogUnavailableError, StoreUnavailableError: a tier does not answer.
+        """
+
+    def start_relay(self) -> None:
+        """Copy from here on, in a separate process."""
 
 
 class Claims:
@@ -43,7 +72,7 @@ class Claims:
         world: Ranks.
     """
 
-    def __init__(self, tier: Tier, tiers: Tiered | None, attached: Attached, world: int) -> None:
+    def __init__(self, tier: Tier, tiers: OuterTier | None, attached: Attached, world: int) -> None:
         self._tier = tier
         self._tiers = tiers
         self._attached = attached

@@ -12,7 +12,6 @@ from functools import partial
 from torchrec_stream_ckpt.capture.prover import Load, Prover, Replicated, window_width
 from torchrec_stream_ckpt.capture.sender import Drain
 from torchrec_stream_ckpt.errors import MarkerFailedError, StreamCkptError, UnsupportedError
-from torchrec_stream_ckpt.extras.tiers.job import Tiered
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.lineage import previous_commit
@@ -21,7 +20,7 @@ from torchrec_stream_ckpt.format.record import Meta
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.ranks.collective import PEERS_S, Groups
 from torchrec_stream_ckpt.save.cadence import NOTHING, Cadence, StepVote
-from torchrec_stream_ckpt.save.claims import Claims
+from torchrec_stream_ckpt.save.claims import Claims, OuterTier
 from torchrec_stream_ckpt.save.event_time import EventTime
 from torchrec_stream_ckpt.save.generation import check_same_log
 from torchrec_stream_ckpt.save.marker_notes import note
@@ -53,7 +52,7 @@ class Streaming:
         self,
         config: StreamConfig,
         parts: StreamParts,
-        tiers: Tiered | None,
+        tiers: OuterTier | None,
         groups: Groups,
         telemetry: Telemetry,
         signals: Signals,

@@ -128,7 +128,7 @@ class Broker:
         self._security = Security(self._dir)
 
     def status(self) -> BrokerStatus:
-        """Tell whether it runs, and where."""
+        """Return whether it runs, and where."""
         process = self._process()
         running = process is not None and process.alive()
         listeners = {protocol: f"{HOST}:{port}" for protocol, port in self._ports().items()}
@@ -325,7 +325,7 @@ class Broker:
         raise self._failed(f"the broker did not answer within {timeout_s:.0f} s and was stopped")
 
     def _answers(self) -> bool:
-        """Tell whether the broker answers a Metadata request and counts itself among the living.
+        """Return whether the broker answers a Metadata request and counts itself among the living.
 
         The listener accepts connections long before requests are served, so an open port says little.
         """

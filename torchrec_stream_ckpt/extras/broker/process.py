@@ -39,7 +39,7 @@ class ProcessId:
         return cls(pid, birth) if birth is not None else None
 
     def alive(self) -> bool:
-        """Tell whether this very process runs."""
+        """Return whether this very process runs."""
         return birth_of(self.pid) == self.birth
 
     def send(self, signum: signal.Signals) -> bool:

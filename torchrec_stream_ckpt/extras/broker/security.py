@@ -85,7 +85,7 @@ class Security:
         return self.directory / "clients"
 
     def exists(self) -> bool:
-        """Tell whether this folder's broker is a secure one."""
+        """Return whether this folder's broker is a secure one."""
         return self.clients.is_dir()
 
     def options(self, user: str) -> dict[str, str]:
@@ -143,7 +143,7 @@ class Security:
         return [f"@{path}"]
 
     def is_new(self) -> bool:
-        """Tell whether the broker still has to be given its rights."""
+        """Return whether the broker still has to be given its rights."""
         return (self.directory / "security" / "users.arguments").exists()
 
     def forget_arguments(self) -> None:

@@ -7,7 +7,7 @@ import logging
 from torchrec_stream_ckpt.extras.tiers.process import RelayProcess
 from torchrec_stream_ckpt.extras.tiers.two_claims import claim_both
 from torchrec_stream_ckpt.find.job import Tier, open_tier
-from torchrec_stream_ckpt.find.tiers import Tiers
+from torchrec_stream_ckpt.find.tiers import TieredJob, Tiers
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.rank_shards import RankShards
@@ -20,7 +20,7 @@ from torchrec_stream_ckpt.util.types import MarkerId
 log = logging.getLogger(__name__)
 
 
-class Tiered:
+class Tiered(TieredJob):
     """The outer tier of one rank's job, beside the inner one that it writes to.
 
     Args:
@@ -29,11 +29,9 @@ class Tiered:
     """
 
     def __init__(self, config: StreamConfig, tiers: Tiers) -> None:
+        super().__init__(tiers)
         self._config = config
-        self.logs = tiers
         self._relay: RelayProcess | None = None
-        self.seen: int | None = None
-        """The newest generation when a marker was found last, or that of this job since it is open."""
 
     @classmethod
     def open(cls, config: StreamConfig, inner: Tier, team: Team) -> Tiered | None:

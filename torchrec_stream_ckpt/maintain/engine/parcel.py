@@ -16,12 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from torchrec_stream_ckpt import __version__
 from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
 from torchrec_stream_ckpt.log.api import open_log
 from torchrec_stream_ckpt.maintain.engine.api import Site, Task
 from torchrec_stream_ckpt.store.api import LooksFirst, open_store
 from torchrec_stream_ckpt.store.identity import place_of
+from torchrec_stream_ckpt.util.version import __version__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class SiteAddress:
     place: str | None = None
     """Which store it is (``place_of``), for workers on this host: a file of options may have changed since."""
     looks_first: bool = False
-    """Whether the store was seen to ignore conditions: a worker does not ask it again."""
+    """True if the store was seen to ignore conditions: a worker does not ask it again."""
 
     def open(self) -> Site:
         """Open both; they stay open as long as the process lives.
