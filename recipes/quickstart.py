@@ -4,10 +4,7 @@ python quickstart.py
 torchrun --standalone --nproc_per_node 2 quickstart.py
 """
 
-import logging
-import os
 import sys
-import warnings
 
 import torch
 import torch.distributed as dist
@@ -17,7 +14,15 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import Adagrad
 
-from torchrec_stream_ckpt import GlobalSampler, StreamCheckpointer, StreamCkptError, StreamConfig, TrackedLoader
+from torchrec_stream_ckpt import (
+    GlobalSampler,
+    StreamCheckpointer,
+    StreamCkptError,
+    StreamConfig,
+    TrackedLoader,
+    init_ranks,
+    log_to_stderr,
+)
 from torchrec_stream_ckpt.flags import FlagParser
 
 
@@ -31,14 +36,8 @@ parser = FlagParser(description=__doc__.split("\n")[0])
 parser.add_argument("uri", nargs="?", default="file://quickstart-ckpt", help="file://DIR (default: %(default)s)")
 uri = parser.parse_args().uri
 
-if "RANK" not in os.environ:  # torchrun has not started this: be the only rank
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
-logging.basicConfig(level=logging.ERROR, format="%(message)s", force=True)
-logging.getLogger("torchrec_stream_ckpt").setLevel(logging.WARNING if rank else logging.INFO)
-warnings.simplefilter("ignore", FutureWarning)  # TorchRec's own
+rank, world = init_ranks("gloo")
+log_to_stderr(rank)
 
 table = EmbeddingBagConfig(name="t_item", num_embeddings=10_000, embedding_dim=16, feature_names=["item"])
 ebc = EmbeddingBagCollection(tables=[table], device=torch.device("meta"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,34 +144,29 @@ def overhead(page: Path, variant: str = "") -> Table:
 
 
 def four(page: Path) -> Table:
-    """The four numbers of the README, each with a less good one."""
-    one, two = (newest("step_time", JOBS[f"thesis, {ranks}"]).found["variants"] for ranks in ("1 rank", "2 ranks"))
-    marker, dense = newest("marker").point("table"), newest("dense").point("600 MB, 4 ranks")
-    name = "torchsnapshot async_take"
-    snapshot = f"{three(marker.median(name))} (copies nothing)" if marker.has(name) else "not measured"
-    fastest = min(marker.median(name) for name in marker.variants if name.startswith("dcp."))
-    again, stored = one["off again"], _stored()
-    noise = again.get("ratio_max_until_all_is_sent", again["ratio_max"])
+    """The figures of the README: one a row, the typical case and the worst one."""
+    step, marker = newest("step_time", JOBS["thesis, 1 rank"]), newest("marker").point("table")
+    one, two = step.found["variants"], newest("step_time", JOBS["thesis, 2 ranks"]).found["variants"]
+    dense = newest("dense").point("600 MB, 4 ranks")
     worst = max(("drain every step", "marker every 10"), key=lambda each: two[each]["ratio_median_until_all_is_sent"])
-    return [
-        ["", "good", "less good"],
-        [
-            "a step",
-            f"{_short(one['marker every 10'])} times as long with a marker every 10, one rank (noise {noise:.2f})",
-            f"{_short(two[worst])} on two ranks, no core free, {STEPS[worst]}",
-        ],
-        [
-            "training waits for a marker, 1% of 1.3 GB",
-            f"{three(marker.median('ours'))} ms; `dcp.async_save` {three(fastest)}, torchsnapshot {snapshot}",
-            f"600 MB dense, 4 ranks: {three(dense.median('ours'))} ms",
-        ],
-        ["restore of 1.3 GB from the log", _restored(newest("restore").point("log, on 1")), _small_tables()],
-        [
-            "stored, any of 150 markers",
-            f"`--compact none`: {stored[0]:.2f} times naive increments",
-            f"{stored[1]:.2f} by default (`span4`)",
-        ],
+    stored = _stored()
+    found = [
+        ["a step with a marker every 10, one rank", f"{_short(one['marker every 10'])} times as long"],
+        [f"a step on two ranks, no core free, {STEPS[worst]}", f"{_short(two[worst])} times as long"],
+        ["training waits for a marker that changes 1% of 1.3 GB", f"{three(marker.median('ours'))} ms"],
+        *([f"the same for {code(name)}", f"{three(marker.median(name))} ms"] for name in _peers(marker)),
+        ["training waits for 600 MB of dense state, four ranks", f"{three(dense.median('ours'))} ms"],
+        *_restored(newest("restore").point("log, on 1")),
+        *_small_tables(),
+        ["stored for any of 150 markers, by default", f"{stored[1]:.2f} times naive increments"],
     ]
+    return [[f"medians, {step.said(page)}", ""], *found]
+
+
+def _peers(marker: Point) -> list[str]:
+    """The fastest way of DCP, and torchsnapshot, which copies nothing: its tensors must not change meanwhile."""
+    dcp = min((name for name in marker.variants if name.startswith("dcp.")), key=marker.median)
+    return [dcp, *(name for name in ("torchsnapshot async_take",) if marker.has(name))]
 
 
 MAPPED = "torch.load, mmap + copy"
@@ -179,14 +174,15 @@ MAPPED = "torch.load, mmap + copy"
 SHORT = {MAPPED: "mapped `torch.load`"}
 
 
-def _restored(point: Point) -> str:
+def _restored(point: Point) -> Iterator[list[str]]:
     """Against each way that has a figure, the fastest one among them."""
-    bases = [base for base in ("dcp.load", MAPPED) if point.has(base) and point.has("ours, log")]
-    found = [f"{point.ratios(base, 'ours, log')[0]:.2f} times {SHORT.get(base, code(base))}'s" for base in bases]
-    return f"{', '.join(found)} speed" if found else "not measured"
+    for base in ("dcp.load", MAPPED):
+        if point.has(base) and point.has("ours, log"):
+            speed = f"{point.ratios(base, 'ours, log')[0]:.2f} times as fast"
+            yield [f"restore of 1.3 GB from the log, next to {SHORT.get(base, code(base))}", speed]
 
 
-def _small_tables() -> str:
+def _small_tables() -> Iterator[list[str]]:
     """Restores of two ranks from the log, against the fastest ``torch.load`` that the result has."""
     found: dict[str, list[float]] = {}
     for result, job in thesis():
@@ -194,11 +190,9 @@ def _small_tables() -> str:
             if point.name.startswith(f"{job}, recovery") and point.has("ours, log") and "cold" not in point.name:
                 base = MAPPED if point.has(MAPPED) else "torch.load"
                 found.setdefault(base, []).append(point.ratios(base, "ours, log")[0])
-    said = []
     for base, each in found.items():
         ends = dict.fromkeys(f"{end(each):.2f}" for end in (min, max))
-        said.append(f"{' to '.join(ends)} times {SHORT.get(base, code(base))}")
-    return f"small tables, 2 ranks: {', '.join(said) or 'not measured'}"
+        yield [f"the same with small tables, two ranks, next to {SHORT.get(base, code(base))}", f"{' to '.join(ends)}"]
 
 
 def _stored() -> Sequence[float]:

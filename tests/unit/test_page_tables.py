@@ -193,10 +193,13 @@ def test_smaller_tables_of_the_thesis_have_a_row_each_over_files_and_over_a_brok
 
 def test_a_restore_stands_beside_the_fastest_way_that_the_result_has() -> None:
     found = Point("p", "ms", point(**{"dcp.load": 6.0, costs.MAPPED: 1.0, "ours, log": 2.0})["variants"])
-    assert costs._restored(found) == "3.00 times `dcp.load`'s, 0.50 times mapped `torch.load`'s speed"
+    dcp, mapped = (
+        [f"restore of 1.3 GB from the log, next to {name}"] for name in ("`dcp.load`", "mapped `torch.load`")
+    )
+    assert list(costs._restored(found)) == [[*dcp, "3.00 times as fast"], [*mapped, "0.50 times as fast"]]
     older = Point("p", "ms", point(**{"dcp.load": 6.0, "ours, log": 2.0})["variants"])
-    assert costs._restored(older) == "3.00 times `dcp.load`'s speed"
-    assert costs._restored(Point("p", "ms", {"ours, log": {"unavailable": "x"}})) == "not measured"
+    assert list(costs._restored(older)) == [[*dcp, "3.00 times as fast"]]
+    assert list(costs._restored(Point("p", "ms", {"ours, log": {"unavailable": "x"}}))) == []
 
 
 def test_a_job_that_is_not_filed_has_a_row(filed: Any) -> None:
