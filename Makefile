@@ -76,7 +76,7 @@ test-slow: test-tools compiled ## Run the tests that take more than a minute eac
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -m slow $(PYTEST_ARGS)
 	@STREAM_CKPT_RANDOM=1 OMP_NUM_THREADS=1 $(PY) -m pytest -m hypothesis tests/unit
 
-# Not in .venv: that has no CUDA. CONTRIBUTING.md says what this Python needs.
+# Not in .venv: that has no CUDA. docs/dev/testing.md says what this Python needs.
 test-gpu: ## Run the tests that need a GPU, one rank, by a Python that has the CUDA stack (GPU_PY=python3 PYTEST_ARGS=...)
 	@$(GPU_PY) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' 2>/dev/null || \
 	  { echo "make test-gpu: $(GPU_PY) finds no CUDA device, or no torch with CUDA: nothing was tested" >&2; exit 1; }
