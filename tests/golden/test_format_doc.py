@@ -230,14 +230,14 @@ def test_the_header_of_a_summary_is_the_layout_of_the_code() -> None:
 
 
 def test_the_fields_of_what_was_read_are_documented() -> None:
-    assert [row[0] for row in cells("What was read")] == [each.name for each in fields(Reading)]
+    assert [row[0] for row in cells("Readings")] == [each.name for each in fields(Reading)]
     assert [row[0] for row in cells("Unit of a reading")] == [each.name for each in fields(ReadUnit)]
     assert f"at most {COUNTS_FOR_S / 86400:.0f} days" in section("Unit of a reading")
 
 
 def test_the_fields_of_where_a_scrub_stands_are_documented() -> None:
-    assert [row[0] for row in cells("Where a scrub stands")] == [each.name for each in fields(ScrubPlace)]
-    assert f"at most {MAX_DAMAGED} names" in section("Where a scrub stands")
+    assert [row[0] for row in cells("Progress of a scrub")] == [each.name for each in fields(ScrubPlace)]
+    assert f"at most {MAX_DAMAGED} names" in section("Progress of a scrub")
 
 
 def test_where_segments_are_cut_is_documented() -> None:
