@@ -236,7 +236,7 @@ def compare(wanted: dict[str, tuple[str, Any]], now: dict[str, Any]) -> list[lis
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two values have the same bits."""
+    """Return whether two values have the same bits."""
     if not isinstance(one, torch.Tensor):
         return bool(one == other)
     if (one.shape, one.dtype) != (other.shape, other.dtype):

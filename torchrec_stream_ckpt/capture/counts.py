@@ -89,7 +89,7 @@ class LateCounts:
 
     @property
     def arrived(self) -> bool:
-        """Whether they can be taken. Does not wait."""
+        """True if they can be taken. Does not wait."""
         return self._asked is not None and self._asked[1]()
 
     def take(self) -> tuple[list[int], bool] | None:

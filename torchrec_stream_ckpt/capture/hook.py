@@ -266,7 +266,7 @@ class Capture:
 
     @property
     def swept(self) -> bool:
-        """Whether every row has been sent at least once, as far as is known without a scan."""
+        """True if every row has been sent at least once, as far as is known without a scan."""
         return not any(mask.sweep.left for mask in self._masks)
 
     @property
@@ -290,7 +290,7 @@ class Capture:
         return found
 
     def changed(self) -> bool:
-        """Tell whether any row has changed since it was sent or frozen. On a GPU the host waits."""
+        """Return whether any row has changed since it was sent or frozen. On a GPU the host waits."""
         self._count_left()
         self.outside.note()
         return any(bool(mask.touched.bits.any()) for mask in self._masks)

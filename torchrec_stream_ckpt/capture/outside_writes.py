@@ -28,7 +28,7 @@ class OutsideWrites:
         self._masks = masks
         self._frozen = frozen
         self.in_place = False
-        """Whether something writes where no hook can send frozen rows first."""
+        """True if something writes where no hook can send frozen rows first."""
         self.announced: set[int] = set()
         """Kernels of which any row may change until rows are sent again: all are marked, and none is frozen."""
         self._warned: set[str] = set()

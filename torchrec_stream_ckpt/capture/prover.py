@@ -97,7 +97,7 @@ class _Prepared:
     """Where the rows go."""
 
     def fits(self, replicated: Tensors) -> bool:
-        """Tell whether these are the same tensors, by name and shape."""
+        """Return whether these are the same tensors, by name and shape."""
         here, there = ({name: tensor.shape for name, tensor in each.items()} for each in (self.replicated, replicated))
         return list(here.items()) == list(there.items())
 

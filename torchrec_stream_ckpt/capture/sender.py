@@ -36,9 +36,9 @@ class Drain:
     marker: int
     """The marker to which the rows will belong."""
     extra: bool = False
-    """Whether it may take from the marker's budget when the ring is full."""
+    """True if it may take from the marker's budget when the ring is full."""
     saving: bool = False
-    """Whether it sends rows before a write: into frames of just their size, from the marker's budget first."""
+    """True if it sends rows before a write: into frames of just their size, from the marker's budget first."""
     deadline_s: float | None = None
     """Until when, on the monotonic clock, it may wait for space; None: it never waits."""
 

@@ -192,7 +192,7 @@ class RowStager:
 
 
 def _whole(source: torch.Tensor) -> bool:
-    """Tell whether numpy gathers rows of it without a copy of all: it lies row by row, and numpy has its dtype."""
+    """Return whether numpy gathers rows of it without a copy of all: it lies row by row, and numpy has its dtype."""
     return source.is_contiguous() and source.dtype is not torch.bfloat16
 
 

@@ -116,7 +116,7 @@ def _second_copy(job: Job) -> Finding:
 
 
 def _taken_names(job: Job) -> Finding:
-    """Tell whether the store refuses to put over a name. Only a store that the user names is asked to write."""
+    """Return whether the store refuses to put over a name. Only a store that the user names is asked to write."""
     check = "conditional puts"
     try:
         refuses = refuses_taken_names(job.objects)

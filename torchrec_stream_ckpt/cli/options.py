@@ -195,7 +195,7 @@ def ask_before_verb(*, verbose: bool, width: int | None) -> None:
 
 
 def is_verbose() -> bool:
-    """Tell whether the verb that runs is to say more."""
+    """Return whether the verb that runs is to say more."""
     return _now.verbose
 
 

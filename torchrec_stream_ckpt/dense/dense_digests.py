@@ -109,7 +109,7 @@ def digests(tensors: Mapping[str, torch.Tensor], spans: Mapping[str, tuple[int, 
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    """Whether a sum of its own would cost more than its words do."""
+    """Return whether a sum of its own would cost more than its words do."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter)
     return plain and not tensor.is_cuda and not tensor.is_complex() and 0 < tensor.nbytes <= _SMALL_BYTES
 

@@ -321,7 +321,7 @@ def _other_order(there: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) 
 
 
 def _keeps_together(optimizer: torch.optim.Optimizer, saved: OptimizerState) -> bool:
-    """Tell whether there is state that belongs to no parameter alone. That of LBFGS is below its first one."""
+    """Return whether there is state that belongs to no parameter alone. That of LBFGS is below its first one."""
     return saved.own is not None or bool(saved.other) or isinstance(optimizer, torch.optim.LBFGS)
 
 

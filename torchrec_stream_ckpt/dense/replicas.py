@@ -63,7 +63,7 @@ class CopyMemory:
         return dict(self._kept)
 
     def holds(self, tensors: Tensors) -> bool:
-        """Tell whether these are bit for bit what was copied last, and all of it."""
+        """Return whether these are bit for bit what was copied last, and all of it."""
         return self._kept.keys() == tensors.keys() and all(
             _same(self._kept[name], tensor) for name, tensor in tensors.items()
         )

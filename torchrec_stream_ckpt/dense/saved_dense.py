@@ -74,12 +74,12 @@ class SavedDense:
 
     @property
     def imported(self) -> bool:
-        """Whether ``stream-ckpt import`` has made it."""
+        """True if ``stream-ckpt import`` has made it."""
         return "shared.imported" in self.entries
 
     @property
     def one_replica(self) -> bool:
-        """Whether replicas might differ, and what it has is rank 0's (``StreamConfig.replicas``)."""
+        """True if replicas might differ, and what it has is rank 0's (``StreamConfig.replicas``)."""
         return REPLICAS in self.entries
 
     @property

@@ -82,12 +82,12 @@ class NamedSchedule:
 
     @property
     def supported(self) -> bool:
-        """Whether all of its lists are known. If not, it comes back where the groups of the rank are the same."""
+        """True if all of its lists are known. If not, it comes back where the groups of the rank are the same."""
         return _known(self._schedule)
 
     @property
     def steps_alike(self) -> bool:
-        """Whether its single values are those of all ranks: a class of the user's may keep a rank's own."""
+        """True if its single values are those of all ranks: a class of the user's may keep a rank's own."""
         return type(self._schedule) in SUPPORTED
 
     @property
@@ -160,7 +160,7 @@ class NamedSchedule:
         return {"state": state, "groups": {key: found[f"group.{key}"] for key in _OF_GROUPS if f"group.{key}" in found}}
 
     def _by_name(self, saved: Sequence[State]) -> bool:
-        """Whether all ranks saved their lists by name. The single values of a class of the user's may be a rank's."""
+        """Return whether all ranks saved their lists by name. Single values of a user's class may be a rank's own."""
         if not self.steps_alike and any(each["common"] != saved[0]["common"] for each in saved):
             return False
         return all(each["lists"] for each in saved)
@@ -222,7 +222,7 @@ class NamedSchedule:
 
 
 def _known(schedule: Any) -> bool:
-    """Whether all lists are known: by the class, or since all other entries of the state are single values."""
+    """Return whether all lists are known: by the class, or since all other entries of the state are single values."""
     if type(schedule) in SUPPORTED:
         return all(_known(each) for each in getattr(schedule, _NESTED, ()))
     known = _PER_GROUP | {*getattr(schedule, _OWN, ())}

@@ -25,7 +25,7 @@ class RowChange:
     ids: IdMap | None = None
     """Which row is which; None: a row keeps its id, and goes if this model has no such row."""
     allow_dropped_rows: bool = False
-    """Whether rows may go that were trained."""
+    """True if rows may go that were trained."""
 
     def __post_init__(self) -> None:
         if isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 1:
@@ -117,7 +117,7 @@ class Changes:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is declared."""
+        """True if nothing is declared."""
         return self == NO_CHANGES
 
     @cached_property

@@ -81,7 +81,7 @@ class DenseEvolution:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all is the marker's, names included."""
+        """True if all is the marker's, names included."""
         kept = all(entry.label == EXACT and entry.name == entry.source for entry in self.entries)
         stands = all(
             state.label == EXACT and state.source == (state.optimizer, state.parameter) for state in self.states

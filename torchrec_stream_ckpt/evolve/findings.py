@@ -53,7 +53,7 @@ class Findings:
 
     @property
     def against(self) -> bool:
-        """Whether something speaks against it."""
+        """True if something speaks against it."""
         return bool(self.problems or self.differences or self.misfits)
 
     @staticmethod

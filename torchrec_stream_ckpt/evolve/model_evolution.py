@@ -129,11 +129,11 @@ class ModelEvolution:
     dense: DenseEvolution | None
     """None: the dense state of the marker was not looked at."""
     already: bool = False
-    """Whether the declared changes are those that the marker's lineage made last: nothing was left to do."""
+    """True if the declared changes are those that the marker's lineage made last: nothing was left to do."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing differs."""
+        """True if nothing differs."""
         return self.tables.is_plain and (self.dense is None or self.dense.is_plain)
 
 

@@ -46,7 +46,7 @@ class EvolutionReport:
 
     parts: tuple[EvolvedPart, ...]
     dense: bool
-    """Whether the dense state was compared."""
+    """True if the dense state was compared."""
     digest: str
     """Of the declared changes."""
 

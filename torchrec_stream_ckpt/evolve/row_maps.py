@@ -169,7 +169,7 @@ def _read_csv(path: Path) -> tuple[Any, Any]:
 
 
 def _is_header(line: str) -> bool:
-    """Tell whether a line names two columns. What is near a pair, such as ``x1,2`` or ``nan,2``, is no header."""
+    """Return whether a line names two columns. What is near a pair, such as ``x1,2`` or ``nan,2``, is no header."""
     names = [each.strip() for each in line.split(",")]
     return len(names) == 2 and all(_NAME.fullmatch(each) and each.lower() not in _NO_NUMBERS for each in names)
 
@@ -208,7 +208,7 @@ class RowMap:
 
     @property
     def is_identity(self) -> bool:
-        """Whether each kept row has its old id."""
+        """True if each kept row has its old id."""
         return self.old_ids is None
 
     @property

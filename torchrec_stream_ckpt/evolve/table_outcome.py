@@ -48,7 +48,7 @@ class TableOutcome:
     saved_spec: TableSpec | None
     """As the marker has it; None: it was added."""
     goes_on: bool
-    """Whether its rows stay deltas of the marker. Otherwise the new generation sends it whole, if it is not dropped."""
+    """True if its rows stay deltas of the marker. Otherwise the new generation sends it whole, if it is not dropped."""
     rows_kept: RowMap
     """Which of the marker's rows are kept, and under which ids."""
     cols_kept: int
@@ -60,7 +60,7 @@ class TableOutcome:
     state_labels: tuple[str, ...]
     """Of the kept values of each state of this model, likewise."""
     keeps_iteration: bool
-    """Whether the optimizer's iteration is the marker's: the optimizer is the same."""
+    """True if the optimizer's iteration is the marker's: the optimizer is the same."""
 
     @property
     def label(self) -> str:
@@ -69,12 +69,12 @@ class TableOutcome:
 
     @property
     def is_dropped(self) -> bool:
-        """Whether this model has it no longer."""
+        """True if this model has it no longer."""
         return self.spec is None
 
     @property
     def keeps_all_rows(self) -> bool:
-        """Whether each row of the marker keeps its id, and there is no other one."""
+        """True if each row of the marker keeps its id, and there is no other one."""
         old, new = self.saved_spec, self.spec
         if old is None or new is None:
             return False
@@ -146,7 +146,7 @@ class Evolution:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the tables are the marker's, names included."""
+        """True if the tables are the marker's, names included."""
         return not self.swept and all(table.name == table.saved_name for table in self.tables)
 
     def of(self, index: int) -> TableOutcome:

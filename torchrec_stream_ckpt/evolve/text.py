@@ -145,7 +145,7 @@ def map_file(ids: IdMap) -> str:
 
 
 def unsaved(ids: IdMap) -> bool:
-    """Tell whether text can only name a file of it that nobody has written."""
+    """Return whether text can only name a file of it that nobody has written."""
     return ids.path is None and len(ids) > MOST_PAIRS
 
 
@@ -179,7 +179,7 @@ def _said(value: Any) -> dict[str, Any]:
 
 
 def is_said(value: Any, name: str) -> bool:
-    """Tell whether a field is not as it is where nothing is said."""
+    """Return whether a field is not as it is where nothing is said."""
     found = getattr(value, name)
     return any(is_said(found, each.name) for each in fields(found)) if name == "dense" else found not in _UNSAID
 

@@ -57,7 +57,7 @@ class Best:
     key: str
     """A name in their metadata."""
     highest: bool
-    """Whether the highest value is the best, or the lowest."""
+    """True if the highest value is the best, or the lowest."""
     count: int = 1
     """How many."""
 
@@ -167,7 +167,7 @@ class Condition:
         return cls(key, sign, number if number == number else constant)
 
     def holds(self, marker: MarkerId, values: Said) -> bool:
-        """Tell whether a marker meets it; one that has no such value does not.
+        """Return whether a marker meets it; one that has no such value does not.
 
         Raises:
             ConfigError: text and number do not compare.

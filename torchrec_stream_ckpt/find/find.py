@@ -302,7 +302,7 @@ class Search:
         return None
 
     def is_stale(self) -> bool:
-        """Tell whether anything was given up or trimmed since: what was not whole may be so elsewhere."""
+        """Return whether anything was given up or trimmed since: what was not whole may be so elsewhere."""
         with suppress(StreamCkptError):  # what was found is what is said
             catalogs = (each for each in self._catalogs.values() if each is not None)
             return _gone(TierState.read(self._job)) != self._gone or any(

@@ -95,7 +95,7 @@ class Job:
         return self.store or kept_store(self.uri, commit)
 
     def says_where(self, commit: Commit | None) -> bool:
-        """Tell whether anybody says where the store is."""
+        """Return whether anybody says where the store is."""
         return bool(self.store or (commit is not None and commit.store) or _inside(self.uri))
 
     def objects_of(self, commit: Commit | None) -> Objects:

@@ -199,7 +199,7 @@ def instead_of_log(
 
 
 def ends_early(catalog: Catalog, route: Route) -> bool:
-    """Tell whether the store gives less of a route than its names say: what is damaged there has no other way."""
+    """Return whether the store gives less of a route than its names say: what is damaged there has no other way."""
     cold = Route(route.lineage, route.commit, route.since)
     tail = _tail(cold)
     strides = catalog.strides(tail, cold.reach)
@@ -268,7 +268,7 @@ def _is_damaged(
     whole: set[str],
     refs: Callable[[], Sequence[SegmentRef]],
 ) -> bool:
-    """Tell whether segments cannot be read, as far as directories tell and is known; adds the others to ``whole``."""
+    """Return whether segments cannot be read, as far as directories tell and is known; adds the others to ``whole``."""
     try:
         for ref in refs():
             if ref.name in damaged:

@@ -128,7 +128,7 @@ class Route:
     newest_generation: int = 0
     """The newest generation that was claimed when the marker was found."""
     summarized: bool = False
-    """Whether directories of :attr:`pieces` come from summaries: what does not fit them is looked at in the objects."""
+    """True if directories of :attr:`pieces` come from summaries: what does not fit them is looked at in the objects."""
 
     @property
     def marker(self) -> MarkerId:
@@ -216,7 +216,7 @@ class Route:
             check_there(log, self.lineage, self.marker, self.intervals)
 
     def wrote_to(self, now: Incarnation | None) -> bool:
-        """Tell whether the marker's own generation wrote to this very log; an inner tier takes over other markers."""
+        """Return whether the marker's own generation wrote to this very log; an inner tier takes over other markers."""
         return now is not None and now.holds_rows_of(self.claim.incarnation)
 
     def check_own(self, log: LogReader) -> None:

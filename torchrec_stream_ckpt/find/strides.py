@@ -97,11 +97,11 @@ class Strides:
         return Stretch(marker.generation, place, place + 1)
 
     def overlap(self, one: Stretch, other: Stretch) -> bool:
-        """Tell whether a marker lies in both."""
+        """Return whether a marker lies in both."""
         return max(one.first, other.first) < min(one.stop, other.stop, self._shared_by(one, other))
 
     def covers(self, one: Stretch, other: Stretch) -> bool:
-        """Tell whether all markers of ``other`` lie in ``one``."""
+        """Return whether all markers of ``other`` lie in ``one``."""
         return one.first <= other.first and other.stop <= min(one.stop, self._shared_by(one, other))
 
     def _shared_by(self, one: Stretch, other: Stretch) -> int:
@@ -127,7 +127,7 @@ class Strides:
         return self._way(marker).strides[marker]
 
     def serves(self, marker: MarkerId) -> bool:
-        """Tell whether pieces lead to ``marker``, and the store has its manifest."""
+        """Return whether pieces lead to ``marker``, and the store has its manifest."""
         return self._catalog is not None and marker in self._catalog.markers and marker in self._way(marker).strides
 
     def reach(self, marker: MarkerId) -> MarkerId | None:

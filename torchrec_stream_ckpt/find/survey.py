@@ -30,7 +30,7 @@ class Availability:
     source: str | None = None
     """Where a restore takes the rows from: ``log``, ``store`` or ``store+log``; None when it cannot."""
     in_log: bool = False
-    """Whether the log alone has all its rows."""
+    """True if the log alone has all its rows."""
     dropped: str | None = None
     """When it was given up."""
     holding: Holding | None = None
@@ -112,7 +112,7 @@ class Survey:
         return Availability(f"given up by {drop.reason} on {drop.day}", "", None, in_log, drop.day)
 
     def _is_there(self, marker: MarkerId, reach: MarkerId | None) -> bool:
-        """Tell whether the log has all of a marker beyond ``reach``, at a cost that does not grow with the path to it.
+        """Return whether the log has all of a marker beyond ``reach``. The cost does not grow with its path.
 
         Generations that others stand on are looked at once, and of each generation the newest marker first: if all of
         that one is there, so is all of those before it.
@@ -137,7 +137,7 @@ class Survey:
         return whole
 
     def _has_own(self, marker: MarkerId, reach: MarkerId | None) -> bool:
-        """Tell whether the log has what a marker's own generation has sent for it beyond ``reach``."""
+        """Return whether the log has what a marker's own generation has sent for it beyond ``reach``."""
         since = reach if reach is not None and reach.generation == marker.generation else None
         for each in dict.fromkeys((self._job.lineage.newest_of(marker.generation), marker)):
             if each in self._has_since and self._has_since[each] <= (since or _BEGIN):

@@ -106,7 +106,7 @@ class TableChange(Enum):
 
 
 def goes_on(before: TableSpec, now: TableSpec) -> bool:
-    """Tell whether two tables at one index of a lineage are the same one, whatever its name: its rows stay deltas."""
+    """Return whether two tables at one index of a lineage are the same one, whatever its name: its rows stay deltas."""
     if before.dropped or now.dropped:
         return False
     if before.id is None or now.id is None:  # before version 2: the name is the id

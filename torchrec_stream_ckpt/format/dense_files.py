@@ -74,7 +74,7 @@ def whole(said: DenseList | None, files: Sequence[DenseFile]) -> tuple[DenseFile
 
 
 def agree(said: DenseList, sizes: Mapping[str, int]) -> bool:
-    """Tell whether a directory has the list and what it lists, as far as the number and lengths of its files tell."""
+    """Return whether a directory has the list and what it lists, as far as the number and lengths of its files tell."""
     others = [size for name, size in sizes.items() if name != LIST_NAME]
     return sizes.get(LIST_NAME) == said.list_bytes and (len(others), sum(others)) == (said.files, said.num_bytes)
 

@@ -174,7 +174,7 @@ class _Ahead:
         return record
 
     def stands(self, part: Snapshot, base: int) -> bool:
-        """Tell whether the last record that a snapshot covers is the one that stands there.
+        """Return whether the last record that a snapshot covers is the one that stands there.
 
         Raises:
             CorruptionError: it is not, and what was before ``base`` is known from snapshots alone.
@@ -197,7 +197,7 @@ class _Ahead:
 
 
 def is_snapshot(record: bytes) -> bool:
-    """Tell whether a record says that it is a part of a snapshot: damaged or not, it decides nothing."""
+    """Return whether a record says that it is a part of a snapshot: damaged or not, it decides nothing."""
     if record[8:9] != _SNAPSHOT:
         return False
     try:

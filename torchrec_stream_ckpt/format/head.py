@@ -79,7 +79,7 @@ class HeadState:
         return tuple((each.table, each.col0, each.cols) for each in self.slices)
 
     def same_image(self, other: HeadState) -> bool:
-        """Tell whether both hold the same rows, cut in the same way."""
+        """Return whether both hold the same rows, cut in the same way."""
         return self.commit == other.commit and self.columns == other.columns
 
     def to_bytes(self) -> bytes:

@@ -21,7 +21,7 @@ def import_nonce() -> str:
 
 
 def is_import(claim: Claim) -> bool:
-    """Tell whether an import has opened this generation."""
+    """Return whether an import has opened this generation."""
     return claim.nonce.startswith(_NONCE)
 
 

@@ -335,7 +335,7 @@ def notes_of(lineage: Lineage, marker: MarkerId) -> tuple[Note, ...]:
 
 
 def knows(lineage: Lineage, record: ControlRecord) -> bool:
-    """Tell whether a lineage says what the record says."""
+    """Return whether a lineage says what the record says."""
     if isinstance(record, Claim):
         return lineage.claims.get(record.generation) == record
     if isinstance(record, Commit):

@@ -69,7 +69,7 @@ class CommitKey:
         return replace(record, mac=self._mac(record))
 
     def vouches_for(self, record: ControlRecord | PackedCommit) -> bool:
-        """Tell whether a holder of the key has written this very record."""
+        """Return whether a holder of the key has written this very record."""
         return hmac.compare_digest(record.mac, self._mac(record))
 
     def _mac(self, record: ControlRecord | PackedCommit) -> str:

@@ -163,12 +163,12 @@ class Dropped:
 
     @property
     def lost(self) -> bool:
-        """Whether its rows were lost, so that whatever stands on it is lost as well unless they came after all."""
+        """True if its rows were lost, so that whatever stands on it is lost as well unless they came after all."""
         return self.reason == _LOST_ROWS
 
     @property
     def of_choice(self) -> bool:
-        """Whether a rule or a person gave it up, which a pin overrides, and not the loss of what it needs."""
+        """True if a rule or a person gave it up, which a pin overrides, and not the loss of what it needs."""
         return self.reason in (RETENTION, BY_HAND)
 
     @property

@@ -266,7 +266,7 @@ def _match(frame: bytes) -> re.Match[bytes]:
 
 
 def _each_once(files: bytes | None) -> bool:
-    """Tell whether no dense file is named twice."""
+    """Return whether no dense file is named twice."""
     if not files or files.count(b"{") == 1:
         return True
     names = [name for name, _, _ in _EACH_FILE.findall(files)]
@@ -274,7 +274,7 @@ def _each_once(files: bytes | None) -> bool:
 
 
 def _are_ends(text: bytes) -> bool:
-    """Tell whether this holds the ends of all ranks; nearly always the first bytes tell."""
+    """Return whether this holds the ends of all ranks; nearly always the first bytes tell."""
     if len(text) % 4:
         return False
     try:
@@ -287,7 +287,7 @@ def _are_ends(text: bytes) -> bool:
 
 
 def _is_meta(text: bytes | None) -> bool:
-    """Tell whether this is metadata as it is written, or none."""
+    """Return whether this is metadata as it is written, or none."""
     if text is None:
         return True
     try:

@@ -48,7 +48,7 @@ class ScrubPlace:
     damaged: tuple[str, ...] = ()
     """Objects that are damaged: the next scrub reads them again."""
     ended: bool = False
-    """Whether the pass has read everything."""
+    """True if the pass has read everything."""
     whole_s: float = 0.0
     """When the last pass began that has read everything, Unix time; 0: there was none."""
     more: int = 0
@@ -80,7 +80,7 @@ class ScrubPlace:
 
 
 def _is_sound_place(values: dict[str, Any]) -> bool:
-    """Tell whether each field has a value of its type."""
+    """Return whether each field has a value of its type."""
     hints = get_type_hints(ScrubPlace)
     plain = all(
         type(values[each.name]) is hints[each.name] or (hints[each.name] is float and type(values[each.name]) is int)
@@ -188,7 +188,7 @@ class Reading:
 
 
 def _is_sound(body: dict[str, Any], units: tuple[ReadUnit, ...]) -> bool:
-    """Tell whether each field has a value of its type."""
+    """Return whether each field has a value of its type."""
     if not isinstance(body["clocks"], dict):
         return False
     seconds = [body["time_s"], *body["clocks"].values()]

@@ -160,7 +160,7 @@ class FrameRing:
 
     @property
     def has_room(self) -> bool:
-        """Whether a buffer of the ring is free now."""
+        """True if a buffer of the ring is free now."""
         return self._taken < self._capacity
 
     @property

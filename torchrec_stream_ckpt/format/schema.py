@@ -64,7 +64,7 @@ class Schema:
 
     @cached_property
     def is_sorted(self) -> bool:
-        """Whether all tables are there, sorted by name: all that a payload of version 2 can say."""
+        """True if all tables are there, sorted by name: all that a payload of version 2 can say."""
         names = [table.name for table in self.tables]
         return all(names) and names == sorted(names)
 
@@ -74,7 +74,7 @@ class Schema:
         return sum(table.rows * table.dim * (1 + len(table.states)) for table in self.tables)
 
     def holds(self, shard: TableShard) -> bool:
-        """Tell whether ``shard`` lies inside a table of this schema."""
+        """Return whether ``shard`` lies inside a table of this schema."""
         if shard.table >= len(self.tables):
             return False
         table = self.tables[shard.table]
@@ -85,7 +85,7 @@ class Schema:
         return crc32c(canonical([plain(table) for table in self.tables]))
 
     def is_same(self, other: Schema) -> bool:
-        """Tell whether all is equal, the ids of tables too."""
+        """Return whether all is equal, the ids of tables too."""
         ids = [[table.id for table in each.tables] for each in (self, other)]
         return self == other and ids[0] == ids[1]
 

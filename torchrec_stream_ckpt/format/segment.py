@@ -140,7 +140,7 @@ class Front:
 
     id: SegmentId
     last: bool
-    """Whether no further part follows."""
+    """True if no further part follows."""
     num_bytes: int
     """Length of the whole segment."""
     rows: int
@@ -270,8 +270,7 @@ def _parse_header(data: Buffer, where: str) -> tuple[Any, ...]:
 
 
 def _are_sound(fronts: Sequence[Front]) -> bool:
-    """Tell whether in each directory chunks follow each other without a gap, no id comes twice, and their ids can be as
-    many as they say.
+    """Return whether each directory is consistent: chunks without gaps, no id twice, as many ids as it says.
 
     Nothing is added up before it is known to be in range: numbers of 64 bits would wrap.
     """
@@ -305,7 +304,7 @@ def _are_sound(fronts: Sequence[Front]) -> bool:
 
 
 def _ascend(directory: Directory, begins: npt.NDArray[np.int64]) -> bool:
-    """Tell whether chunks are in the order of table, columns and ids, and no two chunks of one slice can share an id.
+    """Return whether chunks are in the order of table, columns and ids, and no two chunks of one slice can share an id.
 
     Args:
         directory: One after the other.

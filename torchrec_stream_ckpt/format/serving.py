@@ -32,7 +32,7 @@ def served_schema(schema: Schema, encoding: Encoding) -> Schema:
 
 
 def is_served(table: TableSpec) -> bool:
-    """Tell whether the table is one of a serving stream."""
+    """Return whether the table is one of a serving stream."""
     return table.optimizer.startswith(_PREFIX)
 
 

@@ -144,7 +144,7 @@ def _parts(body: bytes, where: str) -> Iterator[tuple[str, Part]]:
 
 
 def _is_of(job: bytes, name: str, part: Part) -> bool:
-    """Tell whether a part may be one of this job: a whole manifest, or the beginning of an interval's segment."""
+    """Return whether a part may be one of this job: a whole manifest, or the beginning of an interval's segment."""
     if (manifest := parse_manifest_name(name)) is not None:
         return manifest[0] == job and len(part.data) == part.num_bytes
     segment = parse_store_segment(name)

@@ -63,7 +63,7 @@ class Trims:
         return self._trims[taken[1]] if taken is not None else None
 
     def has_taken(self, marker: MarkerId) -> bool:
-        """Tell whether the data of a marker's generation may be gone up to it."""
+        """Return whether the data of a marker's generation may be gone up to it."""
         taken = self._taken.get(marker.generation)
         return taken is not None and marker <= taken[0]
 

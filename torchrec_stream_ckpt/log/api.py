@@ -24,7 +24,7 @@ class Incarnation:
     partitions: int
 
     def holds_rows_of(self, incarnation: str) -> bool:
-        """Tell whether rows that were written to ``incarnation`` are here: a control topic may have been made again."""
+        """Return whether rows written to ``incarnation`` are here: a control topic may have been recreated."""
         return incarnation.partition("+")[0] == self.id.partition("+")[0]
 
 

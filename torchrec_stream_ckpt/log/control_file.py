@@ -316,7 +316,7 @@ def _record_at(file: BinaryIO, position: int, size: int) -> bytes | None:
 
 
 def _is_torn(file: BinaryIO, position: int, size: int) -> bool:
-    """Tell whether all from ``position`` on is what an appender can have left that died in the middle of a record."""
+    """Return whether all from ``position`` on is what an appender can have left that died in the middle of a record."""
     if size - position > MAX_FRAME_BYTES:
         return False
     file.seek(position)

@@ -62,7 +62,7 @@ def file_system(folder: Path) -> str:
 
 
 def files_left(place: Path) -> bool:
-    """Tell whether the file system that holds ``place`` can take one more file; True where it does not tell."""
+    """Return whether the file system that holds ``place`` can take one more file; True where it does not tell."""
     folder = next((each for each in (place, *place.parents) if each.exists()), Path("/"))
     with contextlib.suppress(OSError):
         found = os.statvfs(folder)

@@ -67,7 +67,7 @@ class Publisher:
         """Of the last frame that has left the queue, or was dropped."""
         self._enough = min(_ENOUGH, ring.capacity // 2)
         self._due = False
-        """Whether what is queued is to be sent at once."""
+        """True if what is queued is to be sent at once."""
         self._queued_s = 0.0
         self._heard_s = 0.0
         """When the log last acknowledged a frame, or owed none."""

@@ -83,7 +83,7 @@ class _Listing:
     seen_s: float
     """When that was seen first, on this process's clock."""
     is_settled: bool
-    """Whether the folder's time of change shows every file that was added since."""
+    """True if the folder's time of change shows every file that was added since."""
     generations: array[int]
     firsts: array[int]
 
@@ -170,7 +170,7 @@ def pieces(root: Path, span: LogSpan, names: SegmentNames) -> list[tuple[Path, i
 
 
 def _is_lost(root: Path, folder: Path) -> bool:
-    """Tell whether a partition is not there although its log is."""
+    """Return whether a partition is not there although its log is."""
     try:
         folder.stat()
     except FileNotFoundError:

@@ -174,7 +174,7 @@ class Compactor:
 
     @property
     def is_busy(self) -> bool:
-        """Whether folds of markers that came in are still to be written."""
+        """True if folds of markers that came in are still to be written."""
         return bool(self._queue)
 
     def add(self, marker: MarkerId) -> None:

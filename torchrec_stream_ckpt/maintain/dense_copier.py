@@ -94,7 +94,7 @@ class DenseCopier:
 
 
 def _has_all(commit: Commit, sizes: Mapping[str, int]) -> bool:
-    """Tell whether a folder with files of these lengths has the dense state of a marker."""
+    """Return whether a folder with files of these lengths has the dense state of a marker."""
     if commit.dense_list is not None:
         return agree(commit.dense_list, sizes)
     return all(sizes.get(file.name) == file.num_bytes for file in commit.dense_files)

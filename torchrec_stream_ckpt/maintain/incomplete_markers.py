@@ -37,7 +37,7 @@ class Losses:
 
     @property
     def allowed(self) -> bool:
-        """Whether markers may be passed over."""
+        """True if markers may be passed over."""
         return self._told is not None
 
     def pass_over(self, commit: Commit, error: CorruptionError, hint: str) -> None:

@@ -113,7 +113,7 @@ class IntervalFolder:
         self._map = map if pool is None else pool.map
         self._begun: dict[MarkerId, _Begun] = {}
         self._large: dict[MarkerId, bool] = {}
-        """Whether markers that are not begun are worth a worker, as far as that was asked."""
+        """True if markers that are not begun are worth a worker, as far as that was asked."""
         self._shards: dict[tuple[int, int], tuple[TableShard, ...]] = {}
         """What ranks hold in the newest generation that is folded, by generation and rank: it stays as it is."""
         self._newest = 0

@@ -42,7 +42,7 @@ from torchrec_stream_ckpt.util.types import MarkerId
 
 
 def came_after_recovery(lineage: Lineage, marker: MarkerId, log: Incarnation) -> bool:
-    """Tell whether a marker came after ``log`` had taken over its generation; nothing of that log stands on it.
+    """Return whether a marker came after ``log`` had taken over its generation; nothing of that log stands on it.
 
     The log has taken over what the store held then, so all of a generation up to some marker.
     """
@@ -194,7 +194,7 @@ class Materializer:
 
     @staticmethod
     def _tells_history(catalog: Catalog, commit: Commit) -> bool:
-        """Tell whether a marker's manifest can be read; raises OtherLogError where it is of another history."""
+        """Return whether a marker's manifest can be read; raises OtherLogError where it is of another history."""
         try:
             catalog.check(commit)
         except OtherLogError:
@@ -252,7 +252,7 @@ class Materializer:
 
     @property
     def merging(self) -> bool:
-        """Whether folds are still to be written of markers that are in the store."""
+        """True if folds are still to be written of markers that are in the store."""
         return self._compactor.is_busy
 
     def has_merged(self, timeout_s: float) -> bool:
@@ -374,7 +374,7 @@ def _check(catalog: Catalog, commit: Commit) -> None:
 
 
 def _is_lost(catalog: Catalog, marker: MarkerId | None) -> bool:
-    """Tell whether nothing can stand on a marker: its rows were given up, and were not brought after all."""
+    """Return whether nothing can stand on a marker: its rows were given up, and were not brought after all."""
     return (
         marker is not None
         and marker in catalog.dropped

@@ -83,7 +83,7 @@ class TableWindows:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it cannot be cut."""
+        """True if it cannot be cut."""
         return len(self.slices) > 1
 
     def part(self, begin: int, stop: int) -> TableWindows | None:

@@ -45,7 +45,7 @@ class ProofTask:
 
     share: WindowShare
     whole: bool
-    """Whether chunks are read whole, with their checksums."""
+    """True if chunks are read whole, with their checksums."""
 
     @property
     def num_bytes(self) -> int:
@@ -147,7 +147,7 @@ class ProofChecker:
 
     @property
     def wanted(self) -> bool:
-        """Whether anything is compared."""
+        """True if anything is compared."""
         return self._rule is not None
 
     def of(self, lineage: Lineage, catalog: Catalog, marker: MarkerId) -> WindowCheck:

@@ -321,7 +321,7 @@ def _object_of(error: CorruptionError) -> str | None:
 
 
 def _is_named(catalog: Catalog, name: str) -> bool:
-    """Tell whether anything that the store lists needs an object: a manifest is listed, or names the segment."""
+    """Return whether anything that the store lists needs an object: a manifest is listed, or names the segment."""
     if (claim := parse_claim_name(name)) is not None:
         return any(marker.generation == claim[1] for marker in catalog.markers)
     part, manifest, segment = parse_fold_segment(name), parse_manifest_name(name), parse_store_segment(name)

@@ -32,7 +32,7 @@ class BufferSlot:
 
     @property
     def persistent(self) -> bool:
-        """Whether it is state, as ``state_dict()`` understands it."""
+        """True if it is state, as ``state_dict()`` understands it."""
         return self.key not in self.module._non_persistent_buffers_set
 
     def bind(self, value: torch.Tensor | None) -> None:

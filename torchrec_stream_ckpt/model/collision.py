@@ -142,7 +142,7 @@ class CollisionMap:
 
 
 def holds_id_maps(module: nn.Module) -> bool:
-    """Tell whether all of its buffers belong to id maps."""
+    """Return whether all of its buffers belong to id maps."""
     return type(module) is ShardedManagedCollisionCollection
 
 

@@ -234,7 +234,7 @@ def check_data_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | Non
 
 
 def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether ``state_dict()`` may say more than torch's own does, which is ``state`` and ``param_groups``."""
+    """Return whether ``state_dict()`` may say more than torch's own does, which is ``state`` and ``param_groups``."""
     versions.DENSE_OPTIMIZER.require(optimizer)
     return (
         any(

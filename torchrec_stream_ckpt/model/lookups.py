@@ -70,7 +70,7 @@ class FusedUpdate:
 
     @property
     def running(self) -> bool:
-        """Whether the kernel may still run. False once the backward has ended, by whatever."""
+        """True if the kernel may still run. False once the backward has ended, by whatever."""
         return self._task() is not None
 
 

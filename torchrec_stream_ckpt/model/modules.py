@@ -34,12 +34,12 @@ _WRAPPERS = (ShardedFeatureProcessedEmbeddingBagCollection, *COLLISION_WRAPPERS)
 
 
 def is_sharded_embedding(module: nn.Module) -> bool:
-    """Tell whether it holds tables itself; wrappers around such a module do not."""
+    """Return whether it holds tables itself; wrappers around such a module do not."""
     return type(module) in _EMBEDDINGS
 
 
 def is_replicated(lookup: nn.Module) -> bool:
-    """Tell whether the tables of this lookup are under DDP: they are dense state."""
+    """Return whether the tables of this lookup are under DDP: they are dense state."""
     return isinstance(lookup, DistributedDataParallel)
 
 

@@ -23,7 +23,7 @@ class FusedOptimizer:
     states: tuple[str, ...] = ()
     """Names of the states in the order of ``split_optimizer_states()``."""
     reads_iteration: bool = False
-    """Whether an update depends on the kernel's iteration."""
+    """True if an update depends on the kernel's iteration."""
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -69,7 +69,7 @@ def optimizer_states(name: str) -> tuple[str, ...]:
 
 
 def is_per_row(name: str, state: str) -> bool:
-    """Tell whether a state of this optimizer has one value a row; those of weight decay and bias correction have."""
+    """Return whether a state of this optimizer has one value a row; those of weight decay and bias correction have."""
     return _PER_ROW.get(name.upper()) == state or state in ("prev_iter", "row_counter")
 
 

@@ -90,7 +90,7 @@ def _gone(what: str, where: dict[str, str]) -> UnsupportedError:
 
 
 def _uses(kind: type, name: str) -> bool:
-    """Tell whether a method of a class reads, writes or calls ``name``."""
+    """Return whether a method of a class reads, writes or calls ``name``."""
     return any(
         name in unwrap(member).__code__.co_names
         for base in getmro(kind)

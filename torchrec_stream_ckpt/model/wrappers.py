@@ -31,7 +31,7 @@ def walk(optimizer: Any) -> Iterator[Any]:
 
 
 def is_wrapper(optimizer: Any) -> bool:
-    """Whether its own state is taken by :func:`wrapper_states`, and nothing else of it.
+    """Return whether its own state is taken by :func:`wrapper_states`, and nothing else of it.
 
     Raises:
         UnsupportedError: it is post-local SGD with an averager whose state we do not know.

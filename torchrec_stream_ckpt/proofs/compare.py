@@ -46,7 +46,7 @@ class TableCheck:
     difference: Digests
     """What markers say, less what was found; shape (blocks, sections)."""
     open: Flags
-    """Whether it can be checked, as far as this reader knows; shape (blocks, sections)."""
+    """True if it can be checked, as far as this reader knows; shape (blocks, sections)."""
     place: Places
     """Of the marker by which."""
     cells: npt.NDArray[np.int64]

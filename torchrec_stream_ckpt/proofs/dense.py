@@ -46,7 +46,7 @@ class DenseMarks:
                 self._ranks.setdefault(id_, []).append(rank)
                 self._digests[id_] = (self._digests.get(id_, 0) + digest) % MODULUS
         self.is_whole = by_rank.keys() == set(range(world))
-        """Whether all MARKs are known: an entry may have a part in each."""
+        """True if all MARKs are known: an entry may have a part in each."""
 
     def __len__(self) -> int:
         return len(self._digests)

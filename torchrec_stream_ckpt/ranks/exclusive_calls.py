@@ -37,7 +37,7 @@ class Calls:
 
     @property
     def in_fork(self) -> bool:
-        """Whether this is a process that was forked from the one that made the object."""
+        """True if this is a process that was forked from the one that made the object."""
         return os.getpid() != self._process
 
     def check_none(self, name: str) -> None:

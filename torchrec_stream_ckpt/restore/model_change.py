@@ -197,7 +197,7 @@ def refuse_changed(lineage: Lineage, generation: int, held: MarkerId) -> None:
 
 
 def _is_same_model(lineage: Lineage, claim: Claim, held: MarkerId) -> bool:
-    """Tell whether a generation has the model of a marker: both have the same tables, and were told the same changes.
+    """Return whether a generation has the model of a marker: both have the same tables, and were told the same changes.
 
     One that stands on nothing and was told nothing (``fresh=True``) tells itself by its tables alone.
     """

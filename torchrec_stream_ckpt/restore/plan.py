@@ -45,7 +45,7 @@ class Move:
 
     @property
     def same_columns(self) -> bool:
-        """Whether both shards hold the very same columns: then a state of one value a row is exact."""
+        """True if both shards hold the very same columns: then a state of one value a row is exact."""
         return (self.source.col0, self.source.cols) == (self.target.col0, self.target.cols)
 
     def between(self, row0: int, end: int) -> Move | None:
@@ -177,7 +177,7 @@ class RestorePlan:
         return (self.views.evolution.schema if self.views is not None else self.schema).index()
 
     def is_same(self, table: int) -> bool:
-        """Tell whether a live table is one of the marker that goes on."""
+        """Return whether a live table is one of the marker that goes on."""
         return self.views is None or self.views.outcomes[table].goes_on
 
     @property
@@ -268,7 +268,7 @@ def plan_evolved(route: Route, views: Views, shards: Sequence[TableShard], *, me
 
 
 def _is_resplit(move: Move, outcome: TableOutcome, schema: Schema) -> bool:
-    """Tell whether a state of one value a row that is kept comes from another split of the columns that are kept."""
+    """Return whether a state of one value a row that is kept comes from another split of the columns that are kept."""
     states = schema.tables[move.source.table].states
     kept = any(states[source].per_row for _, source in outcome.states if source is not None)
     cols = min(move.source.col0 + move.source.cols, outcome.cols_kept) - move.source.col0

@@ -28,7 +28,7 @@ class Plane:
 
     @property
     def is_straight(self) -> bool:
-        """Whether rows of a marker lie in its memory as they come, side by side; otherwise they have to be put."""
+        """True if rows of a marker lie in its memory as they come, side by side; otherwise they have to be put."""
         return self.array is not None and self.array.flags.c_contiguous
 
     def run(self, begin: int, rows: int) -> memoryview:

@@ -113,7 +113,7 @@ class Target:
         return end - begin
 
     def takes_run(self, move: Move, first: int, rows: int) -> bool:
-        """Tell whether rows [first, first+rows) come with all columns of this shard, side by side in memory."""
+        """Return whether rows [first, first+rows) come with all columns of this shard, side by side in memory."""
         shard = self._shard
         inside = move.row0 <= first and first + rows <= move.row0 + move.rows
         whole = move.same_columns and (move.col0, move.cols) == (shard.col0, shard.cols)

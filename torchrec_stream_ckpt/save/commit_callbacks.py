@@ -38,7 +38,7 @@ class Announcer:
 
     @property
     def is_behind(self) -> bool:
-        """Whether no marker may be cut until the callback has come back."""
+        """True if no marker may be cut until the callback has come back."""
         return self._waiting >= MOST_WAITING
 
     def committed(self, commit: Commit) -> None:

@@ -311,9 +311,9 @@ class Coordinator:
         self.failure: StreamCkptError | None = None
         """Why the last marker failed; None while it is in flight, and when it was committed."""
         self.compared = False
-        """Whether a marker of this generation has found that ranks hold the same dense state."""
+        """True if a marker of this generation has found that ranks hold the same dense state."""
         self.refused = False
-        """Whether the last marker failed because replicas differ, and none before it has found them equal."""
+        """True if the last marker failed because replicas differ, and none before it has found them equal."""
         self._said_s = -math.inf
 
     def begin(self, cut: CutOrder) -> Future[Committed]:
@@ -332,7 +332,7 @@ class Coordinator:
 
     @property
     def busy(self) -> bool:
-        """Whether a marker is in flight on this rank."""
+        """True if a marker is in flight on this rank."""
         return self._running is not None and not self._running.done()
 
     def settle(self, timeout_s: float | None = None) -> bool:

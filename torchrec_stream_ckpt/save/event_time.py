@@ -35,7 +35,7 @@ class EventTime:
 
     @property
     def counts(self) -> bool:
-        """Whether markers are cut by it."""
+        """True if markers are cut by it."""
         return self._every_s is not None
 
     def reach(self, event_s: float | None) -> None:
@@ -93,7 +93,7 @@ class EventTime:
 
     @property
     def is_due(self) -> bool:
-        """Whether all ranks have ended the stretch of the newest marker; the same on all of them."""
+        """True if all ranks have ended the stretch of the newest marker; the same on all of them."""
         return self.counts and self._cut is not None and self._seen > self._cut
 
     def cut(self) -> None:

@@ -115,7 +115,7 @@ class Ending:
 
     @staticmethod
     def _may_end(stream: Stream) -> bool:
-        """Tell whether the generation is this trainer's, and has no marker in flight."""
+        """Return whether the generation is this trainer's, and has no marker in flight."""
         if stream.coordinator.busy:
             log.warning("no END is written, a marker is still in flight: the job looks like one that was killed")
         return not stream.coordinator.busy and stream.coordinator.fenced is None

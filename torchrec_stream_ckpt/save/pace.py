@@ -183,8 +183,10 @@ class Account:
             yield
 
     def marker_affordable(self) -> bool:
-        """Tell whether all is paid, and the next one too: by the cheaper of the last two, so that one that was slow by
-        chance is not paid twice."""
+        """Return whether training has paid for all markers and for the next one.
+
+        The next one is assumed to cost what the cheaper of the last two did: one slow by chance is not paid twice.
+        """
         return self._credit_s >= min(self._marker_s, self._marker_before_s)
 
     def steps_to_marker(self) -> int:

@@ -61,7 +61,7 @@ class Drains:
         self._watch = watch
         self._rank = rank
         self.stranded = False
-        """Whether one has failed on this rank."""
+        """True if one has failed on this rank."""
 
     def drain(self, capture: Capture, publisher: Publisher, drain: Drain) -> None:
         """Drain; if that fails here alone, training goes on and the next marker says it on all ranks."""
@@ -191,17 +191,17 @@ class Cuts:
 
     @property
     def open(self) -> bool:
-        """Whether rows of a cut are still to be sent: nothing else may be."""
+        """True if rows of a cut are still to be sent: nothing else may be."""
         return self._open is not None
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is left to be done for the last cut on the training thread."""
+        """True if nothing is left to be done for the last cut on the training thread."""
         return self._open is None and self._asking is None
 
     @property
     def holding(self) -> bool:
-        """Whether this rank has not given its part of the last cut up."""
+        """True if this rank has not given its part of the last cut up."""
         return not self._seal.failed
 
     def begin(

@@ -80,7 +80,7 @@ class Signals:
         """The handlers do as those before them would have done."""
         self._handler: _Handler | None = None
         self.removed = False
-        """Whether it has ended."""
+        """True if it has ended."""
         self._ending = SafeEvent()
 
     def check(self) -> None:
@@ -140,7 +140,7 @@ class Signals:
     # The training thread.
 
     def pending(self, number: signal.Signals) -> bool:
-        """Tell whether it has come and has no answer yet."""
+        """Return whether it has come and has no answer yet."""
         return self._came[number].pending
 
     def seen(self) -> Seen:

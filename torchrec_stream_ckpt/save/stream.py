@@ -70,7 +70,7 @@ class Stream:
 
     @property
     def sound(self) -> bool:
-        """Whether the log holds what it has acknowledged, as far as this rank knows."""
+        """True if the log holds what it has acknowledged, as far as this rank knows."""
         return self.publisher.lost is None and self.coordinator.lost is None
 
     def vote(self, *, swept: bool, sound: bool) -> StepVote:

@@ -98,7 +98,7 @@ class LooksFirst(Protocol):
     """A store that may not refuse a put to a name that is taken."""
 
     looks_first: bool
-    """Whether :meth:`Objects.create` looks at a name before it puts: another writer may come in between.
+    """True if :meth:`Objects.create` looks at a name before it puts: another writer may come in between.
 
     True once the store has said that it does not refuse. Set it, if the store was seen to ignore the condition.
     """

@@ -277,7 +277,7 @@ class Catalog:
         return drop
 
     def is_dropped(self, commit: Commit) -> bool:
-        """Tell whether the marker was given up; raises when it was one of another history that had its name."""
+        """Return whether the marker was given up; raises when it was one of another history that had its name."""
         if commit.id not in self.dropped:
             return False
         if (found := self.drop_of(commit.id).commit) != commit:

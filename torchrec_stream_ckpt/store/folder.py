@@ -223,11 +223,11 @@ class FolderObjects:
             yield from self._list(folder / name, f"{prefix}{name}/")
 
     def _is_gone(self, error: OSError) -> bool:
-        """Tell whether there is no such object; a store that is not a folder itself is another matter."""
+        """Return whether there is no such object; a store that is not a folder itself is another matter."""
         return isinstance(error, FileNotFoundError) or (isinstance(error, NotADirectoryError) and self._root.is_dir())
 
     def _is_readable(self) -> bool:
-        """Tell whether the disk reads the store's own file, from the medium where the system lets go of its copy."""
+        """Return whether the disk reads the store's own file, from the medium where the system lets go of its copy."""
         try:
             fd = os.open(self._root / STORE_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
@@ -263,7 +263,7 @@ class FolderObjects:
 
 
 def lacks_room(error: StoreUnavailableError) -> bool:
-    """Tell whether a folder did not take an object because its disk, or the quota of this user, is full."""
+    """Return whether a folder did not take an object because its disk, or the quota of this user, is full."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 

@@ -244,7 +244,7 @@ class Head:
         self._folder = folder
         self.state = state
         self.verify = True
-        """Whether a copy compares the blocks with their checksums."""
+        """True if a copy compares the blocks with their checksums."""
 
     @classmethod
     def open(cls, root: Path, job: bytes, wait_s: float = READER_WAIT_S) -> Head | None:

@@ -59,7 +59,7 @@ def prove_writable(objects: Objects) -> None:
 
 
 def refuses_taken_names(objects: Objects) -> bool | None:
-    """Tell whether the store lets no object be put over another one; None: nothing was ever written there.
+    """Return whether the store lets no object be put over another one; None: nothing was ever written there.
 
     It is asked to put its own format, as it stands there, once more; by one request, and by those of a large object. If
     it ignores the condition, it says so, and looks at names first from then on (:class:`LooksFirst`).
@@ -79,7 +79,7 @@ def refuses_taken_names(objects: Objects) -> bool | None:
 
 
 def check_store(objects: Objects) -> bool:
-    """Tell whether anything was ever written here; a store without writes holds nothing, and can be read.
+    """Return whether anything was ever written here; a store without writes holds nothing, and can be read.
 
     Raises:
         UnsupportedError: it is of a newer format.
@@ -156,7 +156,7 @@ def jobs_in(objects: Objects) -> dict[bytes, str]:
 
 
 def has_job(objects: Objects, job: bytes) -> bool:
-    """Tell whether a store holds anything of a job.
+    """Return whether a store holds anything of a job.
 
     Raises:
         StoreUnavailableError: it does not answer.

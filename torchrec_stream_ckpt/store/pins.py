@@ -50,7 +50,7 @@ class Reached:
     """It gets markers whose number is a multiple of this."""
 
     def lacks(self, marker: MarkerId) -> bool:
-        """Tell whether the relay is still to bring a marker."""
+        """Return whether the relay is still to bring a marker."""
         same = marker.generation == self.marker.generation
         return same and marker > self.marker and marker.marker % self.every == 0
 

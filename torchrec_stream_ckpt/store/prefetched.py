@@ -33,7 +33,7 @@ class Summarized:
         return self._objects.read(name, begin, end)
 
     def holds(self, name: str) -> bool:
-        """Tell whether a part of an object is known."""
+        """Return whether a part of an object is known."""
         return name in self._parts
 
 

@@ -191,7 +191,7 @@ class _Sought:
 
     @property
     def is_gapless(self) -> bool:
-        """Whether its ids follow each other without a gap: then they are not read."""
+        """True if its ids follow each other without a gap: then they are not read."""
         return self.entry.last - self.entry.first + 1 == self.entry.rows
 
     @property

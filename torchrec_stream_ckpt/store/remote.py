@@ -81,7 +81,7 @@ class FsspecObjects:
         self._root = str(kind._strip_protocol(self.url)).rstrip("/")
         self._bucket_seen = self._cloud.look is None
         self._answered = False
-        """Whether a look at an object has shown that the bucket is there."""
+        """True if a look at an object has shown that the bucket is there."""
         self._looks_first = False
 
     @property

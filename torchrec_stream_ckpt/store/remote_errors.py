@@ -133,7 +133,7 @@ def translated(error: Exception, doing: str, url: str, name: str, keys_hint: str
 
 
 def wordless(error: Exception) -> bool:
-    """Tell whether a refusal came without its reason."""
+    """Return whether a refusal came without its reason."""
     return not signs_of(error).isdisjoint(_WORDLESS)
 
 

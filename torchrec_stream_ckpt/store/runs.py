@@ -39,7 +39,7 @@ class Given:
     entry: ChunkEntry
     view: RowsView
     is_kept: bool = False
-    """Whether an earlier window had other rows of the chunk."""
+    """True if an earlier window had other rows of the chunk."""
 
 
 class ReadSegments(Protocol):
@@ -91,7 +91,7 @@ class Runs:
         self._at, self._stop = 0, 0
         self._kept: list[Given] = []
         self._is_open = False
-        """Whether a window was begun and not used up: what it would have kept is not there."""
+        """True if a window was begun and not used up: what it would have kept is not there."""
 
     def window(self, row0: int, stop: int) -> Iterator[Given]:
         """Chunks with ids of [row0, stop), newest segment first; to be used up before the next window.

@@ -69,7 +69,7 @@ def put_unless_taken(objects: Objects, name: str, parts: Sequence[Buffer]) -> me
 
 
 def is_same(there: memoryview, parts: Sequence[Buffer]) -> bool:
-    """Whether an object holds these parts, one after the other."""
+    """Return whether an object holds these parts, one after the other."""
     begin = 0
     for part in parts:
         wanted = memoryview(part).cast("B")

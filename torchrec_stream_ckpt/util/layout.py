@@ -119,7 +119,7 @@ def check_object_name(name: str) -> str:
 
 
 def is_object_name(name: str) -> bool:
-    """Tell whether :func:`check_object_name` lets ``name`` pass."""
+    """Return whether :func:`check_object_name` lets ``name`` pass."""
     return len(name) <= _MAX_OBJECT_NAME and all(_OBJECT_PART.fullmatch(part) for part in name.split("/"))
 
 
@@ -330,7 +330,7 @@ def probe_name(job: bytes, probe: str) -> str:
 
 
 def is_probe(name: str) -> bool:
-    """Tell whether :func:`probe_name` made it."""
+    """Return whether :func:`probe_name` made it."""
     return _PROBE.fullmatch(name) is not None
 
 
@@ -340,12 +340,12 @@ def reading_name(job: bytes, time_ms: int, crc: int) -> str:
 
 
 def is_reading(name: str) -> bool:
-    """Tell whether :func:`reading_name` made it."""
+    """Return whether :func:`reading_name` made it."""
     return _READING.fullmatch(name) is not None
 
 
 def is_garbage_list(name: str) -> bool:
-    """Tell whether :func:`garbage_name` made it."""
+    """Return whether :func:`garbage_name` made it."""
     return _GARBAGE.fullmatch(name) is not None
 
 

@@ -102,11 +102,11 @@ class Service(ABC):
         """Sum up what was done, for the last event."""
 
     def _is_last(self) -> bool:
-        """Tell whether nothing more is to come."""
+        """Return whether nothing more is to come."""
         return False
 
     def _is_over(self) -> bool:
-        """Tell whether the round that was just done is the last one, by what it has seen."""
+        """Return whether the round that was just done is the last one, by what it has seen."""
         return False
 
     def _wait(self, seconds: float) -> None:

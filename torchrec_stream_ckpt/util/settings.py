@@ -116,7 +116,7 @@ class _Type:
         return " or ".join(words)
 
     def problem(self, value: object) -> bool:
-        """Tell whether a file may not say this."""
+        """Return whether a file may not say this."""
         if isinstance(value, bool):
             return not self._bool
         if isinstance(value, int):

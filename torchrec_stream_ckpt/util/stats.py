@@ -100,7 +100,7 @@ class Stats:
     unacknowledged_bytes: int
     """Frames that the log has not acknowledged, and their bytes."""
     log_up: bool
-    """Whether the log takes frames, as far as the publisher knows."""
+    """True if the log takes frames, as far as the publisher knows."""
     strays: int
     """Records that others have put between this rank's frames, as far as the last marker looked."""
     markers_committed: int

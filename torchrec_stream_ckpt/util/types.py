@@ -74,12 +74,12 @@ class TableSpec:
 
     @property
     def has_row_state(self) -> bool:
-        """Whether some state holds one value a row, and so depends on the column split."""
+        """True if some state holds one value a row, and so depends on the column split."""
         return any(state.per_row for state in self.states)
 
     @property
     def dropped(self) -> bool:
-        """Whether it is a tombstone: it keeps the index of a table that the model has no longer."""
+        """True if it is a tombstone: it keeps the index of a table that the model has no longer."""
         return not self.name
 
 

@@ -43,7 +43,7 @@ class Journal:
         self._num_bytes = 0
 
     def is_full(self) -> bool:
-        """Tell whether no more rows should be changed before it goes back."""
+        """Return whether no more rows should be changed before it goes back."""
         return self._num_bytes >= self._limit_bytes
 
     def set(self, array: npt.NDArray[Any], index: Any, values: object) -> None:
@@ -102,17 +102,17 @@ class _Table:
         self.cells = np.diff(np.minimum(np.arange(count + 1) * BLOCK_ROWS, spec.rows)) * spec.dim
         """Of each block, in one section."""
         self.open = np.zeros((count, self.sections), np.bool_)
-        """Whether a proof has been compared with what the block still holds."""
+        """True if a proof has been compared with what the block still holds."""
         self.bad = np.zeros((count, self.sections), np.bool_)
         self.place = np.full(count, -1, np.int32)
         """The number of the marker by which."""
         self.fresh = np.zeros(count, np.bool_)
-        """Whether a row of the block came in what is being read now."""
+        """True if a row of the block came in what is being read now."""
         self._lost = np.zeros(count, np.bool_)
         """The journal was full when a row of it came."""
         self.checked = self.differing = 0
         self.resplit = False
-        """Whether row-wise states came in other column slices before."""
+        """True if row-wise states came in other column slices before."""
 
     @property
     def sections(self) -> int:

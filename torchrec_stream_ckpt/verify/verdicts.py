@@ -321,7 +321,7 @@ class Verifier:
         return marker not in self._refused
 
     def verdict(self, commit: Commit, dense: DenseStore) -> MarkerVerdict:
-        """Tell whether a marker that :meth:`read` was told of is whole.
+        """Return whether a marker that :meth:`read` was told of is whole.
 
         Args:
             commit: The marker's.

@@ -90,7 +90,7 @@ class Follower:
         return self._source.job.uri
 
     def wants(self, table: TableSpec) -> bool:
-        """Tell whether a table is one of those that were asked for."""
+        """Return whether a table is one of those that were asked for."""
         return self._source.wants(table)
 
     def load_anew(self, why: str, first: MarkerId | None = None) -> None:
@@ -107,7 +107,7 @@ class Follower:
             self._aim.load_first(first)
 
     def passes(self, marker: MarkerId) -> bool:
-        """Tell whether the next look goes to another marker than this one, which could not be loaded."""
+        """Return whether the next look goes to another marker than this one, which could not be loaded."""
         return self._aim.passes(marker)
 
     def pause(self) -> bool:
@@ -193,7 +193,7 @@ class Follower:
 
     @property
     def _is_whole(self) -> bool:
-        """Whether the replica holds what it says: no update was left half way, and no load is due."""
+        """True if the replica holds what it says: no update was left half way, and no load is due."""
         return self._towards is None and not self._anew
 
     def _target(self, lineage: Lineage) -> Commit | None:
@@ -293,7 +293,7 @@ class Follower:
         return self._update(UpdateKind.ROWS, at, schema, changes, is_provisional=self._holds_newer(at, schema))
 
     def _holds_newer(self, commit: Commit, schema: Schema) -> bool:
-        """Tell whether the tail has handed out rows of wanted tables that are newer than a marker."""
+        """Return whether the tail has handed out rows of wanted tables that are newer than a marker."""
         assert self._tail is not None
         return any(self._source.wants(schema.tables[table]) for table in self._tail.tables_after(commit))
 
@@ -354,7 +354,7 @@ class Follower:
         self._aim.pass_over([at])
 
     def _is_last(self, marker: MarkerId) -> bool:
-        """Tell whether the job is finished at a marker: no newer one will come."""
+        """Return whether the job is finished at a marker: no newer one will come."""
         end = self.stats.ended
         return end is not None and end.outcome == Outcome.FINISHED and self.stats.newest == marker
 

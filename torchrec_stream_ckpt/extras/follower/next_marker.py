@@ -36,7 +36,7 @@ def astray(lineage: Lineage, target: MarkerId, at: MarkerId, towards: MarkerId |
 
 
 def includes(way: Iterable[MarkerId], marker: MarkerId) -> bool:
-    """Tell whether a marker is on a way (:meth:`Lineage.way`). Its COMMIT may be gone, as after a trim."""
+    """Return whether a marker is on a way (:meth:`Lineage.way`). Its COMMIT may be gone, as after a trim."""
     return any(each.generation == marker.generation and marker <= each for each in way)
 
 
@@ -82,7 +82,7 @@ class Aim:
         self._detour: MarkerId | None = None
         """That marker, while the follower goes to it."""
         self._skips = False
-        """Whether the next look skips it, because it could not be read."""
+        """True if the next look skips it, because it could not be read."""
 
     def pass_over(self, markers: Iterable[MarkerId]) -> None:
         """Go to none of these markers any more."""
@@ -114,7 +114,7 @@ class Aim:
         return lineage.commits[newest] if newest != at or not is_whole else None
 
     def _leads_to(self, lineage: Lineage, newest: MarkerId) -> bool:
-        """Tell whether the marker to load first can be loaded, and is on the way to the newest one."""
+        """Return whether the marker to load first can be loaded, and is on the way to the newest one."""
         first = self._first
         if first is None or first == newest or first in self.passed or first not in lineage.commits:
             return False
@@ -129,5 +129,5 @@ class Aim:
         return self._skips
 
     def passes(self, marker: MarkerId) -> bool:
-        """Tell whether the next look goes to another marker."""
+        """Return whether the next look goes to another marker."""
         return marker in self.passed or (self._skips and marker == self._detour)

@@ -260,7 +260,7 @@ class FollowedJob:
 
 
 def _was_given_up(catalog: Catalog, commit: Commit) -> bool:
-    """Tell whether a marker was given up, also by a record that cannot be read: that is never taken back."""
+    """Return whether a marker was given up, also by a record that cannot be read: that is never taken back."""
     try:
         return catalog.is_dropped(commit)
     except OtherLogError:

@@ -35,7 +35,7 @@ class _Stream:
     """The next one."""
     chain: int
     has_read: bool = False
-    """Whether a frame at ``offset`` was read."""
+    """True if a frame at ``offset`` was read."""
     marks: dict[int, int] = field(default_factory=dict)
     """seq -> header_crc of each MARK that was read."""
     sent: list[tuple[int, int, npt.NDArray[np.int64]]] = field(default_factory=list)
@@ -62,11 +62,11 @@ class Tail:
         """Rows that were read and not taken, some of which may have been applied: (table, ids) by rank, seq and
         header_crc of their frame."""
         self.is_undone = False
-        """Whether rows that it has handed out are being taken back: some may be as the marker has them."""
+        """True if rows that it has handed out are being taken back: some may be as the marker has them."""
 
     @property
     def is_fresh(self) -> bool:
-        """Whether it has handed out nothing after its marker."""
+        """True if it has handed out nothing after its marker."""
         return not self._given and not any(stream.has_read for stream in self._streams.values())
 
     def undo(self) -> None:
@@ -77,12 +77,12 @@ class Tail:
         return self._at.id == commit.id
 
     def is_over(self, lineage: Lineage) -> bool:
-        """Tell whether it has ended, or a newer one has been claimed: nothing more of it will be committed."""
+        """Return whether it has ended, or a newer one has been claimed: nothing more of it will be committed."""
         generation = self._claim.generation
         return lineage.newest_generation != generation or generation in lineage.ends
 
     def reaches(self, commit: Commit) -> bool:
-        """Tell whether all rows of a marker have been handed out by this tail, and are those that it commits."""
+        """Return whether all rows of a marker have been handed out by this tail, and are those that it commits."""
         is_mine = commit.generation == self._claim.generation and not self._given and not self.is_undone
         return is_mine and all(self._streams[end.rank].marks.get(end.frames - 1) == end.chain for end in commit.ranks)
 
@@ -147,7 +147,7 @@ class Tail:
 
     @property
     def has_read(self) -> bool:
-        """Whether the last :meth:`read` has found frames, of rows or not."""
+        """True if the last :meth:`read` has found frames, of rows or not."""
         return bool(self._pending)
 
     def taken(self) -> None:

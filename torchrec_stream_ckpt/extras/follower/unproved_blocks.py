@@ -69,7 +69,7 @@ class Doubts:
             doubt.reopen()
 
     def has(self, table: TableSpec, found: Iterable[UnprovedBlock]) -> bool:
-        """Tell whether all of these blocks of a table are in doubt already."""
+        """Return whether all of these blocks of a table are in doubt already."""
         known = self._open.get(table.id, {}) if table.id is not None else {}
         return all(each.begin // BLOCK_ROWS in known for each in found)
 

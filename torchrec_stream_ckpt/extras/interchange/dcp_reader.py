@@ -80,7 +80,7 @@ class Region:
 
 
 def _is_written_by_rows(tensor: torch.Tensor) -> bool:
-    """Tell whether rows can be put into the very memory: of a plain tensor whose values of one row lie side by side."""
+    """Return whether rows can be read into this memory: a plain tensor whose rows are contiguous."""
     plain = tensor.layout is torch.strided and tensor.device.type in ("cpu", "cuda") and not tensor.is_quantized
     return plain and (tensor.dim() == 1 or tensor.shape[1] <= 1 or tensor.stride(1) == 1)
 
@@ -229,7 +229,7 @@ class StreamReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Tell whether it is a marker: ``GENERATION:MARKER`` or ``latest``."""
+        """Return whether it is a marker: ``GENERATION:MARKER`` or ``latest``."""
         with contextlib.suppress(StreamCkptError):
             check_marker(os.fspath(checkpoint_id))
             return True

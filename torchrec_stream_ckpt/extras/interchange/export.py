@@ -25,7 +25,7 @@ class ExportOptions:
     tables: Sequence[str] = ("*",)
     """Patterns, of which a table's name must fit one."""
     states: bool | None = None
-    """Whether optimizer states are written; None: to all formats but Parquet."""
+    """True if optimizer states are written; None: to all formats but Parquet."""
     shard_bytes: int = 5 * 10**9
     """(safetensors) What a file holds at most."""
     model_key: str = ""

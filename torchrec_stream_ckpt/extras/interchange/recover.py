@@ -112,7 +112,7 @@ def _job_of(log: Log, control: Control, objects: Objects, uri: str) -> bytes:
 
 
 def _has_rows(log: Log, known: Known) -> bool:
-    """Tell whether the log is the one that the job wrote to, or what is left of it."""
+    """Return whether the log is the one that the job wrote to, or what is left of it."""
     if log.newest_rows() is not None:
         return True
     try:

@@ -77,7 +77,7 @@ class Traffic:
     missing: str = ""
     """Why the tables' shares are not known; empty when they are."""
     is_base: bool = False
-    """Whether it is the first of its generation, and holds what a sweep has sent."""
+    """True if it is the first of its generation, and holds what a sweep has sent."""
 
     @property
     def all_bytes(self) -> int:

@@ -142,7 +142,7 @@ class Bar:
     parts: Sequence[tuple[int, str, float]]
     """(color, name, value), from the bottom."""
     clipped: bool = False
-    """Whether it may be cut off at the top: others set the scale."""
+    """True if it may be cut off at the top: others set the scale."""
 
     @property
     def total(self) -> float:

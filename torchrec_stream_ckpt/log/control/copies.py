@@ -77,13 +77,13 @@ class Copies:
         self._epoch = 0
         """Of the objects that are put; 0 until the store was listed."""
         self._anew = False
-        """Whether the next object begins another epoch."""
+        """True if the next object begins another epoch."""
         self._single: list[CopyName] = []
         """Objects of one record each."""
         self._committed = False
-        """Whether a marker was."""
+        """True if a marker was."""
         self._marked = False
-        """Whether the store says that markers were committed in this log."""
+        """True if the store says that markers were committed in this log."""
         self._lock = threading.Lock()
         self._worker: Worker | None = None
         self._copying: Future[None] | None = None
@@ -102,7 +102,7 @@ class Copies:
 
     @property
     def behind(self) -> bool:
-        """Whether something that counts is not known to be copied."""
+        """True if something that counts is not known to be copied."""
         with self._lock:
             return bool(self._missing)
 
@@ -152,7 +152,7 @@ class Copies:
         return self._known_log
 
     def _is_there(self, name: CopyName) -> bool:
-        """Tell whether the last record of an object stands in the control partition, where it stood."""
+        """Return whether the last record of an object stands in the control partition, where it stood."""
         try:
             offset, record = next(self._reread(name.last), (-1, b""))
         except PrunedError:

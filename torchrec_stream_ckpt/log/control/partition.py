@@ -66,7 +66,7 @@ class Control:
         key = CommitKey.load(key_file) if key_file is not None else None
         self.records = Records(log_, key, _hint(log_.uri, copies), serving=serving, glance=glance)
         self.signs = key is not None
-        """Whether there is a commit key."""
+        """True if there is a commit key."""
         self._folded = Folded()
         self._last = -1
         self._next = 0
@@ -332,7 +332,7 @@ class Control:
                 time.sleep(_RETRY_S)
 
     def _is_there(self, commit: Commit) -> bool:
-        """Tell whether the marker exists, read from the log; raises when it cannot exist any more."""
+        """Return whether the marker exists, read from the log; raises when it cannot exist any more."""
         lineage = self.refresh()
         if commit.id in lineage.commits and lineage.claims[commit.generation].nonce == commit.nonce:
             return True

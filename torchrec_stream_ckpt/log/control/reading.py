@@ -49,7 +49,7 @@ class Records:
         self._serving, self._glance = serving, glance
         self.hint = hint
         self.signs = key is not None
-        """Whether there is a commit key."""
+        """True if there is a commit key."""
 
     def read(self, start: int) -> Iterator[tuple[int, bytes]]:
         """(offset, record) of all from offset ``start``; with a commit key, of garbage as well."""

@@ -32,7 +32,7 @@ class Trimmed:
     trim: Trim
     """The TRIM record."""
     appended: bool
-    """Whether the record is new: False if an earlier trim had said all of it, and in a dry run."""
+    """True if the record is new: False if an earlier trim had said all of it, and in a dry run."""
     freed: Freed
 
     def describe(self) -> str:
@@ -132,7 +132,7 @@ def _furthest(*markers: Iterable[MarkerId]) -> dict[int, MarkerId]:
 
 
 def _said(lineage: Lineage, trim: Trim) -> bool:
-    """Tell whether the control partition says all of that already, or more."""
+    """Return whether the control partition says all of that already, or more."""
     if trim.given_up:  # they are there
         return False
     for marker in trim.markers:

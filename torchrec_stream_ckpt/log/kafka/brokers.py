@@ -274,7 +274,7 @@ class Brokers:
         return newest
 
     def _are_of_the_newest(self, topic: str, edges: Mapping[int, Edge]) -> bool:
-        """Tell whether no newer leader of these partitions was heard of before."""
+        """Return whether no newer leader of these partitions was heard of before."""
         for partition, edge in edges.items():
             newest = self._epochs.get((topic, partition), edge.epoch)
             if edge.epoch < newest:

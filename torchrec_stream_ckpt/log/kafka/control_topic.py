@@ -34,9 +34,9 @@ class ControlTopic:
         self._made_for = brokers.asked
         """The brokers that this sender asks."""
         self._has_sent = False
-        """Whether it has appended a record."""
+        """True if it has appended a record."""
         self._doubtful = True
-        """Whether the leader of the partition has not been looked up, or the last append failed."""
+        """True if the leader of the partition has not been looked up, or the last append failed."""
 
     def expect_append(self) -> None:
         """As :meth:`Log.expect_append`.

@@ -76,7 +76,7 @@ def address_of(place: str) -> tuple[str, int]:
 
 
 def knock(place: str) -> tuple[bool, str]:
-    """Tell whether the port HOST:PORT can be reached from here within a second, and that in words."""
+    """Return whether the port HOST:PORT can be reached from here within a second, and that in words."""
     try:
         socket.create_connection(address_of(place), _KNOCK_S).close()
     except OSError as error:
@@ -117,7 +117,7 @@ def _compare(address: tuple[str, int], options: Mapping[str, str]) -> Cause | No
 
 
 def _speaks_tls(address: tuple[str, int]) -> bool | None:
-    """Tell whether a handshake is answered; None where there is no answer, or one that does not tell."""
+    """Return whether a handshake is answered; None where there is no answer, or one that does not tell."""
     try:
         with socket.create_connection(address, TIMEOUT_S) as raw, _blind().wrap_socket(raw):
             return True

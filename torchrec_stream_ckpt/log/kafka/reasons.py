@@ -118,14 +118,14 @@ class Reasons:
         log.log(logging.DEBUG if known else min(level, logging.WARNING), "%s", text)
 
     def hopeless(self) -> bool:
-        """Tell whether waiting cannot help: wrong security settings stay wrong.
+        """Return whether waiting cannot help: wrong security settings stay wrong.
 
         Not at the first complaint, for one broker of several may be the odd one.
         """
         return self._rank >= _FINAL_RANK and time.monotonic() - self._since > SECURITY_GRACE_S
 
     def unreachable(self) -> bool:
-        """Tell whether the client has reached no broker: there is no port to ask."""
+        """Return whether the client has reached no broker: there is no port to ask."""
         return self._rank == _UNREACHABLE_RANK
 
     def found(self, uri: KafkaUri, doing: str, cause: Cause) -> LogUnavailableError:

@@ -95,7 +95,7 @@ class EngineName:
 
     @property
     def is_remote(self) -> bool:
-        """Whether its workers run on other hosts."""
+        """True if its workers run on other hosts."""
         return self.kind == "ray"
 
     def open(self, here: Site, source: Callable[[], SiteAddress]) -> Engine:

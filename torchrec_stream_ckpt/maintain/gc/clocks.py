@@ -97,7 +97,7 @@ def _store_clock(objects: Objects) -> str:
 
 
 def _is_of_host() -> bool:
-    """Tell whether the time since boot that this process reads is the host's. A time namespace may shift it.
+    """Return whether the time since boot that this process reads is the host's. A time namespace may shift it.
 
     The name of a namespace says nothing: the kernel gives it again once it is free.
     """

@@ -84,7 +84,7 @@ class GcRules:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether nothing is given up."""
+        """True if nothing is given up."""
         return self.retention.keeps_all and self.give_up is None
 
 
@@ -222,7 +222,7 @@ def _mark(holdings: Holdings, anchors: Iterable[MarkerId]) -> _Needed:
 
 
 def _is_garbage(name: str, stock: Stock, needed: _Needed, given_up: frozenset[MarkerId]) -> bool:
-    """Tell whether an object is no longer needed. What we did not make, we leave."""
+    """Return whether an object is no longer needed. What we did not make, we leave."""
     catalog, lineage = stock.holdings.catalog, stock.holdings.lineage
     if (manifest := parse_manifest_name(name)) is not None:
         return manifest[1] in given_up and manifest[1] not in needed.markers
@@ -241,7 +241,7 @@ def _is_garbage(name: str, stock: Stock, needed: _Needed, given_up: frozenset[Ma
 
 
 def _never_came(marker: MarkerId, stock: Stock) -> bool:
-    """Tell whether there is no such marker, nor ever will be. The store alone cannot tell it from one that was lost.
+    """Return whether there is no such marker, nor ever will be. The store alone cannot tell it from one that was lost.
 
     Nor can a log that has only taken over the generation: another one may have more of it.
     """

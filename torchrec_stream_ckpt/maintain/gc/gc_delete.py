@@ -195,7 +195,7 @@ class _FoldsThere:
         list(pool.map(self._is_absent, {part[0].name for part in parts if part is not None}))
 
     def names(self, name: str) -> bool:
-        """Tell whether an object is a segment of a fold that is there."""
+        """Return whether an object is a segment of a fold that is there."""
         part = parse_fold_segment(name)
         return part is not None and not self._is_absent(part[0].name)
 

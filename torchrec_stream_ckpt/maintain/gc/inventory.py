@@ -52,7 +52,7 @@ class Stock:
     attempts: tuple[Entry, ...]
     """Objects that attempts to pin markers have left."""
     from_log: bool
-    """Whether the log has told of all markers; else the store itself has."""
+    """True if the log has told of all markers; else the store itself has."""
     home: str
     """Identity of the file log in whose folder the store is; empty for none."""
     awaited: frozenset[MarkerId]

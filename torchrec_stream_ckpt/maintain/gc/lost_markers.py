@@ -110,7 +110,7 @@ class WaysBack:
             raise damage_of(self._catalog, self._lineage, marker, self._damaged) or error from None
 
     def _is_whole(self, marker: MarkerId) -> bool:
-        """Tell whether the pieces that a restore would read are whole; otherwise there may be a way around them."""
+        """Return whether the pieces that a restore would read are whole; otherwise there may be a way around them."""
         route = locate(self._lineage, marker, self._catalog, damaged=self._damaged, summaries=False)
         if self._log is not None:
             check_there(self._log, self._lineage, marker, route.intervals)

@@ -51,7 +51,7 @@ class GcPlan:
     stands_still: str = ""
     """Why what waits for the grace period does not get older; empty where it does."""
     glances: bool = False
-    """Whether the time of an object store is known up to its newest object alone."""
+    """True if the time of an object store is known up to its newest object alone."""
 
     @property
     def num_bytes(self) -> int:
@@ -123,7 +123,7 @@ class Candidate:
     time_s: float
     """When it was committed, Unix time."""
     restorable: bool = True
-    """Whether the store has all that it needs: others do not count for the floor, and stay beside it."""
+    """True if the store has all that it needs: others do not count for the floor, and stay beside it."""
     age_s: float = 0.0
     """How old it is at least: an unknown age counts as young."""
     meta: Mapping[str, str | int | float] = field(default_factory=dict)
@@ -177,7 +177,7 @@ class Retention:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether there is no rule: pins alone drop nothing."""
+        """True if there is no rule: pins alone drop nothing."""
         return self.keep_all_for is None and self.then_every is None and self.newest is None and not self.keep_best
 
     @property

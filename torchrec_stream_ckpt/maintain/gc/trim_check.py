@@ -133,7 +133,7 @@ def _why(holding: Holding, marker: MarkerId) -> str:
 
 
 def _lost(lineage: Lineage, marker: MarkerId, reach: MarkerId | None, trimmed: Mapping[int, MarkerId]) -> bool:
-    """Tell whether a restore would miss log data of a trimmed generation beyond what the store serves."""
+    """Return whether a restore would miss log data of a trimmed generation beyond what the store serves."""
     for ancestor in lineage.path(marker):
         gone = trimmed.get(ancestor.generation)
         if gone is None or (reach is not None and ancestor.generation < reach.generation):

@@ -108,7 +108,7 @@ class BackgroundScrub:
                 self._scrubber.kept.save()
 
     def _is_due(self) -> bool:
-        """Tell whether there is something to read now."""
+        """Return whether there is something to read now."""
         if time.monotonic() < self._rests_until:
             return False
         place = self._scrubber.place

@@ -79,7 +79,7 @@ class ReadBack:
         """What was read."""
 
     def is_whole(self, holdings: Holdings, step: Stride) -> bool:
-        """Tell whether a piece of the store holds the bytes that were written; reads it unless that was done lately.
+        """Return whether a piece of the store holds the bytes that were written; reads it unless that was done lately.
 
         Of a marker with itself: whether its dense state and what its ranks said are whole.
 
@@ -142,7 +142,7 @@ class ReadBack:
         self._fresh.append(unit)
 
     def _is_as_it_was(self, holdings: Holdings, unit: ReadUnit, refs: list[SegmentRef]) -> bool:
-        """Tell whether everything is there with its length, and no scrub has found any of it damaged since."""
+        """Return whether everything is there with its length, and no scrub has found any of it damaged since."""
         if self._suspects is None or not self._suspects.isdisjoint((unit.name, *(ref.name for ref in refs))):
             return False
         return all(holdings.sizes.get(ref.name) == ref.num_bytes for ref in refs)
@@ -164,7 +164,7 @@ class ReadBack:
         }
 
     def look_again(self) -> bool:
-        """Tell whether a reading that counted was taken back meanwhile: what it named is read when it is asked for.
+        """Return whether a reading that counted was taken back meanwhile: what it named is read when it is asked for.
 
         Raises:
             StoreUnavailableError: the store does not answer.
@@ -201,7 +201,7 @@ class ReadBack:
                 self._objects.delete(name)
 
     def _may_count(self, reading: Reading) -> bool:
-        """Tell whether a reading counts here, or may elsewhere. The wall clock decides only what is read once more."""
+        """Return whether a reading counts here, or may elsewhere. The wall clock decides only about rereading."""
         if not reading.store:
             return False
         if reading.store == self._place and reading.clocks.keys() & self._clocks.keys():
@@ -224,7 +224,7 @@ class ReadBack:
 
 
 def _counts(reading: Reading, clocks: Mapping[str, float]) -> bool:
-    """Tell whether it was lately, by every clock that both show: one that was put back tells nothing."""
+    """Return whether it was lately, by every clock that both show: one that was put back tells nothing."""
     shown = [clocks[name] - then for name, then in reading.clocks.items() if name in clocks]
     return bool(shown) and min(shown) >= 0.0 and max(shown) <= COUNTS_FOR_S
 

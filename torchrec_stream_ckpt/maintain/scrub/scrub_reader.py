@@ -196,7 +196,7 @@ class ScrubReader:
         self._lineage = lineage
         self._catalog = catalog
         self.heeds_lists = True
-        """Whether what gc has listed counts as needless."""
+        """True if what gc has listed counts as needless."""
         self._refs: tuple[str, dict[str, SegmentRef]] = ("", {})
         """Segments that a fold or a manifest names: of the one that was read last."""
         self._files: tuple[str, dict[str, DenseFile]] = ("", {})
@@ -262,7 +262,7 @@ class ScrubReader:
         return dense_file_name(commit.job, commit.id, commit.dense_list.file.name) if commit.dense_list else unit
 
     def is_needless(self, name: str) -> bool:
-        """Tell whether nobody misses an object that was found damaged: gc deletes it, or has done so meanwhile."""
+        """Return whether nobody misses an object that was found damaged: gc deletes it, or has done so meanwhile."""
         if name in self.listed():
             return True
         if self._objects.size(name) is not None:
@@ -368,7 +368,7 @@ class ScrubReader:
 
     @staticmethod
     def _is_sound(name: str, data: bytes) -> bool:
-        """Tell whether these are bytes of a manifest, or of the beginning of a segment, whichever."""
+        """Return whether these are bytes of a manifest, or of the beginning of a segment, whichever."""
         try:
             if parse_manifest_name(name) is not None:
                 Manifest.from_bytes(data, name)

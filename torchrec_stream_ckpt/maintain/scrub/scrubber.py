@@ -185,7 +185,7 @@ class ScrubStep:
     part: Part | None
     """What a worker reads; None: nothing, it is done."""
     ends: bool
-    """Whether this is the last part of the object."""
+    """True if this is the last part of the object."""
 
 
 @dataclass(slots=True)
@@ -219,12 +219,12 @@ class ReadAhead:
 
     @property
     def is_full(self) -> bool:
-        """Whether no worker would begin one batch more at once."""
+        """True if no worker would begin one batch more at once."""
         return len(self._begun) >= 2 * self._engine.workers
 
     @property
     def is_busy(self) -> bool:
-        """Whether there are batches that nobody has taken note of."""
+        """True if there are batches that nobody has taken note of."""
         return bool(self._begun)
 
     def done(self, unit: str, done: int, name: str) -> int:
@@ -270,7 +270,7 @@ class ReadAhead:
         return batch, batch.future.result() if batch.future is not None else ()
 
     def is_ready(self) -> bool:
-        """Tell whether :meth:`oldest` would not wait."""
+        """Return whether :meth:`oldest` would not wait."""
         return bool(self._begun) and (self._begun[0].future is None or self._begun[0].future.done())
 
     def read_again(self) -> int:
@@ -587,5 +587,5 @@ def _has_read() -> None:
 
 
 def _is_worth_it(engine: Engine, bytes_per_s: float | None) -> bool:
-    """Tell whether workers help: a task for them is not small, and reads at most what the rate allows in a second."""
+    """Return whether workers help: a task for them is not small, and reads at most what the rate allows in a second."""
     return not isinstance(engine, InProcess) and (bytes_per_s is None or bytes_per_s >= api.SMALL_BYTES)
