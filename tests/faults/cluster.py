@@ -21,7 +21,7 @@ from torchrec_stream_ckpt.extras.broker.wire import Connection
 
 CONTROLLER_ID, CONTROLLER_PORT, PORT = 100, 9093, 9092
 START_S = 90.0
-_TETHER = Path(__file__).parents[2] / "torchrec_stream_ckpt" / "broker" / "tether.py"
+_TETHER = Path(__file__).parents[2] / "torchrec_stream_ckpt" / "extras" / "broker" / "tether.py"
 _JVM = ("-Xms64m", "-Xmx256m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto")
 _QUIET = "-Dlog4j2.configurationFile={}"
 _ALL = """\
