@@ -39,6 +39,8 @@ class Shape:
     dim: int = 64
     dense_bytes: int = 0
     """Parameters of the dense layers, roughly; they are float32."""
+    dense_share: float = 0.0
+    """Of the dense bytes, how many are in one parameter, roughly; 0: all layers are equal."""
     sharding: str = "table_wise"
     """Or ``row_wise``, over all ranks."""
     dense_optimizer: str = "sgd"
@@ -68,7 +70,11 @@ class Net(nn.Module):
         self.features = shape.features
         width = len(configs) * shape.dim
         side = 1024
-        layers = [nn.Linear(side, side) for _ in range(max(0, round(shape.dense_bytes / (4 * side * side))))]
+        large = round(shape.dense_bytes * shape.dense_share / (4 * 2 * side))
+        rest = round(shape.dense_bytes * (1 - shape.dense_share) / (4 * side * side))
+        layers: list[nn.Module] = [nn.Linear(side, side) for _ in range(rest)]
+        if large:  # two: in and out again
+            layers += [nn.Linear(side, 2 * large), nn.Linear(2 * large, 1)]
         self.top = nn.Sequential(nn.Linear(width, side if layers else 16), *layers)
 
     def forward(self, ids: KeyedJaggedTensor) -> torch.Tensor:

@@ -17,6 +17,9 @@ everybody's.
 ``torchsnapshot async_take``        of plain tensors
 
 Then once more with twice the table and the same number of touched rows: a marker must not grow with the table.
+
+The point ``digest of the dense state`` is CPU time of one core: the digests that a marker's proof has of 8 MiB, in one
+tensor and in a hundred, next to a copy of the same bytes.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +44,7 @@ from common import (  # noqa: E402
     WITH_FSYNC,
     WITHOUT_FSYNC,
     Goal,
+    Measured,
     Report,
     UnavailableError,
     add_fsync,
@@ -60,6 +65,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from tests.inside import inside  # noqa: E402
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
+from torchrec_stream_ckpt.dense.dense_digests import digests  # noqa: E402
 
 PLAIN = StagingOptions(
     use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
@@ -70,6 +76,7 @@ BY_PROCESS, BY_THREAD = "dcp.async_save, shared, process", "dcp.async_save, thre
 OURS, UNPROVED, SAVE, KEPT = "ours", "ours, without proof", "torch.save", "dcp.async_save, kept copy"
 FRESH, SNAPSHOT = "dcp.async_save, fresh copy", "torchsnapshot async_take"
 DURABLE = "table, durable"
+DIGEST, WHOLE, PARTS, COPY = "digest of the dense state", "one tensor", "100 tensors", "copy"
 STAGERS = {KEPT: PLAIN, BY_PROCESS: SHARED, BY_THREAD: STAGED}
 """That are kept from marker to marker."""
 
@@ -188,15 +195,42 @@ def measure(
     return measured, job.num_bytes
 
 
+def measure_digest(num_bytes: int, rounds: int) -> Measured:
+    """CPU seconds of one core, warm."""
+    whole = torch.randn(num_bytes // 4)
+    parts, target = {f"{number}": each for number, each in enumerate(whole.chunk(100))}, torch.empty_like(whole)
+    repeats = 20
+
+    def seconds(call: Callable[[], object]) -> float:
+        call()
+        begin = time.process_time()
+        for _ in range(repeats):
+            call()
+        return (time.process_time() - begin) / repeats
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        variants = {
+            COPY: lambda: seconds(lambda: target.copy_(whole)),
+            WHOLE: lambda: seconds(lambda: digests({"whole": whole})),
+            PARTS: lambda: seconds(lambda: digests(parts)),
+        }
+        return take_turns(variants, rounds)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def main() -> None:
     parser = arguments(__doc__, rounds=5)
     parser.add_argument("--rows", type=at_least(1), default=5_000_000)
     parser.add_argument("--dim", type=at_least(4), default=64)
     parser.add_argument("--touched", type=float, default=0.01, help="share of the rows")
     parser.add_argument("--ours", action="store_true", help="without the other ways: what a proof adds, in a minute")
+    parser.add_argument("--digest-mib", type=at_least(1), default=8, help="of the dense state whose digest is timed")
     add_device(parser)
     add_fsync(parser)
-    args = parse(parser, rows=10_000, dim=8, rounds=1)
+    args = parse(parser, rows=10_000, dim=8, rounds=1, digest_mib=1)
     touched = round(args.rows * args.touched) // 10 * 10
     if not 100 <= touched <= args.rows:
         parser.error(
@@ -222,6 +256,9 @@ def main() -> None:
                 report.facts[f"{point} is not measured"] = str(error)
             finally:
                 dist.destroy_process_group()
+    report.add(DIGEST, measure_digest(args.digest_mib << 20, args.rounds), COPY)
+    report.facts["MiB of the dense state in the digest"] = args.digest_mib
+    report.goals.append(Goal.at_most("digest of the dense state, CPU", 1, report.median(DIGEST, WHOLE), "ms"))
     report.goals.append(Goal.at_most("blocked by a marker, 1% touched", 10, report.median("table", OURS), "ms"))
     one, two = report.median("table", OURS), report.median("twice the table", OURS)
     growth = two / one if one and two else None

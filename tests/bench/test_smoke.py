@@ -33,7 +33,7 @@ POINTS = {
     "evolve": {"restore", "restore, cold", "to first marker"},
     "hooks": {"CPU time of a small step"},
     "limits": {"limits"},
-    "marker": {"table", "twice the table", "a tenth of the rows", "table, durable"},
+    "marker": {"table", "twice the table", "a tenth of the rows", "table, durable", "digest of the dense state"},
     "stream": {"file", "file, speed", "file, without fsync", "file, without fsync, speed"},
     "tracker": {"thesis", "criteo"},
 }

@@ -33,6 +33,14 @@ def test_weak_scaling_of_two_ranks(tmp_path: Path) -> None:
     }
 
 
+def test_one_rank_saves_a_parameter_and_its_states(tmp_path: Path) -> None:
+    report = run("dense/balance.py", "--quick", tmp_path)
+    name = "balance, 20 MB, 2 ranks"
+    assert measured(report) == {name: {"even", "one large"}}
+    shares = report["facts"][f"{name}: busiest rank over the mean"]
+    assert all(1 <= each["as dealt"] <= 2 for each in shares.values())
+
+
 def test_killed_savers_and_their_times(tmp_path: Path) -> None:
     report = run("dense/pymm.py", "--quick", tmp_path)
     ways = {f"{way}, {files} file" + "s" * (files == "two") for way in WAYS for files in ("one", "two")}
