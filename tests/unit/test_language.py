@@ -1,0 +1,33 @@
+"""The linter of docstrings: scripts/language.py."""
+
+from __future__ import annotations
+
+import runpy
+
+import pytest
+
+import torchrec_stream_ckpt
+
+SCRIPT = runpy.run_path(f"{torchrec_stream_ckpt.__path__[0]}/../scripts/language.py")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("Return whether the log is empty.", 0),
+        ("Offset of the last record.", 0),
+        ("Offered markers, oldest first.", 0),
+        ("Whatsapp is no opening.", 0),
+        ("Of the log.", 1),
+        ("What a task reads.", 1),
+        ("Whether it holds; written anew.", 2),
+        ("The record that is told to readers.", 1),
+    ],
+)
+def test_openings_and_words_are_named(text: str, number: int) -> None:
+    assert len(list(SCRIPT["complaints"](text))) == number
+
+
+def test_strings_that_stand_alone_are_found_with_their_line() -> None:
+    source = '"""Module."""\n\nLIMIT = 1\n"""Bytes."""\n\n\ndef f():\n    """Do it."""\n    return "What"\n'
+    assert list(SCRIPT["docstrings"](source)) == [(1, "Module."), (4, "Bytes."), (8, "Do it.")]
