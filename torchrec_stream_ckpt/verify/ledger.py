@@ -1,7 +1,7 @@
-"""What fits its proofs and what does not, kept while a reader goes from marker to marker, the oldest first.
+"""Record which blocks fit their proofs while a reader goes from marker to marker, the oldest first.
 
 A block is compared once, at the marker that proves it. It holds the same rows at each later marker until one of them is
-sent again. Where markers branch, the changes of a branch are taken back before its sibling is read.
+sent again. Where markers branch, the changes of a branch are reverted before its sibling is read.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _ROWS = np.arange(BLOCK_ROWS)
 
 
 class Journal:
-    """Changes of arrays that can be taken back.
+    """Changes of arrays that can be reverted.
 
     Args:
-        limit_bytes: How much it keeps, about.
+        limit_bytes: Bytes that it keeps, approximately.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -43,28 +43,28 @@ class Journal:
         self._num_bytes = 0
 
     def is_full(self) -> bool:
-        """Return whether no more rows should be changed before it goes back."""
+        """Return whether no more rows should be changed before :meth:`back`."""
         return self._num_bytes >= self._limit_bytes
 
     def set(self, array: npt.NDArray[Any], index: Any, values: object) -> None:
-        """``array[index] = values``."""
+        """Set ``array[index] = values``."""
         if self._begun:
             old = array[index].copy()
             self.did(partial(array.__setitem__, index, old), old.nbytes + getattr(index, "nbytes", 0))
         array[index] = values
 
     def did(self, undo: Callable[[], object], num_bytes: int = 0) -> None:
-        """Something was changed, and ``undo`` takes it back."""
+        """Record a change that ``undo`` reverts."""
         if self._begun:
             self._undo.append((undo, num_bytes))
             self._num_bytes += num_bytes
 
     def begin(self) -> None:
-        """From here on :meth:`back` takes changes back. Begins and backs nest."""
+        """Begin a section of changes that :meth:`back` reverts. Sections nest."""
         self._begun.append(len(self._undo))
 
     def back(self) -> None:
-        """To the newest :meth:`begin`."""
+        """Revert all changes since the newest :meth:`begin`."""
         begun = self._begun.pop()
         while len(self._undo) > begun:
             undo, num_bytes = self._undo.pop()
@@ -74,7 +74,7 @@ class Journal:
 
 @dataclass(slots=True)
 class _Part:
-    """What one column slice has brought since the sums were last settled."""
+    """Rows of one column slice since the sums were last settled."""
 
     values: Ints
     """Shape (rows, sections)."""
@@ -83,11 +83,11 @@ class _Part:
 
 
 class _Table:
-    """Sums of the newest version of each row of one table, and what came of its blocks.
+    """Sums of the newest version of each row of one table, and the results for its blocks.
 
-    A sum has no key of its row: that takes the id of the table, which a marker of version 1 does not have. Rows of
-    several column slices are whole once each slice has brought its part; then their sums are settled, at the latest
-    when slices change.
+    A sum does not include the key of its row: that needs the id of the table, which a marker of version 1 does not
+    have. Rows of several column slices are whole once each slice has added its part. Then their sums are settled, at
+    the latest when slices change.
     """
 
     def __init__(self, spec: TableSpec, memory_bytes: int, journal: Journal) -> None:
@@ -96,31 +96,31 @@ class _Table:
         self._per_row = np.array([False, *(state.per_row for state in spec.states)])
         self._parts: dict[Slice, _Part] = {}
         self._slices: frozenset[Slice] = frozenset()
-        """In which the settled values of row-wise states belong."""
+        """Column slices that the settled values of row-wise states belong to."""
         self._slots: Ints | None = None
         count = -(-spec.rows // BLOCK_ROWS)
         self.cells = np.diff(np.minimum(np.arange(count + 1) * BLOCK_ROWS, spec.rows)) * spec.dim
-        """Of each block, in one section."""
+        """Number of cells of each block, in one section."""
         self.open = np.zeros((count, self.sections), np.bool_)
-        """True if a proof has been compared with what the block still holds."""
+        """True if a proof was compared with the current content of the block."""
         self.bad = np.zeros((count, self.sections), np.bool_)
         self.place = np.full(count, -1, np.int32)
-        """The number of the marker by which."""
+        """Number of the marker whose proof was compared, by block."""
         self.fresh = np.zeros(count, np.bool_)
-        """True if a row of the block came in what is being read now."""
+        """True if a row of the block arrived in the step that is being read."""
         self._lost = np.zeros(count, np.bool_)
-        """The journal was full when a row of it came."""
+        """True if the journal was full when a row of the block arrived."""
         self.checked = self.differing = 0
         self.resplit = False
-        """True if row-wise states came in other column slices before."""
+        """True if row-wise states arrived in other column slices before."""
 
     @property
     def sections(self) -> int:
-        """Weights, and each state."""
+        """Number of sections: the weights, and each state."""
         return len(self._per_row)
 
     def _allocate(self, cols: int) -> Ints:
-        """A slot for each block that fits the memory, where rows come in slices of so many columns."""
+        """Allocate a slot for each block that fits the memory, for rows in slices of ``cols`` columns."""
         parts = -(-self.spec.dim // cols)
         row_bytes = self.sections * 9 + (parts * (8 * self.sections + 1) if parts > 1 else 0)
         width = min(POSITIONS, self._memory_bytes * POSITIONS // (row_bytes * len(self.open) * BLOCK_ROWS))
@@ -129,11 +129,11 @@ class _Table:
         slots[chosen] = np.arange(len(chosen))
         rows = (chosen[:, None] * BLOCK_ROWS + _ROWS).ravel()
         self._sums = np.zeros((len(rows), self.sections), np.int64)
-        self._known = np.repeat((rows >= self.spec.rows)[:, None], self.sections, 1)  # there are no such rows
+        self._known = np.repeat((rows >= self.spec.rows)[:, None], self.sections, 1)  # rows beyond the table
         return slots
 
     def take(self, col0: int, cols: int, rows: RowsView) -> None:
-        """Rows that are newer than all before."""
+        """Add rows that are newer than all previous ones."""
         if self._slots is None:
             self._slots = self._allocate(cols)
         blocks = np.unique(rows.ids // BLOCK_ROWS)
@@ -167,7 +167,7 @@ class _Table:
         return part
 
     def _belong(self, slices: frozenset[Slice]) -> None:
-        """Settled values of row-wise states belong to these slices: those of others are not known."""
+        """Assign the settled values of row-wise states to these slices. Values of other slices become unknown."""
         if slices != self._slices:
             self._journal.did(partial(setattr, self, "_slices", self._slices))
             self._slices = slices
@@ -180,13 +180,13 @@ class _Table:
                 self._journal.set(self._known, places, self._known[places] & ~self._per_row)
 
     def _rows_at(self, places: Ints) -> Ints:
-        """Rows of the table, by where their sums are."""
+        """Return the rows of the table whose sums are at these places."""
         assert self._slots is not None
         blocks = np.flatnonzero(self._slots >= 0)
         return blocks[places // BLOCK_ROWS] * BLOCK_ROWS + places % BLOCK_ROWS
 
     def settle(self) -> None:
-        """Add up what the slices have brought; what only some of them brought is not known from now on."""
+        """Add up the parts of the slices. Rows that only some slices have sent become unknown."""
         if not self._parts:
             return
         places = np.flatnonzero(np.logical_or.reduce([part.written for part in self._parts.values()]))
@@ -198,7 +198,7 @@ class _Table:
         self._parts = {}
 
     def _at(self, places: Ints, own: frozenset[Slice]) -> tuple[Ints, Flags]:
-        """(sums, whether they are known) of rows, as slices ``own`` have them."""
+        """Return (sums, whether they are known) of rows, as slices ``own`` have them."""
         sums, known = self._sums[places], self._known[places]
         if self._slices != own:
             known[:, self._per_row] &= (self._rows_at(places) >= self.spec.rows)[:, None]
@@ -214,14 +214,14 @@ class _Table:
         return sums, known
 
     def judge(self, blocks: Ints, expected: Digests, own: frozenset[Slice], id_: int, number: int) -> None:
-        """Compare what a marker proves of some blocks with what they hold.
+        """Compare the digests that a marker proves for some blocks with the current content.
 
         Args:
-            blocks: Ascending.
-            expected: Their digests, shape (blocks, sections).
-            own: The column slices of the marker's shards.
-            id_: The table's.
-            number: The marker's.
+            blocks: Block numbers, ascending.
+            expected: Digests of the blocks, shape (blocks, sections).
+            own: Column slices of the marker's shards.
+            id_: Id of the table.
+            number: Number of the marker.
         """
         if self._slots is None:
             return
@@ -257,12 +257,12 @@ def _overlap(one: Slice, other: Slice) -> bool:
 
 
 class Ledger:
-    """The tables of all markers that stand on one first generation.
+    """Tables of all markers that descend from one first generation.
 
     Args:
         lineage: The control partition.
-        memory_bytes: What sums, and the journal of a branch, may take. Where all blocks would take more, a share of
-            them is looked at.
+        memory_bytes: Maximum bytes of the sums and the journal of a branch. If all blocks would take more, only a share
+            of them is checked.
     """
 
     def __init__(self, lineage: Lineage, memory_bytes: int = MEMORY_BYTES) -> None:
@@ -272,25 +272,28 @@ class Ledger:
         self._windows: dict[MarkerId, Window] = {}
         self._names: dict[tuple[str, int, int, int, int], UnprovedBlock] = {}
         self._proving: tuple[MarkerId, Path, Circle] | None = None
-        """A marker that blocks do not fit, and what leads to it."""
+        """A marker that blocks do not fit, its path and its circle."""
         self._schema = Schema(())
         self._tables: list[_Table] = []
         self.journal = Journal(memory_bytes // 2)
 
     def begin(self, schema: Schema) -> None:
-        """A generation that stands on no other one: nothing is known of its tables."""
+        """Begin a generation that builds on no other one: nothing is known of its tables."""
         self.journal = Journal(self._memory_bytes // 2)
         self._schema, self._names, self._proving = schema, {}, None
         self._tables = [self._new_table(spec, schema) for spec in schema.tables]
 
     def _new_table(self, spec: TableSpec, schema: Schema) -> _Table:
-        """With its share of the memory."""
+        """Create a table with its share of the memory."""
         mine, *cells = (each.rows * (1 + len(each.states)) for each in (spec, *schema.tables))
         return _Table(spec, self._memory_bytes // 2 * mine // max(1, sum(cells)), self.journal)
 
     def turn(self, schema: Schema) -> None:
-        """A generation that stands on the one before: it may hold the tables in other slices, give them ids, and have
-        others at their indices, of which nothing is known."""
+        """Begin a generation that builds on the one before.
+
+        It may hold the tables in other slices, give them ids, and have other tables at their indices. Nothing is known
+        of those.
+        """
         self.journal.did(partial(setattr, self, "_schema", self._schema))
         self.journal.did(partial(setattr, self, "_tables", self._tables))
         before, self._schema = self._schema.tables, schema
@@ -303,22 +306,22 @@ class Ledger:
         ]
 
     def read_on(self) -> None:
-        """The next interval, or piece of a store, begins."""
+        """Begin the next interval, or piece of a store."""
         for table in self._tables:
             table.fresh[:] = False
 
     def rows(self, table: int, col0: int, cols: int, rows: RowsView) -> None:
-        """Rows that are newer than all before, each once."""
+        """Add rows that are newer than all previous ones, each once."""
         if len(rows.ids):
             self._tables[table].take(col0, cols, rows)
 
     def judge(self, marker: MarkerId, said: Sequence[Said], *, within: bool = False) -> None:
-        """Judge the rows by what the ranks said at the marker that they have come to.
+        """Judge the rows by the proofs of the ranks at the current marker.
 
         Args:
-            marker: Its id.
-            said: By all of its ranks.
-            within: The rows are those of a later marker: blocks that it sent are left alone.
+            marker: Id of the marker.
+            said: Proofs of all of its ranks.
+            within: Whether the rows are those of a later marker. Blocks that it sent are then skipped.
 
         Raises:
             CorruptionError: a proof has more or fewer digests than its shards have.
@@ -339,7 +342,7 @@ class Ledger:
             table.judge(blocks, expected, frozenset(own), id_, self._numbers[marker])
 
     def outcome(self) -> Compared:
-        """Return what came of the rows of the marker that the ledger has come to."""
+        """Return the result for the rows of the current marker."""
         total = sum(int(table.cells.sum()) * table.sections for table in self._tables)
         checked = sum(table.checked for table in self._tables)
         if not any(table.differing for table in self._tables):
@@ -353,7 +356,7 @@ class Ledger:
         return Compared(checked, total, Unproved(count, tuple(blocks), tables))
 
     def _name(self, index: int, block: int, section: int, number: int) -> UnprovedBlock:
-        """A block that does not fit the proof of a marker, in words: they are the same at all markers that hold it."""
+        """Describe a block that does not fit the proof of a marker. All markers that hold the block share the text."""
         key = (self._schema.tables[index].name, index, block, section, number)
         if key not in self._names:
             marker = self._markers[number]
@@ -370,16 +373,16 @@ class Ledger:
 
     @property
     def uncompared(self) -> tuple[str, ...]:
-        """Tables whose row-wise states came in other column slices than those of the newest generation."""
+        """Tables whose row-wise states arrived in other column slices than those of the newest generation."""
         return tuple(spec.name for spec, table in self._named() if table.resplit)
 
     def _named(self) -> Iterator[tuple[TableSpec, _Table]]:
-        """Each table as it is called now."""
+        """Return each table with its current spec."""
         return zip(self._schema.tables, self._tables, strict=True)
 
 
 def _expected(said: Iterable[Said], schema: Schema, window: Window) -> dict[int, tuple[Ints, Digests, set[Slice]]]:
-    """By table: (blocks of the window, what all ranks together say of them, the column slices that they hold)."""
+    """Return by table (blocks of the window, sums of the digests of all ranks, the column slices that they hold)."""
     found: dict[int, tuple[Ints, Digests, set[Slice]]] = {}
     for index, spec in enumerate(schema.tables):
         if spec.id is not None:

@@ -1,12 +1,13 @@
-"""A verdict for each marker of a job: read all that they need, without a model, and check it.
+"""Compute a verdict for each marker of a job: read all data that they need, without a model, and check it.
 
-Markers share what leads to them: each interval of the log and each piece of the store is read once, and what was found
-there counts for all markers that it leads to. They form a tree, and are read along it, so that what they prove of live
-rows is compared on the way (``ledger.py``).
+Markers share the data that leads to them. Each interval of the log and each piece of the store is read once, and its
+result counts for all markers that it leads to. Markers form a tree and are read along it, so that their proofs of live
+rows are compared on the way (``ledger.py``).
 
-What has to be read for markers, and what of it stands on what: a tree.
+:class:`Steps` lists the data to read for markers, as a tree.
 
-What ranks said at markers, as a store keeps it: read once, and kept for folds that lead past them.
+:class:`KeptNotes` reads the ranks' notes at markers from a store once, and keeps them for folds that lead past these
+markers.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ from torchrec_stream_ckpt.verify.ledger import Ledger
 from torchrec_stream_ckpt.verify.verify import READERS, CompareDense, Verified, dense_of
 
 _KEPT = 1024
-"""Markers."""
+"""Number of markers whose notes are kept."""
 
 
 class KeptNotes:
     """Notes of markers by their ids.
 
     Args:
-        catalog: Of the store.
-        lineage: The control partition: a manifest of another history is as good as damaged.
+        catalog: Catalog of the store.
+        lineage: The control partition. A manifest of another history counts as damaged.
     """
 
     def __init__(self, catalog: Catalog, lineage: Lineage) -> None:
@@ -64,11 +65,11 @@ class KeptNotes:
         self._read: set[MarkerId] = set()
 
     def of(self, marker: MarkerId, fronts: Mapping[str, Front]) -> tuple[Notes, ...]:
-        """By each rank; raises CorruptionError.
+        """Return the notes of each rank at a marker. Raises CorruptionError.
 
         Args:
-            marker: One that has a manifest.
-            fronts: Of segments that are open, by name.
+            marker: A marker with a manifest.
+            fronts: Fronts of open segments, by name.
         """
         if marker not in self._kept:
             self._read.add(marker)
@@ -84,9 +85,9 @@ class KeptNotes:
         return load_front(self._catalog.objects, ref, self._catalog.job)
 
     def some_of(self, markers: Iterable[MarkerId]) -> Iterator[tuple[MarkerId, tuple[Notes, ...]]]:
-        """Those of the first few markers that are still kept, or can be read for the first time.
+        """Yield the notes of the first few markers if they are still kept, or can be read for the first time.
 
-        The rows can be read without them. So what is damaged is left out: less can be proved.
+        The rows can be read without them. So damaged notes are omitted: less can be proved.
         """
         there = (each for each in markers if each in self._catalog.markers and each not in self._catalog.dropped)
         for marker in islice(there, NOTES_READS):
@@ -100,18 +101,18 @@ class KeptNotes:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What is read at once: the interval of the log, or the piece of the store, that ends at a marker."""
+    """Unit of reading: the interval of the log, or the piece of the store, that ends at a marker."""
 
     marker: MarkerId
     stored: bool
 
 
 class Steps:
-    """The steps of all markers of a job.
+    """Steps of all markers of a job.
 
     Args:
         lineage: The control partition.
-        catalog: The store that serves some of them; None for the log alone.
+        catalog: The store that serves some of them. None for the log alone.
     """
 
     def __init__(self, lineage: Lineage, catalog: Catalog | None) -> None:
@@ -119,18 +120,18 @@ class Steps:
         self._strides = Strides(lineage, catalog)
         self.reach = self._strides.reach
         self.previous: dict[MarkerId, MarkerId | None] = {}
-        """What each marker stands on."""
+        """Marker that each marker builds on."""
         newest: dict[int, MarkerId] = {}
         for marker in lineage.commits:
             self.previous[marker] = newest.get(marker.generation, lineage.claims[marker.generation].parent)
             newest[marker.generation] = marker
 
     def to(self, marker: MarkerId) -> Step:
-        """The last one."""
+        """Return the last step that leads to a marker."""
         return Step(marker, self._strides.serves(marker))
 
     def tree(self, markers: Iterable[MarkerId]) -> dict[Step | None, list[Step]]:
-        """Return the steps that stand on each step, and on nothing; the one that most others need is first."""
+        """Return the steps that follow each step, and those that follow none, the most needed first."""
         found: dict[Step | None, list[Step]] = {}
         known: set[Step] = set()
         for marker in markers:
@@ -145,14 +146,14 @@ class Steps:
         return found
 
     def within(self, step: Step) -> Iterator[MarkerId]:
-        """Markers that a piece of the store leads past, the newest first; none where it holds every row."""
+        """Yield markers that a piece of the store leads past, newest first. Yields nothing if it holds every row."""
         start, at = self._strides.start(step.marker), self.previous[step.marker]
         while start is not None and at is not None and at != start:
             yield at
             at = self.previous[at]
 
     def before(self, step: Step) -> Step | None:
-        """Return the step on which an interval of the log, or a piece of the store, stands."""
+        """Return the step that an interval of the log, or a piece of the store, builds on."""
         if step.stored:
             start = self._strides.start(step.marker)
             return Step(start, True) if start is not None else None
@@ -160,7 +161,7 @@ class Steps:
         return self.to(previous) if previous is not None else None
 
     def steps(self, marker: MarkerId, known: Container[Step]) -> list[Step]:
-        """Return the steps that lead to ``marker`` from the last one that is known, the newest first."""
+        """Return the steps that lead to ``marker`` from the last known one, the newest first."""
         steps: list[Step] = []
         at: Step | None = self.to(marker)
         while at is not None and at not in known:
@@ -169,15 +170,15 @@ class Steps:
         return steps
 
     def size_of(self, step: Step) -> int:
-        """Bytes, as far as names and COMMITs tell."""
+        """Return the bytes of a step, judging by names and COMMITs."""
         if step.stored:
-            with contextlib.suppress(CorruptionError):  # it is said when it is read
+            with contextlib.suppress(CorruptionError):  # reported when it is read
                 return sum(ref.num_bytes for ref in self.piece(step).segments)
             return 0
         return sum(interval.num_bytes for interval in self.intervals(step))
 
     def intervals(self, step: Step) -> Iterator[Interval]:
-        """Yield what each rank sent for a step of the log."""
+        """Return the interval of each rank for a step of the log."""
         marker, previous = step.marker, self.previous[step.marker]
         before = previous if previous is not None and previous.generation == marker.generation else None
         commit = self._lineage.find(marker)
@@ -185,13 +186,13 @@ class Steps:
         return intervals_of(claim, commit, self._lineage.find(before) if before is not None else None)
 
     def piece(self, step: Step) -> Piece:
-        """Return the piece of the store for a step; raises CorruptionError."""
+        """Return the piece of the store for a step. Raises CorruptionError."""
         assert self._catalog is not None
         return self._catalog.piece(self._strides.start(step.marker), self._lineage.find(step.marker))
 
 
 def _downward(tree: Mapping[Step | None, list[Step]]) -> Iterator[Step]:
-    """All steps, each after the one that it stands on."""
+    """Yield all steps, each after the one that it builds on."""
     wanted = list(tree.get(None, ()))
     while wanted:
         step = wanted.pop()
@@ -201,18 +202,18 @@ def _downward(tree: Mapping[Step | None, list[Step]]) -> Iterator[Step]:
 
 @dataclass(frozen=True, slots=True)
 class MarkerVerdict:
-    """What can be said of one marker."""
+    """Result of checking one marker."""
 
     marker: MarkerId
     damage: tuple[CorruptionError, ...]
-    """Each with the marker in whose interval it is, and its place; empty: the marker is whole."""
+    """Errors, each with the marker in whose interval it is, and its place. Empty if the marker is whole."""
     verified: Verified | None
-    """What was read, rows that are not as they were proved among it; None if the marker is damaged."""
+    """Result of reading it, including rows that differ from their proof. None if the marker is damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """What leads to a marker: added up from its start."""
+    """Totals of the data that leads to a marker, from the start of its path."""
 
     reach: MarkerId | None = None
     streams: int = 0
@@ -237,7 +238,7 @@ class _Reading:
     num_bytes: int = 0
     segments: int = 0
     said: list[Said] = field(default_factory=list)
-    """By each rank, at the marker."""
+    """Proofs of each rank at the marker."""
     damage: list[CorruptionError] = field(default_factory=list)
 
     @property
@@ -245,12 +246,12 @@ class _Reading:
         return self.claim.schema
 
     def note(self, error: CorruptionError, **place: object) -> None:
-        """Something is wrong: keep what is known of its place."""
+        """Record an error with its known place."""
         where = {"marker": str(self.commit.id), **error.where, **place}
         self.damage.append(type(error)(error.message, hint=error.hint, **where))
 
     def check(self) -> None:
-        if not self.damage:  # what was not read cannot be told from what was not sent
+        if not self.damage:  # rows that were not read cannot be distinguished from rows that were not sent
             try:
                 self.coverage.check()
             except CorruptionError as error:
@@ -258,14 +259,14 @@ class _Reading:
 
 
 class Verifier:
-    """Reads what markers need, each byte once for all of them.
+    """Reads the data that markers need, each byte once for all of them.
 
     Args:
         log: The job's log.
         lineage: Its control partition.
         progress: Called with the bytes of each chunk and frame.
-        objects: The store that a restore takes rows from; None for the log alone.
-        compare_dense: For dense state; None: it is not compared.
+        objects: The store that a restore takes rows from. None for the log alone.
+        compare_dense: Compares dense state. None to skip it.
     """
 
     def __init__(
@@ -285,18 +286,18 @@ class Verifier:
         self._steps = Steps(lineage, self._catalog)
         self._ways: dict[Step, _Way] = {}
         self._compared: dict[Step, tuple[Compared, tuple[str, ...], Said | None, dict[int, DenseProof]]] = {}
-        """What came of rows, whose row-wise states are not compared, and what ranks say of dense state."""
+        """Results for the rows, tables whose row-wise states are not compared, and proofs of ranks on dense state."""
         self._refused: dict[MarkerId, CorruptionError | TrimmedError] = {}
         self._shards: dict[tuple[int, int], tuple[TableShard, ...]] = {}
-        """By generation and rank."""
+        """Shards by generation and rank."""
         self._told = KeptNotes(self._catalog, lineage) if self._catalog is not None else None
 
     def read(self, commits: Iterable[Commit]) -> None:
-        """Read what these markers need, as far as it is there.
+        """Read the data that these markers need, if it exists.
 
         Raises:
-            MarkerNotFoundError: the store says that one was given up.
-            StoreUnavailableError, LogUnavailableError: it cannot be told.
+            MarkerNotFoundError: a marker was given up, according to the store.
+            StoreUnavailableError, LogUnavailableError: the store or the log does not answer.
         """
         tree = self._steps.tree(commit.id for commit in commits if self._is_there(commit.id))
         wanted: list[tuple[Step | None, bool]] = [(step, False) for step in tree.get(None, ())]
@@ -321,15 +322,15 @@ class Verifier:
         return marker not in self._refused
 
     def verdict(self, commit: Commit, dense: DenseStore) -> MarkerVerdict:
-        """Return whether a marker that :meth:`read` was told of is whole.
+        """Return the verdict on a marker that was passed to :meth:`read`.
 
         Args:
-            commit: The marker's.
-            dense: Where its dense state lies.
+            commit: COMMIT of the marker.
+            dense: Place of its dense state.
 
         Raises:
-            StoreUnavailableError: it cannot be told.
-            TrimmedError: the log was trimmed, and the marker needs what is gone.
+            StoreUnavailableError: the store does not answer.
+            TrimmedError: the log was trimmed, and the marker needs the deleted data.
         """
         marker = commit.id
         refused = self._refused.get(marker)
@@ -358,7 +359,7 @@ class Verifier:
         return MarkerVerdict(marker, (), self._verified(commit, step, compared, uncompared))
 
     def num_bytes(self, commits: Iterable[Commit]) -> int:
-        """How much of the log and the store is read for these markers, as far as names and COMMITs tell."""
+        """Return the bytes of the log and the store that are read for these markers, judging by names and COMMITs."""
         known: set[Step] = set()
         for commit in commits:
             known.update(self._steps.steps(commit.id, known))
@@ -438,12 +439,12 @@ class Verifier:
         self._ledger.read_on()
 
     def _read_interval(self, reading: _Reading, interval: Interval) -> None:
-        """The frames of one rank up to the marker, from the marker before it or from HELLO."""
+        """Read the frames of one rank up to the marker, from the marker before it or from HELLO."""
         try:
             for header, frame in read_stream(self._log, reading.commit, interval.end, interval.after):
                 try:
                     self._check_frame(reading, interval.end, header, frame)
-                except CorruptionError as error:  # of this frame alone: headers and their chain go on
+                except CorruptionError as error:  # of this frame alone: reading continues with the next header
                     reading.note(error, **self._log.where(error), **_table(header, reading.schema))
                 reading.frames += 1
                 reading.num_bytes += len(frame)
@@ -467,7 +468,7 @@ class Verifier:
             self._ledger.rows(header.table, header.col0, header.cols, view)
 
     def _read_store(self, step: Step, reading: _Reading) -> None:
-        """All chunks of a piece, and what each rank said at its marker."""
+        """Read all chunks of a piece, and the notes of each rank at its marker."""
         assert self._catalog is not None
         objects, schema, told = self._catalog.objects, reading.schema, self._told
         assert told is not None
@@ -505,20 +506,20 @@ class Verifier:
             self._judge_within(step, told)
 
     def _judge_within(self, step: Step, told: KeptNotes) -> None:
-        """Judge blocks that a fold does not send by what was said at markers within it."""
+        """Judge blocks that a fold does not send by the proofs of markers within it."""
         for marker, notes in reversed(list(told.some_of(self._steps.within(step)))):
             said = [Said(each.shards, each.mark.proof) for each in notes]
             with contextlib.suppress(CorruptionError):  # less can be proved
                 self._ledger.judge(marker, said, within=True)
 
     def _heard(self, marker: MarkerId, notes: Sequence[Notes]) -> None:
-        """HELLOs may be gone from a log that was trimmed."""
+        """Keep the shards from notes, because HELLOs may be missing from a trimmed log."""
         for rank, each in enumerate(notes):
             self._shards.setdefault((marker.generation, rank), each.shards)
 
 
 def _without_rows(said: Said | None) -> Said | None:
-    """Keep what it says of replicated tables alone; None: nothing."""
+    """Return a copy with only the proof of replicated tables. None if there is none."""
     if said is None or said.proof is None or not said.proof.replicated:
         return None
     return Said((), replace(said.proof, digests=""))

@@ -1,5 +1,7 @@
-"""Read everything that a marker needs and check it, without a model: what the store has, the stream behind it, whether
-they cover all tables, the dense files."""
+"""Read everything that a marker needs and check it, without a model.
+
+Checks the store's objects, the stream after them, the coverage of all tables, and the dense files.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,12 @@ from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard
 
 READERS = 4
-"""Threads that read the store and compare checksums."""
+"""Number of threads that read the store and compare checksums."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What was read and found whole."""
+    """Counts and results of a marker that was read and found whole."""
 
     marker: MarkerId
     generations: int
@@ -47,20 +49,20 @@ class Verified:
     dense_files: int
     dense_bytes: int
     reach: MarkerId | None = None
-    """Up to which marker the rows came from the store; None: all came from the log."""
+    """Last marker whose rows were read from the store. None if all rows were read from the log."""
     segments: int = 0
-    """Of the store."""
+    """Number of segments of the store."""
     stored_rows: int = 0
     stored_bytes: int = 0
-    """Of chunks."""
+    """Bytes of chunks."""
     proved: float = 0.0
-    """Share of all rows that were compared with what markers proved of them; weights and states count apart."""
+    """Share of all rows that were compared with proofs of markers. Weights and states count separately."""
     unproved: Unproved | None = None
-    """What is not as a marker proved it."""
+    """Rows that differ from their proof."""
     uncompared: tuple[str, ...] = ()
-    """Tables whose row-wise states came in several column splits, and are in part not compared."""
+    """Tables whose row-wise states arrived in several column splits, and are partly not compared."""
     read_around: tuple[str, ...] = ()
-    """Objects of the store that are damaged, in words: their rows came from elsewhere."""
+    """Descriptions of damaged objects of the store whose rows were read from elsewhere."""
 
 
 CompareDense = Callable[[DenseStore, Commit, Proof | None, Mapping[int, DenseProof]], Compared]
@@ -77,23 +79,23 @@ def verify_marker(
     compare_dense: CompareDense | None = None,
     told: Callable[[CorruptionError], None] = lambda _: None,
 ) -> Verified:
-    """Check every byte that restoring ``marker`` would read: a damaged piece of the store is read around.
+    """Check every byte that restoring ``marker`` would read. Reads around damaged pieces of the store.
 
     Args:
         log: The job's log.
         lineage: Its control partition.
-        dense: Where its dense state lies.
+        dense: Place of its dense state.
         marker: A committed marker.
         progress: Called with the bytes of each chunk and frame.
-        objects: The store that a restore takes rows from; None for the log alone.
-        compare_dense: For dense state; None: it is not compared.
-        told: Called with each thing that is damaged in the store, and read around.
+        objects: The store that a restore takes rows from. None for the log alone.
+        compare_dense: Compares dense state. None to skip it.
+        told: Called with the error of each damaged object of the store that is read around.
 
     Raises:
-        MarkerNotFoundError: it is not committed, or the store says that it was given up.
-        CorruptionError: the first thing that is wrong, and where.
+        MarkerNotFoundError: it is not committed, or was given up, according to the store.
+        CorruptionError: the first error found, and its place.
         StoreUnavailableError: the store does not answer.
-        TrimmedError: the log was trimmed, and the marker needs what is gone.
+        TrimmedError: the log was trimmed, and the marker needs the deleted data.
     """
     commit = lineage.find(marker)
     catalog, damaged = load_catalog(objects, lineage), dict[str, CorruptionError]()
@@ -125,7 +127,7 @@ def _verify(
     progress: Callable[[int], None],
     compare_dense: CompareDense | None,
 ) -> Verified:
-    """Read all of one route."""
+    """Read all data of one route."""
     commit, schema, lineage = route.commit, route.schema, route.lineage
     route = route.complete(log)
     shards = route.shards
@@ -193,17 +195,17 @@ def dense_of(
     commit: Commit,
     compare_dense: CompareDense | None,
 ) -> Compared:
-    """Compare the dense state of a marker with what its ranks said.
+    """Compare the dense state of a marker with the proofs of its ranks.
 
     Args:
-        said: What rank 0 said of replicated tables.
-        proofs: What ranks said of their entries.
-        dense: Where the files lie.
-        commit: The marker's.
-        compare_dense: None: nothing is compared.
+        said: Proof of rank 0 on replicated tables.
+        proofs: Proofs of ranks on their entries.
+        dense: Place of the files.
+        commit: COMMIT of the marker.
+        compare_dense: Compares dense state. None to compare nothing.
 
     Raises:
-        CorruptionError: an entry is not as it was at the cut; names it, and the rank that proved it.
+        CorruptionError: an entry differs from the cut; names it, and the rank that proved it.
     """
     proof = said.proof if said is not None and said.proof is not None and said.proof.replicated else None
     if compare_dense is None or (proof is None and not proofs):
@@ -212,7 +214,7 @@ def dense_of(
 
 
 def _resplit(schema: Schema, slices: Mapping[int, set[tuple[int, int]]], own: Sequence[TableShard]) -> tuple[str, ...]:
-    """Tables whose row-wise states came in other slices than the marker's own."""
+    """Return the tables whose row-wise states arrived in other slices than the marker's own."""
     written: dict[int, set[tuple[int, int]]] = {}
     for shard in own:
         written.setdefault(shard.table, set()).add((shard.col0, shard.cols))
@@ -224,7 +226,7 @@ def _resplit(schema: Schema, slices: Mapping[int, set[tuple[int, int]]], own: Se
 
 
 def _slices(shards: Shards, pieces: Iterable[Piece], bases: Mapping[int, int]) -> dict[int, set[tuple[int, int]]]:
-    """By table, the column slices that its rows come in."""
+    """Return the column slices of each table's rows."""
     found: dict[int, set[tuple[int, int]]] = {}
     for generation, ranks in shards.items():
         for shard in (shard for each in ranks for shard in each):
@@ -248,11 +250,11 @@ def _read_store(
     sums: RowSums,
     progress: Callable[[int], None],
 ) -> tuple[int, int]:
-    """Read all chunks; returns (rows, bytes)."""
+    """Read all chunks. Returns (rows, bytes)."""
     rows = num_bytes = 0
     with ThreadPoolExecutor(READERS) as pool:
         for piece in pieces:
-            schema = lineage.claims[piece.generation].schema  # an older one may have had other tables
+            schema = lineage.claims[piece.generation].schema  # an older generation may have had other tables
             for picked, entry, data in read_chunks(objects, piece.opened, pool):
                 view = decode_chunk(entry, data, schema, picked.ref.name)
                 if piece.generation >= bases.get(entry.table, 0):
