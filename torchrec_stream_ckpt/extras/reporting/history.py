@@ -1,6 +1,6 @@
-"""What a job has sent, marker by marker and row by row: read from the frames that its log still holds.
+"""Read which rows a job has sent, by marker and by row, from the frames that its log still holds.
 
-How long steps were held up: from the scalars that the trainer wrote for TensorBoard. The log does not hold it.
+The time that steps were held up is not in the log. It is read from scalars that the trainer wrote for TensorBoard.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ MEAN, LONGEST = "stream_ckpt/blocked_ms_mean", "stream_ckpt/blocked_ms_max"
 
 @dataclass(frozen=True, slots=True)
 class Stalls:
-    """(step, milliseconds) of the training thread in ``step()``, of rank 0, about a point a second."""
+    """(step, milliseconds) of the training thread in ``step()``, of rank 0, about one point per second."""
 
     mean: tuple[tuple[float, float], ...]
     longest: tuple[tuple[float, float], ...]
 
 
 def read_stalls(folder: Path) -> Stalls:
-    """The scalars in ``folder`` and the folders below it.
+    """Read the scalars in ``folder`` and the folders below it.
 
     Raises:
         ConfigError: TensorBoard is not installed, or there are no such scalars.
@@ -62,12 +62,12 @@ def read_stalls(folder: Path) -> Stalls:
 
 
 COUNTED_ROWS = 32 * 2**20
-"""Rows of which it is counted how often they were sent, four bytes each; of larger jobs a sample."""
+"""Maximum number of rows for which sends are counted, four bytes each. In larger jobs, a sample of rows is counted."""
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What was sent for one marker alone, by table name."""
+    """Rows and bytes sent for one marker alone, by table name."""
 
     commit: Commit
     previous: Commit | None
@@ -75,13 +75,13 @@ class Traffic:
     rows: dict[str, int] = field(default_factory=dict)
     num_bytes: dict[str, int] = field(default_factory=dict)
     missing: str = ""
-    """Why the tables' shares are not known; empty when they are."""
+    """Reason why the tables' shares are not known; empty if they are."""
     is_base: bool = False
-    """True if it is the first of its generation, and holds what a sweep has sent."""
+    """True if it is the first of its generation, and holds the rows that a sweep has sent."""
 
     @property
     def all_bytes(self) -> int:
-        """Bytes of all its frames, as its COMMIT has them."""
+        """Bytes of all its frames, according to its COMMIT."""
         return _total(self.commit, "num_bytes") - _total(self.previous, "num_bytes")
 
     @property
@@ -95,7 +95,7 @@ def _total(commit: Commit | None, what: str) -> int:
 
 @dataclass(slots=True)
 class Heat:
-    """How often each row of one table was sent."""
+    """Number of times that each row of one table was sent."""
 
     table: TableSpec
     stride: int
@@ -103,11 +103,11 @@ class Heat:
     counts: npt.NDArray[np.uint32]
 
     def add(self, ids: npt.NDArray[np.int64]) -> None:
-        """``ids`` of one frame: no row twice."""
+        """Count the rows ``ids`` of one frame. No row may occur twice."""
         self.counts[(ids if self.stride == 1 else ids[ids % self.stride == 0]) // self.stride] += np.uint32(1)
 
     def classes(self) -> list[int]:
-        """Rows that were sent once, 2-3 times, 4-7 times, and so on; of all rows, as far as the sample tells."""
+        """Return how many rows were sent once, 2-3 times, 4-7 times, and so on, extrapolated from the sample."""
         sent = self.counts[self.counts > 0]
         if not len(sent):
             return []
@@ -115,17 +115,17 @@ class Heat:
 
     @property
     def most(self) -> int:
-        """How often the hottest row was sent."""
+        """Number of times that the hottest row was sent."""
         return int(self.counts.max(initial=0))
 
     @property
     def sent_rows(self) -> int:
-        """Rows that were sent at least once."""
+        """Number of rows that were sent at least once."""
         return int(np.count_nonzero(self.counts)) * self.stride
 
     @property
     def hottest_share(self) -> float:
-        """The part of all that was sent that the hottest hundredth of the rows makes, 0 to 1."""
+        """Share of the hottest hundredth of the rows in everything that was sent, 0 to 1."""
         total = int(self.counts.sum(dtype=np.int64))
         hottest = max(1, len(self.counts) // 100)
         return float(np.partition(self.counts, -hottest)[-hottest:].sum(dtype=np.int64)) / total if total else 0.0
@@ -133,10 +133,10 @@ class Heat:
 
 @dataclass(slots=True)
 class History:
-    """What the log says of a job's past."""
+    """Rows and bytes that a job has sent, from its log."""
 
     intervals: dict[MarkerId, Traffic]
-    """Oldest first."""
+    """Traffic of each marker, oldest first."""
     heat: dict[str, Heat]
     """Heat of rows, by table name."""
 
@@ -147,15 +147,16 @@ def read_history(
     last: int | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> History:
-    """Read the frames of the committed markers, headers checked and payloads not.
+    """Read the frames of the committed markers, checking headers but not payloads.
 
-    What was trimmed or is damaged is said in ``Traffic.missing``; how many rows it were in all its COMMIT says.
+    If frames were trimmed or are damaged, ``Traffic.missing`` gives the reason. The total number of rows is in the
+    COMMIT.
 
     Args:
         log: The log.
         lineage: Its control partition.
-        last: How many of the newest markers to read; None: all.
-        advance: Hears how many bytes were read.
+        last: Number of the newest markers to read. None for all.
+        advance: Called with the number of bytes read.
 
     Raises:
         LogUnavailableError: the log does not answer.
@@ -172,7 +173,7 @@ def read_history(
 
 
 def frames_bytes(lineage: Lineage, last: int | None = None) -> int:
-    """How many bytes :func:`read_history` reads at most."""
+    """Return the maximum number of bytes that :func:`read_history` reads."""
     chosen = list(lineage.commits.values())[-last if last is not None else 0 :]
     return sum(interval.all_bytes for interval in _intervals(lineage, chosen).values())
 
@@ -211,7 +212,7 @@ def _read_rank(
     rank: int,
     advance: Callable[[int], None],
 ) -> None:
-    """One rank's stream of one generation, up to its last marker."""
+    """Read one rank's stream of one generation, up to its last marker."""
     left = _skip_trimmed(lineage, intervals)
     if not left:
         return
@@ -233,7 +234,7 @@ def _read_rank(
 
 
 def _skip_trimmed(lineage: Lineage, intervals: list[Traffic]) -> list[Traffic]:
-    """The intervals whose frames the log has to hold; the others are marked."""
+    """Return the intervals whose frames the log must hold. Marks the others as trimmed."""
     trim = lineage.trims.of(intervals[0].commit.generation)
     reach = trim.reach(intervals[0].commit.generation) if trim is not None else None
     gone = [each for each in intervals if reach is not None and each.commit.id <= reach]
@@ -249,5 +250,5 @@ def _count(history: History, interval: Traffic, header: Header, frame: memoryvie
     view = decode_rows(header, frame[HEADER_LEN:], table)
     interval.rows[table.name] = interval.rows.get(table.name, 0) + header.rows
     interval.num_bytes[table.name] = interval.num_bytes.get(table.name, 0) + len(frame)
-    if header.col0 == 0:  # of a row that is split by columns, one part counts
+    if header.col0 == 0:  # of a row that is split by columns, only one part counts
         history.heat[table.name].add(view.ids)

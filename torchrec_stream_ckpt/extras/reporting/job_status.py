@@ -1,6 +1,6 @@
-"""Where a job stands, from its control partition and what its store holds: a plain value, with what is alarming.
+"""Status of a job from its control partition and the contents of its store: a plain value, with alerts.
 
-What a log says of the proofs of a generation, and what was compared with them.
+Also describes the proofs of a generation in its log, and the comparisons with them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from torchrec_stream_ckpt.util.units import duration
 
 
 def window_width(log: LogReader, lineage: Lineage, commit: Commit) -> int | None:
-    """How wide the windows of a marker's generation are; None where its log does not tell.
+    """Return the width of the windows of a marker's generation. None if its log does not record it.
 
-    Reads what rank 0 has sent for this marker alone. Not of a generation's first marker, which may hold whole tables.
+    Reads only the frames of rank 0 for this marker. Returns None for a generation's first marker, which may hold whole
+    tables.
 
     Raises:
         LogUnavailableError: the log does not answer.
@@ -39,13 +40,13 @@ def window_width(log: LogReader, lineage: Lineage, commit: Commit) -> int | None
     try:
         *_, (header, frame) = read_stream(log, commit, end, after)
         proof = read_mark(header, frame, commit, end).proof
-    except (CorruptionError, TrimmedError):  # another alert says so
+    except (CorruptionError, TrimmedError):  # another alert reports it
         return None
     return proof.width if proof is not None else None
 
 
 def compared_in_words(standing: ProofStanding, now_s: float) -> str:
-    """How much was compared, and since when; or what differs."""
+    """Describe how much was compared, and since when, or which blocks differ."""
     if standing.differing:
         at = ", ".join(str(marker) for marker in standing.differing_at[:3])
         return f"{standing.differing} {'block differs' if standing.differing == 1 else 'blocks differ'}, found at {at}"
@@ -54,13 +55,13 @@ def compared_in_words(standing: ProofStanding, now_s: float) -> str:
 
 
 def standing_record(standing: ProofStanding) -> dict[str, Any]:
-    """Return what was compared with proofs as a record for programs. Names are stable."""
+    """Return the comparison with proofs as a record for programs. Names are stable."""
     at = [str(marker) for marker in standing.differing_at]
     return asdict(standing) | {"marker": str(standing.marker), "oldest": str(standing.oldest), "differing_at": at}
 
 
 RECENT = 12
-"""Markers that a look at a job shows, and of which rates are taken."""
+"""Number of markers that a status shows, and from which rates are computed."""
 _LATE_INTERVALS = 3.0
 _LATE_S = 10.0
 _FIRST_S = 600.0
@@ -70,7 +71,7 @@ _LAG_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class MarkerRow:
-    """One committed marker, and what was sent for it alone."""
+    """One committed marker, and the rows and bytes sent for it alone."""
 
     marker: MarkerId
     step: int
@@ -81,9 +82,9 @@ class MarkerRow:
     steps: int
     """Steps since the marker before it in its generation, or since the parent."""
     took_s: float | None
-    """Seconds since that marker; None for the first one of a generation."""
+    """Seconds since that marker. None for the first one of a generation."""
     meta: dict[str, str | int | float] = field(default_factory=dict)
-    """What was said of it."""
+    """Values noted for the marker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,38 +102,38 @@ class RankRow:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """What a materializer has not put into the store."""
+    """Markers that a materializer has not put into the store."""
 
     markers: int
     num_bytes: int
     age_s: float
-    """Age of the oldest of them."""
+    """Age of the oldest of them, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """What bringing the newest marker back would take, dense state left out."""
+    """Estimated cost of restoring the newest marker, without dense state."""
 
     source: str
     """``log``, ``store`` or ``store + log``."""
     num_bytes: int
     seconds: float
-    """All of the marker's ranks reading at once, each at the rate that was assumed."""
+    """Seconds if all of the marker's ranks read at once, each at the assumed rate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The last word of a job's trainer."""
+    """Last report of a job's trainer."""
 
     outcome: str
     """``finished``, ``preempted`` or ``failed``."""
     reason: str
-    """For people: the class of the exception, or why it was preempted; may be empty."""
+    """Reason for people: the class of the exception, or the cause of the preemption. May be empty."""
     step: int
     time_s: float
 
     def said(self, now_s: float) -> str:
-        """As a line: ``failed at step 120 (ValueError), 3.0 min ago``."""
+        """Format as a line: ``failed at step 120 (ValueError), 3.0 min ago``."""
         why = f" ({self.reason})" if self.reason else ""
         return f"{self.outcome} at step {self.step:,}{why}, {duration(max(0.0, now_s - self.time_s))} ago"
 
@@ -147,33 +148,33 @@ class Alert:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A job as it stands at ``time_s``."""
+    """Status of a job at ``time_s``."""
 
     time_s: float
     generation: int
     world: int
-    """Ranks of that generation; 0: it is a fence."""
+    """Number of ranks of that generation. 0 if it is a fence."""
     newest: MarkerRow | None
     recent: tuple[MarkerRow, ...]
     """The last markers, newest first."""
     markers: int
     ranks: tuple[RankRow, ...]
     steps_per_s: float | None
-    """Over the recent markers of the newest marker's generation."""
+    """Steps per second over the recent markers of the newest marker's generation."""
     interval_s: float | None
     """Median seconds between the recent markers."""
     loss_s: float | None
-    """Age of the newest marker: what would be lost if the job died now. None before there is one."""
+    """Age of the newest marker in seconds: the time lost if the job died now. None if there is no marker."""
     restore: Restore | None
     proved: Proved | None
-    """What the markers of the newest marker's generation prove; None: nothing, or it is not known."""
+    """Proofs of the markers of the newest marker's generation. None if there are none or they are not known."""
     backlog: Backlog | None
-    """None where no store is known, or nothing was written there."""
+    """None if no store is known, or nothing was written there."""
     alerts: tuple[Alert, ...]
     ended: Ended | None = None
-    """None while a trainer may be at work, or has died without a word."""
+    """None while a trainer may be running, or if it has died without a last report."""
     compared: ProofStanding | None = None
-    """What the materializer has compared with proofs; None: nothing."""
+    """Comparison with proofs by the materializer. None if there is none."""
 
 
 def look(
@@ -187,18 +188,18 @@ def look(
     strays: Mapping[int, int] | None = None,
     compared: ProofStanding | None = None,
 ) -> Look:
-    """Look at a job.
+    """Read the status of a job.
 
     Args:
         lineage: Its control partition.
-        holdings: What its store holds; None for no store.
-        bytes_per_s: What one rank restores in a second.
-        time_s: Now, by the wall clock.
-        gap: What of the newest marker is missing; empty for nothing.
-        window_width: That of the proofs of the newest marker's generation, if they are known.
-        lost: What the control partition has lost, and how it comes back; empty for nothing.
-        strays: :func:`strays_of` the newest marker, where the log is on Kafka.
-        compared: What the store says was compared with proofs.
+        holdings: Contents of its store. None for no store.
+        bytes_per_s: Bytes that one rank restores per second.
+        time_s: Current wall-clock time, in seconds.
+        gap: Missing part of the newest marker; empty for none.
+        window_width: Window width of the proofs of the newest marker's generation, if known.
+        lost: Lost part of the control partition, and how to recover it; empty for none.
+        strays: :func:`strays_of` the newest marker, if the log is on Kafka.
+        compared: Comparison with proofs that the store records.
     """
     commits = list(lineage.commits.values())
     recent = tuple(row(lineage, commit) for commit in commits[: -RECENT - 1 : -1])
@@ -234,18 +235,18 @@ def look(
 
 
 def ended_of(lineage: Lineage, generation: int | None = None) -> Ended | None:
-    """How a generation has ended, by its trainer's own word; None without one.
+    """Return how a generation has ended, as reported by its trainer. None without a report.
 
     Args:
         lineage: The control partition.
-        generation: Which one; None: the newest, so that this is how the job has ended.
+        generation: Number of the generation. None for the newest, whose end is that of the job.
     """
     end = lineage.ends.get(generation if generation is not None else lineage.newest_generation)
     return Ended(str(end.outcome), end.reason, end.step, end.time_s) if end is not None else None
 
 
 def refused_after(lineage: Lineage, newest: Commit) -> str:
-    """Why the trainer has refused the markers after the newest one; empty if it has refused none, or has ended."""
+    """Return why the trainer has refused the markers after the newest one. Empty if it refused none, or has ended."""
     why = dict(lineage.meta(newest.id)).get(REFUSED)
     if why is None or newest.generation != lineage.newest_generation or lineage.ended is not None:
         return ""
@@ -253,22 +254,23 @@ def refused_after(lineage: Lineage, newest: Commit) -> str:
 
 
 def strays_of(commit: Commit) -> dict[int, int]:
-    """(Kafka) Partition -> records among the frames of a marker, sent twice or by another program.
+    """(Kafka) Return the number of stray records among the frames of a marker, by partition.
 
-    Each record has an offset, and the frames are counted.
+    Stray records were sent twice, or by another program. They can be counted because each record has an offset and the
+    number of frames is known.
     """
     counts = {end.partition: end.end - end.begin - end.frames for end in commit.ranks}
     return {partition: count for partition, count in sorted(counts.items()) if count > 0}
 
 
 def in_words(strays: Mapping[int, int]) -> str:
-    """How many of them are where."""
+    """Describe the number of stray records by partition."""
     places = ", ".join(f"{count} in partition {partition}" for partition, count in strays.items())
     return f"sent twice or by another program: {places}"
 
 
 def _of_proofs(compared: ProofStanding) -> str:
-    """Rows that the store does not have as they were in the tables."""
+    """Describe the rows of the store that differ from those in the tables."""
     at = ", ".join(str(marker) for marker in compared.differing_at[:3])
     return (
         f"{blocks_differ(compared.differing)} in the tables, found at marker {at}; a trainer that "
@@ -277,12 +279,12 @@ def _of_proofs(compared: ProofStanding) -> str:
 
 
 def _markers_of(lineage: Lineage, newest: Commit) -> int:
-    """Committed markers of a generation."""
+    """Count the committed markers of the newest marker's generation."""
     return sum(marker.generation == newest.generation for marker in lineage.commits)
 
 
 def row(lineage: Lineage, commit: Commit) -> MarkerRow:
-    """One marker."""
+    """Create the row of one marker."""
     previous = previous_commit(lineage, commit.id)
     parent = lineage.claims[commit.generation].parent
     base = previous if previous is not None else lineage.commits.get(parent) if parent is not None else None
@@ -300,12 +302,12 @@ def row(lineage: Lineage, commit: Commit) -> MarkerRow:
 
 
 def path_bytes(lineage: Lineage, marker: MarkerId) -> int:
-    """Bytes of all frames that make up a marker."""
+    """Return the bytes of all frames that make up a marker."""
     return sum(commit.num_bytes for commit in lineage.path(marker))
 
 
 def restore_of(lineage: Lineage, commit: Commit, holdings: Holdings | None, bytes_per_s: float) -> Restore:
-    """Estimate what a restore of ``commit`` would read: the store as far as it reaches, and the log from there on."""
+    """Estimate the bytes and time to restore ``commit``: from the store as far as it reaches, then from the log."""
     source, num_bytes = "log", path_bytes(lineage, commit.id)
     held = holdings.look(commit.id) if holdings is not None else None
     if held is not None and held.reach is not None:
@@ -346,13 +348,13 @@ def _ranks(lineage: Lineage, commit: Commit) -> tuple[RankRow, ...]:
 
 
 def _rate(rows: list[MarkerRow]) -> float | None:
-    """Steps a second over markers of one generation, newest first."""
+    """Return steps per second over markers of one generation, newest first."""
     seconds = rows[0].time_s - rows[-1].time_s if rows else 0.0
     return (rows[0].step - rows[-1].step) / seconds if seconds > 0 else None
 
 
 def _of_end(ended: Ended, time_s: float) -> list[Alert]:
-    """Return the alerts about a trainer's last word: the job is not finished, and nobody goes on with it."""
+    """Return the alerts about a trainer's last report: the job is not finished, and no trainer continues it."""
     if ended.outcome == Outcome.FAILED:
         return [Alert("failed", f"its trainer has {ended.said(time_s)}")]
     if ended.outcome == Outcome.PREEMPTED and time_s - ended.time_s > _FIRST_S:

@@ -1,6 +1,6 @@
-"""The report: one HTML page, without scripts and nothing from elsewhere, for light and dark screens of any width.
+"""The report: one HTML page for light and dark screens of any width, without scripts or external resources.
 
-The style sheet of the report.
+Includes the style sheet of the report.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ code{white-space:nowrap}
 .names td.name{flex-basis:100%;font-weight:500}
 .names td[data-of]::before{content:attr(data-of) " ";color:var(--dim)}}
 """
-"""Text has a contrast of at least 4.5 to 1 with its background, in both."""
+"""Style sheet. Text has a contrast of at least 4.5 to 1 with its background, in both color schemes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,13 +79,13 @@ class Report:
     history: History
     stalls: Stalls | None
     bytes_per_s: float
-    """What one rank restores in a second."""
+    """Bytes that one rank restores per second."""
     last: int | None
-    """How many of the newest markers were read; None: all."""
+    """Number of the newest markers that were read. None for all."""
 
 
 def page(report: Report) -> str:
-    """The page as text, to be encoded as UTF-8."""
+    """Return the page as text, to be encoded as UTF-8."""
     parts = [_cards(report), _alerts(report)]
     if report.history.intervals:
         parts += _charts(report)

@@ -1,6 +1,6 @@
-"""What each section of the report shows: a chart, and a table of the same numbers.
+"""Sections of the report, each a chart and a table of the same numbers.
 
-What was said of markers, drawn: a chart for each number, over the markers that have it.
+The values noted for markers are drawn as one chart per name, over the markers that have it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.units import day, duration, size
 
 MOST_CHARTS = 8
-"""Numbers that are drawn: those of most markers."""
+"""Maximum number of values that are drawn: those that most markers have."""
 _DOTS = 60
 
 Points = list[tuple[MarkerId, float]]
 
 
 def series(lineage: Lineage, markers: Sequence[MarkerId]) -> dict[str, Points]:
-    """The numbers of each name, in the order of the markers; names of most markers first."""
+    """Return the numbers of each name in the order of the markers. Names that most markers have are first."""
     found: dict[str, Points] = {}
     for marker in markers:
         for name, value in lineage.meta(marker):
@@ -52,7 +52,7 @@ def series(lineage: Lineage, markers: Sequence[MarkerId]) -> dict[str, Points]:
 
 
 def values(found: Mapping[str, Points]) -> str:
-    """A chart a name."""
+    """Draw one chart per name."""
     shown = list(found)[:MOST_CHARTS]
     rest = list(found)[MOST_CHARTS:]
     left = f'<p class="none">Not drawn: {text_of(", ".join(rest)[:400])}.</p>' if rest else ""
@@ -82,16 +82,16 @@ def _chart(number: int, name: str, points: Points) -> str:
 
 
 MOST_BARS = 100
-"""Bars of a chart; of more markers each bar is the mean of some."""
+"""Maximum number of bars in a chart. If there are more markers, each bar is the mean of several."""
 MOST_LANES = 24
 _LANE = 26
 _OTHERS = COLORS - 1
 _FOOT = 0.3
-"""What a single row is high on a logarithmic axis, in powers of ten."""
+"""Height of a single row on a logarithmic axis, in powers of ten."""
 
 
 def count(value: float) -> str:
-    """A number for people."""
+    """Format a number for people."""
     for unit in ("", "k", "M"):
         if value < 1000:
             return f"{value:.3g}{unit}"
@@ -104,7 +104,7 @@ def _on_axis_bytes(num_bytes: float) -> str:
 
 
 def _on_axis_s(seconds: float) -> str:
-    """Seconds as the label of an axis, also very small ones."""
+    """Format seconds as the label of an axis, including very small values."""
     for unit, length in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= length:
             return f"{seconds / length:.3g} {unit}"
@@ -112,7 +112,7 @@ def _on_axis_s(seconds: float) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table whose first column holds names."""
+    """Format a table whose first column holds names."""
     cells = "".join(f'<th scope="col">{text_of(name)}</th>' for name in head)
     body = "".join(
         "<tr>"
@@ -135,9 +135,9 @@ def details(summary: str, body: str) -> str:
 
 
 def over_time(intervals: Sequence[Traffic]) -> str:
-    """Step over time, a line a generation."""
+    """Draw the step over time, one line per generation."""
     first, last = intervals[0].commit.time_s, max(each.commit.time_s for each in intervals)
-    span_s = min(last - first, sys.float_info.max)  # between two clocks that are far off it would be infinite
+    span_s = min(last - first, sys.float_info.max)  # between two clocks that differ greatly it would be infinite
     unit, length = next(
         (pair for pair in (("days", 86_400.0), ("hours", 3_600.0), ("minutes", 60.0)) if span_s > 2 * pair[1]),
         ("seconds", 1.0),
@@ -169,7 +169,7 @@ def _labels(axis: Axis, show: Callable[[float], str]) -> list[tuple[float, str]]
 
 
 def lineage(whole: Lineage) -> str:
-    """A lane a generation, over steps; each begins below its parent marker."""
+    """Draw one lane per generation, over steps. Each begins below its parent marker."""
     generations = sorted(whole.claims)
     shown = generations[-MOST_LANES:]
     ends = _ends(whole)
@@ -192,7 +192,7 @@ def lineage(whole: Lineage) -> str:
 
 
 def _ends(whole: Lineage) -> dict[int, tuple[int, int, int]]:
-    """For each generation, (step where it begins, step of its last marker, number of its markers)."""
+    """Return for each generation (step where it begins, step of its last marker, number of its markers)."""
     steps: dict[int, list[int]] = {}
     for marker, commit in whole.commits.items():
         steps.setdefault(marker.generation, []).append(commit.step)
@@ -245,7 +245,7 @@ def _generations(whole: Lineage, ends: dict[int, tuple[int, int, int]]) -> str:
 
 
 def by_table(intervals: Sequence[Traffic], what: str) -> str:
-    """Stacked bars a marker, or a mean of some; ``what`` is ``rows`` or ``num_bytes``."""
+    """Draw stacked bars, one per marker or per mean of several. ``what`` is ``rows`` or ``num_bytes``."""
     show = _on_axis_bytes if what == "num_bytes" else count
     totals, top = _totals(intervals, what), _largest(intervals)
     groups = _groups(intervals)
@@ -285,13 +285,13 @@ def _totals(intervals: Sequence[Traffic], what: str) -> dict[str, int]:
 
 
 def _largest(intervals: Sequence[Traffic]) -> list[str]:
-    """Tables that have a color of their own, by bytes: the same ones in each chart."""
+    """Return the tables that have their own color, by bytes: the same ones in each chart."""
     totals = _totals(intervals, "num_bytes")
     return sorted(totals, key=lambda name: (-totals[name], name))[: _OTHERS if len(totals) <= _OTHERS else _OTHERS - 1]
 
 
 def _groups(intervals: Sequence[Traffic]) -> list[list[Traffic]]:
-    """Markers in groups of neighbors, few enough to draw; a base, and a generation's markers, by themselves."""
+    """Group neighboring markers so that there are few enough bars. A base is alone; no group spans generations."""
     together = -(-len(intervals) // MOST_BARS)
     groups: list[list[Traffic]] = []
     for each in intervals:
@@ -339,7 +339,7 @@ def _missing(intervals: Sequence[Traffic]) -> str:
 
 
 def heat(history: History) -> str:
-    """How many rows were sent how often."""
+    """Draw how many rows were sent how many times."""
     tables = [each for each in history.heat.values() if each.sent_rows]
     if not tables:
         return '<p class="none">No frame with rows could be read.</p>'
@@ -385,7 +385,7 @@ def _heat_table(tables: Sequence[Heat]) -> str:
 
 
 def stalls(found: Stalls | None) -> str:
-    """Milliseconds over steps."""
+    """Draw milliseconds over steps."""
     if found is None:
         return (
             '<p class="none">Not shown: the log does not hold it. A job with <code>tensorboard="DIR"</code> writes it; '
@@ -403,7 +403,7 @@ def stalls(found: Stalls | None) -> str:
 
 
 def _peaks(points: Sequence[tuple[float, float]], most: int = 400) -> list[tuple[float, float]]:
-    """The highest point of each group of neighbors, where there are too many to draw."""
+    """Return the highest point of each group of neighbors if there are too many points to draw."""
     stride = max(1, -(-len(points) // most))
     return [max(points[at : at + stride], key=lambda point: point[1]) for at in range(0, len(points), stride)]
 
@@ -412,7 +412,7 @@ def _peaks(points: Sequence[tuple[float, float]], most: int = 400) -> list[tuple
 
 
 def restore(whole: Lineage, intervals: Sequence[Traffic], bytes_per_s: float) -> str:
-    """Seconds that each marker would take to come back."""
+    """Draw the seconds that a restore of each marker would take."""
     older = _older(whole)
     lines: dict[int, list[tuple[float, float]]] = {}
     for number, each in enumerate(intervals):
@@ -433,7 +433,7 @@ def restore(whole: Lineage, intervals: Sequence[Traffic], bytes_per_s: float) ->
 
 
 def _older(whole: Lineage) -> dict[int, int]:
-    """For each generation, the bytes of frames that its parent marker is made of."""
+    """Return for each generation the bytes of frames that its parent marker is made of."""
     found: dict[int, int] = {}
     for generation, claim in sorted(whole.claims.items()):
         parent: MarkerId | None = claim.parent

@@ -1,6 +1,6 @@
-"""Small charts as SVG, by hand: no script, no font, no file besides. Colors are variables of the page's style sheet.
+"""Small charts as handwritten SVG, without scripts, fonts or other files.
 
-All text that comes from a log goes through :func:`text_of`.
+Colors are variables of the page's style sheet. All text that comes from a log goes through :func:`text_of`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torchrec_stream_ckpt.errors import printable
 WIDTH, HEIGHT = 720, 260
 LEFT, RIGHT, TOP, BOTTOM = 72, 16, 14, 52
 COLORS = 8
-"""Colors of the style sheet: ``--c0`` to ``--c7``; the last one is for what is left over."""
+"""Number of colors in the style sheet: ``--c0`` to ``--c7``. The last one is for the remaining items."""
 
 
 def text_of(value: object) -> str:
-    """Text for a page: nothing in it is taken for markup, and no control sign is left."""
+    """Escape text for a page: nothing in it is read as markup, and control characters are escaped."""
     return html.escape(printable(str(value)), quote=True)
 
 
 def name_of(value: object) -> str:
-    """A name for a page: where it has no room, it goes on in the next line after one of ``. _ - /``."""
+    """Escape a name for a page. If there is no room, it breaks after one of ``. _ - /``."""
     return re.sub(r"([._/-])(?=[^._/-])", r"\1<wbr>", text_of(value))
 
 
@@ -45,7 +45,7 @@ class Axis:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Round numbers between ``low`` and ``high``."""
+    """Return round numbers between ``low`` and ``high``."""
     if high <= low:
         return [low]
     raw = (high - low) / 4
@@ -56,7 +56,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def chart(name: str, title: str, description: str, body: str, height: int = HEIGHT) -> str:
-    """An SVG with a title that a screen reader can read out."""
+    """Return an SVG with a title for screen readers."""
     return (
         f'<div class="chart"><svg viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="{name}-t {name}-d">'
         f'<title id="{name}-t">{text_of(title)}</title><desc id="{name}-d">{text_of(description)}</desc>'
@@ -65,7 +65,7 @@ def chart(name: str, title: str, description: str, body: str, height: int = HEIG
 
 
 def plot_axes(height: int = HEIGHT) -> tuple[tuple[float, float], tuple[float, float]]:
-    """((left, right), (bottom, top)) of the plot."""
+    """Return ((left, right), (bottom, top)) of the plot."""
     return (LEFT, WIDTH - RIGHT), (height - BOTTOM, TOP)
 
 
@@ -76,7 +76,7 @@ def grid(
     y_ticks: Sequence[tuple[float, str]],
     x_name: str = "",
 ) -> str:
-    """Lines and labels."""
+    """Draw grid lines and labels."""
     bottom = HEIGHT - BOTTOM
     parts = [
         f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>'
@@ -105,7 +105,7 @@ def _anchor(position: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Points that belong together."""
+    """Points of one line."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -125,7 +125,7 @@ def polyline(line: Line, x: Axis, y: Axis) -> str:
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int = 300) -> Sequence[tuple[float, float]]:
-    """Points at an even distance, the last one always among them."""
+    """Return evenly spaced points, always including the last one."""
     if len(points) <= most:
         return points
     stride = -(-len(points) // most)
@@ -138,11 +138,11 @@ class Bar:
     """One stack of a bar chart."""
 
     label: str
-    """What stands in its tooltip, above the parts."""
+    """First text of its tooltip, before the part."""
     parts: Sequence[tuple[int, str, float]]
     """(color, name, value), from the bottom."""
     clipped: bool = False
-    """True if it may be cut off at the top: others set the scale."""
+    """True if it may be cut off at the top, because the other stacks set the scale."""
 
     @property
     def total(self) -> float:
@@ -150,14 +150,14 @@ class Bar:
 
 
 def bars(stacks: Sequence[Bar], y: Axis, show: Callable[[float], str]) -> str:
-    """Stacked bars over the whole width, each with a tooltip."""
+    """Draw stacked bars over the whole width, each with a tooltip."""
     pitch = (WIDTH - LEFT - RIGHT) / max(1, len(stacks))
     width = min(48.0, max(1.0, pitch * (0.8 if pitch > 4 else 1.0)))
     return "".join(_bar(stack, LEFT + (number + 0.5) * pitch, width, y, show) for number, stack in enumerate(stacks))
 
 
 def bar_center(number: int, count: int) -> float:
-    """Where the middle of a bar is."""
+    """Return the horizontal center of a bar."""
     return LEFT + (number + 0.5) * (WIDTH - LEFT - RIGHT) / max(1, count)
 
 
@@ -181,7 +181,7 @@ def _bar(stack: Bar, center: float, width: float, y: Axis, show: Callable[[float
 
 
 def legend(names: Sequence[tuple[int, str]]) -> str:
-    """Draw what the colors mean, as HTML."""
+    """Draw the meaning of the colors, as HTML."""
     items = "".join(
         f'<li><span class="key" style="background:var(--c{color})"></span><span>{name_of(name)}</span></li>'
         for color, name in names
