@@ -1,7 +1,8 @@
-"""How long ago something was seen, by clocks that are never set. No two hosts' wall clocks are ever compared.
+"""Measure elapsed time by clocks that are never set. Wall clocks of different hosts are never compared.
 
-Each list of garbage holds what some clocks showed when it was written. A later round that reads one of the same clocks
-knows how much time has gone by, whatever any wall clock says; one that reads none of them does not, and waits anew.
+Each list of garbage holds readings of some clocks from when it was written. A later round that reads one of the same
+clocks knows the elapsed time, whatever any wall clock shows. A round that reads none of them does not, and the wait
+starts again.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ _TIME_NAMESPACE = Path("/proc/self/ns/time")
 _OF_CHILDREN = Path("/proc/self/ns/time_for_children")
 _OFFSETS = Path("/proc/self/timens_offsets")
 PROBE_S = 86400.0
-"""A probe that is older, by the store's own time, is one of a process that was killed: others put theirs again."""
+"""Age in seconds, by the store's own time, beyond which a probe is from a killed process. Others put theirs again."""
 
 
 def read_clocks(objects: Objects, job: bytes) -> dict[str, float]:
-    """Read the clocks that this run can read: this host's since it has booted, and the store's own.
+    """Read the clocks that this run can read: this host's time since boot, and the store's own clock.
 
-    The store is asked by an object that is put and deleted again.
+    The store's clock is read by putting an object and deleting it again.
 
     Args:
         objects: The store.
-        job: Whose objects are looked at.
+        job: Job under whose name the object is put.
     """
     clocks = _host_clock()
     if isinstance(objects, KeepsTime):
@@ -51,12 +52,12 @@ def read_clocks(objects: Objects, job: bytes) -> dict[str, float]:
 
 
 def clear_probes(objects: Objects, names: Iterable[str], clocks: Mapping[str, float]) -> None:
-    """Delete the probes of processes that were killed. Only a store with a clock of its own tells how old one is.
+    """Delete the probes of killed processes. Only a store with its own clock shows their age.
 
     Args:
         objects: The store.
-        names: Probes that are there.
-        clocks: What they show now.
+        names: Existing probes.
+        clocks: Current readings of the clocks.
     """
     if not isinstance(objects, KeepsTime) or (now_s := clocks.get(_store_clock(objects))) is None:
         return
@@ -68,16 +69,16 @@ def clear_probes(objects: Objects, names: Iterable[str], clocks: Mapping[str, fl
 
 
 def glance_at_clocks(objects: Objects, known: Iterable[str]) -> dict[str, float]:
-    """The same for a run that writes nothing. The store's clock shows at least when it took its newest object.
+    """Read the clocks for a run that writes nothing. The store's clock shows at least the time of its newest object.
 
     Args:
         objects: The store.
-        known: Names of objects, the newest ones among them.
+        known: Names of objects, including the newest ones.
     """
     clocks = _host_clock()
     if isinstance(objects, KeepsTime):
         for name in known:
-            with contextlib.suppress(MissingObjectError):  # gc has come in between
+            with contextlib.suppress(MissingObjectError):  # gc has deleted it meanwhile
                 if (shown := objects.put_at(name)) is not None:
                     clock = _store_clock(objects)
                     clocks[clock] = max(shown, clocks.get(clock, shown))
@@ -85,7 +86,7 @@ def glance_at_clocks(objects: Objects, known: Iterable[str]) -> dict[str, float]
 
 
 def _host_clock() -> dict[str, float]:
-    with contextlib.suppress(OSError):  # a sandbox that shows no boot
+    with contextlib.suppress(OSError):  # a sandbox that hides the boot id
         boot = _BOOT_ID.read_text("ascii").strip()
         if _is_of_host():
             return {boot: time.clock_gettime(time.CLOCK_BOOTTIME)}
@@ -99,26 +100,26 @@ def _store_clock(objects: Objects) -> str:
 def _is_of_host() -> bool:
     """Return whether the time since boot that this process reads is the host's. A time namespace may shift it.
 
-    The name of a namespace says nothing: the kernel gives it again once it is free.
+    The name of a namespace proves nothing: the kernel reuses it once it is free.
     """
     try:
         offsets = _OFFSETS.read_text("ascii")
     except FileNotFoundError:
         return not os.path.lexists(_TIME_NAMESPACE)  # a kernel without time namespaces
     if os.readlink(_TIME_NAMESPACE) != os.readlink(_OF_CHILDREN):
-        return False  # the offsets are those of the children's
+        return False  # the offsets are those of the children
     shifts = [line.split()[1:] for line in offsets.splitlines() if line.split()[:1] in (["boottime"], ["7"])]
     return shifts == [["0", "0"]]
 
 
 def elapsed(then: Mapping[str, float], now: Mapping[str, float]) -> float | None:
-    """Seconds that have gone by at least; None when no clock shows it."""
+    """Return the minimum number of seconds elapsed. None if no clock shows it."""
     spans = [now[name] - shown for name, shown in then.items() if name in now]
     return max(0.0, min(spans)) if spans else None
 
 
 def waited(lists: Iterable[tuple[str, Garbage]], clocks: Mapping[str, float]) -> dict[str, float]:
-    """How long each object has been known to be garbage, for those of which a clock shows it."""
+    """Return for how many seconds each object has been known to be garbage. Omits objects if no clock shows it."""
     found: dict[str, float] = {}
     for _, garbage in lists:
         gone_by = elapsed(garbage.clocks, clocks)
@@ -128,22 +129,22 @@ def waited(lists: Iterable[tuple[str, Garbage]], clocks: Mapping[str, float]) ->
 
 
 def idle(lists: Iterable[tuple[str, Garbage]], newest: MarkerId | None, clocks: Mapping[str, float]) -> float:
-    """How long the job has had no newer marker than ``newest``, at least, as rounds have seen it."""
+    """Return the minimum seconds for which the job has had no newer marker than ``newest``, as seen by rounds."""
     same = (garbage for _, garbage in lists if newest is not None and garbage.newest == newest)
     return max((each.idle_s + (elapsed(each.clocks, clocks) or 0.0) for each in same), default=0.0)
 
 
 def ages(lineage: Lineage, idle_s: float) -> dict[MarkerId, float]:
-    """How old each marker is at least, in seconds.
+    """Return the minimum age of each marker in seconds.
 
-    Within a generation one trainer's clock tells it. What went by between two generations, whose trainers may have run
-    on hosts of other clocks, does not count.
+    Within a generation, one trainer's clock shows it. The time between two generations does not count, because their
+    trainers may have run on hosts with different clocks.
 
-    A step of that clock looks like a wait. So the longest wait of a generation counts at most twice the next one, and a
-    wait that is alone counts nothing: one step makes markers older by no more than that.
+    A step of that clock looks like a wait. So the longest wait of a generation counts at most twice the next longest,
+    and a single wait counts nothing: one step makes markers older by no more than that.
 
     Args:
-        lineage: Of the job.
+        lineage: Lineage of the job.
         idle_s: Age of its newest marker.
     """
     times: dict[int, list[float]] = {}
@@ -164,7 +165,7 @@ def ages(lineage: Lineage, idle_s: float) -> dict[MarkerId, float]:
 
 
 def _counted(waits: Sequence[float]) -> list[float]:
-    """Waits between the markers of a generation, the longest cut to twice the next one; a lone one to nothing."""
+    """Return the waits between markers of a generation, the longest cut to twice the next. A single one is 0."""
     if len(waits) < 2:
         return [0.0] * len(waits)
     second = sorted(waits)[-2]
@@ -172,7 +173,7 @@ def _counted(waits: Sequence[float]) -> list[float]:
 
 
 def stands_still(lists: Iterable[tuple[str, Garbage]], clocks: Mapping[str, float]) -> str:
-    """Why what waits does not get older in this run, in words; empty where it does, or where nothing waits."""
+    """Describe why waiting objects do not age in this run. Empty if they do, or if no object waits."""
     if not clocks:
         return "this place has no clock that is never set: runs here never delete waiting objects"
     waiting = [garbage for _, garbage in lists if garbage.names]

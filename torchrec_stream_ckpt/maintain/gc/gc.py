@@ -1,11 +1,11 @@
-"""Take away what a retention gives up: mark and sweep over the manifests of one job's store.
+"""Give up markers by a retention and delete their objects: mark and sweep over the manifests of one job's store.
 
-What is there may always be relied on: a manifest or a fold goes before the segments that it names, and a marker is
-given up (``dropped/``) before anything of it goes. So a kill at any point leaves kept markers whole, and what was left
-over is found by the next run.
+Existing objects can always be relied on: a manifest or a fold is deleted before the segments that it names, and a
+marker is given up (``dropped/``) before any of its objects is deleted. A kill at any point therefore leaves the kept
+markers whole, and the next run finds the leftovers.
 
-Nothing goes in the moment in which it is found not to be needed: it is put on a list (``garbage/``) first, and deleted
-by a run that comes a grace period later, for there may be restores and materializers that have just read what names it.
+No object is deleted as soon as it is found unneeded. It is put on a list (``garbage/``) first, and a run deletes it a
+grace period later, because restores and materializers may have just read an object that names it.
 """
 
 from __future__ import annotations
@@ -64,37 +64,37 @@ from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.uris import check_store_url
 
 PHASES = (SUMMARIES_DIR, MANIFESTS_DIR, FOLDS_DIR, SEGMENTS_DIR, DENSE_DIR, VERDICTS_DIR, PINS_DIR)
-"""What names others goes before what it names."""
+"""Folders in the order of deletion: an object that names others is deleted before them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GcRules:
-    """What may go, and when."""
+    """Rules for what gc may delete, and when."""
 
     retention: Retention = field(default_factory=Retention)
     grace_s: float = 3600.0
-    """Delete an object only if it was found unneeded so many seconds ago: longer than a restore takes.
+    """Delete an object only if it was found unneeded at least this many seconds ago. Longer than a restore takes.
 
-    A clock that is never set must show it: see ``rounds``.
+    The age must be shown by a clock that is never set: see ``rounds``.
     """
     compact: bool = False
-    """Merge what lies between two kept markers, so that what was dropped between them can go."""
+    """Merge the intervals between two kept markers, so that markers dropped between them can be deleted."""
     give_up: Mapping[MarkerId, str] | None = None
-    """Markers that a person gives up, whatever the retention says, each with the reason; None: nobody has asked."""
+    """Markers that a person gives up regardless of the retention, each with the reason. None if there are none."""
 
     @property
     def keeps_all(self) -> bool:
-        """True if nothing is given up."""
+        """True if no marker is given up."""
         return self.retention.keeps_all and self.give_up is None
 
 
 def plan_gc(stock: Stock, rules: GcRules, clocks: Mapping[str, float]) -> GcPlan:
-    """Plan what one run would do. Changes nothing.
+    """Plan one run. Changes nothing.
 
     Args:
-        stock: What is there.
-        rules: What may go.
-        clocks: What they show, see ``rounds``.
+        stock: Contents of the store.
+        rules: Rules for what may be deleted.
+        clocks: Readings of the clocks, see ``rounds``.
     """
     holdings, catalog = stock.holdings, stock.holdings.catalog
     give_up = rules.give_up or {}
@@ -136,7 +136,7 @@ def plan_gc(stock: Stock, rules: GcRules, clocks: Mapping[str, float]) -> GcPlan
 def _candidates(
     stock: Stock, offered: Sequence[MarkerId], retention: Retention, clocks: Mapping[str, float]
 ) -> list[Candidate]:
-    """Return the candidates. Only the newest and the best ones are asked whether they are whole, until enough are."""
+    """Return the candidates. Checks only the newest and best ones for wholeness, until enough whole ones are found."""
     found, candidates, holdings = 0, [], stock.holdings
     known = ages(holdings.lineage, idle(stock.lists, _newest(holdings.lineage), clocks))
     said = _said(stock, offered, retention)
@@ -150,7 +150,7 @@ def _candidates(
 
 
 def _said(stock: Stock, offered: Sequence[MarkerId], retention: Retention) -> dict[MarkerId, dict[str, Value]]:
-    """Return what was said of the offered markers, if a rule asks for it."""
+    """Return the notes on the offered markers if a rule needs them. Empty otherwise."""
     if not retention.keep_best:
         return {}
     said = said_of(stock.holdings.lineage)
@@ -158,12 +158,12 @@ def _said(stock: Stock, offered: Sequence[MarkerId], retention: Retention) -> di
 
 
 def _ranked(said: Mapping[MarkerId, Said], retention: Retention) -> list[tuple[int, list[MarkerId]]]:
-    """For each rule of the best, how many it keeps, and all that have such a value, the best first."""
+    """Return, for each rule of ``keep_best``, its count and all markers that have its value, the best first."""
     return [(best.count, best.ranked(said)) for best in retention.best if said]
 
 
 def _in_favor(ranked: tuple[int, list[MarkerId]], holdings: Holdings) -> tuple[list[MarkerId], list[MarkerId]]:
-    """The best that can be restored, as many as count, and the better ones that cannot."""
+    """Return the best markers that can be restored, as many as the rule keeps, and the better ones that cannot."""
     count, markers = ranked
     whole: list[MarkerId] = []
     broken: list[MarkerId] = []
@@ -179,10 +179,10 @@ def _newest(lineage: Lineage) -> MarkerId | None:
 
 
 def _links(holdings: Holdings) -> set[MarkerId]:
-    """Markers that are not offered because of this, but on which something that is to come will stand.
+    """Return markers that are still needed because future markers will build on them.
 
-    The newest one, which the materializer goes on from, and the parents of generations that the store has nothing of:
-    of those only the log tells.
+    This does not make them offered. These are the newest marker, from which the materializer continues, and the parents
+    of generations of which the store has nothing. Only the log knows those generations.
     """
     markers = holdings.catalog.markers
     newest = max(markers | holdings.catalog.dropped).generation
@@ -192,15 +192,15 @@ def _links(holdings: Holdings) -> set[MarkerId]:
 
 @dataclass(frozen=True, slots=True)
 class _Needed:
-    """What must stay."""
+    """Objects that must be kept."""
 
     markers: frozenset[MarkerId]
-    """Manifests and segments of their own intervals."""
+    """Markers whose manifests and interval segments are needed."""
     folds: frozenset[Stride]
 
 
 def _mark(holdings: Holdings, anchors: Iterable[MarkerId]) -> _Needed:
-    """All that leads to the anchors; of one that is not whole, all that lies on its way."""
+    """Collect all pieces that lead to the anchors. If an anchor is not whole, collect everything on its path."""
     markers: set[MarkerId] = set()
     folds: set[Stride] = set()
     known = holdings.catalog.folds
@@ -222,7 +222,7 @@ def _mark(holdings: Holdings, anchors: Iterable[MarkerId]) -> _Needed:
 
 
 def _is_garbage(name: str, stock: Stock, needed: _Needed, given_up: frozenset[MarkerId]) -> bool:
-    """Return whether an object is no longer needed. What we did not make, we leave."""
+    """Return whether an object is no longer needed. Objects that this project did not write are never garbage."""
     catalog, lineage = stock.holdings.catalog, stock.holdings.lineage
     if (manifest := parse_manifest_name(name)) is not None:
         return manifest[1] in given_up and manifest[1] not in needed.markers
@@ -241,9 +241,9 @@ def _is_garbage(name: str, stock: Stock, needed: _Needed, given_up: frozenset[Ma
 
 
 def _never_came(marker: MarkerId, stock: Stock) -> bool:
-    """Return whether there is no such marker, nor ever will be. The store alone cannot tell it from one that was lost.
+    """Return whether a marker does not exist and never will. The store alone cannot distinguish it from a lost one.
 
-    Nor can a log that has only taken over the generation: another one may have more of it.
+    A log that has only taken over the generation cannot either: another log may have more of it.
     """
     lineage, newest = stock.holdings.lineage, stock.holdings.lineage.newest
     claim = lineage.claims.get(marker.generation)
@@ -258,7 +258,7 @@ def _is_idle(fold: FoldName, stock: Stock, needed: _Needed) -> bool:
     span, catalog = (fold.start, fold.end), stock.holdings.catalog
     if span in catalog.folds:
         return span not in needed.folds
-    # It may be being written now. Of the newest marker it stays; of others it waits as long as segments come.
+    # It may be being written now. For the newest marker it stays; for others it waits as long as segments are added.
     return fold.name not in stock.holdings.sizes and bool(catalog.markers) and fold.end < max(catalog.markers)
 
 
@@ -280,28 +280,29 @@ def collect(
     why_not: Callable[[MarkerId], str] | None = None,
     engine: Engine | None = None,
 ) -> GcPlan:
-    """Give markers up, merge, and delete; returns what was done. May be killed and run again at any time.
+    """Give up markers, merge, and delete. Returns the plan as carried out. May be killed and run again at any time.
 
-    Restores, trainers and materializers may run meanwhile. Of gc itself, run one at a time: two do no harm, but may do
-    the same work.
+    Restores, trainers and materializers may run at the same time. Run one gc at a time: two do no harm, but may do the
+    same work twice.
 
     Args:
         objects: The store.
         lineage: The control partition; None as for :func:`take_stock`.
         job: The job.
-        rules: What may go. Without any rule of retention, only what a person gives up.
+        rules: Rules for what may be deleted. Without any rule of retention, only markers that a person gives up.
         pool: Threads that read and delete.
-        clocks: What they show, by default of this host and of the store. Read again after the merges, which may take
-            hours: the grace period of what they replace begins when they are done.
-        why_not: Says of a marker that a person gives up why nothing brings it back, right before it goes. If something
-            does by now, it stays. None: nobody is asked again.
-        engine: Runs the tasks that delete; None: this process does.
+        clocks: Reads the clocks, by default those of this host and of the store. Called again after the merges, which
+            may take hours: the grace period of the objects that they replace begins when they are done.
+        why_not: Returns why nothing brings back a marker that a person gives up. Called right before it is given up. If
+            the marker can be restored by now, it stays. None to skip this check.
+        engine: Runs the tasks that delete. None for this process.
 
     Raises:
         ConfigError: there is no rule.
-        CorruptionError: what has to be read to know what is needed is damaged. Nothing of it was deleted.
-        StoreUnavailableError: the store does not answer, or does not let us in; or its disk is full: what was due is
-            deleted then. Run it again.
+        CorruptionError: an object that must be read to find the needed ones is damaged. Nothing that it concerns was
+            deleted.
+        StoreUnavailableError: the store does not answer, or refuses access; or its disk is full: everything that was
+            due is then deleted. Run it again.
         EngineUnavailableError: the engine cannot be reached, or its workers die. Run it again.
     """
     engine = engine or InProcess(Site(None, objects, pool))
@@ -324,16 +325,16 @@ def collect(
             _drop(objects, stock.holdings.lineage, marker, BY_HAND if by_hand else RETENTION)
         unmerged += _merge_all(objects, stock.holdings.lineage, plan.spans, pool)
     stock, now = _alone(objects, lineage, job), read()
-    # Of what is there now, whoever has come meanwhile; and of what its bytes prove.
+    # Plan from the objects that exist now, including those added meanwhile, and from what their bytes prove.
     idle_now = plan_gc(_apart_from_damage(stock, read_back), GcRules(grace_s=rules.grace_s), now)
     aging = _newest(stock.holdings.lineage) if rules.retention.keep_all_for is not None else None
-    with full.outlasted():  # it waits from now on, however long reading takes
+    with full.outlasted():  # the grace period begins now, however long reading takes
         listed = enlist(objects, job, stock, idle_now.later, now, aging)
     try:
         stock, found = _proved(stock, GcRules(grace_s=rules.grace_s), now, read_back)
     except BaseException:
         if listed is not None:
-            with suppress(StreamCkptError):  # a scrub leaves out what is listed, and this was not proved to be needless
+            with suppress(StreamCkptError):  # a scrub skips listed objects, and these were not proved to be unneeded
                 shorten(objects, job, listed, set())
         raise
     with full.outlasted():
@@ -373,8 +374,8 @@ def collect(
 
 
 def _alone(objects: Objects, lineage: Lineage | None, job: bytes) -> Stock:
-    """Take stock while nobody else deletes: another run's workers may delete what was counted, such as the segments of
-    a fold that this run relies on and that the other one did not see.
+    """Take stock while no other run deletes. Another run's workers may delete counted objects, such as the segments of
+    a fold that this run relies on and that the other run did not see.
     """
     while True:
         stock = take_stock(objects, lineage, job)
@@ -386,7 +387,7 @@ def _alone(objects: Objects, lineage: Lineage | None, job: bytes) -> Stock:
 def _merge_all(
     objects: Objects, lineage: Lineage, spans: Iterable[Span], pool: Executor
 ) -> list[tuple[Span, StreamCkptError]]:
-    """Merge spans; returns those that cannot be, each with the reason: no reason to delete nothing at all."""
+    """Merge spans. Returns those that cannot be merged, each with the reason: they need not stop every deletion."""
     unmerged: list[tuple[Span, StreamCkptError]] = []
     for span in spans:
         try:
@@ -398,7 +399,7 @@ def _merge_all(
 
 
 def _surely_restorable(stock: Stock, rules: GcRules, clocks: Mapping[str, float], read_back: ReadBack) -> GcPlan:
-    """A plan that gives markers up in favor of such alone as can be restored, by their bytes: those of the floor."""
+    """Plan to give up markers only if the kept markers of the floor can be restored, as their bytes show."""
     while True:
         plan = plan_gc(stock, rules, clocks)
         if rules.retention.keeps_all or not plan.dropping:
@@ -420,10 +421,10 @@ def _apart_from_damage(stock: Stock, read_back: ReadBack) -> Stock:
 
 
 def _proved(stock: Stock, rules: GcRules, clocks: Mapping[str, float], read_back: ReadBack) -> tuple[Stock, GcPlan]:
-    """A plan that deletes nothing in favor of a fold that is damaged: what it was made of is needed then.
+    """Plan to delete nothing in favor of a damaged fold: its sources are then still needed.
 
-    A fold stays damaged until the materializer has written all of it anew, so gc may run at any moment of that. What
-    another process finds damaged meanwhile, this one reads.
+    A fold stays damaged until the materializer has rewritten all of it, so gc may run at any moment of that. If another
+    process finds damage meanwhile, this one reads the object itself.
     """
     whole = stock.holdings
     while True:
@@ -438,7 +439,7 @@ def _proved(stock: Stock, rules: GcRules, clocks: Mapping[str, float], read_back
 
 
 def _drop(objects: Objects, lineage: Lineage, marker: MarkerId, reason: str) -> None:
-    """Give a marker up, unless it was pinned since we looked: a pin that comes later finds this."""
+    """Give up a marker, unless it was pinned since it was checked. A pin that is set later finds this record."""
     if objects.size(pin_name(lineage.job, marker)) is None:
         dropped = Dropped(lineage.find(marker), lineage.previous(marker), time.time(), reason)
         objects.put(dropped_name(lineage.job, marker), [dropped.to_bytes()])

@@ -1,16 +1,17 @@
-"""Delete what gc has decided on, by tasks of an engine: each deletes a batch of names.
+"""Delete the objects that gc has chosen, by tasks of an engine: each deletes a batch of names.
 
-A batch may be deleted twice, and by a worker that is late. What has such a name may be needed again by then: a merge or
-a repair has written it anew. So a run has a list of its own in the store for as long as it deletes, a list of garbage
-that names nothing, and a worker looks for it before it deletes. When the run has ended, well or not, nothing of it goes
-any more. The list of a run that was killed goes when the next run begins.
+A batch may be deleted twice, and by a late worker. An object of such a name may be needed again by then, because a
+merge or a repair has rewritten it. So while a run deletes, it keeps a list of its own in the store: a list of garbage
+that names nothing. A worker checks for that list before it deletes. After the run has ended, successfully or not, none
+of its objects is deleted any more. The list of a killed run is deleted when the next run begins.
 
-Segments of a fold stay while the fold's own object is there: a merge may put it at any moment of a run. So a worker
-looks for that object, too, right before it deletes.
+Segments of a fold stay while the fold's own object exists: a merge may put it at any moment of a run. So a worker
+checks for that object, too, right before it deletes.
 
-A gc on a disk that is full. It writes records before it deletes, so it first deletes what is due already.
+On a full disk, gc cannot write the records that it writes before it deletes. It then first deletes objects that are due
+already.
 
-What it has no room for is left for the next run, which finds some.
+Records for which there is no room are left to the next run, which has room.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from torchrec_stream_ckpt.util.layout import garbage_name, parse_fold_segment
 
 
 class FullDisk:
-    """Notes what a run had no room for."""
+    """Remembers whether a run had no room for its records."""
 
     def __init__(self) -> None:
         self._error: StoreUnavailableError | None = None
 
     @contextmanager
     def outlasted(self) -> Iterator[None]:
-        """Go on after this block if the disk has no room for what the block writes.
+        """Continue after this block if the disk has no room for the objects that it writes.
 
         Raises:
-            StoreUnavailableError: the store fails otherwise.
+            StoreUnavailableError: the store fails for another reason.
         """
         try:
             yield
@@ -53,10 +54,10 @@ class FullDisk:
             self._error = self._error or error
 
     def tell(self, deleted: int) -> None:
-        """Say that the run did not do all: to be called at its end.
+        """Report that the run is incomplete. Call it at the end of the run.
 
         Args:
-            deleted: How many objects it has deleted.
+            deleted: Number of objects that the run has deleted.
 
         Raises:
             StoreUnavailableError: there was no room for something.
@@ -78,16 +79,17 @@ def put_making_room(objects: Objects, name: str, data: bytes, going: Iterable[st
     """Put an object. On a full disk, delete objects one by one until there is room for it.
 
     Returns:
-        Whether it was written. If not, all of ``going`` is deleted: others have taken the room, or deleting gives none.
+        True if the object was written. If False, all of ``going`` is deleted: either other writers have taken the room,
+        or deleting frees none.
 
     Args:
         objects: The store.
-        name: Of the object.
-        data: Its bytes.
-        going: What is deleted in any case, in this order.
+        name: Name of the object.
+        data: Content of the object.
+        going: Names of objects that are deleted in any case, in this order.
 
     Raises:
-        StoreUnavailableError: the store fails otherwise. Nothing, or not all, is deleted.
+        StoreUnavailableError: the store fails for another reason. Not all objects, or none, are deleted.
     """
     left = iter(going)
     while True:
@@ -105,36 +107,36 @@ def put_making_room(objects: Objects, name: str, data: bytes, going: Iterable[st
 
 
 BATCH_NAMES = 1024
-"""Names that one task deletes."""
+"""Number of names that one task deletes."""
 _NAME_BYTES = 64 * 2**10
-"""Deleting an object takes about as long as reading so much."""
+"""Bytes that can be read in about the time that deleting one object takes."""
 LOOK_EVERY = 64
-"""Names after which a task looks whether its run goes on."""
+"""Number of names after which a task checks whether its run still exists."""
 LOOK_S = 1.0
-"""Seconds after which it looks again in any case: a worker may have been stopped."""
+"""Seconds after which a task checks again in any case, because the worker may have been stopped."""
 _PATIENCE_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class DeleteTask:
-    """Objects that nobody needs."""
+    """Task that deletes a batch of unneeded objects."""
 
     names: tuple[str, ...]
     run_list: str
-    """The list of the run that asks for it."""
+    """Name of the list of the run that submitted this task."""
 
     @property
     def num_bytes(self) -> int:
-        """What could be read in the time that it takes."""
+        """Bytes that could be read in the time that the task takes."""
         return len(self.names) * _NAME_BYTES
 
     def __str__(self) -> str:
         return f"delete {len(self.names)} objects from {self.names[0]} on"
 
     def run(self, site: Site) -> tuple[str, ...]:
-        """Delete them; returns the names that it has left: the run is over, or a fold names them by now.
+        """Delete the objects. Returns the names that are left, because the run is over or a fold now names them.
 
-        An object that is gone is no error.
+        An object that no longer exists is not an error.
         """
         asked = _Asking(site.objects, self.run_list)
         left: list[str] = []
@@ -149,7 +151,7 @@ class DeleteTask:
 
 
 class _Asking:
-    """What a run asks for, as long as it goes on. Safe to use by several threads."""
+    """Deletes for a run as long as the run exists. Safe to use from several threads."""
 
     def __init__(self, objects: Objects, run_list: str) -> None:
         self._objects = objects
@@ -159,17 +161,17 @@ class _Asking:
         self._folds = _FoldsThere(objects)
 
     def look(self) -> None:
-        """See whether the run goes on; once it is over, it stays so."""
-        self._look_at_s = _clock_s() + LOOK_S  # the answer may come late: it is as old as the question
+        """Check whether the run still exists. Once it is over, it stays over."""
+        self._look_at_s = _clock_s() + LOOK_S  # the answer may arrive late: it is as old as the request
         self._over = self._over or self._objects.size(self._run_list) is None
 
     def look_for_folds(self, names: Iterable[str], pool: Executor) -> None:
-        """See side by side which folds are there of those that have segments among ``names``."""
+        """Check in parallel which folds exist of those that have segments among ``names``."""
         if not self._over:
             self._folds.look(names, pool)
 
     def delete(self, name: str) -> bool:
-        """Delete an object; False: the run is over, or a fold names it, and it stays."""
+        """Delete an object. Returns False if it stays, because the run is over or a fold names it."""
         if not self._over and _clock_s() >= self._look_at_s:
             self.look()
         if self._over or self._folds.names(name):
@@ -180,9 +182,9 @@ class _Asking:
 
 
 class _FoldsThere:
-    """Tells which segments are those of a fold that is there now, whenever it was put. Safe to use by several threads.
+    """Knows which segments belong to a fold that exists now, whenever it was put. Safe to use from several threads.
 
-    That a fold is absent counts for ``LOOK_S``.
+    The absence of a fold is cached for ``LOOK_S``.
     """
 
     def __init__(self, objects: Objects) -> None:
@@ -190,19 +192,19 @@ class _FoldsThere:
         self._absent_until_s: dict[str, float] = {}
 
     def look(self, names: Iterable[str], pool: Executor) -> None:
-        """Look for the folds that have segments among ``names``, each once."""
+        """Check the folds that have segments among ``names``, each once."""
         parts = (parse_fold_segment(name) for name in names)
         list(pool.map(self._is_absent, {part[0].name for part in parts if part is not None}))
 
     def names(self, name: str) -> bool:
-        """Return whether an object is a segment of a fold that is there."""
+        """Return whether an object is a segment of an existing fold."""
         part = parse_fold_segment(name)
         return part is not None and not self._is_absent(part[0].name)
 
     def _is_absent(self, fold: str) -> bool:
         if _clock_s() < self._absent_until_s.get(fold, 0.0):
             return True
-        until_s = _clock_s() + LOOK_S  # the answer may come late: it is as old as the question
+        until_s = _clock_s() + LOOK_S  # the answer may arrive late: it is as old as the request
         if self._objects.size(fold) is not None:
             return False
         self._absent_until_s[fold] = until_s
@@ -210,37 +212,37 @@ class _FoldsThere:
 
 
 def delete_all(engine: Engine, objects: Objects, job: bytes, kinds: Iterable[Sequence[str]]) -> frozenset[str]:
-    """Delete objects, those of one kind after those of another, and wait until they are gone.
+    """Delete objects, one kind after the other, and wait until they are deleted.
 
     Args:
         engine: Runs the tasks.
         objects: The store.
-        job: Whose objects they are.
-        kinds: Names, none of which names another one of its kind.
+        job: Job that owns the objects.
+        kinds: Names of the objects of each kind. No object names another one of its kind.
 
     Returns:
-        Names that are left: another run has taken this one's list away, and so ended it; or a fold is there that names
-        them.
+        Names that are left, because another run has deleted the list of this run, and so ended it, or because an
+        existing fold names them.
 
     Raises:
-        StoreUnavailableError: the store does not answer, or there is no right to delete. Some may be gone.
-        EngineUnavailableError: what runs tasks is away; likewise.
+        StoreUnavailableError: the store does not answer, or denies deletion. Some objects may be deleted.
+        EngineUnavailableError: the engine cannot be reached. Some objects may be deleted.
     """
     wanted = [names for names in kinds if names]
     if not wanted:
         return frozenset()
     left: set[str] = set()
     with _listed(objects, job, _unnamed(objects, wanted, left)) as run_list:
-        if run_list is None:  # all is gone by now
+        if run_list is None:  # everything is deleted by now
             return frozenset(left)
-        left.clear()  # a fold may have gone since
+        left.clear()  # a fold may have been deleted since
         for names in wanted:
             left.update(_delete(engine, names, run_list))
     return frozenset(left)
 
 
 def _unnamed(objects: Objects, kinds: Iterable[Sequence[str]], left: set[str]) -> Iterator[str]:
-    """Give one name after the other, but for segments of folds that are there: those come to ``left``."""
+    """Yield the names one by one, except segments of existing folds, which are added to ``left``."""
     folds = _FoldsThere(objects)
     for name in (name for names in kinds for name in names):
         if folds.names(name):
@@ -251,7 +253,7 @@ def _unnamed(objects: Objects, kinds: Iterable[Sequence[str]], left: set[str]) -
 
 @contextmanager
 def telling_what_stays(dropped: int) -> Iterator[None]:
-    """An object cannot be deleted: markers that were given up before are so for good."""
+    """Add to an error of the block that the markers given up before it are given up for good."""
     try:
         yield
     except (StoreUnavailableError, EngineUnavailableError) as error:
@@ -265,9 +267,10 @@ def telling_what_stays(dropped: int) -> Iterator[None]:
 
 @contextmanager
 def _listed(objects: Objects, job: bytes, going: Iterable[str]) -> Iterator[str | None]:
-    """Keep the list of a run in the store until this ends; ``going`` makes room for it on a full disk.
+    """Keep the list of a run in the store until the block ends. ``going`` makes room for it on a full disk.
 
-    Gives its name; None: all of ``going`` is deleted, and there is no room still. Nobody needs the list then.
+    Yields the name of the list. Yields None if all of ``going`` is deleted and there is still no room; the list is not
+    needed then.
     """
     now = time.time()
     data = Garbage(now, ()).to_bytes()
@@ -278,14 +281,14 @@ def _listed(objects: Objects, job: bytes, going: Iterable[str]) -> Iterator[str 
     try:
         yield name
     except BaseException:
-        with suppress(StreamCkptError):  # the store may be away: the next run takes it
+        with suppress(StreamCkptError):  # the store may be unavailable: the next run deletes the list
             objects.delete(name)
         raise
     objects.delete(name)
 
 
 def _delete(engine: Engine, names: Sequence[str], run_list: str) -> list[str]:
-    """Delete objects of one kind; returns those that are left."""
+    """Delete objects of one kind. Returns the names of those that are left."""
     futures = []
     try:
         for batch in _cut(names, BATCH_NAMES):
@@ -303,12 +306,12 @@ def _cut(names: Sequence[str], most: int) -> Iterator[Sequence[str]]:
 
 
 def wait_for_late_workers() -> None:
-    """Wait until no worker deletes any more for a run whose list is gone, unless it is stopped right at an object."""
+    """Wait until no worker deletes for a run whose list is deleted, unless the worker is stopped right at an object."""
     until_s = _clock_s() + LOOK_S
     while (left_s := until_s - _clock_s()) > 0:
         time.sleep(left_s)
 
 
 def _clock_s() -> float:
-    """Read a clock of this host that goes on while it sleeps."""
+    """Read a clock of this host that continues while the host sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

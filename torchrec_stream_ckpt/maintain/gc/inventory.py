@@ -1,6 +1,6 @@
-"""What a store holds of a job when gc looks: markers, pins, lists of garbage, and what others still wait for.
+"""Contents of a job's store as gc sees them: markers, pins, lists of garbage, and markers that others still need.
 
-Lists of what a gc has found unneeded: what is on one waits there for its grace period.
+A list of garbage names objects that a gc has found unneeded. They wait there for their grace period.
 """
 
 from __future__ import annotations
@@ -42,47 +42,47 @@ from torchrec_stream_ckpt.util.types import MarkerId
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """What a store holds of one job, as of one look."""
+    """Contents of a store for one job at one point in time."""
 
     holdings: Holdings
     pins: frozenset[MarkerId]
-    """Markers that are pinned, or are about to be."""
+    """Markers that are pinned or about to be pinned."""
     lists: tuple[tuple[str, Garbage], ...]
     """Lists of garbage, with their names."""
     attempts: tuple[Entry, ...]
-    """Objects that attempts to pin markers have left."""
+    """Objects left by attempts to pin markers."""
     from_log: bool
-    """True if the log has told of all markers; else the store itself has."""
+    """True if the markers are known from the log, False if from the store itself."""
     home: str
-    """Identity of the file log in whose folder the store is; empty for none."""
+    """Identity of the file log in whose folder the store is; empty if it is in none."""
     awaited: frozenset[MarkerId]
-    """Markers that an outer tier is still to get."""
+    """Markers that an outer tier has yet to receive."""
     summaries: tuple[tuple[SummaryName, Entry], ...] = ()
     """Copies of manifests and directories."""
     probes: tuple[str, ...] = ()
-    """Names of what processes have put to ask the store something."""
+    """Names of probes: objects that processes have put to check the store or read its clock."""
 
     @property
     def dated(self) -> tuple[str, ...]:
-        """Objects that were put last, as far as names tell: lists of garbage, and the manifest of the newest marker."""
+        """Names of the newest objects, judging by names: lists of garbage, and the manifest of the newest marker."""
         catalog = self.holdings.catalog
         newest = (manifest_name(catalog.job, max(catalog.markers)),) if catalog.markers else ()
         return (*newest, *(name for name, _ in self.lists))
 
 
 def take_stock(objects: Objects, lineage: Lineage | None, job: bytes) -> Stock:
-    """Look at what is there; reads no rows.
+    """Read the contents of a store for one job. Reads no rows.
 
     Args:
         objects: The store.
-        lineage: The control partition; None if the log is gone and no trainer runs on this job: the store does not know
-            which generations have begun, so that the markers on which they stand could go.
+        lineage: The control partition. None if the log is lost and no trainer runs on this job: the store does not know
+            which generations have begun, so the markers that they build on could be deleted.
         job: The job.
 
     Raises:
-        CorruptionError: the store and the log tell different histories, or a list is damaged.
+        CorruptionError: the store and the log have different histories, or a list is damaged.
         MarkerNotFoundError: the store has nothing of this job.
-        UnsupportedError: it is of a newer format.
+        UnsupportedError: the store has a newer format.
     """
     catalog = Catalog.load(objects, job) if check_store(objects) else None
     if catalog is None or not catalog.markers | catalog.dropped:
@@ -94,7 +94,7 @@ def take_stock(objects: Objects, lineage: Lineage | None, job: bytes) -> Stock:
         )
     holdings = Holdings.load(objects, lineage or with_notes(catalog.lineage(), objects))
     _pass_over_newer(holdings)
-    pins = pinned(objects, job)  # listed after what was given up: one that came before that is seen
+    pins = pinned(objects, job)  # listed after the dropped markers: a pin set before its marker was dropped is seen
     tries = tuple(entry for entry, _ in attempts(objects, job))
     names = sorted(entry.name for entry in objects.list(f"{GARBAGE_DIR}/{job.hex()}/"))
     loaded = ((name, _load_list(objects, name)) for name in names if is_garbage_list(name))
@@ -108,7 +108,7 @@ def take_stock(objects: Objects, lineage: Lineage | None, job: bytes) -> Stock:
 
 
 def _load_list(objects: Objects, name: str) -> Garbage | None:
-    """Load a list of garbage; None: another run has taken it away since it was listed."""
+    """Load a list of garbage. Returns None if another run has deleted it since it was listed."""
     try:
         return Garbage.from_bytes(objects.read(name), name)
     except MissingObjectError:
@@ -116,7 +116,7 @@ def _load_list(objects: Objects, name: str) -> Garbage | None:
 
 
 def _pass_over_newer(holdings: Holdings) -> None:
-    """Markers that came while we looked are as if they were not there: nothing that leads to them goes."""
+    """Ignore markers that were added during the listing. Nothing that leads to them is deleted."""
     catalog, newest = holdings.catalog, holdings.lineage.newest
     lineage = holdings.lineage
     unknown = (catalog.markers | catalog.dropped) - lineage.commits.keys() - lineage.given_up
@@ -137,9 +137,9 @@ def _pass_over_newer(holdings: Holdings) -> None:
 
 
 def end_runs(objects: Objects, stock: Stock) -> bool:
-    """End other runs that delete, or were killed while they did; tells whether there were any.
+    """End other runs that delete, or were killed while deleting. Returns whether there were any.
 
-    This run may write what they have asked workers to delete, or rely on it.
+    This run may write objects that they have asked workers to delete, or rely on such objects.
     """
     runs = [name for name, garbage in stock.lists if not garbage.names and garbage.newest is None]
     for name in runs:
@@ -155,7 +155,7 @@ def enlist(
     clocks: Mapping[str, float],
     aging: MarkerId | None,
 ) -> tuple[str, Garbage] | None:
-    """Remember when what goes later was known to be garbage, and how long there has been no newer marker."""
+    """Record since when objects to delete later are garbage, and how long there has been no newer marker."""
     known = waited(stock.lists, clocks)
     fresh = tuple(entry.name for entry in later if entry.name not in known)
     if not fresh and aging is None:
@@ -167,7 +167,7 @@ def enlist(
 
 
 def shorten(objects: Objects, job: bytes, listed: tuple[str, Garbage], waiting: set[str]) -> None:
-    """Take from this run's own list what was found to be needed after all."""
+    """Remove the names of objects from this run's own list that turned out to be needed."""
     name, garbage = listed
     left = tuple(each for each in garbage.names if each in waiting)
     if left != garbage.names:
@@ -177,9 +177,9 @@ def shorten(objects: Objects, job: bytes, listed: tuple[str, Garbage], waiting: 
 
 
 def tidy(objects: Objects, job: bytes, stock: Stock, waiting: set[str], tells_age: Callable[[Garbage], bool]) -> None:
-    """Of lists, only what still waits stays: what is needed again must begin to wait anew.
+    """Keep only objects on the lists that still wait. An object that is needed again must start its wait again.
 
-    Nor goes one that tells of an age by a clock that this run does not read.
+    A list that records an age by a clock that this run does not read is kept as well.
     """
     for name, garbage in stock.lists:
         left = tuple(each for each in garbage.names if each in waiting and garbage.clocks)
@@ -193,10 +193,10 @@ def tidy(objects: Objects, job: bytes, stock: Stock, waiting: set[str], tells_ag
 
 
 def waited_by(garbage: Iterable[Entry], stock: Stock, clocks: Mapping[str, float]) -> dict[str, float]:
-    """Tell for how many seconds each object was known to be garbage.
+    """Return for how many seconds each object has been known to be garbage.
 
-    Segments of a fold that is not there may be of a merge that goes on: all of them have waited as long as the one that
-    was found last. As long as it writes, its segments wait.
+    Segments of a fold that does not exist may belong to a running merge. All of them count as waiting as long as the
+    one that was found last. As long as the merge writes, its segments wait.
     """
     known = waited(stock.lists, clocks)
     waits = {entry.name: known.get(entry.name, 0.0) for entry in garbage}

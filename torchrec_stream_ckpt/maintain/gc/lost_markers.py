@@ -1,4 +1,4 @@
-"""Markers that a person gives up by name: those that nothing can bring back, others only if the person insists."""
+"""Markers that a person gives up by name: lost ones, or others only if the person insists."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.util.types import MarkerId
 
 ON_REQUEST = "on request"
-"""Why a marker goes that could be restored."""
+"""Reason for giving up a marker that could be restored."""
 
 FRESH_S = 60.0
-"""A marker is given up by what was listed, and found damaged, within so many seconds before."""
+"""Maximum age, in seconds, of the listing and the damage found by which a marker is given up."""
 
 Places = Callable[[Commit], Iterable[DenseStore]]
-"""Where the dense state of a marker may be."""
+"""Returns the places where the dense state of a marker may be."""
 
 
 class WaysBack:
-    """Says of markers whether anything brings them back, by reading what a restore would read of the store.
+    """Finds whether a marker can be brought back, by reading the store as a restore would.
 
-    What is damaged is read around, as a restore does it. Of the log it looks at names, sizes and ends. What several
-    markers need is read once.
+    Reads around damaged objects, as a restore does. Of the log, it checks names, sizes and ends. Objects that several
+    markers need are read once.
 
     Args:
-        stock: What the store holds.
-        log: The job's log; None if it is gone.
-        places: Where dense state may be.
+        stock: Contents of the store.
+        log: The job's log. None if it is lost.
+        places: Returns the places where dense state may be.
         pool: Threads to read with.
     """
 
@@ -48,26 +48,26 @@ class WaysBack:
         self._pool = pool
         self._damaged: dict[str, CorruptionError] = {}
         self._beside_rows: list[CorruptionError] = []
-        """Of dense state and directories."""
+        """Damage of dense state and directories."""
         self._read: set[str] = set()
 
     def anew(self, stock: Stock) -> WaysBack:
-        """The same as of now: what was damaged or missing is looked at again; what was whole is taken for whole."""
+        """Return a copy for the current contents. Damage is checked again; whole objects count as whole."""
         made = WaysBack(stock, self._log, self._places, self._pool)
         made._read |= self._read
         return made
 
     @property
     def damaged(self) -> list[CorruptionError]:
-        """What was found damaged in the store."""
+        """All damage found in the store."""
         return [*self._damaged.values(), *self._beside_rows]
 
     def why_not(self, marker: MarkerId) -> str:
-        """Why nothing brings a marker back; empty when something does.
+        """Return why nothing brings a marker back. Empty if something does.
 
         Raises:
-            ConfigError: a place that may have its dense state cannot be opened: then nobody can tell.
-            StoreUnavailableError, LogUnavailableError: one of them does not answer: nor then.
+            ConfigError: a place that may have its dense state cannot be opened, so the answer is unknown.
+            StoreUnavailableError, LogUnavailableError: the store or the log does not answer, so the answer is unknown.
         """
         try:
             self._check_dense(self._lineage.find(marker))
@@ -106,11 +106,11 @@ class WaysBack:
             while not self._is_whole(marker):
                 pass
         except (CorruptionError, TrimmedError) as error:
-            # That of the store comes first, not why the way around it leads nowhere.
+            # Damage of the store takes precedence over why the way around it fails.
             raise damage_of(self._catalog, self._lineage, marker, self._damaged) or error from None
 
     def _is_whole(self, marker: MarkerId) -> bool:
-        """Return whether the pieces that a restore would read are whole; otherwise there may be a way around them."""
+        """Return whether the pieces that a restore would read are whole. If not, there may be a way around them."""
         route = locate(self._lineage, marker, self._catalog, damaged=self._damaged, summaries=False)
         if self._log is not None:
             check_there(self._log, self._lineage, marker, route.intervals)
@@ -134,18 +134,20 @@ class WaysBack:
 def check_given_up(
     stock: Stock, named: Sequence[MarkerId], ways: WaysBack, *, force: bool = False
 ) -> dict[MarkerId, str]:
-    """Return what may be given up of the named markers, each with why nothing brings it back; without what was.
+    """Return which of the named markers may be given up, each with why nothing brings it back.
+
+    Omits those given up before.
 
     Args:
-        stock: What the store holds.
-        named: Markers.
-        ways: Says whether something brings them back.
-        force: Give up those as well that can be restored.
+        stock: Contents of the store.
+        named: Markers to give up.
+        ways: Finds whether a marker can be brought back.
+        force: Also give up markers that can be restored.
 
     Raises:
-        MarkerNotFoundError: one was never committed, or is not in the store.
-        ConfigError: one is pinned, or can be restored.
-        StoreUnavailableError, LogUnavailableError: one of them does not answer.
+        MarkerNotFoundError: a marker was never committed, or is not in the store.
+        ConfigError: a marker is pinned, or can be restored.
+        StoreUnavailableError, LogUnavailableError: the store or the log does not answer.
     """
     catalog, found = stock.holdings.catalog, dict[MarkerId, str]()
     for marker in named:
@@ -173,19 +175,19 @@ def check_given_up(
 
 
 def lost_markers(stock: Stock, ways: WaysBack) -> dict[MarkerId, str]:
-    """All markers that the store offers and that nothing brings back, each with the reason. Pinned ones stay."""
+    """Return all offered markers that nothing brings back, each with the reason. Pinned ones are left out."""
     offered = stock.holdings.catalog.markers - stock.holdings.catalog.dropped - stock.pins
     reasons = {marker: ways.why_not(marker) for marker in sorted(offered)}
     return {marker: why for marker, why in reasons.items() if why}
 
 
 class Reasked:
-    """Asks again, right before a marker is given up: the first answer may be hours old, and repairs have come since.
+    """Checks again right before a marker is given up. The first check may be hours old, with repairs since.
 
     Args:
-        ways: Has answered for all of them.
-        take: Takes stock as of now.
-        clock: Seconds, of a clock that is never set.
+        ways: Has checked all of the markers.
+        take: Takes stock again.
+        clock: Seconds of a clock that is never set.
     """
 
     def __init__(self, ways: WaysBack, take: Callable[[], Stock], clock: Callable[[], float] = time.monotonic) -> None:
@@ -195,7 +197,7 @@ class Reasked:
         self._taken_s = -FRESH_S
 
     def why_not(self, marker: MarkerId) -> str:
-        """As of :class:`WaysBack`, by what is there now."""
+        """Return the same as :meth:`WaysBack.why_not`, for the current contents."""
         if not 0 <= self._clock() - self._taken_s < FRESH_S:
             self._taken_s = self._clock()
             self._ways = self._ways.anew(self._take())

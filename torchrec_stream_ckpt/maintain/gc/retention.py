@@ -1,6 +1,6 @@
-"""Which markers a store keeps: a pure rule over their names, commit times and ages. Reads no clock.
+"""Rules for which markers a store keeps, by their names, commit times and ages alone. Reads no clock.
 
-What one run of gc does, or would do: a value that prints.
+Also :class:`GcPlan`, a printable summary of a gc run or a dry run.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from torchrec_stream_ckpt.util.units import parse_duration, size
 
 @dataclass(frozen=True, slots=True)
 class GcPlan:
-    """What one run does, or would do. Prints with :meth:`describe`."""
+    """Actions that one run takes or would take. :meth:`describe` renders them."""
 
     job: bytes
     store: str
     kept: tuple[MarkerId, ...]
     dropping: tuple[MarkerId, ...]
-    """Given up by this run."""
+    """Markers given up by this run."""
     dropped: int
-    """Given up by runs before."""
+    """Number of markers given up by earlier runs."""
     spans: tuple[Span, ...]
-    """Folds to be written."""
+    """Folds to write."""
     now: tuple[Entry, ...]
-    """Objects that go, in this order."""
+    """Objects to delete now, in this order."""
     later: tuple[Entry, ...]
-    """Objects that are not needed, and that are deleted after the grace period."""
+    """Unneeded objects to delete after the grace period."""
     not_whole: tuple[str, ...]
-    """Kept markers that the store alone cannot bring back, each with the reason: nothing on their way goes."""
+    """Kept markers that the store alone cannot restore, each with the reason. Nothing on their paths is deleted."""
     awaited: tuple[MarkerId, ...]
-    """Kept because the outer tier does not have them yet."""
+    """Markers kept because the outer tier does not have them yet."""
     elsewhere: tuple[str, ...]
-    """Other places that hold dense state of the markers that are given up: they keep it."""
+    """Other places that hold dense state of the markers to give up. It is kept there."""
     damaged: tuple[str, ...] = ()
-    """Folds that stand in for what nobody else needs and cannot be read, with the reason. A dry run does not look."""
+    """Unreadable folds that replace objects not needed otherwise, with the reason. A dry run does not check this."""
     by_hand: tuple[str, ...] = ()
     """Markers that a person gives up, each with the reason."""
     came_back: tuple[MarkerId, ...] = ()
-    """Markers that a person gave up, and that could be restored again when it was their turn: they stay."""
+    """Markers that a person gave up, but that could be restored again when their turn came. They are kept."""
     unmerged: tuple[str, ...] = ()
-    """Spans that could not be merged, each with the reason: what they would replace stays."""
+    """Spans that could not be merged, each with the reason. The objects that they would replace are kept."""
     stands_still: str = ""
-    """Why what waits for the grace period does not get older; empty where it does."""
+    """Why objects in the grace period do not age; empty if they do."""
     glances: bool = False
-    """True if the time of an object store is known up to its newest object alone."""
+    """True if the time of an object store is known only up to its newest object."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that go."""
+        """Bytes to delete now."""
         return sum(entry.num_bytes for entry in self.now)
 
     def describe(self, *, every: bool = False) -> str:
-        """In words: how much of each kind goes; with ``every``, a line an object."""
+        """Describe the plan as text: the amount of each kind to delete, or one line per object if ``every``."""
         lines = [f"job {self.job.hex()} in {self.store}", f"  keep {len(self.kept)} markers: {_names(self.kept)}"]
         if self.dropped:
             lines.append(f"  {self.dropped} markers were given up before")
@@ -82,7 +82,7 @@ class GcPlan:
         return "\n".join(lines)
 
     def remarks(self) -> list[str]:
-        """In words: what stays although the retention does not want it, and why."""
+        """Describe items that are kept although the retention does not want them, and why."""
         lines = [f"  marker {each}" for each in self.by_hand]
         lines += [f"  marker {each} can be restored by now: it is not given up" for each in self.came_back]
         lines += [f"  marker {reason}: all that leads to it stays" for reason in self.not_whole]
@@ -98,7 +98,7 @@ class GcPlan:
 
 
 def of_kinds(entries: Sequence[Entry]) -> str:
-    """How many objects, how many bytes, and what they are: the folders of a store have a name for each kind."""
+    """Format the number of objects, their bytes, and the count of each kind: each kind has its folder in a store."""
     kinds = Counter(entry.name.partition("/")[0] for entry in entries)
     num_bytes = sum(entry.num_bytes for entry in entries)
     named = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
@@ -110,7 +110,7 @@ def _awaited(markers: Sequence[MarkerId]) -> str:
 
 
 def _names(markers: Sequence[MarkerId]) -> str:
-    """The first and the last ones."""
+    """Format the first and the last markers."""
     shown = [str(marker) for marker in markers]
     return ", ".join(shown if len(shown) < 8 else [*shown[:3], "...", *shown[-3:]]) or "none"
 
@@ -121,18 +121,18 @@ class Candidate:
 
     id: MarkerId
     time_s: float
-    """When it was committed, Unix time."""
+    """Commit time, Unix seconds."""
     restorable: bool = True
-    """True if the store has all that it needs: others do not count for the floor, and stay beside it."""
+    """True if the store has everything that it needs. Others do not count for the floor, and are kept as well."""
     age_s: float = 0.0
-    """How old it is at least: an unknown age counts as young."""
+    """Minimum age in seconds. An unknown age counts as young."""
     meta: Mapping[str, str | int | float] = field(default_factory=dict)
-    """What was said of it."""
+    """Values noted for the marker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a rule says of each candidate, in commit order."""
+    """Decision on each candidate, in commit order."""
 
     kept: tuple[MarkerId, ...]
     dropped: tuple[MarkerId, ...]
@@ -140,28 +140,31 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """Which markers to keep. Without any rule: all.
+    """Rules for which markers to keep. Without any rule, all are kept.
 
-    A marker is kept if one of the rules keeps it. What is dropped stays dropped: no later time and no later marker
-    makes a rule want a marker back, so that it does not matter how often it is applied.
+    A marker is kept if at least one rule keeps it. A dropped marker stays dropped: no later time or marker makes a rule
+    want it back, so it does not matter how often the rules are applied.
 
     Raises:
-        ConfigError: a value makes no sense; names it.
+        ConfigError: a value is invalid; names it.
     """
 
     keep_all_for: float | str | None = None
-    """Keep every marker that is not older: seconds, or text such as ``24h``."""
+    """Keep every marker up to this age: seconds, or text such as ``24h``."""
     then_every: int | str | None = None
-    """Of the older ones: a count N keeps those whose number on the lineage is a multiple of N, a duration such as
-    ``1d`` the first one of each such stretch of time. None keeps none of them."""
+    """Rule for older markers: a count N keeps those whose number on the lineage is a multiple of N, a duration such as
+    ``1d`` the first one of each such stretch of time. None keeps none of them.
+    """
     newest: int | None = None
-    """Keep so many of the newest ones that can be restored, whatever their age; at least 1 under any rule. What is
-    newer than the oldest of these, and cannot be restored as the store is now, stays as well: it may be repaired."""
+    """Keep this many of the newest markers that can be restored, whatever their age. At least 1 if there is any rule.
+    Markers newer than the oldest of these that cannot be restored now are kept as well, because they may be repaired.
+    """
     keep_best: Sequence[str] = ()
-    """Keep the best ones by what was said of them: each ``auc:max:3``, the three with the highest ``auc``. So many as
-    can be restored; what is better than the last of these stays as well."""
+    """Keep the best markers by their noted values. Each entry is like ``auc:max:3``: the three with the highest
+    ``auc``. Only markers that can be restored count; markers better than the last of these are kept as well.
+    """
     pinned: frozenset[MarkerId] = field(default_factory=frozenset)
-    """Keep these."""
+    """Markers to keep in any case."""
 
     def __post_init__(self) -> None:
         if self.keep_all_for is not None:
@@ -177,19 +180,19 @@ class Retention:
 
     @property
     def keeps_all(self) -> bool:
-        """True if there is no rule: pins alone drop nothing."""
+        """True if there is no rule. Pins alone drop nothing."""
         return self.keep_all_for is None and self.then_every is None and self.newest is None and not self.keep_best
 
     @property
     def best(self) -> list[Best]:
-        """What ``keep_best`` says."""
+        """Parsed rules of ``keep_best``."""
         return [Best.parse(each, several=True) for each in self.keep_best]
 
     def plan(self, candidates: Iterable[Candidate]) -> Decision:
-        """Decide about each candidate: every marker that the store offers.
+        """Decide on each candidate: every marker that the store offers.
 
         Raises:
-            ConfigError: ``keep_best`` names what was said of none of them, or what does not compare.
+            ConfigError: ``keep_best`` names a value that no candidate has, or values that cannot be compared.
         """
         ordered = sorted(candidates, key=lambda each: each.id)
         if self.keeps_all:
@@ -206,7 +209,7 @@ class Retention:
         )
 
     def _newest(self, ordered: list[Candidate]) -> set[MarkerId]:
-        """Return the markers that ``newest`` keeps, those too that cannot be restored now: they may be repaired."""
+        """Return the markers that ``newest`` keeps, including those that cannot be restored now but may be repaired."""
         floor = self.newest or 1
         restorable = [place for place, each in enumerate(ordered) if each.restorable]
         first = restorable[-floor] if len(restorable) >= floor else 0
@@ -236,7 +239,7 @@ class Retention:
 
 
 def _parse_every(every: int | str) -> int | float:
-    """A count, or a stretch of time in seconds, as a float."""
+    """Parse a count, or a duration in seconds as a float."""
     if isinstance(every, str) and not every.strip().isdecimal():
         stretch_s = parse_duration(every)
         if not stretch_s:

@@ -1,4 +1,4 @@
-"""Whether a store holds all that log data is wanted for, so that the log can be trimmed. Deletes nothing."""
+"""Check whether a store holds all that log data is needed for, so that the log can be trimmed. Deletes nothing."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from torchrec_stream_ckpt.util.types import MarkerId
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """What the log need not hold any more."""
+    """Result of the check: markers up to which the log is no longer needed."""
 
     upto: Commit
     others: tuple[Commit, ...]
-    """The newest marker of each generation before, in front of which everything is in the store or given up."""
+    """Newest marker of each earlier generation up to which everything is in the store or given up."""
     markers: int
-    """How many markers were looked at."""
+    """Number of markers checked."""
     segments: int
-    """How many segments were opened."""
+    """Number of segments opened."""
     segment_bytes: int
 
 
@@ -40,21 +40,21 @@ def check_synced(
     whole: bool = False,
     read_back: ReadBack | None = None,
 ) -> Synced:
-    """Look whether every marker can be restored from the store and what the log has behind ``upto``.
+    """Check that every marker can be restored from the store and the part of the log after ``upto``.
 
-    Of each marker up to there that was not given up, the store must have the dense state and every segment that a
-    restore would read, with its length and a readable directory. Markers behind it must stand on what the store has.
+    For each marker up to ``upto`` that was not given up, the store must have the dense state and every segment that a
+    restore would read, with its length and a readable directory. Later markers must build on data in the store.
 
     Args:
-        holdings: What the store has, by the log's lineage.
-        upto: A marker in the store; None for the newest one.
+        holdings: Contents of the store, by the log's lineage.
+        upto: A marker in the store. None for the newest one.
         pool: Threads to read with.
         whole: Read every byte of the segments and compare all checksums.
-        read_back: Reads, of what holds rows that the log is to lose now, whatever was not read lately.
+        read_back: Reads every piece not read recently that holds rows which the log is about to lose.
 
     Raises:
         MarkerNotFoundError: ``upto`` is not in the store, or was given up.
-        CorruptionError: a marker would be lost; names it and what the store lacks of it.
+        CorruptionError: a marker would be lost; names it and the part that the store lacks.
         StoreUnavailableError: the store does not answer.
     """
     catalog, lineage = holdings.catalog, holdings.lineage
@@ -74,7 +74,7 @@ def check_synced(
 
 
 def given_up(holdings: Holdings) -> list[MarkerId]:
-    """Markers that the store gave up, and at which nothing begins or ends there that another one needs."""
+    """Return markers that the store gave up, if no piece that another marker needs begins or ends at them."""
     catalog, lineage = holdings.catalog, holdings.lineage
     needed = catalog.markers | {each for fold in catalog.folds for each in fold if each is not None}
     after: MarkerId | None = None
@@ -104,7 +104,7 @@ def _upto(holdings: Holdings, upto: MarkerId | None) -> Commit:
 
 
 def _wanted(lineage: Lineage, dropped: Iterable[MarkerId]) -> list[MarkerId]:
-    """Markers that may be restored, and the one on which the newest generation's next marker will stand."""
+    """Return markers that may be restored, and the one that the newest generation's next marker will build on."""
     given_up = set(dropped)
     wanted = {marker for marker in lineage.commits if marker not in given_up}
     generation = lineage.newest_generation
@@ -146,7 +146,7 @@ def _lost(lineage: Lineage, marker: MarkerId, reach: MarkerId | None, trimmed: M
 
 
 def _segments(holdings: Holdings, checked: Iterable[Holding]) -> dict[str, tuple[SegmentRef, int]]:
-    """All segments that restores would open, with the generation of their schema; each once."""
+    """Return all segments that restores would open, each once, with the generation of its schema."""
     found: dict[str, tuple[SegmentRef, int]] = {}
     for holding in checked:
         if holding.reach is None:
@@ -159,7 +159,7 @@ def _segments(holdings: Holdings, checked: Iterable[Holding]) -> dict[str, tuple
 
 
 def _new(holdings: Holdings, trimmed: Mapping[int, Commit]) -> list[Stretch]:
-    """The markers of whose rows the log would lose its copy now, by generation: no trim has said so before."""
+    """Return the markers whose rows the log would lose now, one stretch per generation. Omits those trimmed before."""
     reach, found = holdings.lineage.trims.reach, dict[int, list[MarkerId]]()
     for marker in holdings.lineage.commits:
         upto, gone = trimmed.get(marker.generation), reach.get(marker.generation)
@@ -170,10 +170,10 @@ def _new(holdings: Holdings, trimmed: Mapping[int, Commit]) -> list[Stretch]:
 
 
 def _check_bytes(holdings: Holdings, checked: Iterable[Holding], new: Sequence[Stretch], read_back: ReadBack) -> None:
-    """See that pieces with rows of these markers hold what was written.
+    """Check that the pieces with rows of these markers hold the bytes that were written.
 
     Raises:
-        CorruptionError: one does not.
+        CorruptionError: a piece does not.
     """
     steps = {(piece.start, piece.end) for holding in checked if holding.reach for piece in holding.pieces}
     strides = holdings.strides
@@ -189,7 +189,7 @@ def _check_bytes(holdings: Holdings, checked: Iterable[Holding], new: Sequence[S
 
 
 def _read(holdings: Holdings, refs: Mapping[str, tuple[SegmentRef, int]], pool: Executor, *, whole: bool) -> None:
-    """Read all directories, and with ``whole`` all chunks."""
+    """Read all directories, and all chunks if ``whole``."""
     objects, lineage = holdings.catalog.objects, holdings.lineage
     opened = open_segments(objects, [ref for ref, _ in refs.values()], lineage.job, pool)
     for each, entry, data in read_chunks(objects, opened if whole else [], pool):

@@ -1,6 +1,6 @@
-"""Scrub a store while a materializer waits: a piece at a time, so that folding is not held up.
+"""Scrub a store while a materializer waits, a piece at a time, so that folding is not delayed.
 
-How fast something may read: bytes a second, on average and at any moment.
+:class:`Allowance` limits how fast a reader may read, in bytes per second, on average and at any moment.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torchrec_stream_ckpt.maintain.scrub.scrubber import Scrubber, ScrubCounts
 
 
 class Allowance:
-    """Tells a reader when it may read on. Of one thread.
+    """Rate limit that decides when a reader may continue. Used by one thread.
 
     Args:
-        bytes_per_s: How much may be read; None: as much as there is.
-        saved_s: What was not read in the last seconds may be read later: how many seconds of it.
-        clock: Seconds.
+        bytes_per_s: Bytes that may be read per second. None for no limit.
+        saved_s: Seconds of unused allowance that may be used later.
+        clock: Returns seconds.
     """
 
     def __init__(
@@ -30,35 +30,35 @@ class Allowance:
         self._saved_s = saved_s
         self._clock = clock
         self._free_s = clock()
-        """When all that was read is paid for."""
+        """Time at which the allowance covers everything that was read."""
 
     def spend(self, num_bytes: int) -> None:
-        """These bytes were read."""
+        """Account for bytes that were read."""
         if self._bytes_per_s is not None:
             self._free_s = max(self._free_s, self._clock() - self._saved_s) + num_bytes / self._bytes_per_s
 
     @property
     def wait_s(self) -> float:
-        """Seconds until something more may be read."""
+        """Seconds until more may be read."""
         return max(0.0, self._free_s - self._clock())
 
 
 REST_S = 3600.0
-"""A pass begins so many seconds after the one before began, or later: a small store is not listed again and again."""
+"""Minimum seconds between the beginnings of two passes, so that a small store is not listed again and again."""
 REST_AFTER_TROUBLE_S = (1.0, 60.0)
-"""How long it rests after a store or a log did not answer, and how long at most after several times."""
+"""Seconds of rest after a store or a log did not answer: the first time, and at most after several times."""
 SAVED_S = 10.0
-"""What was not read while the materializer folded is read later: of so many seconds at most."""
+"""Seconds of unused allowance, at most, that are saved while the materializer folds."""
 
 
 class BackgroundScrub:
-    """Scrubs whenever it is let; of the thread that lets it.
+    """Scrubs whenever the calling thread gives it time. Used by that thread alone.
 
     Args:
         scrubber: Reads and repairs.
-        bytes_per_s: What it may read.
+        bytes_per_s: Bytes that it may read per second.
         passed: Called when a pass has read everything.
-        trouble: Called when a store or a log does not answer: it is tried again the next time.
+        trouble: Called when a store or a log does not answer. The scrub tries again the next time.
     """
 
     def __init__(
@@ -77,16 +77,16 @@ class BackgroundScrub:
 
     @property
     def counts(self) -> ScrubCounts:
-        """What was done so far."""
+        """Counts of the work done so far."""
         return self._scrubber.counts
 
     @property
     def oldest_s(self) -> float:
-        """As of the scrubber."""
+        """Same as ``oldest_s`` of the scrubber's place."""
         return self._scrubber.kept.oldest_s
 
     def use(self, seconds: float, stop: threading.Event) -> None:
-        """Scrub for so long, or until ``stop``; where nothing may be read, wait."""
+        """Scrub for ``seconds``, or until ``stop``. Waits while nothing may be read."""
         until = time.monotonic() + seconds
         try:
             while not stop.is_set() and time.monotonic() < until and self._is_due():
@@ -95,16 +95,16 @@ class BackgroundScrub:
                 else:
                     self._read()
         except StreamCkptError as error:
-            self._pieces = None  # it goes on at its place
+            self._pieces = None  # the next one continues at the saved place
             self._rest_s = min(max(REST_AFTER_TROUBLE_S[0], 2 * self._rest_s), REST_AFTER_TROUBLE_S[1])
             self._rests_until = time.monotonic() + self._rest_s
             self._trouble(error)
         stop.wait(max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
-        """Keep the place."""
+        """Save the place of the scrub."""
         if self._pieces is not None:
-            with contextlib.suppress(StreamCkptError):  # a few seconds are read again then
+            with contextlib.suppress(StreamCkptError):  # a few seconds of reading are repeated then
                 self._scrubber.kept.save()
 
     def _is_due(self) -> bool:

@@ -1,9 +1,10 @@
-"""Reads folds and intervals of a store whole, and remembers in the store (``readings/``) which it has read.
+"""Read folds and intervals of a store whole, and record in the store (``readings/``) which of them were read.
 
-What replaces other copies of rows is relied on by its bytes: it was read since it was written, or is read now. What was
-read counts for a week, by a clock that is never set; so a base is not read each time when a little goes in its favor.
+A piece that replaces other copies of rows is relied on only by its bytes: it was read since it was written, or is read
+now. A reading is valid for a week, by a clock that is never set, so a base is not read every time that a few objects
+are deleted because of it.
 
-What gc relies on when it deletes: the folds that stand in for what goes, read whole before it goes.
+Before gc deletes objects, it relies on the folds that replace them, and reads these whole.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ from torchrec_stream_ckpt.util.layout import (
 from torchrec_stream_ckpt.util.types import MarkerId
 
 COUNTS_FOR_S = 7 * 86400.0
-"""For how long it counts that something was read."""
+"""Seconds for which a reading is valid."""
 _FORGOTTEN_S = 2 * COUNTS_FOR_S
-"""After which time, by wall clocks, what was read is forgotten, whatever clock told it."""
+"""Seconds, by wall clocks, after which a reading is forgotten whatever clock it used."""
 
 
 class ReadBack:
-    """What a process has read whole, and what others have.
+    """Pieces that this process has read whole, and those that other processes have.
 
     Args:
         objects: The store.
         job: The job.
         pool: Threads to read with.
-        clocks: What they show now, see ``rounds``. Without any, nothing that others have read counts.
+        clocks: Current readings of the clocks, see ``rounds``. Without any, readings of other processes are ignored.
     """
 
     def __init__(self, objects: Objects, job: bytes, pool: Executor, clocks: Mapping[str, float]) -> None:
@@ -72,19 +73,19 @@ class ReadBack:
         self._whole: set[ReadUnit] = set()
         self._fresh: list[ReadUnit] = []
         self.damaged: dict[Stride, CorruptionError] = {}
-        """Folds and intervals with other bytes than were written."""
+        """Folds and intervals whose bytes differ from those written."""
         self.segments: set[str] = set()
         """Names of the segments that this process has read whole."""
         self.num_bytes = 0
-        """What was read."""
+        """Bytes read."""
 
     def is_whole(self, holdings: Holdings, step: Stride) -> bool:
-        """Return whether a piece of the store holds the bytes that were written; reads it unless that was done lately.
+        """Return whether a piece of the store holds the bytes that were written. Reads it unless it was read recently.
 
-        Of a marker with itself: whether its dense state and what its ranks said are whole.
+        If both ends of ``step`` are the same marker, checks its dense state and the notes of its ranks.
 
         Args:
-            holdings: What the store has.
+            holdings: Contents of the store.
             step: (start, end) of the piece.
 
         Raises:
@@ -102,7 +103,7 @@ class ReadBack:
         return step not in self.damaged
 
     def _look(self, holdings: Holdings, step: Stride) -> None:
-        """Of what stands there now: a fold may be written anew with other bytes between two looks of one run."""
+        """Check the object that exists now: a fold may be rewritten with other bytes between two checks of one run."""
         catalog, (start, end) = holdings.catalog, step
         refs: list[SegmentRef]
         if step in catalog.folds:
@@ -142,20 +143,20 @@ class ReadBack:
         self._fresh.append(unit)
 
     def _is_as_it_was(self, holdings: Holdings, unit: ReadUnit, refs: list[SegmentRef]) -> bool:
-        """Return whether everything is there with its length, and no scrub has found any of it damaged since."""
+        """Return whether all objects exist with their lengths, and no scrub has found any of them damaged since."""
         if self._suspects is None or not self._suspects.isdisjoint((unit.name, *(ref.name for ref in refs))):
             return False
         return all(holdings.sizes.get(ref.name) == ref.num_bytes for ref in refs)
 
     @property
     def reasons(self) -> dict[Stride, str]:
-        """:attr:`damaged` in words."""
+        """Headlines of the errors in :attr:`damaged`."""
         return {step: error.headline for step, error in self.damaged.items()}
 
-    # What is remembered.
+    # Records of readings.
 
     def _units(self) -> set[ReadUnit]:
-        """What others have read, and counts here."""
+        """Return the units that other processes have read and whose readings are valid here."""
         return {
             unit
             for reading in self._readings.values()
@@ -164,7 +165,7 @@ class ReadBack:
         }
 
     def look_again(self) -> bool:
-        """Return whether a reading that counted was taken back meanwhile: what it named is read when it is asked for.
+        """Return whether a valid reading was taken back meanwhile. Its units are read when they are next needed.
 
         Raises:
             StoreUnavailableError: the store does not answer.
@@ -175,10 +176,10 @@ class ReadBack:
         return self._known != known
 
     def save(self) -> None:
-        """Remember what was read, and nothing any more of what is damaged.
+        """Record the units that were read, and take back readings of those that are damaged.
 
         Raises:
-            StoreUnavailableError: it was not written.
+            StoreUnavailableError: the record was not written.
         """
         take_back(self._objects, self._job, self.damaged.values())
         if self._fresh and self._clocks:
@@ -189,7 +190,7 @@ class ReadBack:
         self._fresh = []
 
     def tidy(self, sizes: Mapping[str, int]) -> None:
-        """Forget what counts no more: what is gone from the store, read long ago, or cannot be read.
+        """Delete readings that are no longer valid: of objects deleted from the store, too old, or unreadable.
 
         Args:
             sizes: Objects of the store.
@@ -201,7 +202,7 @@ class ReadBack:
                 self._objects.delete(name)
 
     def _may_count(self, reading: Reading) -> bool:
-        """Return whether a reading counts here, or may elsewhere. The wall clock decides only about rereading."""
+        """Return whether a reading is valid here, or may be elsewhere. The wall clock decides only about rereading."""
         if not reading.store:
             return False
         if reading.store == self._place and reading.clocks.keys() & self._clocks.keys():
@@ -209,7 +210,7 @@ class ReadBack:
         return abs(time.time() - reading.time_s) <= _FORGOTTEN_S
 
     def _load_suspects(self) -> frozenset[str] | None:
-        """Load what scrubs have found damaged; None where nobody can tell what else is."""
+        """Load the names of objects that scrubs have found damaged. None if there may be others."""
         found: set[str] = set()
         for entry in self._objects.list(f"{SCRUB_DIR}/{self._job.hex()}/"):
             if parse_scrub_place(entry.name) is not None:
@@ -217,29 +218,29 @@ class ReadBack:
                     place = ScrubPlace.from_bytes(self._objects.read(entry.name), entry.name)
                 except CorruptionError:
                     return None
-                if place.more or len(place.damaged) >= MAX_DAMAGED:  # older programs named no more, and did not say so
+                if place.more or len(place.damaged) >= MAX_DAMAGED:  # older programs did not set ``more``
                     return None
                 found.update(place.damaged)
         return frozenset(found)
 
 
 def _counts(reading: Reading, clocks: Mapping[str, float]) -> bool:
-    """Return whether it was lately, by every clock that both show: one that was put back tells nothing."""
+    """Return whether a reading is recent by every clock that both show. A clock that was set back shows nothing."""
     shown = [clocks[name] - then for name, then in reading.clocks.items() if name in clocks]
     return bool(shown) and min(shown) >= 0.0 and max(shown) <= COUNTS_FOR_S
 
 
 def check_relied(holdings: Holdings, going: Iterable[str], staying: Iterable[Stride], read_back: ReadBack) -> None:
-    """Read the folds that stay, as far as they stand in for what goes; ``read_back`` says then which are damaged.
+    """Read the staying folds that replace objects to be deleted. ``read_back`` then knows which of them are damaged.
 
-    Of several folds that hold the rows of what goes, the oldest that is whole is enough: a newer one that is damaged is
-    written anew from it, and from what came after it.
+    If several folds hold the rows of an object to be deleted, the oldest one that is whole is enough: a newer, damaged
+    one can be rewritten from it and from the pieces after it.
 
     Args:
-        holdings: What the store has.
+        holdings: Contents of the store.
         going: Names of objects that are to be deleted.
-        staying: Folds that are not.
-        read_back: Reads them, unless that was done lately.
+        staying: Folds that are not to be deleted.
+        read_back: Reads the folds, unless they were read recently.
 
     Raises:
         StoreUnavailableError: the store does not answer.
@@ -253,12 +254,12 @@ def check_relied(holdings: Holdings, going: Iterable[str], staying: Iterable[Str
 
 
 def remarks(job: bytes, damaged: Mapping[Stride, str]) -> tuple[str, ...]:
-    """In words: each damaged fold."""
+    """Format each damaged fold as text."""
     return tuple(f"{FoldName(job, end, start).name} is damaged: {why}" for (start, end), why in damaged.items())
 
 
 def _rows_of(holdings: Holdings, name: str) -> Stretch | None:
-    """Where on the way to it the rows of an object lie, or of what it names; None for one without rows."""
+    """Return the stretch of the path with the rows of an object, or of the objects it names. None without rows."""
     part = parse_fold_segment(name)
     fold = part[0] if part is not None else parse_fold_name(name)
     if fold is not None:

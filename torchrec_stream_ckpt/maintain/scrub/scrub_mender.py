@@ -1,4 +1,4 @@
-"""Write whatever a scrub finds damaged anew: rows as the materializer does, and what is not rows as well."""
+"""Rewrite objects that a scrub finds damaged: rows as the materializer does, and objects without rows as well."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ DenseOf = Callable[[Commit], DenseStore]
 
 
 class ScrubMender:
-    """Writes damaged objects of one store anew.
+    """Rewrites damaged objects of one store.
 
     Args:
         objects: The store.
-        repairer: Repairs rows and what names them.
-        dense_of: Where the trainer has put the dense state of a marker.
-        progress: Told of what is done.
+        repairer: Repairs rows and the objects that name them.
+        dense_of: Returns the place where the trainer has put the dense state of a marker.
+        progress: Updated with the work done.
     """
 
     def __init__(self, objects: Objects, repairer: Repairer, dense_of: DenseOf, progress: Progress) -> None:
@@ -53,17 +53,17 @@ class ScrubMender:
         self._compared = False
 
     def mend(self, lineage: Lineage, catalog: Catalog, name: str, error: CorruptionError) -> Repair:
-        """Write one object anew.
+        """Rewrite one object.
 
         Args:
             lineage: The control partition.
-            catalog: What the store holds; it is listed again.
-            name: The object.
-            error: What was found there.
+            catalog: Contents of the store. It is listed again.
+            name: Name of the object.
+            error: Error found there.
 
         Raises:
-            CorruptionError: nothing else has what was there. Nothing has changed.
-            LogUnavailableError, StoreUnavailableError: one of them does not answer.
+            CorruptionError: no other place has the content. Nothing has changed.
+            LogUnavailableError, StoreUnavailableError: the log or the store does not answer.
         """
         if isinstance(error, OtherLogError):
             raise error  # two histories: a person must decide which one is right
@@ -83,10 +83,10 @@ class ScrubMender:
             raise CorruptionError(trimmed.message, hint=trimmed.hint, **trimmed.where) from None
 
     def _check_history(self, lineage: Lineage, catalog: Catalog) -> None:
-        """See that the store is of this log, by the newest manifest of each generation that can be read.
+        """Check that the store belongs to this log, by the newest readable manifest of each generation.
 
         Raises:
-            OtherLogError: it is another one's: nothing is written there.
+            OtherLogError: it belongs to another log. Nothing is written there.
         """
         if self._compared:
             return
@@ -101,7 +101,7 @@ class ScrubMender:
                 except CorruptionError:
                     continue
                 except StoreUnavailableError:
-                    check_store(self._objects)  # it is away, or this manifest alone cannot be read
+                    check_store(self._objects)  # either the store is unavailable, or this manifest alone cannot be read
         self._compared = True
 
     def _dense(self, commit: Commit, name: str, file: str, error: CorruptionError) -> Repair:
@@ -117,7 +117,7 @@ class ScrubMender:
         return self._repairer.done(Repair(name, error.headline, from_, ", ".join(into.asides)))
 
     def _source(self, commit: Commit, name: str) -> DenseStore:
-        """Another place with the marker's dense state."""
+        """Find another place with the marker's dense state."""
         try:
             source = self._dense_of(commit)
             if str(check_store_url(source.url)) != str(check_store_url(self._objects.url)):
@@ -128,7 +128,7 @@ class ScrubMender:
 
 
 def marker_of(name: str) -> MarkerId | None:
-    """The marker that an object is about; None where it is about a generation."""
+    """Return the marker that an object belongs to. None if it belongs to a generation."""
     if (part := parse_fold_segment(name)) is not None:
         return part[0].end
     if (fold := parse_fold_name(name)) is not None:

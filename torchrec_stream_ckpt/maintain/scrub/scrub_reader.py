@@ -1,12 +1,12 @@
-"""All objects of a job that somebody may need, in the order of their names, and each one read piece by piece.
+"""List all objects of a job that may be needed, in the order of their names, and read each one piece by piece.
 
-A *unit* is what is listed and cut no further: a CLAIM, what says that a marker was given up, a fold or a manifest with
-the segments that it names, the dense state of a marker.
+A *unit* is listed and not divided further: a CLAIM, the record that a marker was given up, a fold or a manifest with
+the segments that it names, or the dense state of a marker.
 
-Read parts of objects whole and compare their checksums: what a scrub hands to workers.
+A scrub hands parts of objects to workers, which read them whole and compare their checksums.
 
-A task says of each part whether it is as it was written, and no more. Of a part that is not, the scrub reads the object
-itself, and decides what is damaged and how it is repaired.
+A task only reports of each part whether it is as it was written. If a part is not, the scrub reads the object itself,
+and decides what is damaged and how to repair it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from torchrec_stream_ckpt.util.layout import (
 from torchrec_stream_ckpt.util.types import MarkerId
 
 PIECE_BYTES = 4 * 2**20
-"""What is read at once at most, but for a chunk or a directory that is longer."""
+"""Bytes read at once, at most, except for a longer chunk or directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +72,18 @@ class SegmentPart:
 
     @property
     def num_bytes(self) -> int:
-        """About what is read, in bytes."""
+        """Bytes read, approximately."""
         return min(self.end, self.ref.num_bytes) - self.begin
 
     def read(self, objects: Objects, table_name: Callable[[int], str] = str) -> Iterator[int]:
-        """Read it piece by piece; yields how many bytes each had. The directory counts for the first part alone.
+        """Read the part piece by piece. Yields the bytes of each piece. The directory counts only for the first part.
 
         Args:
             objects: The store.
-            table_name: What an error calls a table, by its index.
+            table_name: Returns the name of a table for errors, by its index.
 
         Raises:
-            CorruptionError: it is gone or altered.
+            CorruptionError: the segment is missing or altered.
             StoreUnavailableError: the store does not answer.
         """
         ref = self.ref
@@ -108,18 +108,18 @@ class SegmentPart:
 
 @dataclass(frozen=True, slots=True)
 class DensePart:
-    """A dense file: its digest is one of all its bytes."""
+    """A whole dense file: its digest covers all its bytes."""
 
     name: str
     file: DenseFile
 
     @property
     def num_bytes(self) -> int:
-        """What is read, in bytes."""
+        """Bytes read."""
         return self.file.num_bytes
 
     def read(self, objects: Objects) -> Iterator[int]:
-        """As :meth:`SegmentPart.read`."""
+        """Read the file piece by piece, as :meth:`SegmentPart.read` does."""
         return read_dense_file(objects, self.name, self.file, PIECE_BYTES)
 
 
@@ -127,7 +127,7 @@ Part = SegmentPart | DensePart
 
 
 def parts_of(part: Part, most_bytes: int) -> Sequence[Part]:
-    """The same in parts of at most so many bytes, as far as it can be cut: each has the chunks that begin in it."""
+    """Split a part into parts of at most ``most_bytes``, if it can be split: each has the chunks that begin in it."""
     if isinstance(part, DensePart) or part.num_bytes <= most_bytes:
         return (part,)
     edges = [*range(part.begin, part.begin + part.num_bytes, most_bytes), part.end]
@@ -136,20 +136,20 @@ def parts_of(part: Part, most_bytes: int) -> Sequence[Part]:
 
 @dataclass(frozen=True, slots=True)
 class ScrubTask:
-    """Parts of objects, to be read one after the other."""
+    """Task that reads parts of objects one after the other."""
 
     parts: tuple[Part, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the parts."""
+        """Total bytes of the parts."""
         return sum(part.num_bytes for part in self.parts)
 
     def __str__(self) -> str:
         return f"scrub {len(self.parts)} parts from {self.parts[0].name} on"
 
     def run(self, site: Site) -> tuple[int | None, ...]:
-        """As of ``Task``: the bytes of each part; None: it is not as it was written, or the store does not give it."""
+        """Read the parts. Returns the bytes of each, None for one that is not as it was written or cannot be read."""
         found: list[int | None] = []
         for part in self.parts:
             num_bytes = 0
@@ -159,7 +159,7 @@ class ScrubTask:
                     site.tell(piece)
             except CorruptionError:
                 found.append(None)
-            except StoreUnavailableError:  # it may be away: then each further part would cost a time limit
+            except StoreUnavailableError:  # the store may be unavailable: each further part would then cost a timeout
                 return (*found, *[None] * (len(self.parts) - len(found)))
             else:
                 found.append(num_bytes)
@@ -168,7 +168,7 @@ class ScrubTask:
 
 
 def _runs(entries: Sequence[ChunkEntry]) -> Iterator[list[ChunkEntry]]:
-    """Chunks that are read together."""
+    """Group the chunks that are read together."""
     run: list[ChunkEntry] = []
     for entry in entries:
         if run and entry.offset + entry.num_bytes - run[0].offset > PIECE_BYTES:
@@ -187,8 +187,8 @@ class ScrubReader:
 
     Args:
         objects: The store.
-        lineage: The control partition, or what the store itself says of it.
-        catalog: What the store holds.
+        lineage: The control partition, or the lineage that the store itself holds.
+        catalog: Contents of the store.
     """
 
     def __init__(self, objects: Objects, lineage: Lineage, catalog: Catalog) -> None:
@@ -196,16 +196,16 @@ class ScrubReader:
         self._lineage = lineage
         self._catalog = catalog
         self.heeds_lists = True
-        """True if what gc has listed counts as needless."""
+        """True if objects listed by gc count as unneeded."""
         self._refs: tuple[str, dict[str, SegmentRef]] = ("", {})
-        """Segments that a fold or a manifest names: of the one that was read last."""
+        """Segments that a fold or a manifest names: of the one read last."""
         self._files: tuple[str, dict[str, DenseFile]] = ("", {})
-        """The same of dense state."""
+        """Dense files of the marker whose dense state was read last."""
 
-    # What there is.
+    # Listing.
 
     def units(self) -> list[str]:
-        """Names of all units, in their order. What retention has put on a list of garbage is left out."""
+        """Return the names of all units in order. Omits those that retention has put on a list of garbage."""
         catalog, job = self._catalog, self._catalog.job
         found = {claim_name(job, generation) for generation in {marker.generation for marker in catalog.markers}}
         found |= {dropped_name(job, marker) for marker in self._dropped()}
@@ -220,9 +220,10 @@ class ScrubReader:
         return {found[1] for name in names if (found := parse_dropped_name(name)) is not None}
 
     def _with_dense(self) -> set[MarkerId]:
-        """Markers whose dense state must be whole here: with a manifest, and those whose trainer has put it here.
+        """Return markers whose dense state must be whole here.
 
-        Of a marker without a manifest the materializer may be copying it right now.
+        These have a manifest, or their trainer has put their dense state here. For a marker without a manifest, the
+        materializer may be copying it right now.
         """
         names = (entry.name for entry in self._objects.list(f"{DENSE_DIR}/{self._catalog.job.hex()}/"))
         here = {found[1] for name in names if (found := parse_dense_file(name)) is not None}
@@ -231,7 +232,7 @@ class ScrubReader:
         return set((self._catalog.markers & commits.keys() | kept) - self._catalog.dropped)
 
     def listed(self) -> set[str]:
-        """Names of what nobody needs, as gc has listed them. A list that cannot be read says nothing."""
+        """Return the names of unneeded objects that gc has listed. Ignores lists that cannot be read."""
         found: set[str] = set()
         if not self.heeds_lists:
             return found
@@ -244,25 +245,25 @@ class ScrubReader:
         return found
 
     def names_of(self, unit: str) -> Sequence[str]:
-        """The objects of a unit, first the one that names the others: alone, where it cannot be read."""
+        """Return the objects of a unit, first the one that names the others. Only that one if it cannot be read."""
         try:
             if unit.startswith(f"{DENSE_DIR}/"):
                 return list(self._dense(unit))
             if parse_manifest_name(unit) is not None or parse_fold_name(unit) is not None:
                 return [unit, *self._named(unit)]
-        except (CorruptionError, StoreUnavailableError):  # the one that reads it tells whether the store is away
+        except (CorruptionError, StoreUnavailableError):  # reading it reports whether the store is unavailable
             return [self._list_of(unit)]
         return [unit]
 
     def _list_of(self, unit: str) -> str:
-        """Return the object that says which objects a unit has."""
+        """Return the object that lists the objects of a unit."""
         if not unit.startswith(f"{DENSE_DIR}/"):
             return unit
         commit = self._commit_of(unit)
         return dense_file_name(commit.job, commit.id, commit.dense_list.file.name) if commit.dense_list else unit
 
     def is_needless(self, name: str) -> bool:
-        """Return whether nobody misses an object that was found damaged: gc deletes it, or has done so meanwhile."""
+        """Return whether an object found damaged is not needed: gc will delete it, or has already done so."""
         if name in self.listed():
             return True
         if self._objects.size(name) is not None:
@@ -276,15 +277,15 @@ class ScrubReader:
         marker = parse_manifest_name(name) or parse_dense_file(name)
         if marker is not None:
             return self._objects.size(dropped_name(self._catalog.job, marker[1])) is not None
-        return parse_fold_name(name) is not None  # nothing tells a fold that was lost from one that gc took
+        return parse_fold_name(name) is not None  # a lost fold cannot be distinguished from one that gc deleted
 
-    # One object.
+    # Reading one object.
 
     def read(self, name: str) -> Iterator[int]:
-        """Read one object whole; yields how many bytes each piece had.
+        """Read one object whole. Yields the bytes of each piece.
 
         Raises:
-            CorruptionError: it is gone or damaged.
+            CorruptionError: the object is missing or damaged.
             StoreUnavailableError: the store does not answer.
         """
         if (manifest := parse_manifest_name(name)) is not None:
@@ -304,9 +305,10 @@ class ScrubReader:
         return self._given_up(name)
 
     def part(self, unit: str, name: str) -> Part | None:
-        """Return what a worker would read of a unit's object; None: only this reader can tell what it should be.
+        """Return the part that a worker would read of a unit's object. None if only this reader can check it.
 
-        What says which objects the unit has is not for workers, and nothing is for them where it cannot be read.
+        Workers never read the object that lists the unit's objects. If that object cannot be read, they read nothing of
+        the unit.
         """
         try:
             if name == self._list_of(unit):
@@ -320,7 +322,7 @@ class ScrubReader:
             return None
 
     def forget(self) -> None:
-        """Ask the store again what it names: something was written anew."""
+        """Forget the names cached from the store, because an object was rewritten."""
         self._refs, self._files = ("", {}), ("", {})
 
     def _manifest(self, name: str, marker: MarkerId) -> Iterator[int]:
@@ -352,9 +354,9 @@ class ScrubReader:
         yield len(data)
 
     def _summary(self, name: SummaryName) -> Iterator[int]:
-        """Compare a summary with the objects that it was taken from; those that are damaged or gone say nothing."""
+        """Compare a summary with the objects it was made from. Damaged or missing ones are skipped."""
         if self._objects.size(name.name) is None:
-            return  # it may go at any time
+            return  # it may be deleted at any time
         summary = load_summary(self._objects, name)
         yield sum(len(part.data) for part in summary.parts.values())
         for each, part in summary.parts.items():
@@ -368,7 +370,7 @@ class ScrubReader:
 
     @staticmethod
     def _is_sound(name: str, data: bytes) -> bool:
-        """Return whether these are bytes of a manifest, or of the beginning of a segment, whichever."""
+        """Return whether these bytes are a manifest or the beginning of a segment, as ``name`` requires."""
         try:
             if parse_manifest_name(name) is not None:
                 Manifest.from_bytes(data, name)
@@ -401,10 +403,10 @@ class ScrubReader:
         known = claim is not None and table < len(claim.schema.tables)
         return claim.schema.tables[table].name if claim is not None and known else str(table)
 
-    # What owners say.
+    # Contents of owners.
 
     def _named(self, owner: str) -> dict[str, SegmentRef]:
-        """The segments that a manifest or a fold names."""
+        """Return the segments that a manifest or a fold names."""
         if self._refs[0] != owner:
             self._catalog.forget()  # there may be many, and each is read once
             manifest, fold = parse_manifest_name(owner), parse_fold_name(owner)
@@ -418,7 +420,7 @@ class ScrubReader:
         return self._refs[1]
 
     def _dense(self, unit: str) -> dict[str, DenseFile]:
-        """The dense files of a marker, its list among them."""
+        """Return the dense files of a marker, including their list."""
         if self._files[0] != unit:
             commit = self._commit_of(unit)
             files = [*([commit.dense_list.file] if commit.dense_list else []), *files_in(self._objects, commit)]

@@ -1,13 +1,14 @@
-"""Read everything that a store holds of a job again, piece by piece, and repair what is damaged.
+"""Read everything that a store holds of a job again, piece by piece, and repair damage.
 
-A pass reads the units of ``scrub_reader`` in the order of their names. Where it stands is kept in the store every few
-seconds, so that the next scrub goes on there, whoever was killed. Two at once read everything twice, and do no harm.
+A pass reads the units of ``scrub_reader`` in the order of their names. Its place is saved in the store every few
+seconds (:class:`PlaceKeeper`), so that the next scrub continues there after a kill. Two scrubs at once read everything
+twice and do no harm.
 
-What a scrub has given to workers and has not yet taken note of, in the order of its units.
+:class:`ReadAhead` holds the batches that a scrub has given to workers and whose results it has not yet processed, in
+the order of its units.
 
-What no listing names, and a scrub misses in a store: manifests that are gone, markers without a way to them.
-
-Where a scrub stands, kept in the store so that the next one goes on there, whoever was killed.
+A listing does not show gaps: :func:`lost_manifests` and :func:`markers_without_a_way` find missing manifests, and
+markers to which no pieces lead.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ from torchrec_stream_ckpt.util.types import MarkerId
 
 
 class PlaceKeeper:
-    """The place of one kind of scrub. The store is asked for it when it is first needed.
+    """Place of one kind of scrub. Loaded from the store on first use.
 
     Args:
         objects: The store.
-        job: Whose objects are read.
-        who: ``service`` or ``command``: each has a place of its own.
-        must: Whether a place that cannot be written is an error: a scrub that repairs nothing reads a read-only store,
-            too.
+        job: Job whose objects are read.
+        who: ``service`` or ``command``: each has its own place.
+        must: Whether a place that cannot be written is an error. A scrub that repairs nothing can also read a read-only
+            store.
     """
 
     def __init__(self, objects: Objects, job: bytes, who: str, *, must: bool) -> None:
@@ -70,14 +71,14 @@ class PlaceKeeper:
         self._must = must
         self._place: ScrubPlace | None = None
         self._number = 0
-        """Of the place in the store."""
+        """Number of the place in the store."""
         self._kept_s = time.monotonic()
         self.unkept: StreamCkptError | None = None
-        """Why the place is not kept."""
+        """Error because of which the place is not saved."""
 
     @property
     def place(self) -> ScrubPlace:
-        """Where the pass stands."""
+        """Current place of the pass."""
         if self._place is None:
             self._place = self._load()
         return self._place
@@ -88,21 +89,22 @@ class PlaceKeeper:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the place was kept."""
+        """Seconds since the place was saved."""
         return time.monotonic() - self._kept_s
 
     @property
     def oldest_s(self) -> float:
-        """Seconds since the beginning of the last pass that has read everything, or of the first: nothing that was
-        there then has not been read for longer. 0 as long as the store was not asked."""
+        """Seconds since the beginning of the last pass that has read everything, or of the first pass. No object that
+        existed then has gone unread for longer. 0 until the place is loaded.
+        """
         since_s = (self._place.whole_s or self._place.begun_s) if self._place is not None else 0.0
         return max(0.0, time.time() - since_s) if since_s else 0.0
 
     def save(self) -> None:
-        """Keep the place in the store.
+        """Save the place in the store.
 
         Raises:
-            StoreUnavailableError: it was not written.
+            StoreUnavailableError: the place was not written.
         """
         if not self.place.begun_s:
             return
@@ -113,7 +115,7 @@ class PlaceKeeper:
             self._objects.delete(scrub_place_name(self._job, self._who, before))
 
     def keep(self) -> None:
-        """Keep the place, if it must be kept or can be; raises as :meth:`save`."""
+        """Save the place. An error is raised, as by :meth:`save`, only if the place must be saved."""
         self._kept_s = time.monotonic()
         try:
             self.save()
@@ -123,7 +125,7 @@ class PlaceKeeper:
             self.unkept = error
 
     def _load(self) -> ScrubPlace:
-        """Load the newest place that can be read; that of a scrub that has not begun if there is none."""
+        """Load the newest readable place. Returns that of a scrub that has not begun if there is none."""
         names = (entry.name for entry in self._objects.list(f"{SCRUB_DIR}/{self._job.hex()}/"))
         parsed = (found for name in names if (found := parse_scrub_place(name)) is not None)
         numbers = sorted((number for _, who, number in parsed if who == self._who), reverse=True)
@@ -136,42 +138,42 @@ class PlaceKeeper:
                     place = ScrubPlace.from_bytes(self._objects.read(name), name)
             if number != self._number:
                 with contextlib.suppress(StreamCkptError):
-                    self._objects.delete(name)  # of one that was killed in between
+                    self._objects.delete(name)  # left by a scrub that was killed in between
         return place
 
 
 def lost_manifests(objects: Objects, lineage: Lineage, catalog: Catalog) -> Iterator[MarkerId]:
-    """Find markers whose manifest is not there, between others of their generation that are.
+    """Find markers whose manifest is missing although later manifests of their generation exist.
 
     Args:
         objects: The store.
         lineage: The control partition.
-        catalog: What the store holds.
+        catalog: Contents of the store.
     """
     newest = _newest(catalog)
     for marker in list(lineage.commits):
         if marker in catalog.markers | catalog.dropped or marker >= newest.get(marker.generation, marker):
             continue
-        is_there = objects.size(manifest_name(catalog.job, marker)) is not None  # it came while we listed
+        is_there = objects.size(manifest_name(catalog.job, marker)) is not None  # it was put during the listing
         if not is_there and objects.size(dropped_name(catalog.job, marker)) is None:
             yield marker
 
 
 def markers_without_a_way(lineage: Lineage, catalog: Catalog) -> Iterator[MarkerId]:
-    """Find markers to which no pieces of the store lead. Arguments are those of :func:`lost_manifests`."""
+    """Find markers to which no pieces of the store lead. Takes the arguments of :func:`lost_manifests`."""
     ways, offered = Strides(lineage, catalog), catalog.markers - catalog.dropped
     yield from (marker for marker in sorted(offered & set(lineage.commits)) if not ways.serves(marker))
 
 
 def _newest(catalog: Catalog) -> dict[int, MarkerId]:
-    """Find the newest marker of each generation that the store has any of."""
+    """Find the newest marker in the store of each generation."""
     return {marker.generation: marker for marker in sorted(catalog.markers)}
 
 
 TASK_BYTES = 64 * 2**20
-"""What a task reads, at least; an object with more is cut."""
+"""Bytes that a task reads, approximately. A larger object is split."""
 _PATIENCE_S = 0.2
-"""A stop is heard so often while tasks are waited for."""
+"""Seconds between checks for a stop while waiting for tasks."""
 
 
 @dataclass(slots=True)
@@ -180,21 +182,21 @@ class ScrubStep:
 
     unit: str
     done: int
-    """Objects of the unit that are done with this one."""
+    """Number of objects of the unit that are done after this step."""
     name: str
     part: Part | None
-    """What a worker reads; None: nothing, it is done."""
+    """Part that a worker reads. None if there is nothing to read."""
     ends: bool
     """True if this is the last part of the object."""
 
 
 @dataclass(slots=True)
 class ScrubBatch:
-    """Steps whose parts are one task."""
+    """Steps whose parts form one task."""
 
     steps: list[ScrubStep] = field(default_factory=list)
     future: Future[tuple[int | None, ...]] | None = None
-    """None: there is nothing to read."""
+    """Result of the task. None if there is nothing to read."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -202,11 +204,11 @@ class ScrubBatch:
 
 
 class ReadAhead:
-    """Batches in their order.
+    """Batches given to workers, in order.
 
     Args:
         engine: Runs the tasks.
-        task_bytes: What a task reads, about.
+        task_bytes: Bytes that a task reads, approximately.
     """
 
     def __init__(self, engine: Engine, task_bytes: int) -> None:
@@ -219,20 +221,20 @@ class ReadAhead:
 
     @property
     def is_full(self) -> bool:
-        """True if no worker would begin one batch more at once."""
+        """True if no worker would begin another batch at once."""
         return len(self._begun) >= 2 * self._engine.workers
 
     @property
     def is_busy(self) -> bool:
-        """True if there are batches that nobody has taken note of."""
+        """True if there are batches whose results were not processed."""
         return bool(self._begun)
 
     def done(self, unit: str, done: int, name: str) -> int:
-        """An object that the scrub has read itself; returns as :meth:`add`."""
+        """Add an object that the scrub has read itself. Returns the same as :meth:`add`."""
         return self._take(ScrubStep(unit, done, name, None, ends=True))
 
     def add(self, unit: str, done: int, part: Part) -> int:
-        """An object that is to be read; returns the bytes of the tasks that begin with it."""
+        """Add an object to read. Returns the bytes of the tasks that begin with it."""
         parts = parts_of(part, self._task_bytes)
         last = len(parts) - 1
         return sum(
@@ -240,7 +242,7 @@ class ReadAhead:
         )
 
     def flush(self) -> int:
-        """Begin what was gathered, however little it is; returns its bytes."""
+        """Begin a task with the gathered parts, however few they are. Returns their bytes."""
         batch, num_bytes = self._gathered, self._gathered_bytes
         self._gathered, self._gathered_bytes = ScrubBatch(), 0
         if batch.steps:
@@ -256,10 +258,10 @@ class ReadAhead:
         return self.flush() if due else 0
 
     def oldest(self) -> tuple[ScrubBatch, tuple[int | None, ...]] | None:
-        """The batch that comes first, with the bytes of each of its parts; None: it is not done.
+        """Return the first batch with the bytes of each of its parts. None if it is not done.
 
         Raises:
-            StreamCkptError: a worker cannot open the store, or worker after worker has died.
+            StreamCkptError: a worker cannot open the store, or several workers have died in succession.
         """
         batch = self._begun[0]
         if batch.future is not None and not batch.future.done():
@@ -270,16 +272,16 @@ class ReadAhead:
         return batch, batch.future.result() if batch.future is not None else ()
 
     def is_ready(self) -> bool:
-        """Return whether :meth:`oldest` would not wait."""
+        """Return whether :meth:`oldest` would return without waiting."""
         return bool(self._begun) and (self._begun[0].future is None or self._begun[0].future.done())
 
     def read_again(self) -> int:
-        """Bytes that workers read once more since the last call, at most: others had died of it."""
+        """Return the most bytes that workers have read again since the last call because other workers died."""
         died, self._restarts = self._engine.restarts - self._restarts, self._engine.restarts
         return died * self._task_bytes
 
     def close(self) -> None:
-        """Do not begin what has not begun."""
+        """Cancel tasks that have not begun."""
         for batch in self._begun:
             if batch.future is not None:
                 batch.future.cancel()
@@ -287,35 +289,35 @@ class ReadAhead:
 
 
 SAVE_S = 5.0
-"""How often a scrub keeps its place: a kill costs what was read since then."""
+"""Seconds between saves of a scrub's place. A kill loses the reading since the last save."""
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One object that is not as it was written, and what became of it."""
+    """One object that is not as it was written, and the result of its repair."""
 
     name: str
     marker: MarkerId | None
-    """What it is of; None: a generation."""
+    """Marker that the object belongs to. None if it belongs to a generation."""
     table: str
-    """Where the damage is, as far as it is known; empty otherwise."""
+    """Name of the damaged table if known; empty otherwise."""
     reason: str
     repair: Repair | None = None
-    """How it was repaired; None: it was not."""
+    """Repair that was made. None if it was not repaired."""
     lost: str = ""
-    """Why it cannot be repaired; empty before any attempt."""
+    """Reason why it cannot be repaired; empty before any attempt."""
     unrepaired: str = ""
-    """Why it was not repaired this time: a place did not answer, or may not be written; empty before any attempt."""
+    """Reason why it was not repaired this time: a place was unavailable or not writable. Empty before any attempt."""
 
     @property
     def state(self) -> str:
-        """``repaired``, ``lost`` or ``damaged``."""
+        """State of the object: ``repaired``, ``lost`` or ``damaged``."""
         return "repaired" if self.repair is not None else "lost" if self.lost else "damaged"
 
 
 @dataclass(slots=True)
 class ScrubCounts:
-    """What scrubs of this process have done."""
+    """Counts of the work of all scrubs in this process."""
 
     scrubbed_bytes: int = 0
     scrub_damaged: int = 0
@@ -327,12 +329,13 @@ class Scrubber:
 
     Args:
         objects: The store.
-        lineage: Gives the control partition as of now, or what the store itself says of it.
-        who: ``service`` or ``command``: each keeps a place of its own.
-        mender: Repairs what is damaged; None: damage is only named.
+        lineage: Returns the current control partition, or the lineage that the store itself holds.
+        who: ``service`` or ``command``: each has its own place.
+        mender: Repairs damage. None to only report it.
         told: Called with each damaged object.
-        engine: What reads tasks of many bytes; None: this process reads everything.
-        bytes_per_s: What may be read, about, for the caller lets it: a task reads no more than that in a second.
+        engine: Runs tasks that read many bytes. None to read everything in this process.
+        bytes_per_s: Bytes per second that the caller lets this scrub read, approximately. Tasks are used only if one
+            reads no more than this allows in a second.
     """
 
     def __init__(
@@ -351,29 +354,31 @@ class Scrubber:
         self._mender = mender
         self._told = told
         self.kept = PlaceKeeper(objects, self._job, who, must=mender is not None)
-        """Where it stands, in the store."""
+        """Place of this scrub, in the store."""
         self._engine = engine
         self._bytes_per_s = bytes_per_s
         self._doubted: set[str] = set()
-        """Objects of which a worker did not find a part as it was written: read by this process since."""
+        """Objects that this process has read because a worker found one of their parts not as it was written."""
         self._failed: dict[str, None] = {}
         """Objects that are damaged now, in the order in which they were found."""
         self._is_resumed = False
         self.unnamed = 0
-        """Objects that earlier scrubs found damaged, beyond those that the place names: this one does not read them
-        again before it comes to them."""
+        """Number of objects that earlier scrubs found damaged and that the place does not name.
+
+        This scrub does not read them before their turn.
+        """
         self.counts = ScrubCounts()
 
     # One pass.
 
     def pieces(self, *, anew: bool = False) -> Iterator[int]:
-        """Read on from the place to the end of the pass; yields the bytes of each piece.
+        """Read from the place to the end of the pass. Yields the bytes of each piece.
 
         Args:
-            anew: Begin another pass, wherever the last one ended.
+            anew: Begin another pass, even if the last one has not ended.
 
         Raises:
-            StoreUnavailableError, LogUnavailableError: one of them does not answer. Call it again.
+            StoreUnavailableError, LogUnavailableError: the store or the log does not answer. Call it again.
         """
         again = self._begin(anew=anew)
         lineage, catalog = self._lineage(), Catalog.load(self._objects, self._job)
@@ -393,20 +398,20 @@ class Scrubber:
         self._end()
 
     def _stretches(self, reader: ScrubReader) -> Iterator[list[str]]:
-        """All units. What gc has listed is left out only while the folds that stand in for it are whole."""
+        """Yield all units. Omits objects listed by gc only while the folds that replace them are whole."""
         units = reader.units()
         yield [unit for unit in units if unit < MANIFESTS_DIR]
         if any(parse_fold_name(name) or parse_fold_segment(name) for name in self._failed):
-            reader.heeds_lists = False  # of a gc that died before it had read them
+            reader.heeds_lists = False  # they may be of a gc that died before it had read the folds
             units = reader.units()
         yield [unit for unit in units if unit >= MANIFESTS_DIR]
 
     def _unit(self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, unit: str) -> Iterator[int]:
-        """Read what is left of a unit."""
+        """Read the rest of a unit."""
         done = self.place.done if unit == self.place.unit else 0
         try:
             names, number = reader.names_of(unit), 0
-        except MarkerNotFoundError:  # a trim took its COMMIT: it was given up meanwhile
+        except MarkerNotFoundError:  # a trim deleted its COMMIT: the marker was given up meanwhile
             return
         while number < len(names):
             name = names[number]
@@ -414,7 +419,7 @@ class Scrubber:
                 yield from self._one(reader, lineage, catalog, name)
                 _has_read()
             if number == 0:
-                names = reader.names_of(unit)  # the first one names the others, and may have been repaired
+                names = reader.names_of(unit)  # the first object names the others, and may have been repaired
             number += 1
             if number > done:
                 self._advance(unit, number)
@@ -422,7 +427,7 @@ class Scrubber:
     def _read_ahead(
         self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, units: Sequence[str], engine: Engine
     ) -> Iterator[int]:
-        """Read units by tasks. What names others is read here; a task is paid for when it begins."""
+        """Read units by tasks. Objects that name others are read here. A task's bytes are yielded when it begins."""
         ahead = ReadAhead(engine, TASK_BYTES)
         self._doubted = set()
         try:
@@ -430,7 +435,7 @@ class Scrubber:
                 done = self.place.done if unit == self.place.unit else 0
                 try:
                     names, number = reader.names_of(unit), 0
-                except MarkerNotFoundError:  # as of _unit
+                except MarkerNotFoundError:  # as in _unit
                     continue
                 while number < len(names):
                     name = names[number]
@@ -454,7 +459,7 @@ class Scrubber:
             ahead.close()
 
     def _take_note(self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, ahead: ReadAhead) -> Iterator[int]:
-        """Of the oldest task, if it is done: an object that a worker doubts is read here, which decides."""
+        """Process the result of the oldest task if it is done. Reads objects that a worker doubts, which decides."""
         found = ahead.oldest()
         yield ahead.read_again()
         if found is None:
@@ -474,24 +479,24 @@ class Scrubber:
                 self._advance(step.unit, step.done)
 
     def _begin(self, *, anew: bool) -> tuple[str, ...]:
-        """Go on with a pass, or begin one; returns what is to be read again."""
+        """Continue a pass, or begin one. Returns the names of objects to read again."""
         self._failed = {}
         self.unnamed, self._is_resumed = self.place.more, not anew and self.place.begun_s > 0 and not self.place.ended
         if self._is_resumed:
             return self.place.damaged
         last = self.place
         number = last.number + 1 if last.begun_s else 1
-        # What the last pass has named stays named until it was read again: gc and trim rely on nothing of it.
+        # Names from the last pass stay until the objects are read again: gc and trim rely on none of them.
         self.kept.place = ScrubPlace(number, time.time(), whole_s=last.whole_s, damaged=last.damaged, more=last.more)
         return last.damaged
 
     def _one(self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, name: str) -> Iterator[int]:
-        """Read an object; repair it if it is damaged."""
+        """Read an object. Repair it if it is damaged."""
         try:
             try:
                 yield from self._read(reader, name)
             except StoreUnavailableError:
-                check_store(self._objects)  # it is away, or this object alone cannot be read
+                check_store(self._objects)  # either the store is unavailable, or this object alone cannot be read
                 yield from self._read(reader, name)
         except CorruptionError as error:
             if not reader.is_needless(name):
@@ -499,7 +504,7 @@ class Scrubber:
         except StoreUnavailableError as error:
             check_store(self._objects)
             self._note(Damage(name, marker_of(name), "", error.headline))
-        except MarkerNotFoundError:  # a trim took its COMMIT: it was given up meanwhile
+        except MarkerNotFoundError:  # a trim deleted its COMMIT: the marker was given up meanwhile
             return
 
     def _read(self, reader: ScrubReader, name: str) -> Iterator[int]:
@@ -531,11 +536,11 @@ class Scrubber:
             try:
                 repair = self._mender.mend(lineage, catalog, name, error)
                 reader.forget()
-                for _ in reader.read(name):  # what was written is read back
+                for _ in reader.read(name):  # read the repaired object back
                     pass
                 damage = replace(damage, repair=repair)
             except StoreUnavailableError as why:
-                check_store(self._objects)  # it is away, or it takes no object
+                check_store(self._objects)  # either the store is unavailable, or it accepts no object
                 reader.forget()
                 damage = replace(damage, unrepaired=why.headline)
             except (CorruptionError, MarkerNotFoundError) as why:
@@ -555,7 +560,7 @@ class Scrubber:
 
     @property
     def place(self) -> ScrubPlace:
-        """Where the pass stands; the store is asked when it is first needed."""
+        """Current place of the pass. Loaded from the store on first use."""
         return self.kept.place
 
     def _advance(self, unit: str, done: int) -> None:
@@ -573,12 +578,12 @@ class Scrubber:
 
     @property
     def _named(self) -> tuple[str, ...]:
-        """What the place names of what is damaged."""
+        """Names of damaged objects to save in the place."""
         return tuple(islice(self._failed, MAX_DAMAGED))
 
     @property
     def _more(self) -> int:
-        """How many damaged objects it does not name."""
+        """Number of damaged objects that the place does not name."""
         return max(0, len(self._failed) - MAX_DAMAGED)
 
 
@@ -587,5 +592,5 @@ def _has_read() -> None:
 
 
 def _is_worth_it(engine: Engine, bytes_per_s: float | None) -> bool:
-    """Return whether workers help: a task for them is not small, and reads at most what the rate allows in a second."""
+    """Return whether workers help: tasks must not be small, and must read at most what the rate allows in a second."""
     return not isinstance(engine, InProcess) and (bytes_per_s is None or bytes_per_s >= api.SMALL_BYTES)
