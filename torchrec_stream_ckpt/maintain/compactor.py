@@ -1,9 +1,10 @@
-"""Write bases and spans beside the intervals of the store, as a policy wants them, while markers go on coming in.
+"""Write bases and spans in addition to the intervals of the store, as a policy wants, while markers are added.
 
-Which folds there are follows from the markers alone, in their order: of each marker, what its policy wants, before
-anything of the next one. So a merge that takes long makes folds late, and changes none.
+The set of folds follows from the markers alone, in their order: all folds that the policy wants at one marker come
+before those of the next. A slow merge therefore delays folds, but changes none.
 
-Merge what lies between two markers that are kept, so that what only those between them needed can go.
+:func:`plan_spans` plans merges between two kept markers, so that objects needed only by the markers between them can be
+deleted.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ class Span:
     """A fold to be written: all rows that changed in (start, end]."""
 
     start: MarkerId | None
-    """None: a base."""
+    """Marker at which the fold starts. None for a base."""
     end: MarkerId
     pieces: tuple[Piece, ...]
-    """What it is made of."""
+    """Pieces that the fold is made of."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes to be read; at most so many are written."""
+        """Bytes to read, and the maximum of bytes to write."""
         return sum(piece.num_bytes for piece in self.pieces)
 
     def __str__(self) -> str:
@@ -46,14 +47,14 @@ class Span:
 
 
 def plan_spans(holdings: Holdings, anchors: Iterable[MarkerId]) -> Iterator[Span]:
-    """The folds that let go of all markers between ``anchors``, on each one's way from the root.
+    """Yield the folds that make all markers between ``anchors`` unneeded, on the path of each anchor from the root.
 
-    None crosses a base, which would have to be written anew; a base itself is written anew when what came since is
+    No fold crosses a base, which would have to be rewritten. A base itself is rewritten if the pieces after it are
     larger.
 
     Args:
-        holdings: What is there.
-        anchors: Markers that must stay restorable. Those that are not whole are left as they are.
+        holdings: Contents of the store.
+        anchors: Markers that must stay restorable. Those that are not whole are skipped.
     """
     stays = frozenset(anchors)
     for end in sorted(stays):
@@ -76,18 +77,18 @@ def plan_spans(holdings: Holdings, anchors: Iterable[MarkerId]) -> Iterator[Span
 
 
 TASK_BYTES = 256 * 2**20
-"""What a task of a merge reads, about."""
+"""Bytes that a task of a merge reads, approximately."""
 Compact = Literal["none", "span2", "span4", "span8", "span16"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """What the materializer writes beside what the log holds."""
+    """Folds that the materializer writes in addition to the intervals of the log."""
 
     rebase: float = 1.0
-    """Write a new base when what came since the last one is more than so many times its bytes; 0: never."""
+    """Write a new base when the pieces after the last one exceed this multiple of its bytes. 0 for never."""
     compact: Compact = "span4"
-    """``span4``: write, for every 4 markers, their newest rows once more, for every 4 of these again, and so on."""
+    """``span4``: for every 4 markers, write their newest rows once more, for every 4 of these again, and so on."""
 
     def __post_init__(self) -> None:
         if self.rebase < 0:
@@ -97,37 +98,37 @@ class Policy:
 
     @property
     def radix(self) -> int:
-        """Markers that one span takes together, and spans that one of the next size does; 0: there are none."""
+        """Number of markers in one span, and of spans in one of the next size. 0 if there are no spans."""
         return int(self.compact.removeprefix("span")) if self.compact != "none" else 0
 
 
 @dataclass(slots=True)
 class _GrowingPath:
-    """The markers that lead to one, and the pieces that a restore of it would read. It grows with the path."""
+    """The path of a marker, and the pieces that a restore of it would read. It grows with the path."""
 
     catalog: Catalog
     listed: int
-    """How often the catalog had been listed, or forgotten."""
+    """Number of times the catalog had been listed, or its cache discarded."""
     ids: list[MarkerId]
-    """From the first marker of the job on."""
+    """Markers of the path, from the first marker of the job."""
     cover: list[Piece]
-    """As ``Catalog.cover``."""
+    """Pieces, as in ``Catalog.cover``."""
     ahead: dict[MarkerId, list[Piece]] = field(default_factory=dict)
-    """Folds by where they end: at markers that were not asked for yet."""
+    """Folds that end at markers after the path, by their end."""
 
     @property
     def end(self) -> MarkerId:
         return self.ids[-1]
 
     def grow(self, piece: Piece) -> None:
-        """The next marker, with its interval."""
+        """Add the next marker, with its interval."""
         self.cover.append(piece)
         self.ids.append(piece.end)
         for fold in self.ahead.pop(piece.end, ()):
             self.take(fold)
 
     def take(self, fold: Piece) -> None:
-        """A fold has come in place of pieces, perhaps of some that are not here yet."""
+        """Replace pieces by a fold that was written, now or after the path has grown to its end."""
         if fold.end > self.end:
             self.ahead.setdefault(fold.end, []).append(fold)
             return
@@ -137,7 +138,7 @@ class _GrowingPath:
             self.cover[place:stop] = [fold]
 
     def place_of(self, marker: MarkerId) -> int | None:
-        """Of the first piece that comes after a marker; None when the marker is within a piece."""
+        """Return the index of the first piece after a marker. None if the marker is within a piece."""
         for place in range(len(self.cover), 0, -1):
             if self.cover[place - 1].end <= marker:
                 return place if self.cover[place - 1].end == marker else None
@@ -145,15 +146,15 @@ class _GrowingPath:
 
 
 class Compactor:
-    """Merges what the store has on the path to a marker, one fold at a time, each by as many tasks as it is worth.
+    """Merges pieces of the store on the path to a marker, one fold at a time, each by as many tasks as it is worth.
 
-    A marker that follows on the last one costs no look at what is older: only the pieces that are merged are looked at.
+    If a marker follows on the last one, only the pieces that are merged are read, and no older ones.
 
     Args:
         objects: The store.
         pool: Threads to read it with.
-        policy: Which folds are wanted.
-        progress: Told of what is merged.
+        policy: Rule for the folds to write.
+        progress: Updated with the bytes merged.
         engine: Runs the tasks.
     """
 
@@ -164,26 +165,26 @@ class Compactor:
         self._progress = progress
         self._engine = engine
         self._queue: deque[MarkerId] = deque()
-        """Markers of which the folds are not all written, in the order in which they came."""
+        """Markers whose folds are not all written, in the order in which they were added."""
         self._way: _GrowingPath | None = None
-        """To the first of these."""
+        """Path to the first marker of the queue."""
         self._newest: _GrowingPath | None = None
-        """To the marker that was last asked for."""
+        """Path to the marker that :meth:`cover` was last called with."""
         self._merging: Merging | None = None
         self._futures: list[Future[Merged]] = []
 
     @property
     def is_busy(self) -> bool:
-        """True if folds of markers that came in are still to be written."""
+        """True if folds of added markers are still to be written."""
         return bool(self._queue)
 
     def add(self, marker: MarkerId) -> None:
-        """A marker has come into the store."""
+        """Add a marker that was put into the store."""
         if self.policy.rebase or self.policy.radix:
             self._queue.append(marker)
 
     def wait(self, timeout_s: float) -> bool:
-        """Let tasks go on, until one is done or the time is over; whether all are done. Raises as ``Engine.wait``."""
+        """Let tasks run until one is done or time is up. Returns whether all are done. Raises as ``Engine.wait``."""
         left = [future for future in self._futures if not future.done()]
         if left:
             merging, done = self._merging, len(self._futures) - len(left)
@@ -193,11 +194,12 @@ class Compactor:
         return all(future.done() for future in left)
 
     def advance(self, lineage: Lineage, catalog: Catalog) -> None:
-        """Write folds as far as that needs no waiting.
+        """Write folds until a task must be waited for.
 
         Raises:
-            CorruptionError: a piece is damaged; the next call begins this fold anew.
-            StoreUnavailableError, EngineUnavailableError: likewise.
+            CorruptionError: a piece is damaged. The next call begins this fold again.
+            StoreUnavailableError, EngineUnavailableError: the store or the engine does not answer. The next call begins
+                this fold again.
         """
         while True:
             if self._merging is not None:
@@ -208,18 +210,18 @@ class Compactor:
                 return
 
     def cover(self, lineage: Lineage, catalog: Catalog, commit: Commit) -> tuple[Piece, ...]:
-        """The pieces that a restore of a marker would read; raises as ``Catalog.cover``."""
+        """Return the pieces that a restore of a marker would read. Raises as ``Catalog.cover``."""
         way, self._newest = self._newest, None
         self._newest = _to(way, lineage, catalog, commit, self._pool)
         return tuple(self._newest.cover)
 
     def _begin(self, lineage: Lineage, catalog: Catalog) -> bool:
-        """Begin the next merge that is wanted; False: none is."""
+        """Begin the next merge that the policy wants. Returns False if there is none."""
         while self._queue:
             marker = self._queue[0]
             commit = lineage.commits.get(marker)
             if commit is not None and marker in catalog.markers:
-                way, self._way = self._way, None  # where this fails, it is looked for anew
+                way, self._way = self._way, None  # if this fails, the path is computed again
                 way = _to(way, lineage, catalog, commit, self._pool)
                 place = self._wanted(way)
                 if place is not None:
@@ -231,12 +233,12 @@ class Compactor:
         return False
 
     def _wanted(self, way: _GrowingPath) -> int | None:
-        """From which piece on the next fold takes all; 0: a base. None: the policy wants none at this marker."""
+        """Return the index of the first piece of the next fold, 0 for a base. None if the policy wants no fold here."""
         if not way.cover or way.cover[-1].end != way.end:
             return None
         if self.policy.radix:
             for span in spans(len(way.ids) - 1, self.policy.radix):
-                # None crosses a base: it would be the longest piece that leads here, and the base would not be used.
+                # No span crosses a base: it would be the longest piece that leads here, and the base would be unused.
                 place = way.place_of(way.ids[-1 - span])
                 if place is not None and len(way.cover) - place > 1:
                     return place
@@ -257,7 +259,7 @@ class Compactor:
             raise
 
     def _finish(self, catalog: Catalog) -> None:
-        """All tasks are done: the fold is put."""
+        """Put the fold after all its tasks are done."""
         merging, futures = self._merging, self._futures
         assert merging is not None
         try:
@@ -273,14 +275,14 @@ class Compactor:
                 way.take(Piece(fold.start, fold.end, fold.segments, fold.chain))
 
     def _drop(self) -> None:
-        """Forget the merge that was under way."""
+        """Cancel the current merge."""
         for future in self._futures:
             future.cancel()
         self._merging, self._futures = None, []
 
 
 def _to(way: _GrowingPath | None, lineage: Lineage, catalog: Catalog, commit: Commit, pool: Executor) -> _GrowingPath:
-    """The way to a marker: that to the one before, and one piece more, where that is known."""
+    """Return the path of a marker: that of the marker before and one more piece, if that path is known."""
     before = lineage.previous(commit.id) or lineage.claims[commit.generation].parent
     if way is not None and way.catalog is catalog and way.listed == catalog.listed:
         if way.end == commit.id:
@@ -293,7 +295,7 @@ def _to(way: _GrowingPath | None, lineage: Lineage, catalog: Catalog, commit: Co
 
 
 def spans(intervals_since_root: int, radix: int) -> Iterator[int]:
-    """Lengths of the spans that end at this place of a chain, the shortest first."""
+    """Yield the lengths of the spans that end at this place of a chain, the shortest first."""
     length = radix
     while intervals_since_root and intervals_since_root % length == 0:
         yield length

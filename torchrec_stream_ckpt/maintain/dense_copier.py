@@ -1,4 +1,4 @@
-"""Dense state of markers: copied into the store, or given up."""
+"""Copy the dense state of markers into the store, or give the markers up."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class DenseCopier:
 
     Args:
         objects: The store.
-        dense_of: Where the trainer has put the dense state of a marker.
-        losses: Told of markers whose dense state is gone.
-        progress: Told of what is copied.
+        dense_of: Returns the place where the trainer has put the dense state of a marker.
+        losses: Handles markers whose dense state is lost.
+        progress: Updated with the bytes copied.
     """
 
     def __init__(
@@ -41,26 +41,26 @@ class DenseCopier:
         self._checked = not losses.allowed
 
     def take(self, commit: Commit) -> bool:
-        """Copy the dense state, and tell whether the store has it now; otherwise the marker is to be given up.
+        """Copy the dense state. Returns whether the store has it now. If not, the marker must be given up.
 
         Raises:
-            CorruptionError: it is gone, and markers may not be passed over.
+            CorruptionError: it is lost, and markers may not be passed over.
         """
         try:
             self._copy(commit)
         except CorruptionError as error:
             self._losses.pass_over(commit, error, _HINT)
-            self._checked = False  # what follows may be cut short by an outage
+            self._checked = False  # the next step may be interrupted by an outage
             return False
         return True
 
     def give_up(self, lineage: Lineage, catalog: Catalog, commit: Commit) -> None:
-        """Later markers stand on its rows, but without dense state it cannot be offered."""
+        """Give up a marker without dense state: later markers build on its rows, but it cannot be offered."""
         dropped = Dropped(commit, lineage.previous(commit.id), commit.time_s, "the loss of its dense state")
         self._losses.give_up(lineage, catalog, dropped)
 
     def give_up_lost(self, lineage: Lineage, catalog: Catalog) -> None:
-        """Give up markers of the store that have none: a process that put a manifest may have been killed before."""
+        """Give up markers without dense state in the store: a process may have died after it put their manifests."""
         if self._checked:
             return
         prefix = f"{DENSE_DIR}/{lineage.job.hex()}/"
@@ -70,7 +70,7 @@ class DenseCopier:
             if commit is None or _has_all(commit, sizes.get(dense_name(commit.job, marker), {})):
                 continue
             if self._objects.size(dropped_name(commit.job, marker)) is not None:
-                continue  # gc has come in between
+                continue  # gc has given it up meanwhile
             if not self.take(commit):
                 self.give_up(lineage, catalog, commit)
         self._checked = True
@@ -86,7 +86,7 @@ class DenseCopier:
             failpoint("materialize.dense")
 
     def _files(self, commit: Commit) -> tuple[DenseFile, ...]:
-        """As the store lists them or, where it has no whole list, as the place does from which they come."""
+        """Return the files as the store lists them. If it has no whole list, returns those of the source."""
         try:
             return files_in(self._objects, commit)
         except CorruptionError:

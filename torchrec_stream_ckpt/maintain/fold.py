@@ -1,7 +1,7 @@
-"""Fold one rank's interval of the log into segments, and put the marker into the store once all ranks are there.
+"""Fold one rank's interval of the log into segments. The marker is put into the store when all ranks' segments exist.
 
-What is written is a function of the stream alone, so that two processes that do the same work write the same bytes,
-and one that was killed begins its interval again.
+The output is a function of the stream alone. So two processes that do the same work write the same bytes, and a killed
+process begins its interval again.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ from torchrec_stream_ckpt.util.failpoints import failpoint
 from torchrec_stream_ckpt.util.types import TableShard
 
 SEGMENT_BYTES = 128 * 2**20
-"""Rows held in memory before they are written: an interval with more takes several parts. It stands in the store's
-format: who folds the same interval must cut it at the same places."""
+"""Bytes of rows held in memory before they are written: a larger interval takes several parts. Part of the store's
+format, because every process that folds the same interval must split it at the same places.
+"""
 
 
 FRONT_BYTES = 64 * 2**10
-"""What is read of a segment to have its directory with one request: room for some 1,300 chunks."""
+"""Bytes read of a segment to get its directory with one request: room for some 1,300 chunks."""
 
 
 class SegmentWriter:
@@ -48,10 +49,10 @@ class SegmentWriter:
 
     Args:
         objects: The store.
-        schema: Of the rows.
-        name: Name of a part's object.
-        segment: Identity of a part.
-        background: A thread that writes a part while other rows are gathered; None: :meth:`put` writes.
+        schema: Schema of the rows.
+        name: Returns the name of a part's object.
+        segment: Returns the identity of a part.
+        background: Thread that writes a part while other rows are gathered. None if :meth:`put` writes.
     """
 
     def __init__(
@@ -69,16 +70,16 @@ class SegmentWriter:
         self._background = background
         self._writing: Future[None] | None = None
         self.refs: list[SegmentRef] = []
-        """The parts that are written."""
+        """Parts that are written."""
 
     def put(self, rows: RowSorter, *, last: bool, notes: Notes | None = None, part: int | None = None) -> None:
-        """Write what ``rows`` holds as the next part, which must then stay as it is until the next call.
+        """Write the rows of ``rows`` as the next part. ``rows`` must stay unchanged until the next call.
 
         Args:
-            rows: What to write.
+            rows: Rows to write.
             last: Whether no part follows.
-            notes: What goes with the last part of an interval.
-            part: The number of the part; None: parts are counted from 0.
+            notes: Notes to store with the last part of an interval.
+            part: Number of the part. None to count parts from 0.
         """
         text = notes.to_json() if notes is not None else b""
         version = version_of(notes)
@@ -90,14 +91,14 @@ class SegmentWriter:
             self._writing = self._background.submit(self._put, part, chunks, last, text, version)
 
     def finish(self) -> tuple[SegmentRef, ...]:
-        """All parts, once they are written; raises as :meth:`put`."""
+        """Return all parts once they are written. Raises as :meth:`put`."""
         if self._writing is not None:
             self._writing.result()
             self._writing = None
         return tuple(self.refs)
 
     def drop(self) -> None:
-        """Write nothing more: what has begun is waited for, and what comes of it does not matter."""
+        """Write nothing more. Waits for a part that is being written, and ignores its result."""
         if self._writing is not None and not self._writing.cancel():
             wait([self._writing])
 
@@ -113,7 +114,7 @@ class SegmentWriter:
 
 
 def version_of(notes: Notes | None) -> int:
-    """Format version of a segment: the least that can have these notes."""
+    """Return the format version of a segment: the lowest that can have these notes."""
     if notes is None or notes.mark.proof is None:
         return 1
     return 2 if notes.mark.dense_proof is None else 3
@@ -127,10 +128,10 @@ def fold_interval(
     progress: Callable[[int], None] = lambda _: None,
     seen: Callable[[Header, memoryview], None] = lambda header, payload: None,
 ) -> tuple[SegmentRef, ...]:
-    """Read one rank's interval, check every frame and write its segments; as :func:`begin_fold`.
+    """Read one rank's interval, check every frame and write its segments, as :func:`begin_fold` does.
 
     Args:
-        log, objects, interval, shards, progress: As there.
+        log, objects, interval, shards, progress: As in :func:`begin_fold`.
         seen: Called with header and payload of each frame that was checked.
     """
     return begin_fold(log, objects, interval, shards, progress, seen=seen).finish()
@@ -153,17 +154,17 @@ def begin_fold(
     Args:
         log: The job's log.
         objects: The store.
-        interval: Of a committed marker.
-        shards: What the rank's HELLO said; None at the first marker of a generation, whose interval holds it.
+        interval: Interval of a committed marker.
+        shards: Shards in the rank's HELLO. None at the first marker of a generation, whose interval contains it.
         progress: Called with the bytes of each frame.
-        background: Threads that write the last part; None: it is written on return.
+        background: Threads that write the last part. None to write it before returning.
         seen: Called with header and payload of each frame that was checked.
 
     Returns:
-        What has the segments, once all of them are written: ``finish``.
+        Writer whose ``finish`` returns the segments once all of them are written.
 
     Raises:
-        CorruptionError: the log is damaged, incomplete, of another job or schema; says where.
+        CorruptionError: the log is damaged, incomplete, or of another job or schema; names the place.
         StoreUnavailableError: a segment was not written.
     """
     commit, end, schema = interval.commit, interval.end, interval.claim.schema
@@ -184,7 +185,7 @@ def begin_fold(
             rows.add(header.table, header.col0, header.cols, decode_rows(header, payload, schema.tables[header.table]))
             if rows.num_bytes >= SEGMENT_BYTES:
                 writer.put(rows, last=False)
-                writer.finish()  # the next rows take its place
+                writer.finish()  # the next rows reuse its memory
         elif header.kind is Kind.HELLO:
             shards = check_hello(header, frame, interval.claim, commit, end).shards
         elif header.kind is Kind.MARK:
@@ -198,16 +199,16 @@ def begin_fold(
 
 
 def folded_interval(objects: Objects, interval: Interval) -> tuple[SegmentRef, ...] | None:
-    """The segments of an interval if all of its parts are there, whoever wrote them; None if not.
+    """Return the segments of an interval if all of its parts exist, whichever process wrote them. None if not.
 
-    One request for a part that is not there; two for one that is, and three if it has a long directory.
+    Takes one request for a missing part, two for an existing one, and three if that has a long directory.
     """
     fronts = _fronts(objects, interval)
     return tuple(ref for ref, _ in fronts) if fronts is not None else None
 
 
 def folded_shards(objects: Objects, interval: Interval) -> tuple[TableShard, ...] | None:
-    """Read which shards a rank held from the last segment of an interval; None if not all of its parts are there.
+    """Read which shards a rank held from the last segment of an interval. Returns None if a part of it is missing.
 
     Requests are those of :func:`folded_interval`.
     """
@@ -216,7 +217,7 @@ def folded_shards(objects: Objects, interval: Interval) -> tuple[TableShard, ...
 
 
 def _fronts(objects: Objects, interval: Interval) -> list[tuple[SegmentRef, Front]] | None:
-    """All parts of an interval, each with what stands before its chunks; None if one is not there."""
+    """Return all parts of an interval, each with the bytes before its chunks. None if one is missing."""
     found: list[tuple[SegmentRef, Front]] = []
     while True:
         name = interval.name(len(found))

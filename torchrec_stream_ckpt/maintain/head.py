@@ -1,8 +1,8 @@
-"""Keep HEAD at the newest marker of the store: apply, in place, the rows that changed since the marker it is at.
+"""Keep HEAD at the newest marker of the store.
 
-Bring HEAD to the newest marker of the store, and compare it with the marker's proof there.
+Rows that changed since its current marker are applied in place. HEAD is then compared with the marker's proof.
 
-A HEAD that does not hold the rows as the store has them is freed and built anew: no restore takes rows from it.
+A HEAD whose rows differ from the store is freed and rebuilt: no restore takes rows from it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from torchrec_stream_ckpt.util.types import MarkerId
 T = TypeVar("T")
 
 WRITER_WAIT_S = 10.0
-"""For restores that copy; then HEAD stays where it is until the next marker."""
+"""Seconds to wait for restores that copy. After that, HEAD stays as it is until the next marker."""
 
 Columns = tuple[int, int, int]
 """(table, col0, cols)."""
@@ -52,13 +52,13 @@ log = logging.getLogger(__name__)
 
 
 class HeadWriter:
-    """Keeps a HEAD on this host. Any number of processes may: one at a time writes, the others find it done.
+    """Keeps a HEAD on this host. Any number of processes may: one at a time writes, and the others find the work done.
 
     Args:
         root: Folder of the HEADs of all jobs.
         objects: The store that the rows come from.
         pool: Threads to read it with.
-        wait_s: How long to wait for readers and other writers.
+        wait_s: Seconds to wait for readers and other writers.
     """
 
     def __init__(self, root: Path, objects: Objects, pool: Executor, wait_s: float = WRITER_WAIT_S) -> None:
@@ -67,18 +67,18 @@ class HeadWriter:
         self._pool = pool
         self._wait_s = wait_s
         self.marker: MarkerId | None = None
-        """Where HEAD stood when it was last looked at; None: nowhere."""
+        """Marker of HEAD when it was last read. None if it was at none."""
 
     def follow(self, lineage: Lineage, catalog: Catalog, marker: MarkerId) -> bool:
-        """Bring HEAD to a marker that the store has; False if others kept it busy.
+        """Bring HEAD to a marker that the store has. Returns False if others kept it busy.
 
-        Memory: beside HEAD itself, what is read ahead, and one byte a row while it is built anew.
+        Memory: HEAD itself, the chunks read ahead, and one byte per row while HEAD is rebuilt.
 
         Raises:
             ConfigError: its folder belongs to another user.
             StoreUnavailableError: its folder cannot be made or written to, there is no room for it, or the store does
-                not answer; there is no HEAD then.
-            CorruptionError: the store is damaged; there is no HEAD then.
+                not answer. There is no HEAD then.
+            CorruptionError: the store is damaged. There is no HEAD then.
         """
         try:
             with contextlib.closing(HeadFolder(self._root, lineage.job, create=True)) as folder:
@@ -88,7 +88,7 @@ class HeadWriter:
             raise _not_written(self._root, error) from error
 
     def read(self, job: bytes, work: Callable[[Head], T]) -> T | None:
-        """Do ``work`` with HEAD, which is open and stays as it is meanwhile; None if there is none, or it is written.
+        """Do ``work`` with HEAD, which is open and does not change. Returns None if HEAD is missing or being written.
 
         Raises:
             HeadDamagedError: as ``work`` does.
@@ -100,7 +100,7 @@ class HeadWriter:
             return work(head)
 
     def free(self, job: bytes) -> bool:
-        """Take HEAD away; False if others kept it busy.
+        """Remove HEAD. Returns False if others kept it busy.
 
         Raises:
             StoreUnavailableError: its folder cannot be written to.
@@ -140,7 +140,7 @@ class HeadWriter:
             try:
                 cover = catalog.cover(chain[place + 1 :], now.marker)
                 self._write(folder, now, goal, schema, self._rows(lineage, catalog, goal, cover))
-            except CorruptionError as error:  # HEAD is, or what leads on from it is gone: all rows may still be there
+            except CorruptionError as error:  # damaged, or later pieces are missing: all rows may still be there
                 log.warning("HEAD is built anew: %s", error.headline)
             else:
                 return
@@ -154,7 +154,7 @@ class HeadWriter:
         return HeadState(FORMAT, True, schema.crc, commit, tuple(HeadSlice(*each, 0) for each in columns), notes)
 
     def _rows(self, lineage: Lineage, catalog: Catalog, goal: HeadState, cover: Sequence[Piece]) -> list[Picked]:
-        """The chunks that lead to ``goal``, oldest first."""
+        """Return the chunks that lead to ``goal``, oldest first."""
         if not cover or cover[-1].end != goal.marker:
             raise CorruptionError("the store has a gap before this marker", marker=goal.marker)
         bases = lineage.bases(goal.marker)
@@ -194,11 +194,11 @@ class _HeadSlice:
     """One column slice that is being written.
 
     Args:
-        folder: Of the HEAD.
-        schema: Of its tables.
-        columns: Which slice.
-        crc: Of its checksums as they were; None when it is written anew.
-        cuts: Where column slices of the rows to come begin and end; only when it is written anew.
+        folder: Folder of the HEAD.
+        schema: Schema of its tables.
+        columns: Table and columns of the slice.
+        crc: Checksum of the slice's previous checksums. None if the slice is rebuilt.
+        cuts: Columns at which the column slices of the incoming rows begin and end. Only if the slice is rebuilt.
     """
 
     def __init__(
@@ -216,10 +216,10 @@ class _HeadSlice:
             self._arrays.check_crcs(crc)
 
     def write(self, view: RowsView, col0: int, cols: int) -> None:
-        """Put the rows of a chunk of columns [col0, col0+cols) that overlap this slice.
+        """Write the rows of a chunk of columns [col0, col0+cols) that overlap this slice.
 
         Raises:
-            HeadDamagedError: what is there is not what was written.
+            HeadDamagedError: the current bytes are not those that were written.
         """
         begin, stop = max(col0, self._col0), min(col0 + cols, self._col0 + self._cols)
         here, there = slice(begin - self._col0, stop - self._col0), slice(begin - col0, stop - col0)
@@ -236,7 +236,7 @@ class _HeadSlice:
             self._arrived[bisect_left(self._cuts, begin) : bisect_left(self._cuts, stop), rows] = True
 
     def _touch(self, ids: npt.NDArray[np.int64]) -> None:
-        """Rows are about to be written: a block is compared with its checksum before it gets a new one."""
+        """Check each block against its checksum before its first row is written and the checksum replaced."""
         if self._arrived is not None:
             return
         blocks = self._arrays.layout.blocks_with(ids)
@@ -245,10 +245,10 @@ class _HeadSlice:
         self._touched |= blocks
 
     def finish(self) -> int:
-        """New checksums for the blocks that were written; returns the checksum of all.
+        """Write new checksums for the changed blocks. Returns the checksum of all checksums.
 
         Raises:
-            CorruptionError: rows are missing in one that is written anew.
+            CorruptionError: rows are missing in a slice that is rebuilt.
         """
         if self._arrived is not None and (missing := int((~self._arrived.all(0)).sum())):
             raise CorruptionError(f"{missing} rows are not in the store", table=self._table.name, col0=self._col0)
@@ -265,7 +265,7 @@ def _free(folder: HeadFolder) -> None:
 
 
 def _span(ids: npt.NDArray[np.int64]) -> slice | npt.NDArray[np.int64]:
-    """Ascending ids, as a slice where none is left out."""
+    """Return ascending ids as a slice if they are contiguous."""
     first, last = int(ids[0]), int(ids[-1])
     return slice(first, last + 1) if last - first + 1 == len(ids) else ids
 
@@ -279,20 +279,20 @@ def _readable_state(folder: HeadFolder) -> HeadState | None:
 
 
 def _place(now: HeadState | None, goal: HeadState, chain: Sequence[Commit]) -> int | None:
-    """Where HEAD stands on the way to ``goal``; None if it must be built anew."""
+    """Return the position of HEAD on the path to ``goal``. None if HEAD must be rebuilt."""
     if now is None or not now.clean or (now.schema_crc, now.columns) != (goal.schema_crc, goal.columns):
         return None
     return chain.index(now.commit) if now.commit in chain else None
 
 
 def _current(directory: Directory, generation: int, bases: Mapping[int, int]) -> npt.NDArray[np.int64]:
-    """Chunks of tables that no later generation has sent whole."""
+    """Return the chunks of tables that no later generation has sent whole."""
     stale = [table for table, base in bases.items() if base > generation]
     return np.flatnonzero(~np.isin(directory["table"], stale))
 
 
 def _cuts(rows: Sequence[Picked], columns: Columns) -> list[int]:
-    """Columns of a slice between two cuts always come together."""
+    """Return the columns at which to cut a slice: the columns between two cuts always arrive together."""
     table, begin, cols = columns
     edges = {begin, begin + cols}
     for picked in rows:
@@ -303,10 +303,10 @@ def _cuts(rows: Sequence[Picked], columns: Columns) -> list[int]:
 
 
 def _make_room(folder: HeadFolder, schema: Schema, slices: Sequence[Columns]) -> None:
-    """Take all memory that the arrays need before anything is written, or none.
+    """Allocate all memory that the arrays need before anything is written, or none.
 
     Raises:
-        StoreUnavailableError: there is not so much.
+        StoreUnavailableError: there is not enough memory.
     """
     there = folder.slices()
     sizes = {(table, col0): SliceLayout.of(schema.tables[table], cols).file_bytes for table, col0, cols in slices}
@@ -324,7 +324,7 @@ def _make_room(folder: HeadFolder, schema: Schema, slices: Sequence[Columns]) ->
         fd = folder.open_slice(table, col0, writable=True)
         try:
             os.ftruncate(fd, size)
-            os.posix_fallocate(fd, 0, max(1, size))  # a map of memory that is not there would end the process
+            os.posix_fallocate(fd, 0, max(1, size))  # writing to a map of missing memory would end the process
         finally:
             os.close(fd)
 
@@ -339,13 +339,15 @@ def _not_written(root: Path, error: OSError) -> StoreUnavailableError:
 
 
 class HeadKeeper:
-    """Keeps one HEAD warm. Without it a restore is slower, and nothing is lost: a problem is told, and no error.
+    """Keeps one HEAD up to date. Without it a restore is slower, and nothing is lost.
+
+    Problems are reported, not raised.
 
     Args:
-        writer: Writes it.
-        repairer: Repairs what is damaged in the store.
-        proofs: Knows what the store itself holds otherwise than it was proved.
-        progress: Told of what is done.
+        writer: Writes HEAD.
+        repairer: Repairs damage in the store.
+        proofs: Knows which rows of the store itself differ from their proofs.
+        progress: Updated with the work done.
     """
 
     def __init__(self, writer: HeadWriter, repairer: Repairer, proofs: ProofChecker, progress: Progress) -> None:
@@ -355,11 +357,11 @@ class HeadKeeper:
         self._progress = progress
         self._compared: MarkerId | None = None
         self.problem: StreamCkptError | None = None
-        """Why HEAD could not be brought to the newest marker at the last attempt, or what was wrong with it."""
+        """Error of the last attempt to bring HEAD to the newest marker, or the fault found in HEAD."""
 
     @property
     def marker(self) -> MarkerId | None:
-        """Where HEAD stands; None: nowhere."""
+        """Marker that HEAD is at. None if it is at none."""
         return self._writer.marker
 
     def follow(self, lineage: Lineage, catalog: Catalog) -> None:
@@ -383,7 +385,7 @@ class HeadKeeper:
             self.problem = error  # it is tried again
 
     def _wrong(self, lineage: Lineage, catalog: Catalog) -> CorruptionError | None:
-        """Tell what HEAD holds that its marker has not proved, though the store holds it; once a marker."""
+        """Return an error if rows of HEAD differ from the proof but those of the store do not. Checks a marker once."""
         marker = self._writer.marker
         if marker is None or marker == self._compared or not self._proofs.wanted:
             return None
@@ -392,7 +394,7 @@ class HeadKeeper:
         except CorruptionError as error:
             return error
         if found is None:
-            return None  # others write to it
+            return None  # another process is writing it
         missing = _blocks(found) - (_blocks(self._proofs.of(lineage, catalog, marker)) if found.differing else set())
         if missing:
             return CorruptionError(
@@ -405,5 +407,5 @@ class HeadKeeper:
 
 
 def _blocks(found: WindowCheck) -> set[str]:
-    """Those that differ, in words."""
+    """Return the names of the blocks that differ."""
     return {str(block) for block in found.compared.unproved.blocks} if found.compared.unproved is not None else set()

@@ -1,4 +1,4 @@
-"""Markers that can never be whole in the store: an error, or passed over and given up."""
+"""Handle markers that can never be whole in the store: raise an error, or pass them over and give them up."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from torchrec_stream_ckpt.util.layout import claim_name, dropped_name
 
 
 class Losses:
-    """What is done about markers that lost something for good.
+    """Handles markers that have permanently lost data.
 
     Args:
         objects: The store.
-        told: Called with a marker that is passed over, and why; None: none may be.
-        claimed: Puts the CLAIM of a marker's generation there, as :func:`put_claim`, and repairs a damaged one.
+        told: Called with a marker that is passed over, and the error. None if no marker may be passed over.
+        claimed: Puts the CLAIM of a marker's generation into the store, as :func:`put_claim` does, and repairs a
+            damaged one.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Losses:
         """Pass a marker over.
 
         Raises:
-            CorruptionError: that is not wanted; ``hint`` is the last resort then.
+            CorruptionError: markers may not be passed over. ``hint`` is used if the error has none.
         """
         error = CorruptionError(error.message, hint=error.hint or hint, **{"marker": commit.id, **error.where})
         if self._told is None:
@@ -52,19 +53,19 @@ class Losses:
         self._told(commit, error)
 
     def give_up(self, lineage: Lineage, catalog: Catalog, dropped: Dropped) -> None:
-        """Say in the store that a marker was given up: all others see it there, and a trim does."""
+        """Record in the store that a marker was given up, where all other processes, including a trim, see it."""
         self._claimed(lineage, catalog, dropped.commit)
         self._objects.put(dropped_name(dropped.commit.job, dropped.commit.id), [dropped.to_bytes()])
         catalog.went(dropped.commit.id)
 
 
 def put_claim(objects: Objects, lineage: Lineage, commit: Commit) -> None:
-    """Put the CLAIM of a marker's generation into the store: it goes there before all that names its generation.
+    """Put the CLAIM of a marker's generation into the store. It is put before all objects that name its generation.
 
     Raises:
         OtherLogError: the store has the CLAIM of another history.
-        CorruptionError: what the store has is damaged; names it.
-        StoreUnavailableError: it was not written.
+        CorruptionError: the CLAIM in the store is damaged; names it.
+        StoreUnavailableError: the CLAIM was not written.
     """
     claim, name = lineage.claims[commit.generation], claim_name(commit.job, commit.generation)
     frame = claim.to_frame()

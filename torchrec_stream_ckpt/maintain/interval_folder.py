@@ -1,4 +1,4 @@
-"""The segments of a marker's intervals: found in the store, or folded from the log now."""
+"""Find the segments of a marker's intervals in the store, or fold them from the log."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard
 
 _PATIENCE_S = 0.2
-"""A stop is heard so often while workers fold."""
+"""Seconds between checks for a stop while workers fold."""
 Segments = tuple[tuple[SegmentRef, ...], ...]
-"""Of one marker, by rank."""
+"""Segments of one marker, by rank."""
 
 
 BATCH_BYTES = 64 * 2**20
-"""Frames of several ranks that one task folds, at least; a rank with more has a task of its own."""
+"""Bytes of frames of several ranks that one task folds, at least. A rank with more has its own task."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoldTask:
-    """Intervals of one marker to fold, with what their ranks held when they began; None: they begin with HELLO."""
+    """Intervals of one marker to fold, each with the shards of its rank at its begin. None if it begins with HELLO."""
 
     intervals: tuple[tuple[Interval, tuple[TableShard, ...] | None], ...]
 
@@ -57,7 +57,7 @@ class FoldTask:
         return f"fold {first.commit.id} ranks {first.end.rank} to {last.end.rank}"
 
     def run(self, site: Site) -> tuple[tuple[SegmentRef, ...], ...]:
-        """As of ``Task``: the segments of each interval, written side by side while the next ones are gathered."""
+        """Fold the intervals and return the segments of each. Segments are written while the next ones are gathered."""
         log = site.log
         assert log is not None
         writers: deque[SegmentWriter] = deque()
@@ -73,7 +73,7 @@ class FoldTask:
             while writers:
                 found.append(writers.popleft().finish())
         finally:
-            for writer in writers:  # nothing is written once this has raised
+            for writer in writers:  # nothing is written after this has raised
                 writer.drop()
         return tuple(found)
 
@@ -83,24 +83,24 @@ class _Begun:
     """A marker that is being folded."""
 
     refs: dict[int, tuple[SegmentRef, ...]] = field(default_factory=dict)
-    """What was there, by rank."""
+    """Segments found in the store, by rank."""
     tasks: list[tuple[FoldTask, Future[tuple[tuple[SegmentRef, ...], ...]]]] = field(default_factory=list)
 
     def drop(self) -> None:
-        """Do not begin what has not begun."""
+        """Cancel tasks that have not begun."""
         for _, future in self.tasks:
             future.cancel()
 
 
 class IntervalFolder:
-    """Folds intervals, those of a few large markers ahead if the engine has workers to spare.
+    """Folds intervals. If the engine has workers to spare, folds those of a few large markers in advance.
 
     Args:
         log: The job's log. It is only read.
         objects: The store.
-        progress: Told of what is folded.
+        progress: Updated with the bytes folded.
         engine: Runs the tasks.
-        pool: Threads that look for segments of several ranks at once; None: one after the other.
+        pool: Threads that search for segments of several ranks at once. None to search one after the other.
     """
 
     def __init__(
@@ -113,14 +113,14 @@ class IntervalFolder:
         self._map = map if pool is None else pool.map
         self._begun: dict[MarkerId, _Begun] = {}
         self._large: dict[MarkerId, bool] = {}
-        """True if markers that are not begun are worth a worker, as far as that was asked."""
+        """Cached results of ``_is_large`` for markers that are not begun."""
         self._shards: dict[tuple[int, int], tuple[TableShard, ...]] = {}
-        """What ranks hold in the newest generation that is folded, by generation and rank: it stays as it is."""
+        """Shards of ranks in the newest generation folded, by generation and rank. They do not change."""
         self._newest = 0
-        """That generation."""
+        """Number of that generation."""
 
     def forget(self, missing: Sequence[Commit]) -> None:
-        """Keep what was begun of these markers alone."""
+        """Drop the work begun for any marker not in ``missing``."""
         wanted = {commit.id for commit in missing}
         for marker in [each for each in self._begun if each not in wanted]:
             self._begun.pop(marker).drop()
@@ -128,7 +128,7 @@ class IntervalFolder:
 
     @property
     def ahead(self) -> int:
-        """How many of the markers that follow may be begun while one is folded: no manifest waits for more of them."""
+        """Number of following markers that may be begun while one is folded. No manifest waits for more of them."""
         return 2 * self._engine.workers if self._engine.workers > 1 else 0
 
     def segments(
@@ -140,19 +140,19 @@ class IntervalFolder:
         missing: Sequence[Commit],
         following: Sequence[Commit] = (),
     ) -> Segments:
-        """The segments of all ranks, those that are not in the store folded now.
+        """Return the segments of all ranks. Those that are not in the store are folded now.
 
         Args:
             lineage: The control partition.
-            catalog: What the store holds.
-            commit: Of the marker.
-            before: The marker before it in its generation; None for the first.
-            missing: The markers that are not in the store, in commit order.
-            following: Those of them that come next, :attr:`ahead` at most.
+            catalog: Contents of the store.
+            commit: COMMIT of the marker.
+            before: The marker before it in its generation. None for the first.
+            missing: Markers that are not in the store, in commit order.
+            following: The next of these markers, :attr:`ahead` at most.
 
         Raises:
             CorruptionError: the log is damaged, or lacks an interval.
-            EngineUnavailableError: what runs tasks is away.
+            EngineUnavailableError: the engine cannot be reached.
         """
         begun = self._begun.pop(commit.id, None)
         self._large.pop(commit.id, None)
@@ -177,7 +177,7 @@ class IntervalFolder:
     def _begin(
         self, lineage: Lineage, catalog: Catalog, commit: Commit, before: Commit | None, missing: Sequence[Commit]
     ) -> _Begun:
-        """Submit what the store does not have of a marker."""
+        """Submit the intervals of a marker that the store does not have."""
         intervals = list(intervals_of(lineage.claims[commit.generation], commit, before))
         looked = zip(intervals, self._map(self._look, intervals), strict=True)
         begun = _Begun({interval.end.rank: refs for interval, refs in looked if refs})
@@ -208,10 +208,10 @@ class IntervalFolder:
     def _begin_following(
         self, lineage: Lineage, catalog: Catalog, following: Sequence[Commit], missing: Sequence[Commit]
     ) -> None:
-        """Submit large markers that come next, so that no worker waits. Errors there are raised in their turn.
+        """Submit the next large markers, so that no worker is idle. Errors of these are raised when their turn comes.
 
-        Small ones wait for their turn: the engine would fold them at once in this process, and hold up the marker
-        that is due.
+        Small ones wait for their turn: the engine would fold them at once in this process, and delay the marker that is
+        due.
         """
         for commit in following:
             if commit.id in self._begun:
@@ -226,7 +226,7 @@ class IntervalFolder:
                     return
 
     def _is_large(self, lineage: Lineage, commit: Commit, previous: MarkerId | None) -> bool:
-        """Return whether a task of this marker goes to a worker; each marker is looked at once."""
+        """Return whether a task of this marker runs in a worker. Computed once per marker."""
         if commit.id not in self._large:
             before = lineage.find(previous) if previous is not None else None
             num_bytes = sum(each.num_bytes for each in intervals_of(lineage.claims[commit.generation], commit, before))
@@ -234,9 +234,9 @@ class IntervalFolder:
         return self._large[commit.id]
 
     def _look(self, interval: Interval) -> tuple[SegmentRef, ...] | None:
-        """The segments of an interval that is folded; None: it is not; empty: what is there is damaged.
+        """Return the segments of a folded interval. None if it is not folded; empty if its segments are damaged.
 
-        No manifest names it yet: what is damaged is set aside and folded again. What another history has written is an
+        No manifest names it yet: damaged segments are set aside and folded again. A segment of another history is an
         error.
         """
         try:
@@ -248,14 +248,17 @@ class IntervalFolder:
     def _shards_of_all(
         self, intervals: Sequence[Interval], before: Commit | None
     ) -> dict[int, tuple[TableShard, ...] | None]:
-        """By rank, what each held at the marker before, if this process knows it or the store says it: side by side."""
+        """Return the shards of each rank at the marker before, if this process or the store has them.
+
+        Reads the store in parallel.
+        """
         if before is None:
             return {}
         shards = self._map(partial(self._shards_in_store, before), intervals)
         return {each.end.rank: held for each, held in zip(intervals, shards, strict=True)}
 
     def _know(self, interval: Interval, shards: tuple[TableShard, ...]) -> None:
-        """Keep what a rank holds; that of an older generation is forgotten."""
+        """Keep the shards of a rank. Those of an older generation are discarded."""
         generation = interval.commit.generation
         if generation > self._newest:
             self._shards.clear()
@@ -265,18 +268,18 @@ class IntervalFolder:
     def again(
         self, lineage: Lineage, catalog: Catalog, commit: Commit, before: Commit | None, into: Objects
     ) -> Segments:
-        """The segments of all ranks of a marker whose manifest is damaged: what is whole in the store, the rest folded.
+        """Return all ranks' segments of a marker whose manifest is damaged: whole ones from the store, the rest folded.
 
         Args:
             lineage: The control partition.
-            catalog: What the store holds.
-            commit: Of the marker.
-            before: As of :meth:`segments`.
-            into: Takes what is folded.
+            catalog: Contents of the store.
+            commit: COMMIT of the marker.
+            before: As in :meth:`segments`.
+            into: Store that receives the folded segments.
 
         Raises:
             OtherLogError: the store has segments of this marker that another history has written.
-            CorruptionError: a segment is damaged or gone, and the log lacks its interval.
+            CorruptionError: a segment is damaged or missing, and the log lacks its interval.
         """
         segments = []
         for interval in intervals_of(lineage.claims[commit.generation], commit, before):
@@ -292,7 +295,7 @@ class IntervalFolder:
         return tuple(segments)
 
     def check_history(self, interval: Interval, part: int = 0) -> None:
-        """See that what stands under a segment's name may be this interval's, damaged or not.
+        """Check that the object with a segment's name may be this interval's, damaged or not.
 
         Raises:
             OtherLogError: it is whole, and another history has written it.
@@ -326,11 +329,11 @@ class IntervalFolder:
         """Fold one rank's interval, whatever the store has of it.
 
         Args:
-            catalog: What the store holds.
-            interval: Which one.
-            before: As of :meth:`segments`.
-            into: Takes the segments; None: the store does.
-            shards: What the rank held at the marker before, where that is known.
+            catalog: Contents of the store.
+            interval: Interval to fold.
+            before: As in :meth:`segments`.
+            into: Store that receives the segments. None for the usual store.
+            shards: Shards of the rank at the marker before, if known.
         """
         progress = self._progress
         progress.doing = f"folding marker {interval.commit.id}, rank {interval.end.rank}"
@@ -342,22 +345,22 @@ class IntervalFolder:
         return refs
 
     def _shards_in_store(self, before: Commit, interval: Interval) -> tuple[TableShard, ...] | None:
-        """Read which shards a rank held at the marker before; None if its segments are not there, or damaged.
+        """Read which shards a rank held at the marker before. Returns None if its segments are missing or damaged.
 
-        The store is asked unless this process has folded an interval of the rank in this generation.
+        Reads the store unless this process has folded an interval of the rank in this generation.
         """
         if (known := self._shards.get((before.generation, interval.end.rank))) is not None:
             return known
         previous = Interval(interval.claim, before, before.ranks[interval.end.rank])
         try:
             return folded_shards(self._objects, previous)
-        except CorruptionError:  # as good as gone
+        except CorruptionError:  # as good as missing
             return None
 
     def _shards_before(
         self, catalog: Catalog, interval: Interval, before: Commit | None
     ) -> tuple[TableShard, ...] | None:
-        """Read which shards the rank held at the marker before, from the store, or else from the log."""
+        """Read which shards the rank held at the marker before: from the store, otherwise from the log."""
         if before is None:
             return None
         if (stored := self._shards_in_store(before, interval)) is not None:
@@ -382,21 +385,21 @@ class IntervalFolder:
         *,
         same_log: bool = False,
     ) -> None:
-        """See that the log still has the interval; raises with what is lost, what remains, and what to do.
+        """Check that the log still has the interval. The error states what is lost, what remains, and what to do.
 
         Args:
             lineage: The control partition.
-            catalog: What the store holds.
-            interval: Of one rank.
-            missing: The markers that are not in the store.
-            same_log: Whether the log was just seen to be the one that the generation wrote to.
+            catalog: Contents of the store.
+            interval: Interval of one rank.
+            missing: Markers that are not in the store.
+            same_log: Whether the log was just found to be the one that the generation wrote to.
         """
         marker = interval.commit.id
         try:
             if not same_log:
                 check_incarnation(self._log, lineage, marker, [marker.generation])
             check_there(self._log, lineage, marker, [interval])
-        except OtherLogError as error:  # a loss, too; what is said of it is enough
+        except OtherLogError as error:  # a loss, too; its own message is enough
             raise CorruptionError(error.message, hint=error.hint, **error.where) from None
         except TrimmedError as error:
             raise CorruptionError(
@@ -423,15 +426,15 @@ class IntervalFolder:
 
 
 def _slim(interval: Interval) -> Interval:
-    """The same without what is known of other ranks: it is sent to another process."""
+    """Return a copy without the data of other ranks, because it is sent to another process."""
     claim = interval.claim if interval.after is None else replace(interval.claim, layout=None)
     return replace(interval, claim=claim, commit=replace(interval.commit, ranks=(interval.end,)))
 
 
 def _standing_on(lineage: Lineage, marker: MarkerId, missing: Sequence[Commit]) -> str:
-    """The markers that are lost with one, in words."""
+    """Describe the missing markers that are lost together with ``marker``."""
     stands = {marker}
-    for each in lineage.commits:  # parents come before what stands on them
+    for each in lineage.commits:  # parents come before markers that build on them
         if (lineage.previous(each) or lineage.claims[each.generation].parent) in stands:
             stands.add(each)
     lost = [each.id for each in missing if each.id in stands]

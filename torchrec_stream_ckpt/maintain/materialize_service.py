@@ -1,4 +1,4 @@
-"""Keep a store up to date with its log until told to stop: look, catch up, wait, and outlast what is away."""
+"""Keep a store up to date with its log until stopped: check, catch up, wait, and outlast outages."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ from torchrec_stream_ckpt.util.types import MarkerId
 FIRST_RETRY_S = 1.0
 LAST_RETRY_S = 30.0
 _PATIENCE_S = 0.2
-"""A stop is heard so often while merges go on."""
+"""Seconds between checks for a stop while merges run."""
 _NAMED = 8
-"""Blocks that are not as they were proved which an event names."""
+"""Maximum number of blocks that an event names as differing from their proof."""
 
 
 @dataclass(slots=True)
 class Status:
-    """Where a service stands, for people and for metrics. Written by one thread, read by others."""
+    """State of a service, for people and for metrics. Written by one thread, read by others."""
 
     doing: str = "starting"
     newest: MarkerId | None = None
-    """The newest marker that is known to be in the store, by commit order."""
+    """Newest marker known to be in the store, by commit order."""
     lag_markers: int = 0
-    """Committed markers that are not in the store."""
+    """Number of committed markers that are not in the store."""
     lag_bytes: int = 0
-    """Frames that lead to them."""
+    """Bytes of frames that lead to the markers not in the store."""
     waiting_since_s: float | None = None
-    """When the oldest of them was committed, by the trainer's wall clock."""
+    """Commit time of the oldest marker not in the store, by the trainer's wall clock."""
     ended: End | None = None
-    """The job's last word; None while a trainer may be at work, or has died without one."""
+    """The job's end note. None while a trainer may be running, or if it has died without one."""
     errors: int = 0
-    """Failures that were outlasted, retries of one not counted."""
+    """Number of failures that were outlasted, without the retries of each."""
 
     @property
     def lag_s(self) -> float:
@@ -67,11 +67,10 @@ class MaterializeService(Service):
     ``unproved`` and ``uncompared``.
 
     Args:
-        read: The control partition as of now; None while there is no log.
-        open_: Makes the materializer, once the log has something to say; None while it cannot be known where the store
-            is.
-        report: Takes events, on the thread of :meth:`run`.
-        until_closed: Come to an end once the job is finished, and all its markers are in the store.
+        read: Returns the current control partition. None while there is no log.
+        open_: Creates the materializer once the log has records. None while the place of the store cannot be known.
+        report: Receives events, on the thread of :meth:`run`.
+        until_closed: Whether to end once the job is finished and all its markers are in the store.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class MaterializeService(Service):
         self._said_head: tuple[MarkerId | None, bool] = (None, False)
         self.status = Status()
         self.scrub: BackgroundScrub | None = None
-        """Reads the store again while there is nothing to fold; None: no scrub in the background."""
+        """Reads the store again while there is nothing to fold. None for no scrub in the background."""
         self._scrub_trouble = ""
 
     @property
@@ -104,43 +103,43 @@ class MaterializeService(Service):
 
     @property
     def head_marker(self) -> MarkerId | None:
-        """Where HEAD stands on this host; None: nowhere."""
+        """Marker that HEAD on this host is at. None if it is at none."""
         return self._materializer.head_marker if self._materializer is not None else None
 
     @property
     def doing(self) -> str:
-        """What it is doing now, for people."""
+        """Description of the current work, for people."""
         at_work = self._materializer is not None and not self._trouble
         return self._materializer.doing if self._materializer is not None and at_work else self.status.doing
 
     def pass_over(self, commit: Commit, error: CorruptionError) -> None:
-        """Passed to the materializer when lost markers are to be passed over."""
+        """Report a marker that is passed over. Passed to the materializer if lost markers are to be passed over."""
         self.status.errors += 1
         self.report(Event("passed_over", {"marker": str(commit.id), "reason": error.headline}))
 
     def repaired(self, repair: Repair) -> None:
-        """Passed to the materializer: called for each damaged object that was repaired."""
+        """Report a repaired object. Passed to the materializer, which calls it for each."""
         self.report(Event("repaired", asdict(repair)))
 
     def unproved(self, check: WindowCheck) -> None:
-        """Passed to the materializer: called with a marker whose rows are not as they were proved."""
+        """Report a marker whose rows differ from its proof. Passed to the materializer."""
         found = check.compared.unproved
         assert found is not None
         blocks = [str(block) for block in found.blocks[:_NAMED]]
         self.report(Event("unproved", {"marker": str(check.marker), "blocks": found.count, "first": blocks}))
 
     def uncompared(self, commit: Commit, error: CorruptionError) -> None:
-        """Passed to the materializer: called with a marker that cannot be compared with its proof."""
+        """Report a marker that cannot be compared with its proof. Passed to the materializer."""
         self.status.errors += 1
         self.report(Event("uncompared", {"marker": str(commit.id), "reason": error.headline}))
 
     @property
     def proofs(self) -> ProofStanding | None:
-        """How far the store was compared with proofs; None: nothing was, or by another process."""
+        """Progress of comparing the store with proofs. None if nothing was compared, or only by another process."""
         return self._materializer.proofs.standing if self._materializer is not None else None
 
     def damaged(self, damage: Damage) -> None:
-        """Passed to the scrub: called for each damaged object that cannot be repaired."""
+        """Report a damaged object that was not repaired. Passed to the scrub, which calls it for each damaged one."""
         if damage.repair is None:
             fields = {"marker": str(damage.marker) if damage.marker is not None else None, "table": damage.table}
             said = {"name": damage.name, **fields, "reason": damage.reason}
@@ -149,14 +148,17 @@ class MaterializeService(Service):
             self._materializer.forget()
 
     def scrubbed(self, scrubber: Scrubber) -> None:
-        """Passed to the scrub: said of each pass that has read everything."""
+        """Report a pass that has read everything. Passed to the scrub."""
         place = scrubber.place
         counts = {"objects": place.objects, "bytes": place.num_bytes, "damaged": len(place.damaged)}
         self._scrub_trouble = ""
         self.report(Event("scrubbed", counts | {"took_s": round(max(0.0, time.time() - place.begun_s), 3)}))
 
     def scrub_trouble(self, error: StreamCkptError) -> None:
-        """Passed to the scrub: it could not go on, and tries again. Said once a change."""
+        """Report that the scrub could not continue and will try again. Repeated only if the error changes.
+
+        Passed to the scrub.
+        """
         if error.headline != self._scrub_trouble:
             self._scrub_trouble = error.headline
             self.status.errors += 1
@@ -171,7 +173,7 @@ class MaterializeService(Service):
             self.scrub.use(seconds, self._stop)
 
     def _wait_for_merges(self, materializer: Materializer, until: float) -> None:
-        """The next round goes on with what was done, and looks at the log."""
+        """Wait for merges, so that the next round advances them and reads the log."""
         while (left := until - time.monotonic()) > 0:
             self.going_on()
             if materializer.has_merged(min(left, _PATIENCE_S)):
@@ -182,11 +184,11 @@ class MaterializeService(Service):
             self.scrub.close()
 
     def _round(self, *, once: bool, last: bool = False) -> None:
-        """Put what is missing now into the store.
+        """Put the missing markers into the store.
 
         Raises:
             MarkerNotFoundError: (``once``) there is no log.
-            CorruptionError, UnsupportedError, ConfigError: waiting does not help. The store is as it was.
+            CorruptionError, UnsupportedError, ConfigError: waiting does not help. The store is unchanged.
         """
         self._over = False
         lineage = self._read()
@@ -205,7 +207,7 @@ class MaterializeService(Service):
         try:
             self._catch_up(lineage, self._materializer)
         except MissingObjectError as error:
-            # Whoever takes markers away may have done so behind our listing: only what is missing again is lost.
+            # A process that deletes markers may have done so after our listing: only objects missing again are lost.
             if self._missed == error.headline:
                 raise
             self._missed = error.headline
@@ -264,7 +266,7 @@ class MaterializeService(Service):
             begin = now
 
     def _measured(self, lineage: Lineage, materializer: Materializer) -> Iterator[MarkerId]:
-        """:meth:`Materializer.catch_up`, with the lag behind each marker measured."""
+        """Run :meth:`Materializer.catch_up`, and measure the lag after each marker."""
         try:
             for marker in materializer.catch_up(lineage):
                 self._measure(lineage, materializer)
@@ -276,7 +278,7 @@ class MaterializeService(Service):
         self._say_head(materializer)
 
     def _say_head(self, materializer: Materializer) -> None:
-        """When HEAD has moved, and once when it could not: that is tried again with every look at the log."""
+        """Report that HEAD has moved, or once that it could not: that is tried again each time the log is read."""
         problem = materializer.head_problem
         now = (materializer.head_marker, problem is not None)
         if now != self._said_head:

@@ -1,6 +1,6 @@
-"""Bring the store up to the log: every committed marker, of every generation and branch, in commit order.
+"""Bring the store up to date with the log: every committed marker, of every generation and branch, in commit order.
 
-Markers that a lost log's materializer has brought into the store after another log had taken that one's place.
+Also recognizes markers that a lost log's materializer has put into the store after another log had taken its place.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from torchrec_stream_ckpt.util.types import MarkerId
 
 
 def came_after_recovery(lineage: Lineage, marker: MarkerId, log: Incarnation) -> bool:
-    """Return whether a marker came after ``log`` had taken over its generation; nothing of that log stands on it.
+    """Return whether a marker was added after ``log`` had taken over its generation. Nothing of that log builds on it.
 
-    The log has taken over what the store held then, so all of a generation up to some marker.
+    The log has taken over the contents of the store at that time: all of a generation up to some marker.
     """
     claim = lineage.claims.get(marker.generation)
     if claim is None or marker in lineage.commits:
@@ -57,7 +57,7 @@ def came_after_recovery(lineage: Lineage, marker: MarkerId, log: Incarnation) ->
 
 
 _PATIENCE_S = 0.2
-"""A stop is heard so often while folds are waited for."""
+"""Seconds between checks for a stop while waiting for folds."""
 _HINT = (
     "bring a whole copy of the log back; or restart the job from a marker that the store has, and go on with "
     "--pass-over-lost"
@@ -65,20 +65,20 @@ _HINT = (
 
 
 class Materializer:
-    """Folds a log into a store. Two that work on one job do no harm: what each writes is the same.
+    """Folds a log into a store. Two that work on one job do no harm, because both write the same objects.
 
     Args:
         log: The job's log. It is only read.
         objects: The store.
-        dense_of: Where the trainer has put the dense state of a marker.
+        dense_of: Returns the place where the trainer has put the dense state of a marker.
         pool: Threads to read the store with.
-        policy: What to write beside.
-        engine: Makes what runs its tasks, of what tasks in this process work with.
-        going_on: Called again and again while it works; ends the work where it stands by raising.
-        pass_over: Called with a marker that can never be in the store, and why; without it, that is an error.
-        head: What keeps the newest state warm on this host.
-        repaired: Called with a damaged object of the store that was written anew.
-        proofs: How markers are compared with their proofs; None: they are not.
+        policy: Folds to write in addition to the intervals.
+        engine: Creates the engine that runs its tasks, from the resources of tasks in this process.
+        going_on: Called repeatedly during the work. Ends the work at that point by raising.
+        pass_over: Called with a marker that can never be in the store, and the reason. Without it, this is an error.
+        head: Writer that keeps HEAD on this host at the newest state.
+        repaired: Called with a damaged object of the store that was rewritten.
+        proofs: Rule by which markers are compared with their proofs. None to compare none.
     """
 
     def __init__(
@@ -101,13 +101,13 @@ class Materializer:
         self._progress = Progress(going_on)
         self._losses = Losses(objects, pass_over, self._put_claim)
         self.engine = engine(Site(log, objects, pool, self._progress.tell))
-        """Runs the tasks; it is the caller's to close."""
+        """Runs the tasks. The caller closes it."""
         self._intervals = IntervalFolder(log, objects, self._progress, self.engine, pool)
         self._dense = DenseCopier(objects, dense_of, self._losses, self._progress)
         self._repairer = Repairer(objects, pool, self._intervals, self._progress, repaired)
         self._compactor = Compactor(objects, pool, policy or Policy(), self._progress, self.engine)
         self._late: StreamCkptError | None = None
-        """What a fold of this round could not be written for: markers come first."""
+        """Error because of which a fold of this round was not written. Raised late, because markers have priority."""
         self.proofs = ProofChecker(objects, pool, self._compactor, self._repairer, self._progress, proofs, self.engine)
         """Compares markers with their proofs."""
         self._summarizer = Summarizer(objects, pool, self._progress)
@@ -116,16 +116,16 @@ class Materializer:
         self.missing: list[Commit] = []
         """Committed markers that are not in the store and were not given up, in commit order."""
         self.missing_bytes = 0
-        """Bytes of frames that lead to these, each from the marker before in its generation."""
+        """Bytes of frames that lead to the missing markers, each from the marker before in its generation."""
 
     @property
     def counts(self) -> Counts:
-        """What was done so far."""
+        """Counts of the work done so far."""
         return self._progress.counts
 
     @property
     def progress(self) -> Progress:
-        """What its parts tell of their work."""
+        """Progress that its parts report."""
         return self._progress
 
     @property
@@ -134,39 +134,39 @@ class Materializer:
         return self._repairer
 
     def forget(self) -> None:
-        """Read manifests and folds again when they are next needed: one was written anew."""
+        """Discard cached manifests and folds because one was rewritten. They are read again when next needed."""
         if self._catalog is not None:
             self._catalog.forget()
 
     @property
     def doing(self) -> str:
-        """What is done now, for people."""
+        """Description of the current work, for people."""
         return self._progress.doing
 
     @property
     def head_marker(self) -> MarkerId | None:
-        """Where HEAD stands on this host; None: nowhere."""
+        """Marker that HEAD on this host is at. None if it is at none."""
         return self._head.marker if self._head is not None else None
 
     @property
     def head_problem(self) -> StreamCkptError | None:
-        """Why HEAD could not be brought to the newest marker at the last attempt, or what was wrong with it."""
+        """Error of the last attempt to bring HEAD to the newest marker, or the fault found in HEAD."""
         return self._head.problem if self._head is not None else None
 
     @property
     def held(self) -> Set[MarkerId]:
-        """Markers that the store offers, as of the last look."""
+        """Markers that the store offers, as of the last listing."""
         return self._catalog.markers - self._catalog.dropped if self._catalog is not None else frozenset()
 
     def compare(self, job: bytes, read: Callable[[], Lineage]) -> None:
-        """See that store and log tell one history. For the start: it looks at the newest marker of each generation.
+        """Check that store and log have one history. Called at the start: checks the newest marker of each generation.
 
         Args:
             job: The job's id.
-            read: Reads the control partition; called once the store has been listed, so that it cannot know more.
+            read: Reads the control partition. Called after the store is listed, so that the store cannot know more.
 
         Raises:
-            CorruptionError: one of them was put back to an earlier state, or the store is another log's.
+            CorruptionError: one of them was restored to an earlier state, or the store belongs to another log.
         """
         catalog = self._load(job)
         lineage, now = read(), self._log.incarnation()
@@ -187,14 +187,12 @@ class Materializer:
                 own = (each for each in sorted(catalog.markers, reverse=True) if each.generation == marker.generation)
                 older = (lineage.commits[each] for each in own if each < marker and each in lineage.commits)
                 next((each for each in older if self._tells_history(catalog, each)), None)
-        for (
-            marker
-        ) in damaged:  # now that all that can be read is of this history: a log writes into no other one's store
+        for marker in damaged:  # all that can be read is of this history: no log writes into another's store
             self._repairer.mending(lineage, catalog, partial(_check, catalog, lineage.commits[marker]))
 
     @staticmethod
     def _tells_history(catalog: Catalog, commit: Commit) -> bool:
-        """Return whether a marker's manifest can be read; raises OtherLogError where it is of another history."""
+        """Return whether a marker's manifest can be read. Raises OtherLogError if it is of another history."""
         try:
             catalog.check(commit)
         except OtherLogError:
@@ -204,15 +202,15 @@ class Materializer:
         return True
 
     def catch_up(self, lineage: Lineage) -> Iterator[MarkerId]:
-        """Put every missing marker into the store; yields each one that is whole.
+        """Put every missing marker into the store. Yields each one once it is whole.
 
-        Folds are begun, and do not hold markers up: see :attr:`merging`.
+        Folds are begun, and do not delay markers: see :attr:`merging`.
 
         Args:
-            lineage: The control partition as of now.
+            lineage: The current control partition.
 
         Raises:
-            CorruptionError: the log is damaged, or lacks what the store does not have yet.
+            CorruptionError: the log is damaged, or lacks data that the store does not have yet.
             LogUnavailableError, StoreUnavailableError, EngineUnavailableError: one of them does not answer.
         """
         if not lineage.claims:
@@ -252,18 +250,18 @@ class Materializer:
 
     @property
     def merging(self) -> bool:
-        """True if folds are still to be written of markers that are in the store."""
+        """True if folds of markers that are in the store are still to be written."""
         return self._compactor.is_busy
 
     def has_merged(self, timeout_s: float) -> bool:
-        """Let merges go on, at most for so long; whether the next :meth:`catch_up` can go on with them."""
+        """Let merges run for at most ``timeout_s``. Returns whether the next :meth:`catch_up` can advance them."""
         try:
             return self._compactor.wait(timeout_s)
-        except EngineUnavailableError:  # the next catch_up hears it from the tasks
+        except EngineUnavailableError:  # the next catch_up gets the error from the tasks
             return True
 
     def settle(self, lineage: Lineage) -> None:
-        """Write all folds that are begun; raises as :meth:`catch_up`."""
+        """Finish all folds that are begun. Raises as :meth:`catch_up`."""
         if self._catalog is None:
             return
         while self.merging:
@@ -275,7 +273,7 @@ class Materializer:
         self._progress.doing = "waiting for markers"
 
     def _merge(self, lineage: Lineage, catalog: Catalog) -> None:
-        """Go on with folds. What goes wrong is raised when all markers are in the store."""
+        """Advance folds. An error is raised only after all markers are in the store."""
         if self._late is not None:
             return
         try:
@@ -295,7 +293,7 @@ class Materializer:
         return self._catalog
 
     def _look(self, lineage: Lineage) -> Catalog:
-        """Return the catalog; the store is listed again only if something seems to be missing."""
+        """Return the catalog. The store is listed again only if a marker seems to be missing."""
         fresh = self._catalog is None
         catalog = self._load(lineage.job)
         if not fresh and self._missing(lineage, catalog):
@@ -311,7 +309,7 @@ class Materializer:
 
     @staticmethod
     def _missing(lineage: Lineage, catalog: Catalog) -> list[MarkerId]:
-        """By their names: the COMMITs of those that the store has are not opened."""
+        """Return the missing markers by name. Does not open the COMMITs of markers that the store has."""
         markers, dropped = catalog.markers, catalog.dropped
         return [marker for marker in lineage.commits if marker not in markers and marker not in dropped]
 
@@ -323,9 +321,9 @@ class Materializer:
         before: Commit | None,
         following: Sequence[Commit],
     ) -> Segments | None:
-        """The segments of all ranks; None when the marker was passed over, which gives it up in the store."""
+        """Return the segments of all ranks. None if the marker was passed over, which gives it up in the store."""
         parent = before.id if before is not None else lineage.claims[commit.generation].parent
-        stands_on_lost = _is_lost(catalog, parent)  # what is damaged there is an error, never a lost marker
+        stands_on_lost = _is_lost(catalog, parent)  # damage there is an error, never a lost marker
         try:
             if stands_on_lost:
                 raise CorruptionError(f"it stands on marker {parent}, which is lost", marker=commit.id)
@@ -340,7 +338,7 @@ class Materializer:
             return None
 
     def _put_marker(self, lineage: Lineage, catalog: Catalog, commit: Commit, segments: Segments) -> None:
-        """The manifest comes last: with it the marker is in the store."""
+        """Put a marker's objects, the manifest last: with it the marker is in the store."""
         self._put_claim(lineage, catalog, commit)
         has_dense = self._dense.take(commit)
         manifest = Manifest(commit, lineage.previous(commit.id), segments)
@@ -351,12 +349,12 @@ class Materializer:
             self._dense.give_up(lineage, catalog, commit)
 
     def _put_claim(self, lineage: Lineage, catalog: Catalog, commit: Commit) -> None:
-        """:func:`put_claim`; a damaged one is written anew from the log."""
+        """Call :func:`put_claim`. A damaged CLAIM is rewritten from the log."""
         self._repairer.mending(lineage, catalog, partial(put_claim, self._objects, lineage, commit))
 
 
 def _put_manifest(objects: Objects, catalog: Catalog, manifest: Manifest) -> None:
-    """Put a manifest, unless another process has put one that says the same; raises as ``Catalog.check``."""
+    """Put a manifest, unless another process has put an equal one. Raises as ``Catalog.check``."""
     commit = manifest.commit
     try:
         put_once(objects, manifest_name(commit.job, commit.id), [manifest.to_bytes()])
@@ -368,13 +366,13 @@ def _put_manifest(objects: Objects, catalog: Catalog, manifest: Manifest) -> Non
 
 
 def _check(catalog: Catalog, commit: Commit) -> None:
-    """``Catalog.check`` of a marker, unless gc has taken it away since."""
+    """Call ``Catalog.check`` for a marker, unless gc has deleted it since."""
     if commit.id in catalog.markers:
         catalog.check(commit)
 
 
 def _is_lost(catalog: Catalog, marker: MarkerId | None) -> bool:
-    """Return whether nothing can stand on a marker: its rows were given up, and were not brought after all."""
+    """Return whether nothing can build on a marker: its rows were given up, and were not added later."""
     return (
         marker is not None
         and marker in catalog.dropped
@@ -384,7 +382,7 @@ def _is_lost(catalog: Catalog, marker: MarkerId | None) -> bool:
 
 
 def backlog_bytes(lineage: Lineage, missing: Sequence[Commit]) -> int:
-    """Bytes of frames that lead to these markers, each from the one before in its generation."""
+    """Return the bytes of frames that lead to these markers, each from the one before in its generation."""
     return sum(
         interval.num_bytes
         for commit in missing

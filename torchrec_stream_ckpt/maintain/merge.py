@@ -1,11 +1,11 @@
 """Merge pieces of the store into a fold: the newest version of every row that they hold, by id.
 
-A fold from the start of the history is a base: a restore reads nothing older. One over a span saves a restore the
-versions that the span has overwritten itself.
+A fold from the start of the history is a base: a restore reads nothing older. A fold of a span saves a restore the
+versions that are overwritten within the span.
 
-Pieces are sorted runs, and a merge goes through them side by side: it reads each byte of them once, and then once what
-it has written. Runs of which too many are open at once go through a scratch folder first (:mod:`.narrow`). A fold is
-planned as a row of tasks (:mod:`.merge_plan`), each by itself; what they write does not depend on how many they are.
+Pieces are sorted runs, and a merge reads them in parallel. It reads each of their bytes once, and its own output once
+more. If too many runs are open at once, they are first merged in a scratch folder (:mod:`.narrow`). A fold is planned
+as a sequence of independent tasks (:mod:`.merge_plan`). Their output does not depend on their number.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from torchrec_stream_ckpt.util.types import MarkerId
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MergeTask:
-    """Some blocks of a fold: all that a process needs to write them. What it writes is a function of this."""
+    """Some blocks of a fold, with everything a process needs to write them. The output is a function of this value."""
 
     fold: FoldName
     schema: Schema
-    """At the end of the fold."""
+    """Schema at the end of the fold."""
     stretches: tuple[TableWindows, ...]
     """Windows to merge, with the chunks that they are made of."""
     last: int | None
-    """Number of the fold's last window, if the task has it: it writes the last part. None: another one does."""
+    """Number of the fold's last window if this task has it and so writes the last part. None if another task does."""
     num_bytes: int
     """Bytes of chunks to read."""
 
@@ -56,7 +56,7 @@ class MergeTask:
         return f"merge {self.fold.end} from {self.fold.start or 'root'}"
 
     def run(self, site: Site) -> Merged:
-        """As of ``Task``."""
+        """Merge the windows and return the result, as ``Task`` describes."""
         read_bytes = 0
 
         def tell(num_bytes: int) -> None:
@@ -70,16 +70,16 @@ class MergeTask:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What a task of a merge has done."""
+    """Result of one merge task."""
 
     refs: tuple[SegmentRef, ...]
     read_bytes: int
-    """Chunks of pieces and of temporary files."""
+    """Bytes read of chunks of pieces and of temporary files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Merging:
-    """A fold that is being made: its tasks, and what they are to become."""
+    """A fold in progress: its tasks, and the fold that they form."""
 
     job: bytes
     start: MarkerId | None
@@ -94,28 +94,28 @@ class Merging:
         return sum(task.num_bytes for task in self.tasks)
 
     def finish(self, objects: Objects, refs: Sequence[Sequence[SegmentRef]], pool: Executor) -> Fold:
-        """Put the fold, once all tasks have written their segments: with this it is in the store.
+        """Put the fold after all tasks have written their segments. With this, the fold is in the store.
 
         Args:
             objects: The store.
-            refs: What each task has written.
-            pool: Threads that look whether all of it is there.
+            refs: Segments that each task has written.
+            pool: Threads that check whether all segments exist.
 
         Raises:
             CorruptionError: another fold has its name.
-            StoreUnavailableError: it was not written; or gc has deleted a segment, which nothing named before this.
+            StoreUnavailableError: the fold was not written, or gc has deleted a segment, which no object named before.
         """
         fold = Fold(self.job, self.start, self.end, self.chain, tuple(ref for each in refs for ref in each))
         _check_there(objects, fold, pool)
         failpoint("fold.manifest")
         put_once(objects, FoldName(self.job, self.end, self.start).name, [fold.to_bytes()])
         failpoint("fold.manifest_put")
-        _check_there(objects, fold, pool)  # a gc that did not see the fold may have come in between
+        _check_there(objects, fold, pool)  # a gc that did not see the fold may have deleted segments meanwhile
         return fold
 
 
 def _check_there(objects: Objects, fold: Fold, pool: Executor) -> None:
-    """Look whether all segments of a fold are there; raises as :meth:`Merging.finish`."""
+    """Check that all segments of a fold exist. Raises as :meth:`Merging.finish`."""
     sizes = pool.map(objects.size, [ref.name for ref in fold.segments])
     gone = [ref.name for ref, size in zip(fold.segments, sizes, strict=True) if size != ref.num_bytes]
     if gone:
@@ -130,14 +130,14 @@ def _check_there(objects: Objects, fold: Fold, pool: Executor) -> None:
 def plan_merge(
     objects: Objects, lineage: Lineage, pieces: Sequence[Piece], pool: Executor, *, task_bytes: int | None = None
 ) -> Merging:
-    """Read the directories of ``pieces``, which follow one after the other, and cut their merge into tasks.
+    """Read the directories of consecutive ``pieces``, and split their merge into tasks.
 
     Args:
         objects: The store.
         lineage: The control partition.
-        pieces: What to merge.
+        pieces: Pieces to merge.
         pool: Threads to read with.
-        task_bytes: What a task is to read, about; None: there is one task.
+        task_bytes: Bytes that a task reads, approximately. None for a single task.
 
     Raises:
         CorruptionError: a piece is damaged.
@@ -146,7 +146,7 @@ def plan_merge(
     start, end, job = pieces[0].start, pieces[-1].end, lineage.job
     pieces = open_pieces(objects, pieces, job, pool)
     for piece in pieces:
-        own = lineage.claims[piece.generation].schema  # rows of tables that it had otherwise are left out by bases
+        own = lineage.claims[piece.generation].schema  # bases exclude rows of tables that it had otherwise
         for picked in piece.opened:
             check_tables(picked.front, own, picked.ref.name)
     schema = lineage.claims[end.generation].schema
@@ -174,17 +174,17 @@ def merge(
     progress: Callable[[int], None] = lambda _: None,
     scratch: Path | None = None,
 ) -> Fold:
-    """Write the fold of ``pieces``, which follow one after the other, and put it into the store.
+    """Write the fold of consecutive ``pieces``, and put it into the store.
 
-    Memory: the rows of one segment twice, ``FAN_IN`` open chunks of at most 4 MB, and what is read ahead.
+    Memory: the rows of one segment twice, ``FAN_IN`` open chunks of at most 4 MB, and the chunks read ahead.
 
     Args:
         objects: The store.
         lineage: The control partition.
-        pieces: What to merge.
+        pieces: Pieces to merge.
         pool: Threads to read with.
         progress: Called with the bytes of each chunk that is read.
-        scratch: Where a folder for temporary files may be made; None: ``TMPDIR``.
+        scratch: Folder in which a folder for temporary files may be made. None for ``TMPDIR``.
 
     Raises:
         CorruptionError: a piece is damaged.
@@ -203,7 +203,7 @@ def merge_share(
     progress: Callable[[int], None] = lambda _: None,
     scratch: Path | None = None,
 ) -> tuple[SegmentRef, ...]:
-    """Write the segments of some blocks of a fold, and read them back; arguments and errors as of :func:`merge`."""
+    """Write the segments of some blocks of a fold, and read them back. Arguments and errors as in :func:`merge`."""
     with (
         ThreadPoolExecutor(1, "stream-ckpt-write") as background,
         closing(ScratchRuns(objects, pool, scratch, progress)) as made,
@@ -219,7 +219,7 @@ def merge_share(
 
 
 class _Parts:
-    """The rows that a task has merged, and the segments that it writes of them: cut by blocks, and by their bytes."""
+    """Rows that a task has merged, and the segments that it writes of them, split by blocks and by bytes."""
 
     def __init__(self, objects: Objects, task: MergeTask, background: Executor) -> None:
         name, self._last = task.fold, task.last
@@ -234,7 +234,7 @@ class _Parts:
         self._block, self._part = -1, 0
 
     def begin(self, window: int) -> None:
-        """Go on with a window, by its number."""
+        """Begin a window, by its number."""
         block = window // WINDOWS_OF_BLOCK
         if block != self._block:
             if self.rows.num_bytes:
@@ -242,12 +242,12 @@ class _Parts:
             self._block, self._part = block, block * WINDOWS_OF_BLOCK
 
     def end(self) -> None:
-        """The window has given all its rows."""
+        """End a window whose rows were all added."""
         if self.rows.num_bytes >= SEGMENT_BYTES // 2:
             self._put(last=False)
 
     def finish(self) -> tuple[SegmentRef, ...]:
-        """Write what is left."""
+        """Write the remaining rows."""
         if self._last is not None:
             self.begin(self._last)
             self._put(last=True)
@@ -266,7 +266,7 @@ def _check_written(
     """Read segments back before anything relies on them.
 
     Raises:
-        CorruptionError: they hold other rows than were merged.
+        CorruptionError: their rows differ from those merged.
     """
     found = RowDigests()
     for each, entry, data in read_chunks(objects, open_segments(objects, refs, task.fold.job, pool), pool):
@@ -287,7 +287,7 @@ def _merge_stretch(
     pool: Executor,
     progress: Callable[[int], None],
 ) -> None:
-    """Give the newest version of each row of some windows to ``parts``."""
+    """Add the newest version of each row of some windows to ``parts``."""
     newest = scratch.narrowed(schema, held.newest, held.table, within=held.within)
     for cut in held.slices:
         mine = [each.only(each.entries["col0"] == cut.col0) for each in newest]

@@ -1,7 +1,7 @@
-"""How a merge is cut: into windows of rows and blocks of windows, by the format, and into tasks of whole blocks.
+"""Split a merge into windows of rows and blocks of windows, by the format, and into tasks of whole blocks.
 
-Where a segment ends is a function of the rows, so that all writers cut alike (docs/format.md). How many tasks there are
-is not: each begins and ends with a block, and no segment crosses one.
+The end of a segment is a function of the rows, so that all writers split alike (docs/format.md). The number of tasks is
+not: each begins and ends with a block, and no segment crosses the border of a block.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from torchrec_stream_ckpt.store.newest import newest_first
 from torchrec_stream_ckpt.store.runs import Window, columns_of, cuts_of, open_at_once
 
 WINDOWS_OF_BLOCK = 8
-"""It stands in the store's format: a part of a fold ends with a block of windows."""
+"""Number of windows in a block. Part of the store's format: a part of a fold ends with a block of windows."""
 _READ_TWICE = 0.08
-"""Part of the bytes that tasks may read twice: of the chunks that lie across their borders."""
+"""Fraction of the bytes that tasks may read twice, because chunks lie across their borders."""
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Windows of the same columns of one table, one after the other."""
+    """Consecutive windows of the same columns of one table."""
 
     col0: int
     stop: int
     first: int
-    """The first row of the first window."""
+    """First row of the first window."""
     end: int
-    """The row after the last one."""
+    """Row after the last one."""
     height: int
-    """Rows of a window; the last one may have fewer."""
+    """Number of rows of a window; the last one may have fewer."""
     number: int
-    """Of the first window, among all of the fold."""
+    """Number of the first window among all windows of the fold."""
 
     @property
     def count(self) -> int:
-        """How many windows there are."""
+        """Number of windows."""
         return -(-(self.end - self.first) // self.height)
 
     def windows(self) -> Iterator[Window]:
@@ -53,11 +53,11 @@ class Slice:
             yield row0, min(row0 + self.height, self.end)
 
     def number_of(self, row: int) -> int:
-        """The number of the window that a row is in."""
+        """Return the number of the window that contains a row."""
         return self.number + (row - self.first) // self.height
 
     def part(self, begin: int, stop: int) -> Slice | None:
-        """The windows whose numbers are in [begin, stop); None: there are none."""
+        """Return the windows whose numbers are in [begin, stop). None if there are none."""
         begin, stop = max(begin, self.number), min(stop, self.number + self.count)
         if begin >= stop:
             return None
@@ -72,22 +72,22 @@ class TableWindows:
 
     table: int
     newest: tuple[Picked, ...]
-    """Newest segment first."""
+    """Chunks, the newest segment first."""
     slices: tuple[Slice, ...]
-    """More than one only where chunks are wider than a slice: then each is read once for all of them."""
+    """More than one only if chunks are wider than a slice. Each chunk is then read once for all slices."""
 
     @property
     def within(self) -> Window:
-        """All rows of the windows."""
+        """All rows of the windows, as one range."""
         return min(each.first for each in self.slices), max(each.end for each in self.slices)
 
     @property
     def is_whole(self) -> bool:
-        """True if it cannot be cut."""
+        """True if it cannot be split."""
         return len(self.slices) > 1
 
     def part(self, begin: int, stop: int) -> TableWindows | None:
-        """The windows whose numbers are in [begin, stop), with the chunks that they need and no others."""
+        """Return the windows whose numbers are in [begin, stop), with the chunks that they need and no others."""
         found = [part for each in self.slices if (part := each.part(begin, stop)) is not None]
         if not found:
             return None
@@ -99,20 +99,20 @@ class TableWindows:
 
 @dataclass(frozen=True, slots=True)
 class MergePlan:
-    """All windows of a fold, in the order in which its segments have them."""
+    """All windows of a fold, in the order of its segments."""
 
     stretches: tuple[TableWindows, ...]
     windows: int
 
     @classmethod
     def of(cls, schema: Schema, bases: Mapping[int, int], pieces: Sequence[Piece], window_bytes: int) -> MergePlan:
-        """Plan a merge of open pieces: table by table, its columns cut at every edge of a slice of a piece.
+        """Plan a merge of open pieces, table by table. Columns are split at every edge of a slice of a piece.
 
         Args:
-            schema: At the end of the fold.
-            bases: By table, the generation that sent it whole: nothing older counts.
-            pieces: What is merged, oldest first.
-            window_bytes: Rows of a window are at most that many bytes.
+            schema: Schema at the end of the fold.
+            bases: Generation that sent each table whole, by table. Older rows are ignored.
+            pieces: Pieces to merge, oldest first.
+            window_bytes: Maximum bytes of the rows of a window.
         """
         found: list[TableWindows] = []
         windows = 0
@@ -129,17 +129,17 @@ class MergePlan:
                 for each in slices:
                     mine = (picked.only(picked.entries["col0"] == each.col0) for picked in newest)
                     held = tuple(picked for picked in mine if len(picked.chunks))
-                    if held:  # columns between those that were sent have windows, which are counted, and no rows
+                    if held:  # columns between those sent have windows, which are counted, but no rows
                         found.append(TableWindows(table, held, (each,)))
             else:
                 found.append(TableWindows(table, tuple(newest), tuple(slices)))
         return cls(tuple(found), windows)
 
     def cut(self, task_bytes: int | None) -> list[tuple[TableWindows, ...]]:
-        """The stretches of each task; at least one task, which may have none.
+        """Return the stretches of each task: at least one task, which may have none.
 
         Args:
-            task_bytes: What a task is to read, about; None: there is one.
+            task_bytes: Bytes that a task reads, approximately. None for a single task.
         """
         borders = self._borders(task_bytes) if task_bytes is not None else []
         edges = [0, *(block * WINDOWS_OF_BLOCK for block in borders), max(1, self.windows)]
@@ -149,7 +149,7 @@ class MergePlan:
         ]
 
     def _borders(self, task_bytes: int) -> list[int]:
-        """The blocks with which a task begins, but the first one."""
+        """Return the first block of each task except the first task."""
         weights, may_begin = self._blocks()
         total, twice = float(weights.sum()), 0.0
         for each in self.stretches:
@@ -164,7 +164,7 @@ class MergePlan:
         return sorted({int(block) for block in found if block < len(weights) and may_begin[block]})
 
     def _blocks(self) -> tuple[Floats, npt.NDArray[np.bool_]]:
-        """(bytes of chunks that begin in each block, whether a task may begin with it)."""
+        """Return (bytes of chunks that begin in each block, whether a task may begin with it)."""
         blocks = -(-self.windows // WINDOWS_OF_BLOCK)
         weights, may_begin = np.zeros(blocks), np.ones(blocks, np.bool_)
         for stretch in self.stretches:
@@ -183,7 +183,7 @@ class MergePlan:
 
 
 def _held(bases: Mapping[int, int], pieces: Sequence[Piece]) -> dict[int, list[Picked]]:
-    """Return the segments that count of each table, newest first: none older than the generation that sent it whole."""
+    """Return the relevant segments of each table, newest first: none older than the generation that sent it whole."""
     segments = [picked for piece in pieces for picked in piece.opened]
     slices = {picked.ref.name: slices_of(picked.front.directory) for picked in segments}
     tables = sorted({table for each in slices.values() for table, _, _ in each})

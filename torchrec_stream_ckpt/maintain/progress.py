@@ -1,4 +1,4 @@
-"""What a materializer does now and has done since it started."""
+"""Progress and counts of a materializer's work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Counts:
-    """What a materializer has done since it started. Bytes as read and as written, markers whole."""
+    """Counts of a materializer's work since it started. Bytes count as they are read or written, markers when whole."""
 
     markers: int = 0
     frames_bytes: int = 0
@@ -19,39 +19,39 @@ class Counts:
     proofs: int = 0
     """Markers whose proofs were compared with the store."""
     proof_bytes: int = 0
-    """Rows that were read for that."""
+    """Bytes of rows read to compare proofs."""
     repairs: int = 0
     """Damaged objects of the store that were repaired."""
 
 
 class Progress:
-    """Written by the parts of one materializer, read by any thread.
+    """Progress written by the parts of one materializer, and read by any thread.
 
     Args:
-        going_on: Called again and again; ends the work where it stands by raising.
+        going_on: Called repeatedly. Ends the work at that point by raising.
     """
 
     def __init__(self, going_on: Callable[[], None] = lambda: None) -> None:
         self.going_on = going_on
         self.counts = Counts()
         self.doing = "starting"
-        """For people."""
+        """Description of the current work, for people."""
 
     def count_frames(self, num_bytes: int) -> None:
-        """Bytes of the log were folded."""
+        """Count bytes of the log that were folded."""
         self.counts.frames_bytes += num_bytes
         self.going_on()
 
     def tell(self, num_bytes: int) -> None:
-        """A task that runs in this process has read bytes, which are counted when it is done."""
+        """Note that a task in this process has read bytes. They are counted when the task is done."""
         self.going_on()
 
     def count_proved(self, num_bytes: int) -> None:
-        """Bytes of the store were read to compare them with a proof."""
+        """Count bytes of the store that were read to compare them with a proof."""
         self.counts.proof_bytes += num_bytes
         self.going_on()
 
     def count_merged(self, num_bytes: int) -> None:
-        """Bytes of the store were read for a fold."""
+        """Count bytes of the store that were read for a fold."""
         self.counts.fold_bytes_read += num_bytes
         self.going_on()

@@ -1,9 +1,9 @@
-"""Compare each marker that comes into a store with its proof, say so in the store, and tell the trainer what differs.
+"""Compare each marker added to a store with its proof, note the result, and report differences to the trainer.
 
-A marker is compared once. What a proof finds is named at the marker that proves it: within one round of windows, all
-rows have been read through the pieces that a restore takes, whoever has written them.
+A marker is compared once. Differences are attributed to the marker whose proof shows them. Within one round of windows,
+all rows have been read through the pieces that a restore uses, whichever process wrote them.
 
-Read the window of a marker by tasks: each sums up the rows of some tables.
+Tasks read the window of a marker: each sums up the rows of some tables.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from torchrec_stream_ckpt.util.failpoints import failpoint
 from torchrec_stream_ckpt.util.types import MarkerId
 
 _PATIENCE_S = 0.2
-"""A stop is heard so often while tasks are waited for."""
+"""Seconds between checks for a stop while waiting for tasks."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProofTask:
-    """One share of a window."""
+    """Task that reads one share of a window."""
 
     share: WindowShare
     whole: bool
@@ -49,7 +49,7 @@ class ProofTask:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes to read, about."""
+        """Bytes to read, approximately."""
         return self.share.num_bytes
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class ProofTask:
         return f"proof of tables {first.table} (row {first.begin}) to {last.table} (row {last.end})"
 
     def run(self, site: Site) -> ShareFound:
-        """As of ``Task``."""
+        """Read the share and return its sums, as ``Task`` describes."""
         failpoint("proof.share")
         return self.share.read(site.objects, site.pool, site.tell, whole=self.whole)
 
@@ -65,17 +65,17 @@ class ProofTask:
 def read_shares(
     engine: Engine, going_on: Callable[[], None], shares: Sequence[WindowShare], whole: bool
 ) -> list[ShareFound]:
-    """Read the shares of a window. They are urgent: markers wait for the comparison, and merges for markers.
+    """Read the shares of a window. They are urgent, because markers wait for the comparison, and merges for markers.
 
     Args:
         engine: Runs the tasks.
-        going_on: Called again and again; ends the work by raising.
-        shares: What to read.
-        whole: As of :class:`ProofTask`.
+        going_on: Called repeatedly. Ends the work by raising.
+        shares: Shares to read.
+        whole: As in :class:`ProofTask`.
 
     Raises:
-        CorruptionError, StoreUnavailableError: as of :meth:`WindowShare.read`.
-        EngineUnavailableError: what runs tasks is away.
+        CorruptionError, StoreUnavailableError: as in :meth:`WindowShare.read`.
+        EngineUnavailableError: the engine cannot be reached.
     """
     futures = []
     try:
@@ -91,31 +91,31 @@ def read_shares(
 
 
 _TIDY_EVERY = 64
-"""Markers after which is looked for what is said of markers that are gone."""
+"""Number of compared markers after which notes on deleted markers are removed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProofRule:
-    """That proofs are compared, and who hears what came of it."""
+    """Rule that enables comparison with proofs, and the receivers of its results."""
 
     verdicts: Callable[[Commit], Objects]
-    """The store in which the trainer of a marker looks for verdicts."""
+    """Returns the store in which the trainer of a marker looks for verdicts."""
     told: Callable[[WindowCheck], None] = lambda _: None
-    """Called with a marker whose rows are not as they were proved."""
+    """Called with a marker whose rows differ from its proof."""
     failed: Callable[[Commit, CorruptionError], None] = lambda *_: None
-    """Called with a marker that cannot be compared, since rows that it needs are damaged, and why."""
+    """Called with a marker that cannot be compared because rows that it needs are damaged, and with the error."""
 
 
 class ProofChecker:
-    """Checks the markers of one store.
+    """Compares the markers of one store with their proofs.
 
     Args:
         objects: The store.
         pool: Threads to read it with.
         compactor: Knows the pieces that lead to the newest marker.
-        repairer: Repairs what is damaged.
-        progress: Told of what is read.
-        rule: Who hears of it; None: nothing is compared.
+        repairer: Repairs damaged objects.
+        progress: Updated with the bytes read.
+        rule: Receivers of the results. None to compare nothing.
         engine: Runs the tasks.
     """
 
@@ -138,37 +138,37 @@ class ProofChecker:
         run = partial(read_shares, engine, progress.going_on) if not isinstance(engine, InProcess) else None
         self._reader = WindowReader(objects, pool, progress.count_proved, run)
         self._said: list[Comparison] | None = None
-        """What the store says, as far as it is known; None: it is to be listed."""
+        """Comparisons noted in the store, as far as known. None if they are still to be listed."""
         self._pending: dict[MarkerId, None] = {}
         """Markers to compare, in commit order."""
         self._last: WindowCheck | None = None
         self.standing: ProofStanding | None = None
-        """Of the newest marker that was compared."""
+        """Proof status of the newest marker that was compared."""
 
     @property
     def wanted(self) -> bool:
-        """True if anything is compared."""
+        """True if markers are compared."""
         return self._rule is not None
 
     def of(self, lineage: Lineage, catalog: Catalog, marker: MarkerId) -> WindowCheck:
-        """Return what comes of a marker in the store: of the last one that was compared here it is known."""
+        """Return the comparison of a marker in the store. That of the last one compared here is cached."""
         if self._last is None or self._last.marker != marker:
             self._last = self._reader.check(lineage, catalog, marker)
         return self._last
 
     def add(self, commit: Commit) -> None:
-        """A marker has come into the store."""
+        """Add a marker that was put into the store."""
         self._pending[commit.id] = None
 
     def check(self, lineage: Lineage, catalog: Catalog) -> None:
-        """Compare all markers that came into the store and were not compared yet.
+        """Compare all markers that were added to the store and not compared yet.
 
         Args:
             lineage: The control partition.
-            catalog: What the store holds.
+            catalog: Contents of the store.
 
         Raises:
-            StoreUnavailableError: the store does not answer: the next call goes on.
+            StoreUnavailableError: the store does not answer. The next call continues.
         """
         if self._rule is None:
             self._pending.clear()
@@ -182,7 +182,7 @@ class ProofChecker:
             del self._pending[marker]
 
     def _resume(self, lineage: Lineage, catalog: Catalog) -> list[Comparison]:
-        """Take up what the store says. What another process, or this one before, has left to do is done first."""
+        """Load the comparisons noted in the store. Markers not compared by an earlier process are compared first."""
         said = list_proved(self._objects, lineage.job)
         offered = catalog.markers - catalog.dropped
         newest = next((marker for marker in reversed(lineage.commits) if marker in offered), None)
@@ -193,7 +193,7 @@ class ProofChecker:
         return said
 
     def _left(self, lineage: Lineage, catalog: Catalog, newest: MarkerId, known: Container[MarkerId]) -> list[MarkerId]:
-        """Markers on the way to the newest one that were not compared: back to one that was, and at most a round."""
+        """Return markers not compared on the path to the newest one: back to one that was compared, at most a round."""
         if newest in known:
             return []
         load = partial(load_notes, catalog, lineage.commits[newest], self._pool)
@@ -202,7 +202,7 @@ class ProofChecker:
         except OtherLogError:
             raise
         except CorruptionError:
-            window = None  # the comparison of this marker says so
+            window = None  # the comparison of this marker reports it
         most = turn_markers(window) if window is not None else 1
         return [*takewhile(lambda each: each not in known, islice(back_from(lineage, newest), most))][::-1]
 
@@ -217,7 +217,7 @@ class ProofChecker:
             found = self._repairer.mending(lineage, catalog, compare)
         except OtherLogError:
             raise
-        except CorruptionError as error:  # of what is in the store already: the markers to come do not wait for it
+        except CorruptionError as error:  # of an object already in the store: later markers do not wait for it
             rule.failed(commit, error)
             return
         self._last = found
@@ -232,7 +232,7 @@ class ProofChecker:
             rule.told(found)
 
     def _note(self, lineage: Lineage, catalog: Catalog, commit: Commit, found: WindowCheck, window: Window) -> None:
-        """Say in the store what came of it."""
+        """Note the result of a comparison in the store."""
         assert self._said is not None
         chain, now = commit.chain, int(time.time() * 1000)
         proved = Comparison(commit.job, commit.id, STORE, chain, window.position, window.width, found.differing, now)
@@ -246,11 +246,11 @@ class ProofChecker:
             self._tidy(catalog, round_)
 
     def _tidy(self, catalog: Catalog, round_: int) -> None:
-        """Remove what is said of markers that are gone, unless it counts for a newer one."""
+        """Remove notes on deleted markers, unless they count for a newer one."""
         assert self._said is not None
         recent, older = self._said[-2 * round_ :], self._said[: -2 * round_]
         kept = [each for each in older if each.marker in catalog.markers]
-        with suppress(StoreUnavailableError):  # there may be no right to delete: it stays, and another one tidies
+        with suppress(StoreUnavailableError):  # deletion may be denied: the note stays, and another process deletes it
             for each in older:
                 if each.marker not in catalog.markers:
                     self._objects.delete(each.name)

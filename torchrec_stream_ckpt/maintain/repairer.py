@@ -1,6 +1,6 @@
-"""Repair what is damaged in a store: write it anew from what else has its rows, and keep the replaced bytes.
+"""Repair damage in a store: rewrite objects from other sources of their rows, and keep the replaced bytes.
 
-The store as a repair writes to it: what is right stays, and what is replaced is kept.
+A repair writes to the store through :class:`Replacing`, which leaves correct objects and keeps replaced bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from torchrec_stream_ckpt.util.types import MarkerId
 
 
 class Replacing:
-    """A store whose objects are written anew, one by one. Each is replaced in one put, and never deleted before.
+    """A store whose objects are rewritten one by one. Each is replaced in one put, and never deleted before.
 
     Args:
         objects: The store.
@@ -54,15 +54,15 @@ class Replacing:
         self.reads_ahead = objects.reads_ahead
         self._objects = objects
         self.known: Mapping[str, SegmentRef] = {}
-        """What a manifest says of segments, by name: one with other content is never written."""
+        """Segments as their manifest describes them, by name. A segment with other content is never written."""
         self.asides: list[str] = []
-        """Where the bytes are that were replaced."""
+        """Names of the objects that hold the replaced bytes."""
 
     def put(self, name: str, parts: Sequence[Buffer]) -> None:
-        """Write an object, unless the same bytes are there; other bytes are set aside first.
+        """Write an object, unless it exists with the same bytes. Other bytes are set aside first.
 
         Raises:
-            CorruptionError: it is another segment than its manifest says. Nothing was written.
+            CorruptionError: the segment differs from its description in the manifest. Nothing was written.
         """
         self._check(name, parts)
         there = self._there(name)
@@ -73,7 +73,7 @@ class Replacing:
         self._objects.put(name, parts)
 
     def create(self, name: str, parts: Sequence[Buffer]) -> bool:
-        """As :meth:`put`: whatever has the name gives way."""
+        """Write an object as :meth:`put` does. Replaces any object of that name."""
         self.put(name, parts)
         return True
 
@@ -86,20 +86,20 @@ class Replacing:
             raise CorruptionError("the log has other rows than the manifest says", segment=name)
 
     def _there(self, name: str) -> memoryview | None:
-        """Read what an object holds now; None when there is none, or when it cannot be read."""
+        """Read the current bytes of an object. Returns None if it does not exist or cannot be read."""
         try:
             return self._objects.read(name)
         except CorruptionError:
             return None
 
     def _set_aside(self, name: str, data: memoryview) -> str:
-        """Keep bytes beside those of earlier repairs; returns where."""
+        """Keep bytes in addition to those of earlier repairs. Returns the name of the object that holds them."""
         number = 1
         while self._objects.size(damaged_name(name, number)) is not None:
             before = self._there(damaged_name(name, number))
-            if before is not None and is_same(before, [data]):  # by a repair that was cut short
+            if before is not None and is_same(before, [data]):  # from a repair that was interrupted
                 return damaged_name(name, number)
-            number += 1  # one that cannot be read now may be read later
+            number += 1  # an object that cannot be read now may be readable later
         self._objects.put(damaged_name(name, number), [data])
         failpoint("repair.aside")
         return damaged_name(name, number)
@@ -120,7 +120,7 @@ class Replacing:
         return self._objects.clear_leftovers()
 
     def close(self) -> None:
-        """It belongs to the caller."""
+        """Do nothing: the store belongs to the caller."""
 
 
 T = TypeVar("T")
@@ -132,22 +132,22 @@ class Repair:
 
     name: str
     reason: str
-    """What was found there."""
+    """Description of the damage."""
     source: str
-    """What it was made of, in words."""
+    """Description of the data it was rebuilt from."""
     aside: str
-    """Where the bytes are that were replaced, with ", " between; empty: there were none."""
+    """Names of the objects that hold the replaced bytes, separated by ", ". Empty if there were none."""
 
 
 class Repairer:
-    """Writes damaged objects of one store anew.
+    """Rewrites damaged objects of one store.
 
     Args:
         objects: The store.
         pool: Threads to read it with.
         intervals: Folds intervals of the log.
-        progress: Told of what is read.
-        told: Called with what was repaired.
+        progress: Updated with the bytes read.
+        told: Called with each repair.
     """
 
     def __init__(
@@ -165,14 +165,14 @@ class Repairer:
         self._told = told
 
     def mending(self, lineage: Lineage, catalog: Catalog, work: Callable[[], T]) -> T:
-        """Do ``work``; where it finds a damaged object of the store, repair that and do it again.
+        """Do ``work``. If it finds a damaged object of the store, repair the object and do the work again.
 
-        What is gone may be what gc took away after ``catalog`` was listed. So the store is listed again first, and only
-        what is still named there is written anew.
+        A missing object may have been deleted by gc after ``catalog`` was listed. So the store is listed again first,
+        and only an object that is still named there is rewritten.
 
         Raises:
-            OtherLogError: an object is of another history: nothing is written there.
-            CorruptionError: what is damaged is no such object, or nothing else has its rows.
+            OtherLogError: an object is of another history. Nothing is written there.
+            CorruptionError: the damage is not in such an object, or no other source has its rows.
         """
         mended: set[str] = set()
         listed_again = False
@@ -194,19 +194,18 @@ class Repairer:
                 self.mend(lineage, catalog, name, error)
 
     def mend(self, lineage: Lineage, catalog: Catalog, name: str, error: CorruptionError) -> Repair:
-        """Write one object anew; returns what was done.
+        """Rewrite one object. Returns the repair.
 
-        First, nobody relies any more on an earlier reading of it: a gc that comes meanwhile would delete what it is
-        made of.
+        First, earlier readings of the object are taken back: otherwise a gc during the repair could delete its sources.
 
         Args:
             lineage: The control partition.
-            catalog: What the store holds; what it has read of the object is forgotten.
-            name: The object.
-            error: What was found there.
+            catalog: Contents of the store. Its cached content of the object is discarded.
+            name: Name of the object.
+            error: Error found there.
 
         Raises:
-            CorruptionError: ``error``, where nothing else has its rows.
+            CorruptionError: ``error``, if no other source has its rows.
         """
         self._progress.doing = f"repairing {name}"
         take_back_if_possible(self._objects, lineage.job, [CorruptionError(error.message, name=name)])
@@ -239,7 +238,7 @@ class Repairer:
         return repair
 
     def _claim(self, lineage: Lineage, name: str, generation: int, error: CorruptionError) -> Repair:
-        """Put the log's CLAIM of a generation there."""
+        """Write the log's CLAIM of a generation to the store."""
         claim = lineage.claims.get(generation)
         if claim is None:
             raise CorruptionError("the log does not know this generation", name=name)
@@ -248,7 +247,7 @@ class Repairer:
         return self.done(Repair(name, error.headline, "the log", ", ".join(into.asides)))
 
     def _check_fold(self, catalog: Catalog, fold: FoldName, end: Commit) -> None:
-        """Check that what has the name of a fold's own object may be this one, damaged or not.
+        """Check that the object with the name of a fold may be this fold, damaged or not.
 
         Raises:
             OtherLogError: it is whole, and another history has written it.
@@ -261,13 +260,13 @@ class Repairer:
             raise catalog.foreign(end, f"chain {found.chain:08x}")
 
     def _fold(self, lineage: Lineage, catalog: Catalog, fold: FoldName, into: Replacing) -> str:
-        """Merge the pieces that lead from its start to its end without it."""
+        """Merge the pieces that lead from the fold's start to its end without it."""
         chain = lineage.chain(fold.end)
         self._check_fold(catalog, fold, chain[-1])
         after = [commit.id for commit in chain].index(fold.start) + 1 if fold.start is not None else 0
 
         def others() -> tuple[Piece, ...]:
-            """Pieces whose every byte is right: they are read before anything is overwritten."""
+            """Return pieces that are whole. All are read before anything is overwritten."""
             without = replace(catalog, folds=catalog.folds - {(fold.start, fold.end)})
             cover = without.cover(chain[after:], fold.start)
             if not cover or cover[-1].end != fold.end:
@@ -298,7 +297,7 @@ class Repairer:
         return "the log"
 
     def _manifest(self, lineage: Lineage, catalog: Catalog, marker: MarkerId, into: Replacing) -> str:
-        """Name the marker's segments again."""
+        """Write a manifest again from the marker's segments."""
         commit, before = lineage.find(marker), previous_commit(lineage, marker)
         segments = self.mending(lineage, catalog, lambda: self._intervals.again(lineage, catalog, commit, before, into))
         name, manifest = manifest_name(commit.job, marker), Manifest(commit, lineage.previous(marker), segments)
@@ -313,15 +312,15 @@ class Repairer:
 
 
 def _object_of(error: CorruptionError) -> str | None:
-    """The claim, segment, fold or manifest of a store that ``error`` is about."""
+    """Return the name of the claim, segment, fold or manifest of a store that ``error`` is about, if any."""
     said = str(error.where.get("name", error.where.get("path", "")))
-    name = "/".join(PurePosixPath(said).parts[-3:])  # below the store: its folder, the job's, its own
+    name = "/".join(PurePosixPath(said).parts[-3:])  # below the store: its folder, the job's folder, its own name
     parsers = (parse_claim_name, parse_fold_name, parse_fold_segment, parse_store_segment, parse_manifest_name)
     return name if any(parse(name) is not None for parse in parsers) else None
 
 
 def _is_named(catalog: Catalog, name: str) -> bool:
-    """Return whether anything that the store lists needs an object: a manifest is listed, or names the segment."""
+    """Return whether a listed object of the store needs an object: a manifest is listed, or names the segment."""
     if (claim := parse_claim_name(name)) is not None:
         return any(marker.generation == claim[1] for marker in catalog.markers)
     part, manifest, segment = parse_fold_segment(name), parse_manifest_name(name), parse_store_segment(name)

@@ -1,4 +1,4 @@
-"""Digests of rows, to compare what was written with what was meant."""
+"""Digests of rows, to compare written rows with the intended ones."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torchrec_stream_ckpt.format.rows import RowsView
 
 
 class RowDigests:
-    """Digests of rows, summed up in whatever order they come."""
+    """Sum of digests of rows, independent of their order."""
 
     def __init__(self) -> None:
         self.rows = 0
         self.digest = np.zeros(1, np.int64)
 
     def add(self, table: int, col0: int, cols: int, view: RowsView) -> None:
-        """At least one row of a table, each once with these columns."""
+        """Add at least one row of a table. Each row must be added once with these columns."""
         self.rows += len(view.ids)
         for section, values in enumerate((view.weights, *view.states)):
             words = words_of(values.reshape(len(view.ids), -1))

@@ -1,7 +1,8 @@
 """Merge sorted runs into a scratch folder until few enough are left to be merged at once, all under the same columns.
 
-One pass reads each byte of what it merges once, and writes the newest version of each row once. The newest runs go
-first: a base, the oldest and the largest, is passed only where its columns are cut otherwise than those of newer rows.
+One pass reads each byte of the runs that it merges once, and writes the newest version of each row once. The newest
+runs are merged first. A base, the oldest and largest run, is merged only where its columns are split differently from
+those of newer rows.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ from torchrec_stream_ckpt.util.scratch import ScratchFolder
 from torchrec_stream_ckpt.util.types import MarkerId
 
 FAN_IN = 64
-"""Runs that are merged at once: as many chunks, of at most 4 MB, are held in memory."""
+"""Number of runs merged at once. One chunk of each, of at most 4 MB, is held in memory."""
 PASS_BYTES = 64 * 2**20
-"""Rows that one window of a pass takes at most, and one segment of it before it is written."""
+"""Bytes of rows that one window of a pass takes at most, and that one of its segments holds before it is written."""
 
 
 _ROOM_HINT = "make room there, or set TMPDIR to a folder with room for the rows that came since the last base"
 
 
 class ScratchRuns:
-    """Segments of a store, and those that passes make of them in a folder of their own, which goes with :meth:`close`.
+    """Segments of a store, and those that passes write to a separate folder, which :meth:`close` deletes.
 
     Args:
         objects: The store.
         pool: Threads to read with.
-        folder: Where the folder is made, once a pass needs it; None: where temporary files are (``TMPDIR``).
+        folder: Where the folder is made once a pass needs it. None for the place of temporary files (``TMPDIR``).
         progress: Called with the bytes of each chunk that a pass reads.
     """
 
@@ -73,23 +74,23 @@ class ScratchRuns:
         self._written, self._seen = RowDigests(), RowDigests()
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
-        """A range of a segment, wherever it is."""
+        """Read a range of a segment of the store or of the folder."""
         if self._made is None or name not in self._names:
             return self._objects.read(name, begin, end)
         with self._named():
             return self._made.read(name, begin, end)
 
     def saw(self, given: Given) -> None:
-        """Told of each chunk that a merge was given, for :meth:`check`."""
+        """Record a chunk that was given to a merge, for :meth:`check`."""
         if not given.is_kept and given.picked.ref.name in self._names:
             entry = given.entry
             self._seen.add(entry.table, entry.col0, entry.cols, given.view)
 
     def check(self) -> None:
-        """Once a merge has seen everything: what came back is what passes have written.
+        """Check, after a merge has seen everything, that the rows read back are those that passes have written.
 
         Raises:
-            CorruptionError: it is not.
+            CorruptionError: they are not.
         """
         if self._seen != self._written:
             raise CorruptionError(
@@ -107,17 +108,19 @@ class ScratchRuns:
         as_wide: bool = False,
         within: tuple[int, int] | None = None,
     ) -> list[Picked]:
-        """Runs with the newest rows of these: at most ``FAN_IN`` open at once, none wider than two cuts are apart.
+        """Return runs with the newest rows, of which at most ``FAN_IN`` are open at once.
+
+        None of them is wider than the gap between adjacent cuts.
 
         Args:
-            schema: Of the rows.
+            schema: Schema of the rows.
             newest: Chunks of one table, the newest segment first.
-            table: Which one.
-            as_wide: They may be as wide as they are.
-            within: [first row, row after the last) that are wanted; None: all. Passes leave other rows out.
+            table: Index of the table.
+            as_wide: Whether runs may keep their width.
+            within: [first row, row after the last) of the wanted rows. None for all. Passes omit other rows.
 
         Raises:
-            CorruptionError: a segment is damaged, or row-wise state lies under two column splits.
+            CorruptionError: a segment is damaged, or row-wise state exists under two column splits.
             ScratchUnavailableError: there is no room for temporary files.
             StoreUnavailableError: a store does not answer.
         """
@@ -136,7 +139,7 @@ class ScratchRuns:
         return held + oldest
 
     def free(self, done: Iterable[Picked]) -> None:
-        """Delete what nobody reads any more of what passes have made; segments of the store stay."""
+        """Delete segments written by passes that are not read any more. Segments of the store stay."""
         for name in {each.ref.name for each in done} & self._names:
             assert self._made is not None
             with self._named():
@@ -216,7 +219,7 @@ class ScratchRuns:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """Say of what fails in the folder that it failed there: it looks like a store."""
+        """Change errors of the folder so that they name it, because it looks like a store."""
         try:
             yield
         except (StoreUnavailableError, MissingObjectError) as error:
@@ -235,10 +238,10 @@ class ScratchRuns:
 
 
 def cut_rows(view: RowsView, chosen: np.ndarray, entry: ChunkEntry, col0: int, cols: int, name: str) -> RowsView:
-    """A copy of the chosen rows' columns [col0, col0 + cols).
+    """Copy columns [col0, col0 + cols) of the chosen rows.
 
     Raises:
-        CorruptionError: a state has one value a row, and the chunk has more columns.
+        CorruptionError: a state has one value per row, and the chunk has more columns.
     """
     begin = col0 - entry.col0
     columns = slice(begin, begin + cols)
@@ -257,7 +260,7 @@ def _slices(cuts: Sequence[int]) -> set[tuple[int, int]]:
 
 
 def _first_of_oldest(newest: Sequence[Picked], cuts: Sequence[int]) -> int:
-    """Where the oldest segments begin that are one run: a base."""
+    """Return the index of the first of the oldest segments that form one run: a base."""
     low, high = 0, len(newest)
     while low < high:
         middle = (low + high) // 2
@@ -266,8 +269,8 @@ def _first_of_oldest(newest: Sequence[Picked], cuts: Sequence[int]) -> int:
 
 
 def _most(segments: Sequence[Picked], cuts: Sequence[int]) -> int:
-    """How many of the first ones can be merged at once."""
-    low, high = min(FAN_IN, len(segments)), len(segments)  # each adds one open chunk at most
+    """Return how many of the first segments can be merged at once."""
+    low, high = min(FAN_IN, len(segments)), len(segments)  # each adds at most one open chunk
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if open_at_once(segments[:middle], cuts) <= FAN_IN else (low, middle - 1)

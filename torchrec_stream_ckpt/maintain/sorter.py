@@ -1,4 +1,4 @@
-"""Gather rows as they come and give them back by id, the newest version of each: the body of a segment."""
+"""Collect rows in any order and return them by id, the newest version of each: the content of a segment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WASTE = 1.5
 
 
 class _Slice:
-    """Rows of one table with the same columns, in the order in which they came."""
+    """Rows of one table with the same columns, in order of arrival."""
 
     def __init__(self, layout: RowLayout) -> None:
         self.layout = layout
@@ -33,18 +33,18 @@ class _Slice:
         return sum(column.nbytes for column in self._columns)
 
     def add(self, rows: RowsView) -> None:
-        """Take a copy of rows."""
+        """Add a copy of rows."""
         end = self.count + len(rows.ids)
         if end > len(self._columns[0]):
             capacity = max(end, int(_GROWTH * len(self._columns[0])))
-            for column in self._columns:  # no view of them is left: what is large is moved by the kernel, not copied
+            for column in self._columns:  # no views of them exist: the kernel moves large ones instead of copying
                 column.resize((capacity, *column.shape[1:]), refcheck=False)
         for column, values in zip(self._columns, (rows.ids, rows.weights, *rows.states), strict=True):
             column[self.count : end] = values
         self.count = end
 
     def newest(self) -> tuple[Order, Order | None]:
-        """(ids, ascending; where each one's newest version stands, None if that is the same order)."""
+        """Return (ids in ascending order, index of each one's newest version, None if that is the same order)."""
         ids: Order = self._columns[0][: self.count].view(np.int64)
         if bool((ids[1:] > ids[:-1]).all()):
             return ids, None
@@ -65,23 +65,24 @@ class _Slice:
 
 
 class RowSorter:
-    """Holds rows up to a number of bytes. Its memory is used again, segment after segment: fresh pages cost more than
-    what is done with them.
+    """Holds rows up to a number of bytes.
+
+    Reuses its memory for each segment, because fresh pages cost more than the work done with them.
 
     Args:
-        schema: The tables that the rows are of.
+        schema: Schema of the tables that the rows belong to.
     """
 
     def __init__(self, schema: Schema) -> None:
         self._schema = schema
         self._slices: dict[tuple[int, int, int], _Slice] = {}
         self._payloads = np.empty(0, np.uint8)
-        """What :meth:`chunks` gives out lies here."""
+        """Memory of the payloads that :meth:`chunks` returns."""
         self.num_bytes = 0
-        """Bytes held."""
+        """Bytes of rows held."""
 
     def add(self, table: int, col0: int, cols: int, rows: RowsView) -> None:
-        """Take a copy of rows that are newer than all before."""
+        """Add a copy of rows that are newer than all previous ones."""
         if not len(rows.ids):
             return
         key = (table, col0, cols)
@@ -91,7 +92,7 @@ class RowSorter:
         self.num_bytes += rows.ids.nbytes + rows.weights.nbytes + sum(state.nbytes for state in rows.states)
 
     def chunks(self) -> list[Chunk]:
-        """Return the rows taken, by table, columns and id, and empty the sorter. Good until the next are added."""
+        """Return the rows held, by table, columns and id, and empty the sorter. Valid until rows are added again."""
         held = {key: part for key, part in sorted(self._slices.items()) if part.count}
         newest = {key: part.newest() for key, part in held.items()}
         plan = [
@@ -111,7 +112,7 @@ class RowSorter:
         return chunks
 
     def _make_room(self, num_bytes: int) -> memoryview:
-        """Zeroed memory for chunks: their gaps are zero."""
+        """Return zeroed memory for chunks, so that their gaps are zero."""
         if len(self._payloads) < num_bytes:
             self._payloads = np.zeros(num_bytes, np.uint8)
         else:
@@ -119,7 +120,7 @@ class RowSorter:
         return self._payloads.data[:num_bytes]
 
     def _let_go(self) -> None:
-        """Forget the rows; keep the memory unless the next segment would have to hold much that it has no use for."""
+        """Discard the rows. Keeps the memory unless much of it would be unused for the next segment."""
         kept_bytes = sum(part.capacity_bytes for part in self._slices.values())
         if kept_bytes > _WASTE * self.num_bytes:
             self._slices.clear()

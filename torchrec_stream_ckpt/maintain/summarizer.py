@@ -1,7 +1,7 @@
-"""Write summaries: copies of the manifests and directories of markers, for plans over stores that are far away.
+"""Write summaries: copies of the manifests and directories of markers, for plans over remote stores.
 
-Each marker is copied once, when enough of them have none; so a job writes as many bytes as its manifests and
-directories have, packed, however long it lives. Only what reads as whole is copied.
+Each marker is copied once, when enough markers have no copy. A job therefore writes as many bytes as its manifests and
+directories have, packed, however long it lives. Only objects that are whole are copied.
 """
 
 from __future__ import annotations
@@ -24,20 +24,23 @@ from torchrec_stream_ckpt.util.layout import SummaryName, manifest_name
 from torchrec_stream_ckpt.util.types import MarkerId
 
 MARKERS = 64
-"""Markers of a summary."""
+"""Number of markers in a summary."""
 MOST_SEGMENTS = 128
-"""A marker with more has its directories in so many requests that spans are the better way: it is left out."""
+"""Maximum segments of a marker in a summary.
+
+A marker with more takes so many requests for its directories that spans are better.
+"""
 _A_ROUND = 4
-"""Summaries that a round writes of what is in the store already."""
+"""Number of summaries that a round writes for markers already in the store."""
 
 
 class Summarizer:
-    """Writes the summaries of one store. Two at once write the same ones, or some that say the same.
+    """Writes the summaries of one store. Two at once write the same ones, or equivalent ones.
 
     Args:
         objects: The store.
         pool: Threads to read it with.
-        progress: Told of what is done.
+        progress: Updated with the work done.
     """
 
     def __init__(self, objects: Objects, pool: Executor, progress: Progress) -> None:
@@ -45,12 +48,12 @@ class Summarizer:
         self._pool = pool
         self._progress = progress
         self._listed = -1
-        """How often the catalog had been listed when summaries were."""
+        """Number of times the catalog had been listed when the summaries were listed."""
         self._left: list[MarkerId] = []
         """Markers without a summary, in order."""
 
     def came(self, catalog: Catalog, marker: MarkerId) -> None:
-        """A manifest was put by this process; raises as :meth:`write`."""
+        """Add a marker whose manifest this process has put. Raises as :meth:`write`."""
         if self._listed == catalog.listed:
             insort(self._left, marker)
         self.write(catalog, 1)
@@ -87,7 +90,10 @@ class Summarizer:
             del self._left[:took]
 
     def _parts_of(self, catalog: Catalog, marker: MarkerId) -> Mapping[str, Part]:
-        """Return a summary's parts of one marker; none if it is damaged, gone or too long: readers ask the objects."""
+        """Return a summary's parts for one marker.
+
+        Empty if it is damaged, missing or too long. Readers then read the objects.
+        """
         name = manifest_name(catalog.job, marker)
         try:
             data = bytes(self._objects.read(name))
@@ -107,7 +113,7 @@ class Summarizer:
 
 
 def without_summary(catalog: Catalog, names: Sequence[SummaryName]) -> list[MarkerId]:
-    """The markers of a store that lie in no summary, in order."""
+    """Return the markers of a store that no summary covers, in order."""
     left, spans, at = [], sorted((name.first, name.last) for name in names), 0
     last: MarkerId | None = None
     for marker in sorted(catalog.markers):
@@ -120,10 +126,10 @@ def without_summary(catalog: Catalog, names: Sequence[SummaryName]) -> list[Mark
 
 
 def needless(names: Sequence[SummaryName], staying: Sequence[MarkerId]) -> list[SummaryName]:
-    """Summaries that are not worth their bytes: most of their markers go, or another summary has all of them.
+    """Return summaries not worth their bytes: most of their markers are deleted, or another summary has all of them.
 
     Args:
-        names: All of them.
+        names: Names of all summaries.
         staying: Markers that stay in the store, in order.
     """
     found: list[SummaryName] = []

@@ -1,7 +1,7 @@
-"""What runs the tasks of a materializer: the interface, and the engine that runs them in this process.
+"""Interface of the engines that run the tasks of a materializer, and the engine that runs them in this process.
 
-A task is a value: it says what to read and what to write, by names of objects and places in the log. What it writes is
-a function of it, so it may run twice, anywhere, or half and then again.
+A task is a value that states what to read and what to write, by object names and positions in the log. Its output is a
+function of it, so it may run twice, anywhere, or be interrupted and run again.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from torchrec_stream_ckpt.store.api import Objects
 R_co = TypeVar("R_co", covariant=True)
 
 SMALL_BYTES = 64 * 2**20
-"""A task that reads less runs in the process that asks for it, at once: to start others and to tell them costs more."""
+"""A task that reads fewer bytes runs at once in the submitting process: sending it to a worker costs more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What a task works with, in the process that runs it."""
+    """Resources of a task in the process that runs it."""
 
     log: LogReader | None
-    """None: it is gone, and no task asks for it."""
+    """The log. None if it is lost; then no task reads it."""
     objects: Objects
     pool: Executor
     """Threads to read the store with."""
     tell: Callable[[int], None] = lambda _: None
-    """Called with bytes that were read; ends the task where it stands by raising."""
+    """Called with the number of bytes read. Ends the task at this point by raising."""
     scratch: Path | None = None
-    """Where temporary files are made; None: ``TMPDIR``."""
+    """Folder for temporary files. None for ``TMPDIR``."""
 
 
 class Task(Protocol[R_co]):
@@ -43,29 +43,29 @@ class Task(Protocol[R_co]):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it reads."""
+        """Bytes that the task reads."""
 
     def run(self, site: Site) -> R_co:
-        """Do it.
+        """Run the task.
 
         Raises:
-            StreamCkptError: as of whatever it does.
+            StreamCkptError: any error of its work.
         """
 
 
 @dataclass(eq=False, slots=True)
 class Order:
-    """One task that was submitted."""
+    """One submitted task."""
 
     task: Task[Any]
     urgent: bool
     future: Future[Any] = field(default_factory=Future)
     deaths: list[str] = field(default_factory=list)
-    """How the workers ended that were to do it."""
+    """Descriptions of the deaths of workers that were running this task."""
 
 
 class TaskQueue:
-    """Orders that wait: urgent ones come first, each kind in the order in which it was put."""
+    """Orders that wait: urgent ones first, each kind in the order in which it was added."""
 
     def __init__(self) -> None:
         self._urgent: deque[Order] = deque()
@@ -75,15 +75,15 @@ class TaskQueue:
         return bool(self._urgent or self._others)
 
     def put(self, order: Order) -> None:
-        """It waits, after all of its kind."""
+        """Add an order after all others of its kind."""
         (self._urgent if order.urgent else self._others).append(order)
 
     def put_back(self, order: Order) -> None:
-        """It waits again, before all of its kind."""
+        """Add an order again, before all others of its kind."""
         (self._urgent if order.urgent else self._others).appendleft(order)
 
     def take(self) -> Order | None:
-        """The order that is to begin next, which waits no longer; None: none is left. Passes over cancelled ones."""
+        """Remove and return the order to begin next. Skips cancelled ones. Returns None if none is left."""
         for waiting in (self._urgent, self._others):
             while waiting:
                 order = waiting.popleft()
@@ -97,37 +97,38 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """As ``--engine`` names it."""
+        """Name of the engine, as in ``--engine``."""
 
     @property
     def workers(self) -> int:
-        """Tasks that run at once."""
+        """Number of tasks that run at once."""
 
     @property
     def restarts(self) -> int:
-        """Workers that died and were replaced so far."""
+        """Number of workers that have died and been replaced."""
 
     def submit(self, task: Task[Any], *, urgent: bool = False) -> Future[Any]:
-        """Begin a task, or note it for later; ``urgent`` ones begin before the others."""
+        """Begin a task, or queue it. ``urgent`` tasks begin before the others."""
 
     def wait(self, futures: Sequence[Future[Any]], timeout_s: float) -> None:
-        """Go on until one of these is done, or until the time is over.
+        """Work until one of these is done, or until the time is over.
 
-        An error of a task stands in its future: its own, or EngineUnavailableError if worker after worker died of it.
+        An error of a task is set on its future: its own error, or EngineUnavailableError if several workers in
+        succession died of it.
 
         Raises:
             EngineUnavailableError: the engine cannot be reached.
         """
 
     def close(self) -> None:
-        """End all workers, at once: what they were doing is done again by the next materializer."""
+        """End all workers at once. The next materializer repeats their unfinished tasks."""
 
 
 class InProcess:
-    """Runs tasks in this process: small ones when they are submitted, others one by one while somebody waits.
+    """Runs tasks in this process: small ones when they are submitted, others one by one while a caller waits.
 
     Args:
-        site: What tasks work with.
+        site: Resources of the tasks.
     """
 
     def __init__(self, site: Site) -> None:
@@ -138,7 +139,7 @@ class InProcess:
         self._queue = TaskQueue()
 
     def submit(self, task: Task[Any], *, urgent: bool = False) -> Future[Any]:
-        """As ``Engine.submit``."""
+        """Run a small task now, or queue it, as ``Engine.submit`` describes."""
         order = Order(task, urgent)
         if task.num_bytes < SMALL_BYTES:
             self.run(order)
@@ -147,7 +148,7 @@ class InProcess:
         return order.future
 
     def run(self, order: Order) -> None:
-        """Run one task now. What ends this process, or was told to stop, passes through."""
+        """Run one task now. Exceptions that end this process, or that were raised to stop it, pass through."""
         try:
             result = order.task.run(self._site)
         except StreamCkptError as error:
@@ -156,9 +157,9 @@ class InProcess:
             order.future.set_result(result)
 
     def wait(self, futures: Sequence[Future[Any]], timeout_s: float) -> None:
-        """Run one task, if none of these is done yet: a caller that has something better to do is asked in between."""
+        """Run one task if none of these is done yet. The caller gets control in between, to do more important work."""
         if not any(future.done() for future in futures) and (order := self._queue.take()) is not None:
             self.run(order)
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there are no workers to end."""

@@ -1,9 +1,9 @@
-"""Which engine ``--engine`` names.
+"""Choose the engine that ``--engine`` names.
 
-How many cores this process may use: by its affinity, and by the CPU quota of the control groups that it is in.
+Also counts the cores that this process may use: by its affinity, and by the CPU quota of its control groups.
 
-A container with a quota sees all cores of its host. As many workers as that would wait for each other, and each one
-takes its memory.
+A container with a quota sees all cores of its host. That many workers would wait for each other, and each one uses
+memory.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torchrec_stream_ckpt.maintain.engine.processes import Processes
 
 
 def usable_cores(root: Path = Path("/")) -> int:
-    """Count the cores, at least one; a part of a core counts as one.
+    """Count the cores that this process may use, at least one. Part of a core counts as one.
 
     Args:
-        root: Where ``/proc`` and ``/sys`` are.
+        root: Folder that contains ``/proc`` and ``/sys``.
     """
     return max(1, min([len(os.sched_getaffinity(0)), *map(math.ceil, _quotas(root))]))
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Read the quota of each control group that has one, of either version, in cores."""
+    """Yield the CPU quota, in cores, of each control group that has one, of either version."""
     try:
         lines = (root / "proc/self/cgroup").read_text("ascii").splitlines()
     except (OSError, ValueError):
@@ -43,7 +43,7 @@ def _quotas(root: Path) -> Iterator[float]:
         if kinds and "cpu" not in kinds.split(","):
             continue
         top = root / "sys/fs/cgroup" / ("cpu" if kinds else "")
-        for folder in (top, *_down(top, own)):  # a container may see the top alone, which is its own then
+        for folder in (top, *_down(top, own)):  # a container may see only the top, which is then its own
             quota = _numbers(folder, "cpu.cfs_quota_us", "cpu.cfs_period_us") if kinds else _numbers(folder, "cpu.max")
             if len(quota) == 2 and quota[0] > 0 and quota[1] > 0:
                 yield quota[0] / quota[1]
@@ -56,7 +56,7 @@ def _down(top: Path, own: str) -> Iterator[Path]:
 
 
 def _numbers(folder: Path, *names: str) -> list[int]:
-    """Read all numbers of these files; none where one cannot be read, or says something else (``max``)."""
+    """Read all numbers of these files. Empty if a file cannot be read or contains anything else (``max``)."""
     try:
         return [int(text) for name in names for text in (folder / name).read_text("ascii").split()]
     except (OSError, ValueError):
@@ -69,20 +69,20 @@ _RAY = re.compile(r"ray://(\[[0-9a-fA-F:]+\]|[^\s:/?#@\[\]]+):([1-9][0-9]{0,4})"
 
 @dataclass(frozen=True, slots=True)
 class EngineName:
-    """An engine as it was asked for."""
+    """An engine as requested."""
 
     kind: Literal["local", "ray"]
     workers: int = 1
-    """(local) Processes; 1: none but the materializer's own."""
+    """(local) Number of processes. 1 for the materializer's own process only."""
     host: str = ""
     port: int = 0
 
     @classmethod
     def parse(cls, text: str) -> EngineName:
-        """Read ``local``, ``local:4`` or ``ray://HOST:PORT``.
+        """Parse ``local``, ``local:4`` or ``ray://HOST:PORT``.
 
         Raises:
-            ConfigError: it is none of these.
+            ConfigError: the text has another form.
         """
         if match := _LOCAL.fullmatch(text):
             return cls("local", int(match[1]) if match[1] else usable_cores())
@@ -99,11 +99,11 @@ class EngineName:
         return self.kind == "ray"
 
     def open(self, here: Site, source: Callable[[], SiteAddress]) -> Engine:
-        """The engine, which starts nothing before it is used.
+        """Create the engine. It starts nothing before it is used.
 
         Args:
-            here: What runs in this process works with.
-            source: Says what workers open.
+            here: Resources of the tasks that run in this process.
+            source: Returns the address of the log and store that workers open.
         """
         if self.kind == "ray":
             from torchrec_stream_ckpt.maintain.engine.on_ray import OnRay

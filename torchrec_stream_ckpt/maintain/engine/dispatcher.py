@@ -1,4 +1,4 @@
-"""What engines with workers share: what waits for a worker, and patience with workers that die."""
+"""Common base of engines with workers: a queue of tasks, and retries for workers that die."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torchrec_stream_ckpt.maintain.engine.api import InProcess, Order, Site, Tas
 from torchrec_stream_ckpt.maintain.engine.parcel import Failed
 
 MAX_DEATHS = 3
-"""A task is given up when so many workers in a row died of it."""
+"""A task is given up if this many workers in a row died of it."""
 ENDED = "status"
-"""How the death of a worker is told that nothing has killed."""
+"""Prefix of the description of a worker's end if no signal has killed it."""
 _LOOK = "look for out-of-memory kills on their hosts; give them more memory, or run fewer at once"
 _READ = "read what they have printed: nothing has killed them"
 
 
 class Dispatcher(ABC):
-    """Hands tasks to workers; small tasks run in this process. As of ``Engine``.
+    """Hands tasks to workers. Small tasks run in this process. Implements ``Engine``.
 
     Args:
-        name: As ``--engine`` names it.
-        here: What small tasks work with.
+        name: Name of the engine, as in ``--engine``.
+        here: Resources of small tasks.
     """
 
     def __init__(self, name: str, here: Site) -> None:
@@ -38,7 +38,7 @@ class Dispatcher(ABC):
     @property
     @abstractmethod
     def workers(self) -> int:
-        """Tasks that run at once."""
+        """Number of tasks that run at once."""
 
     def submit(self, task: Task[Any], *, urgent: bool = False) -> Future[Any]:
         order = Order(task, urgent)
@@ -49,7 +49,7 @@ class Dispatcher(ABC):
             try:
                 self._assign()
             except BaseException:
-                order.future.cancel()  # nobody gets it
+                order.future.cancel()  # no caller receives the future
                 raise
         return order.future
 
@@ -62,7 +62,7 @@ class Dispatcher(ABC):
             self._poll(left)
 
     def _done(self, order: Order, result: object) -> None:
-        """A worker has answered: with the result, or with an error, which is a value too."""
+        """Finish a task with a worker's answer: the result, or an error, which is a value too."""
         if isinstance(result, Failed):
             result = EngineUnavailableError(
                 f"a task failed in its worker ({order.task}): {result.why}",
@@ -76,12 +76,12 @@ class Dispatcher(ABC):
 
     @staticmethod
     def _fail(order: Order, error: StreamCkptError) -> None:
-        """End a task by an error; of one that was cancelled nobody wants to know."""
+        """End a task with an error. Does nothing if the task was cancelled."""
         if not order.future.cancelled():
             order.future.set_exception(error)
 
     def _died(self, order: Order, how: str) -> None:
-        """The worker of a task is no more: another one does it, unless too many have died."""
+        """Handle the death of a task's worker: another worker runs the task, unless too many have died."""
         self.restarts += 1
         order.deaths.append(how)
         if len(order.deaths) < MAX_DEATHS:
@@ -93,17 +93,17 @@ class Dispatcher(ABC):
             self._fail(order, EngineUnavailableError(said, hint=hint, engine=self.name))
 
     def _give_up(self, error: StreamCkptError) -> None:
-        """Nothing of what waits can be done now."""
+        """End all waiting tasks with an error, because none can run now."""
         while (order := self._queue.take()) is not None:
             order.future.set_exception(error)
 
     @abstractmethod
     def _assign(self) -> None:
-        """Give waiting tasks to workers that are free."""
+        """Give waiting tasks to free workers."""
 
     @abstractmethod
     def _poll(self, timeout_s: float) -> None:
-        """Hear from workers, or wait that long."""
+        """Receive answers of workers, or wait for ``timeout_s``."""
 
     @abstractmethod
     def close(self) -> None: ...

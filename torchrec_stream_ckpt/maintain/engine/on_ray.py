@@ -1,7 +1,7 @@
-"""Workers that Ray schedules, on as many hosts as its cluster has: ``--engine ray://HOST:PORT``, an extra of its own.
+"""Workers that Ray schedules on all hosts of its cluster: ``--engine ray://HOST:PORT``, a separate extra.
 
-The materializer is a driver on a node of the cluster. Ray retries what it loses with a worker or a node; what it gives
-up is submitted once more. Task arguments hold names, never a secret.
+The materializer is a driver on a node of the cluster. Ray retries tasks lost with a worker or a node. Tasks that Ray
+gives up are submitted once more. Task arguments hold names, never a secret.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torchrec_stream_ckpt.maintain.engine.parcel import Failed, SiteAddress, ope
 
 _REACH_S = 5.0
 _RETRIES = 3
-"""How often Ray itself does a task again whose worker or node died."""
+"""Number of times that Ray itself retries a task whose worker or node died."""
 _QUEUED = 2
-"""Tasks that Ray has for each CPU: those that wait let its autoscaler see that more CPUs are wanted."""
+"""Tasks that Ray has for each CPU: those that wait show its autoscaler that more CPUs are wanted."""
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +32,13 @@ class OnRay(Dispatcher):
     """Runs tasks on a Ray cluster. It connects at once, and again after a loss.
 
     Args:
-        here: What small tasks work with.
-        source: What workers open.
-        host: Of the head of the cluster.
-        port: Of the same.
+        here: Resources of small tasks.
+        source: Address of the log and store that workers open.
+        host: Host of the head of the cluster.
+        port: Port of the head of the cluster.
 
     Raises:
-        ConfigError: Ray is not installed, or another version than the cluster has.
+        ConfigError: Ray is not installed, or its version differs from that of the cluster.
         EngineUnavailableError: the cluster does not answer.
     """
 
@@ -73,7 +73,7 @@ class OnRay(Dispatcher):
         except StreamCkptError as error:
             self._give_up(error)
             raise
-        except Exception as error:  # of Ray, gRPC, or of a thread of theirs: the connection is of no more use
+        except Exception as error:  # from Ray, gRPC, or one of their threads: the connection is unusable
             self._lose(error)
 
     def _connect(self) -> None:
@@ -106,7 +106,7 @@ class OnRay(Dispatcher):
             self._lose(error)
 
     def _hear(self, ref: Any) -> None:
-        """Take the answer of one task."""
+        """Receive the answer of one task."""
         lost = _library("ray.exceptions")
         try:
             answer = self._ray.get(ref)
@@ -119,7 +119,7 @@ class OnRay(Dispatcher):
             self._done(self._running.pop(ref), opened(answer))
 
     def _lose(self, error: Exception) -> None:
-        """The cluster is away: nothing that runs there is heard of any more.
+        """Fail all tasks after the cluster was lost: no answer will arrive from it.
 
         Raises:
             EngineUnavailableError: always.
@@ -153,12 +153,12 @@ def _opened(source: SiteAddress) -> Site:
 
 
 def run_task(version: str, data: bytes) -> bytes:
-    """(in a worker) The answer to a parcel, as a value: Ray prints what is raised, with all that stands around it."""
+    """(in a worker) Return the answer to a parcel, as a value: Ray prints raised errors with all their surroundings."""
     return work((version, data), _opened)
 
 
 def _library(name: str = "ray") -> Any:
-    """Ray, or a part of it.
+    """Import Ray, or a part of it.
 
     Raises:
         ConfigError: it is not installed.
@@ -172,7 +172,7 @@ def _library(name: str = "ray") -> Any:
 
 
 def _check_reachable(host: str, port: int) -> None:
-    """Ray itself tries for a minute, and then does not say why."""
+    """Check that the cluster's head accepts connections: Ray itself tries for a minute, and then gives no reason."""
     try:
         socket.create_connection((host, port), _REACH_S).close()
     except OSError as error:
@@ -190,7 +190,7 @@ def _away(engine: str, error: Exception) -> EngineUnavailableError:
 
 
 def _misfit(error: RuntimeError, engine: str) -> StreamCkptError:
-    """Return the error for what Ray says of versions; it refuses a driver for nothing else."""
+    """Return the error for a version mismatch that Ray reports. It refuses a driver for no other reason."""
     said = " ".join(str(error).split())
     if "ersion" not in said:
         return _away(engine, error)
@@ -203,7 +203,7 @@ def _misfit(error: RuntimeError, engine: str) -> StreamCkptError:
 
 
 def _broken(engine: str, task: Task[Any], error: Any) -> StreamCkptError:
-    """A task ended by something that is no error of ours: most likely our package is missing on the node."""
+    """Return the error for a task that ended with a foreign exception. Most likely the node lacks this package."""
     why = str(getattr(error, "cause", None) or error).splitlines()
     return EngineUnavailableError(
         f"a task ({task}) failed on a node of Ray: {why[-1] if why else type(error).__name__:.300}",

@@ -1,9 +1,9 @@
-"""A task on its way to a worker, and its answer on the way back.
+"""Encode a task for a worker, and its answer.
 
-What travels is bytes, and a version before them: only the same version of this library opens them, since a field
-of a task may mean something else in another one. An answer is a value, whatever has happened in the worker.
+A parcel is bytes with a version before them. Only the same version of this library opens them, since a field of a task
+may have another meaning in another version. An answer is a value, whatever has happened in the worker.
 
-Which log and store a worker opens: names alone. Secrets stand in files, which each worker reads for itself.
+The log and store that a worker opens are given by names alone. Secrets are in files, which each worker reads itself.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torchrec_stream_ckpt.util.version import __version__
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteAddress:
-    """A log and a store, as a worker opens them."""
+    """Address of a log and a store, as a worker opens them."""
 
     uri: str | None
-    """Of the log; None: it is gone."""
+    """URI of the log. None if it is lost."""
     kafka_options: str | None
     """Path of a file."""
     store: str
@@ -37,20 +37,20 @@ class SiteAddress:
     store_options: str | None
     """Path of a file."""
     incarnation: str | None = None
-    """Of the log, for workers on other hosts: they may have another one at its place."""
+    """Incarnation of the log, for workers on other hosts: these may have another log at its place."""
     probe: str | None = None
-    """An object that is in the store, for the same."""
+    """Name of an object that exists in the store, for the same purpose."""
     place: str | None = None
-    """Which store it is (``place_of``), for workers on this host: a file of options may have changed since."""
+    """Identity of the store (``place_of``), for workers on this host: the options file may have changed since."""
     looks_first: bool = False
-    """True if the store was seen to ignore conditions: a worker does not ask it again."""
+    """True if the store is known to ignore conditions, so that a worker does not check it again."""
 
     def open(self) -> Site:
-        """Open both; they stay open as long as the process lives.
+        """Open both. They stay open as long as the process lives.
 
         Raises:
-            ConfigError: a file is missing here, or what is here at these places is something else.
-            LogUnavailableError, StoreUnavailableError: one of them does not answer.
+            ConfigError: a file is missing here, or the log or store at its place is another one.
+            LogUnavailableError, StoreUnavailableError: the log or the store does not answer.
         """
         log = open_log(self.uri, self.kafka_options) if self.uri is not None else None
         objects = open_store(self.store, self.store_options)
@@ -82,7 +82,7 @@ class SiteAddress:
 
 
 Parcel = tuple[str, bytes]
-"""The version that made it, and what is in it."""
+"""The version that made the parcel, and its content."""
 _MOST_SIGNS = 300
 
 log = logging.getLogger(__name__)
@@ -90,27 +90,27 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The answer of a worker in which something went wrong that has no error class of ours."""
+    """Answer of a worker after an exception that is not one of this library's error classes."""
 
     why: str
 
     @classmethod
     def by(cls, error: Exception) -> Failed:
-        """Say it in one line, with the name of the error's class."""
+        """Describe the exception in one line, with the name of its class."""
         return cls(f"{type(error).__name__}: {error}".splitlines()[0][:_MOST_SIGNS])
 
 
 def packed(source: SiteAddress, task: Task[Any]) -> Parcel:
-    """Pack one task, and what it works with; raises whatever ``pickle`` does."""
+    """Pack one task and its address. Raises any exception of ``pickle``."""
     return __version__, pickle.dumps((source, task))
 
 
 def work(parcel: Parcel, site_of: Callable[[SiteAddress], Site]) -> bytes:
-    """(in a worker) Do a task; returns its answer: the result, an error of ours, or :class:`Failed`."""
+    """(in a worker) Run a task. Returns its pickled answer: a result, an error of this library, or :class:`Failed`."""
     answer = _work(parcel, site_of)
     try:
         return pickle.dumps(answer)
-    except Exception as error:  # of whatever stands in it
+    except Exception as error:  # raised by any of its content
         log.exception("a task gave what cannot be sent")
         return pickle.dumps(Failed.by(error))
 
@@ -134,8 +134,8 @@ def _work(parcel: Parcel, site_of: Callable[[SiteAddress], Site]) -> object:
 
 
 def opened(answer: bytes) -> object:
-    """Open what a worker has answered."""
+    """Unpickle the answer of a worker."""
     try:
         return pickle.loads(answer)
-    except Exception as error:  # of a class of its own
+    except Exception as error:  # raised by a class with its own unpickling
         return Failed.by(error)

@@ -1,10 +1,10 @@
-"""Workers that are processes on this host. They are started with the first task that is not small, and stay.
+"""Workers that are processes on this host. They start with the first task that is not small, and stay.
 
-Each has a pipe of its own. A worker ends when its pipe does or when the materializer is no more, whatever killed it.
+Each has its own pipe. A worker ends when its pipe is closed, or when the materializer has ended, whatever killed it.
 
-Small tasks never come here (``api.SMALL_BYTES``). The rest is what kills need and the standard library's pool lacks:
-a worker that dies fails its own task alone, and another worker does it again (a pool breaks, with all of its tasks);
-no worker outlives a killed materializer (those of a pool do).
+Small tasks never reach them (``api.SMALL_BYTES``). The rest handles kills, which the standard library's pool does not:
+a worker that dies fails only its own task, and another worker repeats it (a pool breaks, with all of its tasks). No
+worker outlives a killed materializer (those of a pool do).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from torchrec_stream_ckpt.maintain.engine.dispatcher import ENDED, Dispatcher
 from torchrec_stream_ckpt.maintain.engine.parcel import Failed, SiteAddress, opened, packed, work
 
 _TO_END_S = 5.0
-"""For how long a worker that has closed its pipe may take to end by itself."""
+"""Seconds that a worker that has closed its pipe may take to end by itself."""
 
 
 class Processes(Dispatcher):
-    """Runs tasks in processes of this host, which are spawned: a fork of a process with threads may hang.
+    """Runs tasks in processes of this host. These are spawned, because a fork of a process with threads may hang.
 
     Args:
-        here: What small tasks work with.
-        source: What workers open.
-        workers: How many there are.
+        here: Resources of small tasks.
+        source: Address of the log and store that workers open.
+        workers: Number of processes.
     """
 
     def __init__(self, here: Site, source: SiteAddress, workers: int) -> None:
@@ -48,7 +48,7 @@ class Processes(Dispatcher):
 
     @property
     def pids(self) -> list[int]:
-        """Of the workers that run."""
+        """Process ids of the running workers."""
         return [worker.process.pid or 0 for worker in self._workers]
 
     def _assign(self) -> None:
@@ -74,7 +74,7 @@ class Processes(Dispatcher):
                 self._bury(worker)
 
     def _start(self, order: Order) -> _Worker:
-        """Start one worker more; its task waits on if the system has no room for it."""
+        """Start another worker. If the system has no room for it, the task returns to the queue."""
         try:
             self._workers.append(_Worker())
         except OSError as error:
@@ -100,7 +100,7 @@ class Processes(Dispatcher):
             self._done(order, opened(answer))
 
     def _bury(self, worker: _Worker) -> None:
-        """Let go of a worker that has died, or is about to: it has closed its pipe."""
+        """Remove a worker that has died or is about to, because it has closed its pipe."""
         self._workers.remove(worker)
         worker.pipe.close()
         worker.process.join(_TO_END_S)
@@ -121,10 +121,10 @@ class Processes(Dispatcher):
 
 
 class _Worker:
-    """One process, and the task that it is at.
+    """One process, and its current task.
 
     Raises:
-        OSError: the system has no room for one more.
+        OSError: the system has no room for another process.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class _Worker:
 
 
 def _serve(pipe: Connection) -> None:
-    """(in a worker) Do what comes, until the materializer is gone."""
+    """(in a worker) Run the tasks received, until the materializer ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all: the materializer ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     site_of = cache(SiteAddress.open)
@@ -161,7 +161,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def _how(code: int) -> str:
-    """Say how a process has ended, by its exit code."""
+    """Describe how a process has ended, by its exit code."""
     if code >= 0:
         return f"{ENDED} {code}"
     try:
