@@ -26,7 +26,7 @@ def watch_outside_writes(
 
     Loading a state dict, of the model, of any module that holds tables, of a fused optimizer or of one that was handed
     over, calls ``on_all_changed``. ``dmp.reshard(...)`` becomes ``on_reshard(call)``, where
-    ``call()`` moves the rows. What else writes in place is seen afterwards (``written``).
+    ``call()`` moves the rows. What else writes in place is seen afterwards (``tensor_versions``).
     """
 
     def loading(*_args: object, **_more: object) -> None:

@@ -1,4 +1,4 @@
-"""Put back what is lost of a log: for what of it is left, see ``put_back``; here, for when all of it is gone.
+"""Put back what is lost of a log: for what of it is left, see ``control_recovery``; here, for when all of it is gone.
 
 What is written into an empty log follows from the store and the log's identity alone, so that a recovery that was
 killed is finished by the next one.

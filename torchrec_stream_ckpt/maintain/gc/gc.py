@@ -75,7 +75,7 @@ class GcRules:
     grace_s: float = 3600.0
     """Delete an object only if it was found unneeded at least this many seconds ago. Longer than a restore takes.
 
-    The age must be shown by a clock that is never set: see ``rounds``.
+    The age must be shown by a clock that is never set: see ``clocks``.
     """
     compact: bool = False
     """Merge the intervals between two kept markers, so that markers dropped between them can be deleted."""
@@ -94,7 +94,7 @@ def plan_gc(stock: Stock, rules: GcRules, clocks: Mapping[str, float]) -> GcPlan
     Args:
         stock: Contents of the store.
         rules: Rules for what may be deleted.
-        clocks: Readings of the clocks, see ``rounds``.
+        clocks: Readings of the clocks, see ``clocks``.
     """
     holdings, catalog = stock.holdings, stock.holdings.catalog
     give_up = rules.give_up or {}

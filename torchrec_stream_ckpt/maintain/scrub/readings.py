@@ -57,7 +57,7 @@ class ReadBack:
         objects: The store.
         job: The job.
         pool: Threads to read with.
-        clocks: Current readings of the clocks, see ``rounds``. Without any, readings of other processes are ignored.
+        clocks: Current readings of the clocks, see ``clocks``. Without any, readings of other processes are ignored.
     """
 
     def __init__(self, objects: Objects, job: bytes, pool: Executor, clocks: Mapping[str, float]) -> None:
