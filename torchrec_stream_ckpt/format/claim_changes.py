@@ -1,6 +1,6 @@
-"""What a CLAIM says of a change of the model: a generation whose tables are not all those of its parent.
+"""Record of model changes in a CLAIM, for a generation whose tables differ from its parent's.
 
-The tables themselves say what became of them: :func:`changes_of` compares two schemas by index and id.
+:func:`changes_of` finds what happened to each table: it compares two schemas by index and id.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.util.types import TOMBSTONE, MarkerId, TableSpec
 
 MAX_TEXT_BYTES = 16_384
-"""Limit of the declared changes in a CLAIM; larger ones are known by their digest alone."""
+"""Limit of the declared changes in a CLAIM, in bytes. Of larger ones the CLAIM has only the digest."""
 MAX_EARLIER = 1000
 """Limit of the earlier changes in a CLAIM."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -25,25 +25,28 @@ _ORIGIN = re.compile(r"[0-9a-f]{32} [0-9]{1,9}:[0-9]{1,18}")
 
 @dataclass(frozen=True, slots=True)
 class ClaimChanges:
-    """The changes that a restore was told, as its generation's CLAIM keeps them."""
+    """Changes that were declared to a restore, as its generation's CLAIM keeps them."""
 
     digest: str
     """SHA-256 of the canonical JSON of the declared changes, 64 hex digits."""
     text: str | None = None
-    """That JSON; None where it is too large."""
+    """Canonical JSON of the declared changes. None if it is too large."""
     origin: str | None = None
-    """``JOB GENERATION:MARKER`` of another job, where the first rows came from; None for the generation's parent."""
+    """``JOB GENERATION:MARKER`` of another job that the first rows came from. None if they came from the generation's
+    parent."""
     earlier: tuple[ClaimChanges, ...] | None = None
-    """Changes that were made after the parent and before these, the newest first; None where there are none. Only a run
-    whose log lost the markers between says so."""
+    """Changes made after the parent and before these, newest first. None if there are none.
+
+    Only a run whose log lost the markers in between records them.
+    """
 
     @classmethod
     def of(cls, canonical: bytes, origin: tuple[bytes, MarkerId] | None = None) -> ClaimChanges:
-        """Changes as they are declared.
+        """Make the record of declared changes.
 
         Args:
             canonical: Their canonical JSON, in ASCII.
-            origin: The job and marker that the rows are from, if that is not the generation's parent.
+            origin: Job and marker that the rows come from, if not the generation's parent.
         """
         text = canonical.decode("ascii") if len(canonical) <= MAX_TEXT_BYTES else None
         said = f"{origin[0].hex()} {origin[1]}" if origin is not None else None
@@ -51,10 +54,10 @@ class ClaimChanges:
 
     @classmethod
     def of_several(cls, made: Sequence[ClaimChanges]) -> ClaimChanges | None:
-        """Join changes that were made one after the other, as one CLAIM says them.
+        """Join consecutive changes into the form that one CLAIM records.
 
         Args:
-            made: The newest first; none: None comes back.
+            made: Changes, newest first. If empty, the result is None.
         """
         if not made:
             return None
@@ -66,11 +69,11 @@ class ClaimChanges:
 
     @property
     def each(self) -> tuple[ClaimChanges, ...]:
-        """These changes and the earlier ones, one by one, the newest first."""
+        """These changes and the earlier ones as separate records, newest first."""
         return replace(self, earlier=None), *(self.earlier or ())
 
     def check(self, what: str) -> None:
-        """Refuse what no writer writes.
+        """Refuse values that no writer produces.
 
         Raises:
             CorruptionError: a field is not as docs/format.md says.
@@ -89,7 +92,7 @@ class ClaimChanges:
 
     @property
     def source(self) -> tuple[str, MarkerId] | None:
-        """Job, in hex, and marker of :attr:`origin`."""
+        """Job in hex and marker of :attr:`origin`. None if there is no origin."""
         if self.origin is None:
             return None
         job, marker = self.origin.split(" ")
@@ -97,7 +100,7 @@ class ClaimChanges:
 
 
 class TableChange(Enum):
-    """What became of a table between a generation's parent and the generation."""
+    """Kind of change that a table underwent between a generation's parent and the generation."""
 
     ADDED = "added"
     DROPPED = "dropped"
@@ -106,7 +109,8 @@ class TableChange(Enum):
 
 
 def goes_on(before: TableSpec, now: TableSpec) -> bool:
-    """Return whether two tables at one index of a lineage are the same one, whatever its name: its rows stay deltas."""
+    """Return whether two tables at one index of a lineage are the same table, even if renamed. Its rows then stay
+    deltas."""
     if before.dropped or now.dropped:
         return False
     if before.id is None or now.id is None:  # before version 2: the name is the id
@@ -115,9 +119,9 @@ def goes_on(before: TableSpec, now: TableSpec) -> bool:
 
 
 def changes_of(parent: Schema, schema: Schema) -> list[tuple[TableChange, TableSpec, TableSpec]]:
-    """(what, before, now) of each table that is not as it was; ``before`` or ``now`` is a tombstone where none is.
+    """Return (kind, before, now) of each changed table. ``before`` or ``now`` is a tombstone if the table is missing.
 
-    Tables are told by id, and by index where there are no ids: so ``parent`` may be of any generation of the job.
+    Tables are matched by id, or by index if they have no ids. So ``parent`` may be of any generation of the job.
     """
     ids = {table.id: table for _, table in parent.live if table.id is not None}
     left, found = dict(parent.live), []
@@ -138,7 +142,7 @@ def changes_of(parent: Schema, schema: Schema) -> list[tuple[TableChange, TableS
 
 
 def differences(before: TableSpec, now: TableSpec) -> str:
-    """Return in words how two tables differ: ``rows 10 -> 20, dim 4 -> 8``; empty: in nothing but the name."""
+    """Describe how two tables differ: ``rows 10 -> 20, dim 4 -> 8``. Empty if at most their names differ."""
     said = [
         f"{name} {_short(one)} -> {_short(other)}"
         for name in ("rows", "dim", "dtype", "optimizer", "states")
@@ -157,7 +161,7 @@ def _short(value: object) -> str:
 
 
 def in_words(parent: Schema, schema: Schema) -> list[str]:
-    """Return what became of the tables of a generation's parent, a table a line: ``t_user: rows 10 -> 20``."""
+    """Describe what happened to the tables of a generation's parent, one line per table: ``t_user: rows 10 -> 20``."""
     lines = []
     for what, before, now in changes_of(parent, schema):
         if what is TableChange.RENAMED:
@@ -171,13 +175,13 @@ def in_words(parent: Schema, schema: Schema) -> list[str]:
 
 
 def check_follows(parent: Schema, schema: Schema, swept: Collection[int], generation: int) -> None:
-    """Hold the tables of a generation against those of its parent: rows of one must never be taken for rows of another.
+    """Check the tables of a generation against its parent's: rows of one table must never be taken for another's.
 
     Args:
-        parent: Of the generation that it stands on.
-        schema: Its own.
-        swept: Tables that it sends whole.
-        generation: Its number.
+        parent: Schema of the parent generation.
+        schema: Schema of this generation.
+        swept: Indexes of the tables that this generation sends whole.
+        generation: Number of this generation.
 
     Raises:
         CorruptionError: an index means another table than before, and the generation does not send it whole.
@@ -202,11 +206,11 @@ def check_follows(parent: Schema, schema: Schema, swept: Collection[int], genera
 
 
 def same_tables(saved: Schema, here: Schema) -> Schema | None:
-    """The tables of a job in the order in which a lineage has them; None where they are not the same by name.
+    """Return the tables of a job in the order of a lineage. Returns None if the table names differ.
 
     Args:
-        saved: Of the lineage.
-        here: Of the job, in any order.
+        saved: Schema of the lineage.
+        here: Schema of the job, in any order.
     """
     own = {table.name: table for _, table in here.live}
     if own.keys() != saved.index().keys():

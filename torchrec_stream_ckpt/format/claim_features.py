@@ -1,6 +1,6 @@
-"""What a CLAIM of version 4 announces: what older programs do not know of its generation. Specified in docs/format.md.
+"""Features that a CLAIM of version 4 announces, which older programs do not know. Specified in docs/format.md.
 
-An older program refuses the generation at its CLAIM, and not after it has read or deleted a part of it.
+An older program refuses the generation at its CLAIM, before it has read or deleted a part of it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import NamedTuple
 from torchrec_stream_ckpt.errors import CorruptionError, UnsupportedError
 
 ALIGNED = "aligned"
-"""There may be PAD frames."""
+"""The streams may contain PAD frames."""
 DENSE_PROOF = "dense_proof"
-"""A MARK may have digests of dense state."""
+"""A MARK may contain digests of dense state."""
 IDS = "ids"
-"""There may be IDS frames, which a store has to keep."""
+"""The streams may contain IDS frames, which a store has to keep."""
 OBJECTS = "objects"
-"""Offsets in data partitions are (object, byte), as :class:`ObjectEnd` packs them."""
+"""Offsets in data partitions are (object, byte), packed as by :class:`ObjectEnd`."""
 KNOWN = (ALIGNED, DENSE_PROOF, IDS, OBJECTS)
 """All names, sorted."""
 
@@ -25,15 +25,15 @@ _BYTE_BITS = 40
 
 
 class ObjectEnd(NamedTuple):
-    """A place in a stream whose unit is an object."""
+    """Position in a stream whose unit is an object."""
 
     object: int
     """Number of the object, from 0, below 2^24."""
     byte: int
-    """Byte in it, below 2^40. Just after its last byte, this is the length of the object."""
+    """Byte offset in the object, below 2^40. Just after its last byte, this is the length of the object."""
 
     def pack(self) -> int:
-        """The place as one number, in the order of the stream.
+        """Pack the position into one number. Numbers are in stream order.
 
         Raises:
             UnsupportedError: a number is too large.
@@ -47,7 +47,7 @@ class ObjectEnd(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: int) -> ObjectEnd:
-        """The place that a number of 64 bits packs."""
+        """Return the position that a 64-bit number packs."""
         return cls(packed >> _BYTE_BITS, packed & ((1 << _BYTE_BITS) - 1))
 
 
@@ -55,7 +55,7 @@ def check_announced(names: Sequence[str], what: str) -> None:
     """Refuse a list that no writer makes.
 
     Raises:
-        CorruptionError: a name is unknown, or the names are not sorted, each once, one at least.
+        CorruptionError: a name is unknown, or the list is empty, unsorted or has a name twice.
     """
     if unknown := sorted(set(names) - set(KNOWN)):
         raise CorruptionError(
@@ -81,7 +81,7 @@ def check_readable(names: Sequence[str], generation: int) -> None:
 
 
 def check_kept(names: Sequence[str], generation: int) -> None:
-    """Refuse to put a generation into a store, which would lose a part of it.
+    """Refuse to put a generation into a store that would lose a part of it.
 
     Raises:
         UnsupportedError: it has raw ids.

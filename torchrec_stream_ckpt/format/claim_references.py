@@ -1,6 +1,6 @@
-"""Schemas and layouts are kept once: a CLAIM leaves to that of its parent's generation what is the same there.
+"""Store schemas and layouts once: a CLAIM omits the parts that equal those in its parent's CLAIM.
 
-To no other one: what is kept of a lineage, or copied, is kept with the generations that it stands on.
+It refers to no other CLAIM, because whatever keeps or copies a generation also keeps the generations it stems from.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torchrec_stream_ckpt.format.frame import CHANGED_VERSION, MAX_FRAME_BYTES, 
 from torchrec_stream_ckpt.format.schema import canonical
 
 _ROOM = MAX_FRAME_BYTES - 1024
-"""For the JSON of a record: the rest is for the header, padding and an HMAC."""
+"""Bytes for the JSON of a record. The rest is for the header, padding and an HMAC."""
 
 
 def brief(claim: Claim, claims: Mapping[int, Claim]) -> Claim:
-    """The CLAIM in the fewest bytes: what its parent's CLAIM says is left to that.
+    """Return the CLAIM in the fewest bytes, without the parts that its parent's CLAIM has.
 
     Args:
-        claim: Has its schema, and its layout if it is known.
-        claims: The log's, by generation.
+        claim: Contains its schema, and its layout if that is known.
+        claims: CLAIMs of the log, by generation.
     """
     known = claim.parent is not None and claim.version > 1
     parent = claims.get(claim.parent.generation) if claim.parent is not None and known else None
@@ -38,7 +38,7 @@ def brief(claim: Claim, claims: Mapping[int, Claim]) -> Claim:
 
 
 def _versioned(claim: Claim) -> Claim:
-    """In a frame of the version that can say what it says."""
+    """Set the frame version to the one that can express the CLAIM."""
     if claim.version < VERSION:
         return claim
     sorted_ = claim.same_schema is not None or claim.schema.is_sorted
@@ -47,29 +47,29 @@ def _versioned(claim: Claim) -> Claim:
 
 
 def _fitting(claim: Claim) -> Claim:
-    """Without its layout where that finds no room in a frame: readers ask the HELLOs, as ever."""
+    """Drop the layout if it does not fit into a frame. Readers then take it from the HELLOs."""
     if claim.layout is None or len(canonical(claim.body())) <= _ROOM:
         return claim
     return replace(claim, layout=None)
 
 
 def alone(claim: Claim) -> Claim:
-    """The CLAIM for a log that may lack its parent's CLAIM; not signed where it was another record."""
+    """Return the CLAIM for a log that may lack its parent's CLAIM. A CLAIM that had to change is not signed."""
     if claim.same_schema is None and claim.same_layout is None:
         return claim
     return _versioned(_fitting(replace(claim, same_schema=None, same_layout=None, mac="")))
 
 
 def resolved(claim: Claim, claims: Mapping[int, Claim]) -> Claim:
-    """A CLAIM that was read, with what it leaves to its parent's.
+    """Return a CLAIM as read, completed by the parts that it leaves to its parent's.
 
     Args:
-        claim: As it was read.
-        claims: The log's, by generation; those before it have what they leave to others.
+        claim: The CLAIM as read.
+        claims: CLAIMs of the log, by generation. Those before it are complete.
 
     Raises:
-        CorruptionError: that is not there, or another one; or an index means another table than there, and the record
-            does not say so. Names both generations.
+        CorruptionError: the parent's part is missing or differs; or an index means another table than there, and the
+            record does not say so. The error names both generations.
     """
     if claim.same_schema is not None:
         schema = _parent(claim, claims, "schema").schema

@@ -1,12 +1,12 @@
-"""The COMMITs of a lineage, by marker: as they stand in the log until one is read, or not held at all.
+"""COMMITs of a lineage, by marker. A COMMIT is parsed when it is first used, or fetched from the log.
 
-Of tens of thousands of markers a trainer needs all names, and few COMMITs: those that lead to its parent, one of each
-generation. So where a COMMIT can be fetched again, only the newest one of each generation is held; of the others the
-name, and where it stands. One that is asked for by its name is held from then on. Every question has the answer that it
-would have if all were held. But an answer that needs a COMMIT that is not held may find the log unavailable.
+Of tens of thousands of markers a trainer needs all names but few COMMITs: those that lead to its parent, and one per
+generation. So if COMMITs can be fetched again, only the newest one of each generation is held. For the others, the name
+and the place in the log are held. A COMMIT that is requested by name is held from then on. Every query has the same
+answer as if all COMMITs were held. But if the answer needs a COMMIT that is not held, the log may be unavailable.
 
-A COMMIT that came in a snapshot has no place of its own, and is held: a snapshot is made by a trim, and drops what the
-store gave up. So is one that differs in any byte from what its writer makes.
+A COMMIT from a snapshot has no place of its own and is always held: a trim makes the snapshot and drops the markers
+that the store gave up. A COMMIT that differs in any byte from its writer's encoding is always held too.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from torchrec_stream_ckpt.format.packed_commit import PackedCommit, open_commit
 from torchrec_stream_ckpt.util.types import MarkerId
 
 Place: TypeAlias = int
-"""Where a COMMIT stands in its log, in the terms of the function that fetches it."""
+"""Place of a COMMIT in its log, in the terms of the function that fetches it."""
 Fetch: TypeAlias = Callable[[Mapping[MarkerId, Place]], Mapping[MarkerId, bytes]]
-"""Gives the frames of COMMITs, in one pass over the log."""
+"""Function that returns the frames of COMMITs in one pass over the log."""
 
 _AT_A_TIME = 1024
-"""COMMITs that are fetched at one go, when a caller goes through all of them."""
+"""COMMITs that are fetched at once when a caller iterates over all of them."""
 
 
 class Commits(MutableMapping[MarkerId, Commit]):
     """Committed markers, in the order in which they were committed.
 
     Args:
-        commits: Those that are known.
+        commits: Markers that are known at the start.
     """
 
     __slots__ = ("_held", "_last", "fetch")
 
     def __init__(self, commits: Mapping[MarkerId, Commit | bytes] | None = None) -> None:
         self._held: dict[MarkerId, Commit | bytes | Place] = dict(commits or {})
-        """A COMMIT, or its frame, or where it stands."""
+        """The COMMIT, its frame, or its place, by marker."""
         self._last: tuple[MarkerId, Place] | None = None
-        """The newest one that has a place, and is held."""
+        """The newest marker that has a place and is held, with that place."""
         self.fetch: Fetch | None = None
-        """Gives those that are not held."""
+        """Function that fetches the COMMITs that are not held."""
 
     def add(self, marker: MarkerId, commit: Commit | PackedCommit, place: Place | None = None) -> None:
-        """Take one more. With a place, the one before it in its generation is not held any longer."""
+        """Add a marker. If it has a place, the COMMIT before it in its generation is no longer held."""
         self._held[marker] = commit.frame if isinstance(commit, PackedCommit) else commit
         if place is None:
             return
@@ -57,7 +57,7 @@ class Commits(MutableMapping[MarkerId, Commit]):
 
     @property
     def newest(self) -> MarkerId | None:
-        """The one that was committed last; None where there is none."""
+        """The marker that was committed last. None if there are none."""
         return next(reversed(self._held), None)
 
     def __getitem__(self, marker: MarkerId) -> Commit:
@@ -68,7 +68,7 @@ class Commits(MutableMapping[MarkerId, Commit]):
         return found
 
     def named(self, markers: Iterable[MarkerId]) -> list[Commit]:
-        """These, fetched in one pass."""
+        """Return the COMMITs of these markers, fetched in one pass."""
         markers = list(markers)
         away = {marker: place for marker in markers if isinstance(place := self._held[marker], int)}
         if away:
@@ -76,7 +76,7 @@ class Commits(MutableMapping[MarkerId, Commit]):
         return [self[marker] for marker in markers]
 
     def only(self, markers: Collection[MarkerId]) -> Commits:
-        """Some of them, in their order here; held as they are here."""
+        """Return a copy with only these markers, in this order. Their COMMITs are held as they are here."""
         some = Commits()
         some._held = {marker: self._held[marker] for marker in markers}
         some.fetch = self.fetch
@@ -119,15 +119,15 @@ class Commits(MutableMapping[MarkerId, Commit]):
         return f"Commits({', '.join(map(str, self._held))})"
 
     def __reduce__(self) -> Any:
-        """With all of them: another process fetches nothing."""
+        """Pickle with all COMMITs, because another process cannot fetch them."""
         away = {marker: place for marker, place in self._held.items() if isinstance(place, int)}
         return Commits, (self._held | dict(self._fetched(away)) if away else self._held,)
 
     def through(self, markers: Iterable[MarkerId]) -> Iterator[Commit]:
-        """These, one after the other; those that are fetched for that are not held on to."""
+        """Iterate over the COMMITs of these markers. Those that are fetched for this are not held."""
         markers, at_a_time = iter(markers), 1
         while some := list(islice(markers, at_a_time)):
-            at_a_time = min(4 * at_a_time, _AT_A_TIME)  # a caller that wants the first few fetches no more than a few
+            at_a_time = min(4 * at_a_time, _AT_A_TIME)  # a caller that wants the first few fetches only a few
             away = {marker: place for marker in some if isinstance(place := self._held[marker], int)}
             fetched = self._fetched(away) if away else {}
             for marker in some:
@@ -139,10 +139,10 @@ class Commits(MutableMapping[MarkerId, Commit]):
 
 
 def _opened(marker: MarkerId, frame: bytes) -> Commit:
-    """The COMMIT of that marker.
+    """Parse the COMMIT of a marker.
 
     Raises:
-        CorruptionError: a field is not what it has to be; with the marker.
+        CorruptionError: a field is invalid; the error names the marker.
     """
     try:
         return open_commit(frame)
@@ -151,7 +151,7 @@ def _opened(marker: MarkerId, frame: bytes) -> Commit:
 
 
 class CommitValues(ValuesView[Commit]):
-    """The COMMITs, in order; see :meth:`Commits.through`."""
+    """COMMITs in order; see :meth:`Commits.through`."""
 
     _mapping: Commits
 

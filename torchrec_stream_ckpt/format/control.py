@@ -1,6 +1,6 @@
-"""The JSON payloads: HELLO and MARK in the data partitions; CLAIM, COMMIT and TRIM in the control partition.
+"""JSON payloads: HELLO and MARK in the data partitions; CLAIM, COMMIT and TRIM in the control partition.
 
-Readers refuse unknown shapes by name and never trust a length. Fields that the header holds too must agree.
+Readers refuse unknown shapes by name and never trust a length. Fields that the header also has must agree with it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Hello:
 
     @property
     def version(self) -> int:
-        """Format version of the frame that it takes."""
+        """Format version of the frame that this payload needs."""
         return VERSION if self.schema.is_sorted else CHANGED_VERSION
 
     def to_json(self) -> bytes:
@@ -66,7 +66,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class TableScalars:
-    """State of the fused kernel that is no row, with the shard that it was read for."""
+    """State of a fused kernel apart from its rows, with the shard that it was read for."""
 
     table: int
     row0: int
@@ -76,30 +76,31 @@ class TableScalars:
     iteration: int
     """Number of forward passes that the kernel has counted."""
     max_counter: float
-    """What counter-based regularization has seen at most; 1 where it is not used."""
+    """Maximum that counter-based regularization has seen. 1 if it is not used."""
     learning_rate: float
-    """What the kernel used last."""
+    """Learning rate that the kernel used last."""
     next_learning_rate: float
-    """What its optimizer's param group says for the next step."""
+    """Learning rate of the optimizer's param group for the next step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """This rank has sent every row that belongs to the marker in the header."""
+    """Confirms that this rank has sent every row of the marker in the header."""
 
     rows: int
     """Row records since HELLO."""
     num_bytes: int
-    """Bytes of frames since HELLO, this one not counted."""
+    """Bytes of frames since HELLO, without this one."""
     scalars: tuple[TableScalars, ...]
     proof: Proof | None = None
-    """Digests of live rows, taken at the cut; None in version 1, and where proofs are switched off."""
+    """Digests of live rows, taken at the cut. None in version 1, or if proofs are switched off."""
     dense_proof: DenseProof | None = None
-    """Digests of dense state and of the scalars, taken at the cut; None before version 4, and as with the proof."""
+    """Digests of dense state and of the scalars, taken at the cut. None before version 4, or if proofs are switched
+    off."""
 
     @property
     def version(self) -> int:
-        """Format version of the frame that it takes."""
+        """Format version of the frame that this payload needs."""
         return VERSION if self.dense_proof is None else NEWEST_VERSION
 
     def to_json(self) -> bytes:
@@ -107,7 +108,11 @@ class Mark:
 
     @classmethod
     def from_json(cls, data: Buffer | dict[str, Any], version: int = VERSION) -> Mark:
-        """Read the payload of a MARK, or the object that stands in notes; raises CorruptionError."""
+        """Read the payload of a MARK, or the object in a segment's notes.
+
+        Raises:
+            CorruptionError: the payload is invalid.
+        """
         raw = Fields(data, "MARK", cls, version)
         scalars, dense = raw.each("scalars", TableScalars), raw.dense_proof()
         if dense is not None:
@@ -117,42 +122,42 @@ class Mark:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Claim(Record):
-    """A trainer opens a generation. The first CLAIM of a number, in log order, owns it."""
+    """Record that opens a generation. The first CLAIM of a number, in log order, owns it."""
 
     KIND: ClassVar[Kind] = Kind.CLAIM
 
     job: bytes
     generation: int
     nonce: str
-    """Tells two claimants of one number apart."""
+    """Distinguishes two claimants of one number."""
     name: str
-    """Name of the job as its URI gives it; empty for a file log."""
+    """Name of the job as its URI gives it. Empty for a file log."""
     parent: MarkerId | None
     world: int
-    """Ranks that write this generation; 0: none, an operator has ended the trainer of the one before."""
+    """Number of ranks that write this generation. 0 if an operator has ended the trainer of the previous one."""
     partitions: int
     incarnation: str
     """Identity of the log when it was claimed: Kafka's topic id, or the file log's own."""
     schema: Schema
-    """Where ``same_schema`` is given, and as long as the record is not folded into a lineage: no tables."""
+    """Tables of the generation. Empty if ``same_schema`` is given and the record is not yet folded into a lineage."""
     swept: tuple[int, ...]
-    """Tables that this generation sends whole; the others stand on the parent."""
+    """Tables that this generation sends whole. The others are deltas on the parent."""
     time_s: float
-    """Wall clock, for people only: no decision reads it."""
+    """Wall clock, for people only. No decision reads it."""
     mac: str = ""
-    """HMAC by the commit key, 64 hex digits; empty without one."""
+    """HMAC by the commit key, 64 hex digits. Empty without a key."""
     layout: RankShards | None = None
-    """Which shards each rank holds; None: their HELLOs alone say it. With ``same_layout``: as the schema."""
+    """Shards that each rank holds. None if only the HELLOs have them. With ``same_layout``, see ``schema``."""
     same_schema: int | None = None
-    """The record leaves the schema to the CLAIM of its parent's generation, which has this checksum."""
+    """Checksum of the schema in the CLAIM of the parent's generation, if the record omits its own."""
     same_layout: int | None = None
-    """The record leaves the layout to the CLAIM of its parent's generation, which has this checksum."""
+    """Checksum of the layout in the CLAIM of the parent's generation, if the record omits its own."""
     changes: ClaimChanges | None = None
-    """What the restore was told of a changed model; None where all is as it was."""
+    """Changes of the model that were declared to the restore. None if there are none."""
     announces: tuple[str, ...] | None = None
-    """What programs of version 3 do not know of this generation, by the names of ``announced.py``; None: nothing."""
+    """Features that programs of version 3 do not know, by the names in ``announced.py``. None if there are none."""
     version: int = field(default=VERSION, compare=False)
-    """Format version of the frame that it came in: so its bytes can be made again."""
+    """Format version of the frame that was read, so that its bytes can be reproduced."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Claim):
@@ -197,7 +202,7 @@ class Claim(Record):
         return claim
 
     def _check(self) -> None:
-        """See that it does not say itself what it leaves to another CLAIM."""
+        """Check that it does not contain the parts that it leaves to another CLAIM."""
         if self.same_schema is not None and self.schema.tables:
             raise CorruptionError("CLAIM has both tables and same_schema")
         if self.same_layout is not None and self.layout is not None:
@@ -208,14 +213,15 @@ class Claim(Record):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Serve(Claim):
-    """The CLAIM of a serving stream: restores, lists and materializers refuse it by name."""
+    """CLAIM of a serving stream. Restores, lists and materializers refuse it by name."""
 
     KIND: ClassVar[Kind] = Kind.SERVE
 
 
 @dataclass(frozen=True, slots=True)
 class Commit(Record):
-    """A marker exists from the moment this record is in the control partition, if its writer owns the job."""
+    """Record that makes a marker exist, from the moment it is in the control partition and if its writer owns the
+    job."""
 
     KIND: ClassVar[Kind] = Kind.COMMIT
 
@@ -228,18 +234,18 @@ class Commit(Record):
     dense: str
     """Path of the dense state below the store."""
     dense_files: tuple[DenseFile, ...]
-    """Empty where there is a list of them; all of them: ``DenseStore.files``."""
+    """Dense files. Empty if there is a list of them; ``DenseStore.files`` always returns all."""
     time_s: float
     store: str
-    """Where the writer kept dense state, empty for inside the file log; a reader may name another place."""
+    """Place where the writer kept dense state. Empty if it is inside the file log. A reader may name another place."""
     mac: str = ""
-    """HMAC by the commit key, 64 hex digits; empty without one."""
+    """HMAC by the commit key, 64 hex digits. Empty without a key."""
     meta: Meta | None = None
-    """What its trainer says of the marker, by name; None where it says nothing."""
+    """Metadata that the trainer gave the marker, by name. None if it gave none."""
     dense_list: DenseList | None = None
-    """The list that names the dense files; None where they stand here."""
+    """The list that names the dense files. None if ``dense_files`` has them."""
     version: int = field(default=VERSION, compare=False)
-    """Format version of the frame that it came in: so its bytes can be made again."""
+    """Format version of the frame that was read, so that its bytes can be reproduced."""
 
     @property
     def id(self) -> MarkerId:
@@ -257,7 +263,7 @@ class Commit(Record):
 
     @property
     def chain(self) -> int:
-        """``RankEnd.chain`` of rank 0: tells histories apart that share a job and a marker's name."""
+        """``RankEnd.chain`` of rank 0. Distinguishes histories that share a job and a marker's name."""
         return RankEnds.of(self.ranks).first("chain")
 
     def _total(self, name: str) -> int:
@@ -315,9 +321,9 @@ class Commit(Record):
 
 @dataclass(frozen=True, slots=True)
 class Trim(Record):
-    """An operator gives log data up: from this record on, data before the ends of some markers may be gone.
+    """Record of an operator giving up log data: after it, data before the ends of some markers may be missing.
 
-    Where those ends are, their COMMITs say. The data of a generation that no marker needs has no part in this.
+    The COMMITs of these markers say where those ends are. The record does not cover generations that no marker needs.
     """
 
     KIND: ClassVar[Kind] = Kind.TRIM
@@ -325,21 +331,22 @@ class Trim(Record):
     job: bytes
     generation: int
     marker: int
-    """With the generation: the marker that the store holds whole."""
+    """Together with the generation: the marker that the store holds whole."""
     markers: tuple[MarkerId, ...]
-    """For each generation of which data may be gone, the marker up to which; by generation, this one among them."""
+    """For each generation whose data may be missing, the last marker affected. Sorted by generation; includes this
+    marker."""
     store: str
-    """Where that data is, for people and for errors: a reader may be told another place."""
+    """Place of that data, for people and for errors. A reader may name another place."""
     nonce: str
-    """Tells two records of one marker apart."""
+    """Distinguishes two records of one marker."""
     time_s: float
     """Wall clock, for people only."""
     mac: str = ""
-    """HMAC by the commit key, 64 hex digits; empty without one."""
+    """HMAC by the commit key, 64 hex digits. Empty without a key."""
     given_up: tuple[MarkerId, ...] | None = None
-    """Markers that the store gave up, and needs for no other one: their COMMITs are no longer needed."""
+    """Markers that the store gave up and that no other marker needs. Their COMMITs are no longer needed."""
     version: int = field(default=VERSION, compare=False)
-    """Format version of the frame that it came in: so its bytes can be made again."""
+    """Format version of the frame that was read, so that its bytes can be reproduced."""
 
     @property
     def id(self) -> MarkerId:
@@ -347,11 +354,12 @@ class Trim(Record):
 
     @property
     def day(self) -> str:
-        """When it was written, for people."""
+        """Day when it was written, for people."""
         return day(self.time_s)
 
     def reach(self, generation: int) -> MarkerId | None:
-        """The marker up to which data of ``generation`` may be gone."""
+        """Return the marker up to which data of ``generation`` may be missing. Returns None if that data was not
+        trimmed."""
         return next((marker for marker in self.markers if marker.generation == generation), None)
 
     def body(self) -> dict[str, Any]:
@@ -394,12 +402,12 @@ def parse_control(frame: Buffer, offset: int | None = None, *, serving: bool = F
 
     Args:
         frame: The whole record.
-        offset: Where it stands, for messages.
-        serving: Whether the reader takes the lossy rows of a serving stream.
+        offset: Offset of the record, for messages.
+        serving: Whether the reader accepts the lossy rows of a serving stream.
 
     Raises:
-        CorruptionError: bad bytes, or a frame that does not belong there.
-        ServingStreamError: the log is a serving stream, and the reader takes none.
+        CorruptionError: the bytes are invalid, or the frame does not belong in this partition.
+        ServingStreamError: the log is a serving stream, and the reader does not accept one.
     """
     try:
         return _parse_control(frame, serving=serving)
@@ -438,7 +446,7 @@ def _check_place(what: str, place: str) -> None:
 
 
 def _check_places(commit: Commit) -> None:
-    """See that what names a place on a disk can name no other than it seems to."""
+    """Check that fields that name a place on a disk are plain paths and names."""
     _check_place("COMMIT.store", commit.store)
     _check_place("COMMIT.dense", commit.dense)
     check_files(commit.dense_files, "COMMIT.dense_files")

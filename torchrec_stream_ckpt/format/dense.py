@@ -1,4 +1,4 @@
-"""Digests of a marker's dense directory. DCP's metadata is a pickle: nothing in there is opened before them."""
+"""Digests of a marker's dense directory. They are checked before DCP's metadata, a pickle, is opened."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from torchrec_stream_ckpt.util.layout import dense_name
 
 
 def digest_files(path: Path, names: Iterable[str]) -> tuple[DenseFile, ...]:
-    """Size and SHA-256 of files of a dense directory: plain files in that very place, no links to others.
+    """Return size and SHA-256 of files of a dense directory. They must be plain files in that directory, not links.
 
     Raises:
-        OSError: a file is missing, or is no plain file.
+        OSError: a file is missing, or is not a plain file.
     """
     files = []
     for name in sorted(names):
@@ -38,17 +38,17 @@ def digest_files(path: Path, names: Iterable[str]) -> tuple[DenseFile, ...]:
 
 
 def dense_path(store: Path, commit: Commit) -> Path:
-    """Where a marker's dense state lies below ``store``: made anew, never taken from COMMIT."""
+    """Return the path of a marker's dense state below ``store``. It is computed, never taken from COMMIT."""
     return store / dense_name(commit.job, commit.id)
 
 
 def files_at(path: Path, commit: Commit) -> tuple[DenseFile, ...]:
-    """The dense files of a marker, from its COMMIT or from the list in its directory ``path``.
+    """Return the dense files of a marker, from its COMMIT or from the list in its directory ``path``.
 
     Raises:
-        MissingObjectError: the list is missing; names its path.
-        CorruptionError: it is altered.
-        StoreUnavailableError: the disk or the rights do not allow to look.
+        MissingObjectError: the list is missing; the error names its path.
+        CorruptionError: the list was altered.
+        StoreUnavailableError: the disk or the permissions prevent reading it.
     """
     said = commit.dense_list
     if said is None:
@@ -66,10 +66,10 @@ def files_at(path: Path, commit: Commit) -> tuple[DenseFile, ...]:
 
 
 def check_names(commit: Commit, files: Sequence[DenseFile], path: Path | str) -> None:
-    """The dense files of a marker must be DCP's, in the marker's own directory.
+    """Check that the dense files of a marker are DCP's, in the marker's own directory.
 
     Raises:
-        CorruptionError: they are not; names ``path``, the directory.
+        CorruptionError: they are not; the error names ``path``, the directory.
     """
     if ".metadata" not in {file.name for file in files}:
         raise CorruptionError("COMMIT does not vouch for DCP's metadata", path=path, marker=commit.id)
@@ -79,12 +79,12 @@ def check_names(commit: Commit, files: Sequence[DenseFile], path: Path | str) ->
 
 
 def verify_dense(store: Path, commit: Commit) -> None:
-    """Compare a marker's dense directory with what COMMIT says of it.
+    """Compare a marker's dense directory with its COMMIT.
 
     Raises:
-        MissingObjectError: a file is missing, or is no plain file; names its path.
-        CorruptionError: one is altered.
-        StoreUnavailableError: the disk or the rights do not allow to look.
+        MissingObjectError: a file is missing, or is not a plain file; the error names its path.
+        CorruptionError: a file was altered.
+        StoreUnavailableError: the disk or the permissions prevent reading it.
     """
     path = dense_path(store, commit)
     files = files_at(path, commit)
@@ -92,7 +92,7 @@ def verify_dense(store: Path, commit: Commit) -> None:
     for expected in files:
         try:
             size = (path / expected.name).lstat().st_size
-            # Where the size has changed, nothing has to be read to know: it may be anything.
+            # If the size has changed, the file is altered and need not be read.
             found = digest_files(path, [expected.name])[0] if size == expected.num_bytes else None
         except OSError as error:
             raise _unreadable(error, path / expected.name) from None
@@ -101,7 +101,8 @@ def verify_dense(store: Path, commit: Commit) -> None:
 
 
 def _unreadable(error: OSError, path: Path) -> StreamCkptError:
-    """A file that is not there is proved to be; where the disk or the rights fail, nothing is."""
+    """Return the error for an unreadable file. It proves a loss only if the file is absent, not if disk or permissions
+    fail."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL):
         return MissingObjectError(f"dense state is gone: {error.strerror}", path=path)
     return StoreUnavailableError(

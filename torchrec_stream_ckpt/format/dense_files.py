@@ -1,4 +1,4 @@
-"""The files of a marker's dense directory: named in its COMMIT or, where they are many, in a list beside them."""
+"""Files of a marker's dense directory. COMMIT names them, or a list in the directory if there are many."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.schema import canonical
 
 LIST_NAME = ".files"
-"""The file of a dense directory that lists the others."""
+"""Name of the file in a dense directory that lists the others."""
 MAX_LIST_BYTES = 64 * 2**20
-"""About 400,000 files."""
+"""Limit of a list, in bytes. Enough for about 400,000 files."""
 INLINE_FILES = 16
-"""How many files may stand in COMMIT itself: a small job needs no list."""
+"""Largest number of files that COMMIT itself names. So a small job needs no list."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FILE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,255}")
 
@@ -30,14 +30,14 @@ class DenseFile:
 
 @dataclass(frozen=True, slots=True)
 class DenseList:
-    """What COMMIT says of a list of dense files."""
+    """Description of a list of dense files, as in COMMIT."""
 
     files: int
-    """Number of files in it."""
+    """Number of files in the list."""
     num_bytes: int
-    """Bytes of all these files together."""
+    """Total bytes of these files."""
     list_bytes: int
-    """Length of the list."""
+    """Length of the list, in bytes."""
     sha256: str
     """SHA-256 of the list."""
 
@@ -47,20 +47,20 @@ class DenseList:
         return DenseFile(LIST_NAME, self.list_bytes, self.sha256)
 
     def check(self, what: str) -> None:
-        """Refuse what cannot be the description of a list."""
+        """Refuse values that cannot describe a list."""
         if not _SHA256.fullmatch(self.sha256) or self.list_bytes > MAX_LIST_BYTES or not self.files:
             raise CorruptionError(f"{what} does not describe a list: {self!r:.200}")
 
 
 def listed(files: Sequence[DenseFile]) -> tuple[DenseList, bytes]:
-    """A list of these files: what COMMIT says of it, and its bytes."""
+    """Make a list of these files. Returns its description for COMMIT, and its bytes."""
     data = canonical([asdict(file) for file in files])
     digest = hashlib.sha256(data).hexdigest()
     return DenseList(len(files), sum(file.num_bytes for file in files), len(data), digest), data
 
 
 def by_folder(sizes: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """Lengths of objects, by folder and name in it."""
+    """Return the lengths of objects, by folder and name in it."""
     folders: dict[str, dict[str, int]] = {}
     for name, size in sizes.items():
         folder, _, file = name.rpartition("/")
@@ -69,12 +69,13 @@ def by_folder(sizes: Mapping[str, int]) -> dict[str, dict[str, int]]:
 
 
 def whole(said: DenseList | None, files: Sequence[DenseFile]) -> tuple[DenseFile, ...]:
-    """All that a dense directory has to hold, the list last: what carries the directory elsewhere carries this."""
+    """Return all files that a dense directory must hold, the list last. A copy of the directory must contain them
+    all."""
     return tuple(files) if said is None else (*files, said.file)
 
 
 def agree(said: DenseList, sizes: Mapping[str, int]) -> bool:
-    """Return whether a directory has the list and what it lists, as far as the number and lengths of its files tell."""
+    """Return whether a directory has the list and the listed files, judging by the number and lengths of its files."""
     others = [size for name, size in sizes.items() if name != LIST_NAME]
     return sizes.get(LIST_NAME) == said.list_bytes and (len(others), sum(others)) == (said.files, said.num_bytes)
 
@@ -83,7 +84,7 @@ def parse_list(data: bytes, said: DenseList, where: str) -> tuple[DenseFile, ...
     """Read a list.
 
     Raises:
-        CorruptionError: it is not the one that COMMIT names; names ``where``.
+        CorruptionError: it is not the list that COMMIT names; the error names ``where``.
     """
     if len(data) != said.list_bytes or hashlib.sha256(data).hexdigest() != said.sha256:
         raise CorruptionError("the list of dense files was altered since it was committed", path=where)
@@ -99,10 +100,10 @@ def parse_list(data: bytes, said: DenseList, where: str) -> tuple[DenseFile, ...
 
 
 def check_files(files: Sequence[DenseFile], what: str) -> None:
-    """Every file has a plain name of its own, and a digest.
+    """Check that every file has a plain, unique name and a digest.
 
     Raises:
-        CorruptionError: one has not; names ``what``.
+        CorruptionError: a file has not; the error names ``what``.
     """
     if len({file.name for file in files}) != len(files):
         raise CorruptionError(f"{what} names a file twice")
@@ -114,5 +115,5 @@ def check_files(files: Sequence[DenseFile], what: str) -> None:
 
 
 def altered(where: str, found: int, file: DenseFile) -> str:
-    """Say in words that a dense file has another length than was committed."""
+    """Return a message that a dense file's length differs from the committed one."""
     return f"dense state was altered: {where} has {found} bytes, {file.num_bytes} were committed"

@@ -1,8 +1,8 @@
 """Digests of the dense state: one number for each entry, which adds up over parts of a tensor.
 
-An entry is seen as its elements in row-major order, whatever memory they are in. Word ``m`` of it is in row
-``m // 1024`` and column ``m % 1024``; keys and sums are those of *The proof* in ``docs/format.md``. So the digests of
-the parts that FSDP2 shards have add up, modulo 2^64, to the digest of the whole tensor.
+An entry is treated as its elements in row-major order, regardless of its memory layout. Word ``m`` is in row
+``m // 1024`` and column ``m % 1024``. Keys and sums are those of *The proof* in ``docs/format.md``. So the digests of
+the parts that FSDP2 shards add up, modulo 2^64, to the digest of the whole tensor.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import numpy as np
 from torchrec_stream_ckpt.format.proof import Ints, Words, column_keys, replicated_id, row_keys
 
 SECTION = 63
-"""No table has so many states, so no other section has the same keys."""
+"""Section number for dense entries. No table has this many states, so no other section has the same keys."""
 COLUMNS = 1024
 """Words in a row."""
 MODULUS = 1 << 64
 _SMALL_ROWS = 16
-"""Row keys of small tensors are kept: to make them costs more than the sum does."""
+"""Limit of rows whose keys are cached. For small tensors, making the keys costs more than the sum."""
 
 
 def words_per_element(itemsize: int) -> int:
-    """How many words an element of ``itemsize`` bytes is: those of 8 and 16 bytes are words of 4."""
+    """Return the number of words in an element of ``itemsize`` bytes. Elements of 8 and 16 bytes are words of 4
+    bytes."""
     return max(1, itemsize // 4)
 
 
@@ -33,7 +34,7 @@ def digest_words(name: str, words: Words, first_word: int = 0) -> int:
     Args:
         name: Name of the entry.
         words: Consecutive words as signed integers of 1, 2 or 4 bytes, shape (n,), little-endian.
-        first_word: Which word of the entry the first one is.
+        first_word: Index of the first of these words in the entry.
     """
     first_row, column = divmod(first_word, COLUMNS)
     head = min(-first_word % COLUMNS, len(words))
@@ -42,7 +43,7 @@ def digest_words(name: str, words: Words, first_word: int = 0) -> int:
     if head:
         sums[0] = words[:head].astype(np.int64) @ _columns()[column : column + head]
     middle = words[head : head + whole * COLUMNS].reshape(whole, COLUMNS)
-    # einsum converts as it goes, in a buffer that stays in a cache: nothing as large as the tensor is made.
+    # einsum converts in a buffer that stays in the cache, so nothing as large as the tensor is allocated.
     np.einsum("ij,j->i", middle, _columns(), out=sums[bool(head) : bool(head) + whole])
     tail = words[head + whole * COLUMNS :]
     sums[-1] = tail.astype(np.int64) @ _columns()[: len(tail)]
@@ -54,8 +55,8 @@ def digest_rows(name: str, sums: Ints, first_row: int = 0) -> int:
 
     Args:
         name: Name of the entry.
-        sums: One number a row, modulo 2^64.
-        first_row: Which row of the entry the first one is.
+        sums: One number per row, modulo 2^64.
+        first_row: Index of the first of these rows in the entry.
     """
     small = first_row + len(sums) <= _SMALL_ROWS
     keys = _first_rows(name)[first_row : first_row + len(sums)] if small else _rows(name, first_row, len(sums))
@@ -63,7 +64,7 @@ def digest_rows(name: str, sums: Ints, first_row: int = 0) -> int:
 
 
 def word_keys(name: str, words: int) -> Ints:
-    """The key of each of an entry's first words: that of its row times that of its column."""
+    """Return the keys of an entry's first words: row key times column key."""
     rows = -(-words // COLUMNS)
     keys: Ints = np.multiply.outer(_rows(name, 0, rows), _columns()).reshape(-1)
     return keys[:words]

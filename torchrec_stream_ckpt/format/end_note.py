@@ -1,4 +1,4 @@
-"""What is said of a generation or a marker later on: END, a generation's last word, and NOTE, metadata of a marker."""
+"""Later records about a generation or marker: END, the last record of a generation, and NOTE, metadata of a marker."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torchrec_stream_ckpt.format.record import MAC, Meta, Record
 from torchrec_stream_ckpt.util.types import MarkerId
 
 MAX_REASON_CHARS = 200
-"""Limit of what END says for people."""
+"""Limit of the reason in END, in characters."""
 
 
 class Outcome(StrEnum):
-    """How a generation ended."""
+    """Outcome of a generation."""
 
     FINISHED = "finished"
     PREEMPTED = "preempted"
@@ -26,7 +26,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class End(Record):
-    """A generation's last word: its trainer has ended, and commits nothing more."""
+    """Last record of a generation: its trainer has ended and commits nothing more."""
 
     KIND: ClassVar[Kind] = Kind.END
 
@@ -38,7 +38,7 @@ class End(Record):
     outcome: str
     """One of :class:`Outcome`."""
     reason: str
-    """For people: the class of the exception, or why it was preempted; empty when it finished."""
+    """Class of the exception, or why the trainer was preempted, for people. Empty if it finished."""
     time_s: float
     """Wall clock, for people only."""
     mac: str = ""
@@ -77,7 +77,7 @@ class Note(Record):
     marker: int
     meta: Meta
     nonce: str
-    """Tells two records of one marker apart."""
+    """Distinguishes two records of one marker."""
     time_s: float
     """Wall clock, for people only."""
     mac: str = ""

@@ -1,4 +1,4 @@
-"""Digests of a rank's part of the dense state, as its MARK has them. Specified in docs/format.md, *dense proof*."""
+"""Digests of a rank's part of the dense state, as in its MARK. Specified in docs/format.md, *dense proof*."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torchrec_stream_ckpt.format.dense_proof import MODULUS, digest_words
 from torchrec_stream_ckpt.format.proof import MAX_ID, replicated_id
 
 PAIR_BYTES = 16 * 4 / 3
-"""Length of the text of one entry in MARK."""
+"""Length of the text of one entry in MARK, in bytes."""
 SCALARS = "scalars"
-"""Stands for the name of an entry in the digest of a MARK's scalars."""
+"""Entry name that is used in the digest of a MARK's scalars."""
 _SCALARS = struct.Struct("<6Q3d")
 
 
@@ -29,26 +29,26 @@ Scalars: TypeAlias = Iterable[tuple[int | float, ...]]
 
 @dataclass(frozen=True, slots=True)
 class DenseProof:
-    """Digests that a MARK has of the dense state that its rank saves, and of its own scalars."""
+    """Digests in a MARK of the dense state that its rank saves, and of its own scalars."""
 
     entries: str
     """(id, digest) of each entry, ascending by id, as 16 little-endian bytes each, in base64."""
     scalars: int
-    """Digest of the scalars, which were read from the kernels for it alone."""
+    """Digest of the scalars, computed from a separate read of the kernels."""
 
     @classmethod
     def of(cls, digests: Mapping[str, int], scalars: int) -> DenseProof:
-        """Pack digests, by the names of their entries."""
+        """Pack digests, given by the names of their entries."""
         pairs = sorted((replicated_id(name), digest) for name, digest in digests.items())
         return cls(base64.b64encode(np.array(pairs, "<u8").tobytes()).decode("ascii"), scalars)
 
     def digests(self) -> dict[int, int]:
-        """Digests by the ids of their entries: ``replicated_id`` of the name."""
+        """Return digests by the ids of their entries: ``replicated_id`` of the name."""
         pairs = np.frombuffer(base64.b64decode(self.entries), "<u8").reshape(-1, 2)
         return dict(pairs.tolist())
 
     def check(self, what: str) -> None:
-        """Refuse what no writer makes.
+        """Refuse values that no writer makes.
 
         Raises:
             CorruptionError: the entries are not pairs in canonical base64, or not in order.
@@ -78,18 +78,18 @@ class DenseProof:
 
 
 def is_blob(name: str) -> bool:
-    """Return whether an entry of the dense state is an encoded object; the others are tensors of the job."""
+    """Return whether an entry of the dense state is an encoded object. The others are tensors of the job."""
     return name.startswith(("rank", "shared."))
 
 
 def scalars_digest(scalars: Scalars) -> int:
-    """Digest of the scalars of a MARK: numbers of 8 bytes, whole ones as u64 and the others as float64."""
+    """Return the digest of the scalars of a MARK: numbers of 8 bytes, integers as u64 and the others as float64."""
     data = b"".join(_SCALARS.pack(*each) for each in scalars)
     return digest_words(SCALARS, np.frombuffer(data, "<i4"))
 
 
 def bytes_digest(name: str, data: npt.NDArray[np.uint8]) -> int:
-    """Digest of an entry that is bytes: words of 4 bytes after padding with zeros, then the number of bytes."""
+    """Return the digest of an entry of bytes: words of 4 bytes after padding with zeros, then the number of bytes."""
     whole = len(data) // 4
     words = data[: whole * 4].view("<i4")
     tail = np.array([*data[whole * 4 :], *bytes(-len(data) % 4)], np.uint8).view("<i4")

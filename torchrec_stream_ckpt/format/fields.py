@@ -32,11 +32,11 @@ class Fields:
     """Checked access to the fields of one JSON payload.
 
     Args:
-        data: The payload, or an object that :meth:`take` gave of another one.
+        data: The payload, or an object that :meth:`take` returned from another one.
         what: Its kind, for messages.
-        kind: The dataclass whose fields it must have, no more and no less. Optional ones may be missing.
-        version: Of the frame: which optional fields it may have.
-        same: What the header says of fields that stand in both.
+        kind: Dataclass whose fields the payload must have exactly. Optional fields may be missing.
+        version: Version of the frame. It determines which optional fields are allowed.
+        same: Header values of fields that are in both the header and the payload.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Fields:
         return _typed(self._raw[name], kind, f"{self._what}.{name}")
 
     def optional(self, name: str, kind: type[T]) -> T | None:
-        """None where it is left out."""
+        """Return a field. Returns None if it is omitted."""
         return self.take(name, kind) if name in self._raw else None
 
     def matching(self, name: str, pattern: re.Pattern[str]) -> str:
@@ -92,17 +92,17 @@ class Fields:
         return tuple(_record(item, kind, f"{self._what}.{name}") for item in self.take(name, list))
 
     def rank_ends(self, name: str) -> RankEnds:
-        """Ends of all ranks of a COMMIT, packed; version 1 has them one by one."""
+        """Return the ends of all ranks of a COMMIT, packed. Version 1 has them one by one."""
         if self._version > 1:
             return RankEnds.from_text(self.take(name, str))
         return RankEnds.of(self.each(name, RankEnd))
 
     def dense_list(self, name: str) -> DenseList | None:
-        """Read a COMMIT's field about a list of dense files; None where it is left out."""
+        """Read a COMMIT's field about a list of dense files. Returns None if it is omitted."""
         return _record(self._raw[name], DenseList, f"{self._what}.{name}") if name in self._raw else None
 
     def proof(self) -> Proof | None:
-        """Proof of a MARK; None where it is left out."""
+        """Read the proof of a MARK. Returns None if it is omitted."""
         if "proof" not in self._raw:
             return None
         what = f"{self._what}.proof"
@@ -114,7 +114,7 @@ class Fields:
         return proof
 
     def dense_proof(self) -> DenseProof | None:
-        """Digests of dense state of a MARK; None where they are left out."""
+        """Read the digests of dense state of a MARK. Returns None if they are omitted."""
         if "dense_proof" not in self._raw:
             return None
         what = f"{self._what}.dense_proof"
@@ -123,7 +123,7 @@ class Fields:
         return proof
 
     def announced(self, name: str) -> tuple[str, ...] | None:
-        """Read what a CLAIM announces; None where it is left out."""
+        """Read the features that a CLAIM announces. Returns None if they are omitted."""
         if name not in self._raw:
             return None
         what = f"{self._what}.{name}"
@@ -132,7 +132,7 @@ class Fields:
         return names
 
     def meta(self, name: str) -> Meta:
-        """Metadata of a marker."""
+        """Read the metadata of a marker."""
         what = f"{self._what}.{name}"
         try:
             return meta_of(self.take(name, dict))
@@ -140,11 +140,11 @@ class Fields:
             raise CorruptionError(f"{what}: {error.message}") from None
 
     def optional_meta(self, name: str) -> Meta | None:
-        """Metadata as :meth:`meta`; None where it is left out."""
+        """Read metadata as :meth:`meta`. Returns None if it is omitted."""
         return self.meta(name) if name in self._raw else None
 
     def changed(self, name: str) -> ClaimChanges | None:
-        """Read a CLAIM's field about a change of the model; None where it is left out."""
+        """Read a CLAIM's field about a change of the model. Returns None if it is omitted."""
         if name not in self._raw:
             return None
         changed = _changes(self._raw[name], f"{self._what}.{name}")
@@ -152,7 +152,7 @@ class Fields:
         return changed
 
     def optional_markers(self, name: str) -> tuple[MarkerId, ...] | None:
-        """Markers; None where they are left out."""
+        """Read markers. Returns None if they are omitted."""
         return self.markers(name) if name in self._raw else None
 
     def schema(self, name: str) -> Schema:
@@ -191,11 +191,11 @@ def _finite(text: str) -> float:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_int=_whole, parse_float=_finite, parse_constant=_finite)
-"""Made once: making one takes longer than reading a small record."""
+"""Decoder, made once because making one takes longer than reading a small record."""
 
 
 def _exactly(raw: dict[str, Any], names: Set[str], what: str, optional: Collection[str] = ()) -> None:
-    """No field more, none less but optional ones; where these are not allowed, they must be missing."""
+    """Check that the fields are exactly ``names``. Optional ones may be missing, and must be if not allowed."""
     if raw.keys() == names and OPTIONAL.isdisjoint(names):
         return
     if not names - OPTIONAL <= raw.keys() <= names - OPTIONAL.difference(optional):
@@ -215,14 +215,15 @@ def _payload_names(kind: type) -> frozenset[str]:
 
 
 _names: Callable[[type], frozenset[str]] = cache(_payload_names)
-"""Fields of a record's payload."""
+"""Names of the fields of a record's payload."""
 
 
 _hints: Callable[[type], dict[str, Any]] = cache(get_type_hints)
 
 
 def _record(item: object, kind: type[T], what: str, **given: object) -> T:
-    """An instance of the dataclass ``kind`` from a JSON object with just its fields, less those ``given``."""
+    """Make an instance of the dataclass ``kind`` from a JSON object that has exactly its fields, except those
+    ``given``."""
     raw = _typed(item, dict, what)
     hints = _hints(kind)
     if given:

@@ -1,7 +1,7 @@
-"""Folding a control partition from its newest snapshot on, and making such a snapshot.
+"""Fold a control partition, starting at its newest snapshot, and make such snapshots.
 
 A snapshot is a pure function of the records up to an offset: every process that folds the same prefix makes the
-same bytes. It holds the records that still decide something, byte for byte, and the few numbers that no record says.
+same bytes. It holds, byte for byte, the records that still have an effect, and the few numbers that are in no record.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from torchrec_stream_ckpt.util.types import MarkerId
 log = logging.getLogger(__name__)
 
 _AHEAD_BYTES = 2**22
-"""Records that a reader holds back at most, in case that a snapshot spares it to fold them."""
+"""Limit of records that a reader holds back, because a snapshot may make it unnecessary to fold them."""
 _GENERATION = re.compile(r"[0-9]{1,10}")
 _SNAPSHOT = bytes([Kind.SNAPSHOT])
-"""The byte of a header in which its kind stands, to tell most other records without reading the rest."""
+"""Header byte of the kind. Most other records are recognized by it without reading the rest."""
 _NUMBERS = {"stale", "unsigned", "taken", "given_up"}
 
 
 @dataclass(slots=True)
 class Folded:
-    """A control partition up to some record."""
+    """A control partition folded up to some record."""
 
     lineage: Lineage = field(default_factory=Lineage)
     upto: int = -1
@@ -56,10 +56,10 @@ def body_of(lineage: Lineage) -> bytes:
 
 
 def lineage_of(body: bytes, *, serving: bool = False) -> Lineage:
-    """The lineage that a snapshot carries.
+    """Decode the lineage in the body of a snapshot.
 
     Raises:
-        CorruptionError: it carries none.
+        CorruptionError: the body is not a valid lineage.
     """
     line, _, frames = body.partition(b"\n")
     numbers = _numbers(line)
@@ -70,7 +70,7 @@ def lineage_of(body: bytes, *, serving: bool = False) -> Lineage:
     lineage = Lineage(given_up=set(given_up), **numbers)
     for record in _records(frames, serving=serving):
         if isinstance(record, Trim):
-            count_trim(lineage, record)  # what its rule asks for may have been given up since
+            count_trim(lineage, record)  # markers that its rule asks for may have been given up since
         else:
             lineage.apply(record)
     if lineage.stale:
@@ -80,10 +80,10 @@ def lineage_of(body: bytes, *, serving: bool = False) -> Lineage:
 
 
 def snapshot_of(folded: Folded, incarnation: str) -> list[Snapshot]:
-    """The unsigned records of a snapshot of what was folded.
+    """Return the unsigned records of a snapshot of a folded partition.
 
     Raises:
-        UnsupportedError: it is larger than a reader takes.
+        UnsupportedError: it is larger than a reader accepts.
     """
     lineage = folded.lineage
     return pack(body_of(lineage), lineage.job, lineage.newest_generation, incarnation, folded.upto, folded.crc)
@@ -121,18 +121,19 @@ def fold(
     *,
     serving: bool = False,
 ) -> Folded:
-    """Fold what is left of a control partition, from the newest snapshot that is whole.
+    """Fold the remaining control partition, starting at the newest intact snapshot.
 
     Args:
-        records: (offset, record) of all that is left, from ``base`` on.
-        base: Where that begins; not 0: what was before it has been deleted, and a snapshot has to say it.
-        apply: Folds one record that is no SNAPSHOT.
-        take: Reads one SNAPSHOT; None for one that does not count.
-        serving: Whether the reader takes the lossy rows of a serving stream.
+        records: (offset, record) of all remaining records, from ``base`` on.
+        base: Offset of the first remaining record. If not 0, the earlier records were deleted and a snapshot must cover
+            them.
+        apply: Folds one record that is not a SNAPSHOT.
+        take: Reads one SNAPSHOT. Returns None for one that does not count.
+        serving: Whether the reader accepts the lossy rows of a serving stream.
 
     Raises:
-        CorruptionError: no snapshot of what was before ``base`` is whole; or a record is damaged, or not where a
-            snapshot says.
+        CorruptionError: no intact snapshot covers the records before ``base``; or a record is damaged, or not at the
+            offset that a snapshot says.
     """
     folded, ahead, parts = Folded() if not base else None, _Ahead(), Parts()
     for each in records:
@@ -159,7 +160,7 @@ def fold(
 
 @dataclass(slots=True)
 class _Ahead:
-    """Records that were read and not folded."""
+    """Records that were read but not yet folded."""
 
     records: deque[tuple[int, bytes]] = field(default_factory=deque)
     num_bytes: int = 0
@@ -174,10 +175,10 @@ class _Ahead:
         return record
 
     def stands(self, part: Snapshot, base: int) -> bool:
-        """Return whether the last record that a snapshot covers is the one that stands there.
+        """Return whether the last record that a snapshot covers is the one at that offset.
 
         Raises:
-            CorruptionError: it is not, and what was before ``base`` is known from snapshots alone.
+            CorruptionError: it is not, and the records before ``base`` are known only from snapshots.
         """
         if crc32c(next((record for offset, record in self.records if offset == part.upto), b"")) == part.crc:
             return True
@@ -197,7 +198,7 @@ class _Ahead:
 
 
 def is_snapshot(record: bytes) -> bool:
-    """Return whether a record says that it is a part of a snapshot: damaged or not, it decides nothing."""
+    """Return whether a record's header marks it as part of a snapshot. If the header is damaged, returns False."""
     if record[8:9] != _SNAPSHOT:
         return False
     try:

@@ -1,7 +1,6 @@
-"""One frame: a 128-byte header and its payload. The byte layout is specified in docs/format.md.
+"""Frame codec: a 128-byte header and its payload. The byte layout is specified in docs/format.md.
 
-A frame is self-contained, never split and never pickled. The codec knows no transport: it takes and
-gives bytes.
+A frame is self-contained, never split and never pickled. The codec knows no transport: it takes and returns bytes.
 """
 
 from __future__ import annotations
@@ -20,35 +19,35 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 MAGIC = b"TRSC"
 VERSION = 2
-"""Version of a frame that needs no newer one. Every version up to :data:`NEWEST_VERSION` is read."""
+"""Version of a frame that needs no newer one. Every version up to :data:`NEWEST_VERSION` is readable."""
 CHANGED_VERSION = 3
 """Version of a HELLO, CLAIM or SERVE with a changed schema."""
 NEWEST_VERSION = 4
-"""Version of a CLAIM that announces something, of a MARK with digests of dense state, and of padding."""
+"""Version of a CLAIM that announces features, of a MARK with digests of dense state, and of padding."""
 HEADER_LEN = 128
 ALIGNMENT = 64
 MAX_FRAME_BYTES = 1_000_000  # one Kafka record under the default broker limit, header included
 MAX_SECTIONS = 8
 NO_TABLE = 0xFFFFFFFF
 CODEC_NONE = 0
-PER_ROW = 0x80  # bit of a section's dtype code: one value a row instead of one a column
+PER_ROW = 0x80  # bit of a section's dtype code: one value per row instead of one per column
 
 
 class Kind(IntEnum):
-    """What a frame is. Numbers are on disk: never changed, never reused."""
+    """Kind of a frame. The numbers are on disk: never changed, never reused."""
 
     HELLO = 1  # first frame of a rank in a generation: schema and shards
     ROWS = 2  # rows of one table shard, with their optimizer state
-    MARK = 3  # this rank has sent all that belongs to a marker
+    MARK = 3  # this rank has sent all rows that belong to a marker
     IDS = 4  # raw ids that were assigned to rows of one table shard, or evicted from them
     PAD = 5  # zeros, so that the next frame begins at a multiple of a block
     CLAIM = 16  # control: a trainer opens a generation
     COMMIT = 17  # control: a marker exists
-    TRIM = 18  # control: log data up to a marker may be gone, a store holds it
-    SERVE = 19  # control: as CLAIM, of a serving stream: its rows are lossy, no restore may use them
-    END = 20  # control: a trainer's last word on its generation
+    TRIM = 18  # control: log data up to a marker may be deleted; a store holds it
+    SERVE = 19  # control: CLAIM of a serving stream, whose rows are lossy; no restore may use them
+    END = 20  # control: last record of a generation, from its trainer
     NOTE = 21  # control: metadata of a marker, added later
-    SNAPSHOT = 22  # control: a part of what the control partition says up to an offset
+    SNAPSHOT = 22  # control: a part of the folded control partition up to an offset
     BASE = 23  # first in a control file that was cut: the offset of the record after it
 
 
@@ -65,10 +64,10 @@ _VERSIONS: dict[Kind, tuple[int, ...]] = {
     Kind.SNAPSHOT: (2,),
     Kind.BASE: (2,),
 }
-"""The versions that there are of a kind; 1 and 2 of the others."""
+"""Valid versions of a kind. Kinds that are not listed have versions 1 and 2."""
 
 DATA_KINDS = frozenset({Kind.HELLO, Kind.ROWS, Kind.MARK, Kind.IDS, Kind.PAD})
-"""What a data partition holds; all others are control records."""
+"""Kinds of frames in a data partition. All others are control records."""
 
 _NO_ROWS = ("rows", "col0", "cols", "dtypes")
 _NO_STREAM = (*_NO_ROWS, "rank", "seq", "schema_crc", "chain")
@@ -86,15 +85,15 @@ UNUSED_FIELDS: dict[Kind, tuple[str, ...]] = {
     Kind.SNAPSHOT: (*_NO_STREAM, "step", "marker"),
     Kind.BASE: (*_NO_STREAM, "generation", "step", "marker"),
 }
-"""Fields of the header that mean nothing in a kind, and are 0 there."""
+"""Header fields that have no meaning for a kind, and are 0 there."""
 _WITH_TABLE = frozenset({Kind.ROWS, Kind.IDS})
 _KINDS = {
     int(kind): (kind, _VERSIONS.get(kind, _OLDEST), UNUSED_FIELDS.get(kind, ()), kind in _WITH_TABLE) for kind in Kind
 }
-"""What the sets above say of a number: looked up once for each frame that is read, since an enum is slow to hash."""
+"""Properties above by kind number. They are looked up once per frame that is read, because an enum is slow to hash."""
 _NO_KIND: tuple[None, tuple[int, ...], tuple[str, ...], bool] = (None, (), (), False)
 
-# Numbers are on disk: never changed, never reused.
+# The numbers are on disk: never changed, never reused.
 DTYPE_CODES = {
     "float32": 1,
     "float16": 2,
@@ -134,7 +133,7 @@ _HEADER = struct.Struct(
     "I"  # col0
     "I"  # cols
     "I"  # schema_crc
-    "8s"  # dtypes, one byte a section, padded with zeros
+    "8s"  # dtypes, one byte per section, padded with zeros
     "8H"  # section offsets from the payload's first byte, in units of 64 bytes
     "I"  # payload_len
     "I"  # raw_len, length before the codec
@@ -148,13 +147,13 @@ assert _HEADER.size + _CRC.size == HEADER_LEN
 
 
 def aligned(num_bytes: int) -> int:
-    """Smallest multiple of 64 that holds ``num_bytes``."""
+    """Return the smallest multiple of 64 that is at least ``num_bytes``."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(slots=True)
 class Header:
-    """The fields of a frame's header. Lengths in bytes, offsets relative to the payload."""
+    """Fields of a frame's header. Lengths in bytes, offsets relative to the payload."""
 
     kind: Kind
     job: bytes
@@ -175,10 +174,10 @@ class Header:
     chain: int = 0
     version: int = VERSION
     header_crc: int = 0
-    """Set by :meth:`pack_into` and :func:`parse_header`."""
+    """Checksum of the header, set by :meth:`pack_into` and :func:`parse_header`."""
 
     def pack_into(self, frame: bytearray | memoryview) -> None:
-        """Write the 128 bytes at the front of ``frame`` and remember their checksum."""
+        """Write the header, 128 bytes, to the beginning of ``frame`` and keep its checksum."""
         _HEADER.pack_into(
             frame,
             0,
@@ -212,21 +211,22 @@ class Header:
         _CRC.pack_into(frame, _HEADER.size, self.header_crc)
 
     def place(self) -> dict[str, Any]:
-        """Coordinates for an error message."""
+        """Return coordinates for an error message."""
         return {"generation": self.generation, "rank": self.rank, "seq": self.seq}
 
 
 @lru_cache(maxsize=4096)
 def _in_units(offsets: tuple[int, ...]) -> tuple[int, ...]:
-    """All eight, as a header holds them."""
+    """Return all eight section offsets as in a header."""
     return (*(offset // ALIGNMENT for offset in offsets), *_NO_OFFSETS[len(offsets) :])
 
 
 def parse_header(data: Buffer) -> Header:
-    """Read and check a header; says why the bytes are none.
+    """Read and check a header.
 
     Raises:
-        CorruptionError: not our bytes, a newer version, a bad checksum or impossible lengths.
+        CorruptionError: the bytes are not our header, or have a newer version, a bad checksum or impossible lengths.
+            The message says which.
     """
     if len(data) < HEADER_LEN:
         raise CorruptionError(f"frame of {len(data)} bytes is shorter than a header")
@@ -287,13 +287,13 @@ def parse_header(data: Buffer) -> Header:
 
 
 def seal(header: Header, frame: bytearray | memoryview) -> None:
-    """Finish a frame whose payload begins at byte 128: checksum it, then write the header."""
+    """Finish a frame whose payload begins at byte 128: checksum the payload, then write the header."""
     header.payload_crc = crc32c(memoryview(frame)[HEADER_LEN : HEADER_LEN + header.payload_len])
     header.pack_into(frame)
 
 
 def payload_of(header: Header, frame: Buffer) -> memoryview:
-    """The payload of a whole frame, checked against the header's length and checksum."""
+    """Return the payload of a whole frame, checked against the header's length and checksum."""
     payload = memoryview(frame)[HEADER_LEN:]
     if len(payload) != header.payload_len:
         raise CorruptionError(
@@ -306,10 +306,10 @@ def payload_of(header: Header, frame: Buffer) -> memoryview:
 
 
 def pad_frame(header: Header, num_bytes: int) -> bytearray:
-    """A sealed frame of zeros.
+    """Make a sealed frame of zeros.
 
     Args:
-        header: Of kind PAD and the newest version.
+        header: A header of kind PAD and the newest version.
         num_bytes: Length of the whole frame: a multiple of 64, from 128 to ``MAX_FRAME_BYTES``.
     """
     assert header.kind is Kind.PAD
@@ -322,17 +322,17 @@ def pad_frame(header: Header, num_bytes: int) -> bytearray:
 
 
 def check_pad(header: Header, payload: memoryview) -> None:
-    """Refuse padding that is not zeros.
+    """Refuse padding that is not all zeros.
 
     Raises:
-        CorruptionError: it holds something.
+        CorruptionError: a byte is not zero.
     """
     if any(payload):
         raise CorruptionError("the payload of PAD is not zeros", **header.place())
 
 
 def json_frame(header: Header, text: bytes) -> bytearray:
-    """A sealed frame whose payload is JSON, padded with spaces to the alignment."""
+    """Make a sealed frame whose payload is JSON, padded with spaces to the alignment."""
     header.payload_len = aligned(len(text))
     if HEADER_LEN + header.payload_len > MAX_FRAME_BYTES:
         raise UnsupportedError(

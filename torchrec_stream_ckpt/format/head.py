@@ -1,12 +1,12 @@
-"""What a HEAD says of itself: the marker that its arrays hold, how they are cut, and how their files lie.
+"""State file of a HEAD: the marker that its arrays hold, the column slices, and the layout of its files.
 
-A HEAD is a copy in the memory of one host: nothing of it is kept across a restart of that host, and what another
-version of this program left there is made anew. So its format is no part of docs/format.md.
+A HEAD is a copy in the memory of one host. It does not survive a restart of that host. A copy that another version of
+this program left is made again. So its format is not part of docs/format.md.
 
 Its files, below its folder (by default one of the user in shared memory)::
 
     <job>/HEAD                            which marker the arrays hold
-    <job>/lock                            lock of those who write and read the arrays
+    <job>/lock                            lock of all who write or read the arrays
     <job>/t00003-c00000016                table 3, the column slice that begins at 16: weights, states, checksums
 """
 
@@ -33,7 +33,7 @@ from torchrec_stream_ckpt.util.types import MarkerId, TableShard, TableSpec
 
 FORMAT = 1
 BLOCK_BYTES = 2**20
-"""Bytes that one checksum stands for."""
+"""Bytes covered by one checksum."""
 PAGE_BYTES = 4096
 HEAD_FILE = "HEAD"
 HEAD_LOCK = "lock"
@@ -42,7 +42,7 @@ _SLICE = re.compile(r"t([0-9]{5,9})-c([0-9]{8,10})")
 
 @dataclass(frozen=True, slots=True)
 class HeadSlice:
-    """Columns [col0, col0+cols) of a table, in a file of their own."""
+    """Columns [col0, col0+cols) of a table, in a separate file."""
 
     table: int
     col0: int
@@ -53,17 +53,17 @@ class HeadSlice:
 
 @dataclass(frozen=True, slots=True)
 class HeadState:
-    """What a HEAD holds: every row as of ``commit``, if it is clean."""
+    """State of a HEAD. If it is clean, the HEAD holds every row as of ``commit``."""
 
     format: int
     clean: bool
-    """False while rows are written, and for ever once their writer has died at it."""
+    """False while rows are written. Stays False if their writer died meanwhile."""
     schema_crc: int
     commit: Commit
-    """The COMMIT as the control partition has it."""
+    """The COMMIT as in the control partition."""
     slices: tuple[HeadSlice, ...]
     notes: tuple[Notes, ...]
-    """What each rank said at the marker: its shards, and its kernels' scalars."""
+    """Notes of each rank at the marker: its shards and its kernels' scalars."""
 
     @property
     def marker(self) -> MarkerId:
@@ -97,10 +97,10 @@ class HeadState:
 
     @classmethod
     def from_bytes(cls, data: Buffer) -> HeadState:
-        """Read and check one.
+        """Read and check a state file.
 
         Raises:
-            CorruptionError: it is altered, or of another version.
+            CorruptionError: it was altered, or is of another version.
         """
         crc, _, body = bytes(data).partition(b"\n")
         if crc != b"%08x" % crc32c(body):
@@ -126,7 +126,7 @@ class HeadState:
 
 @dataclass(frozen=True, slots=True)
 class SliceLayout:
-    """How the file of one slice lies: weights, each state, then one checksum for each block of all that."""
+    """File layout of one slice: weights, each state, then one checksum for each block of these."""
 
     rows: int
     sections: tuple[Section, ...]
@@ -152,12 +152,12 @@ class SliceLayout:
         return self.data_bytes + 4 * self.blocks
 
     def blocks_of(self, section: int, begin: int, stop: int) -> tuple[int, int]:
-        """Blocks [first, end) that hold rows [begin, stop) of a section; ``begin < stop``."""
+        """Return the blocks [first, end) that hold rows [begin, stop) of a section; ``begin < stop``."""
         offset, row_bytes = self.offsets[section], self.sections[section].row_bytes
         return (offset + begin * row_bytes) // BLOCK_BYTES, (offset + stop * row_bytes - 1) // BLOCK_BYTES + 1
 
     def blocks_with(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """One flag a block: whether it holds bytes of one of the rows."""
+        """Return one flag per block: True if the block holds bytes of one of the rows."""
         flags = np.zeros(self.blocks, np.bool_)
         for section, offset in zip(self.sections, self.offsets, strict=True):
             first = (offset + ids * section.row_bytes) // BLOCK_BYTES
@@ -167,12 +167,12 @@ class SliceLayout:
         return flags
 
     def block(self, number: int) -> slice:
-        """The bytes of a block."""
+        """Return the byte range of a block."""
         return slice(number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, self.data_bytes))
 
 
 def column_slices(schema: Schema, shards: Sequence[tuple[TableShard, ...]]) -> tuple[tuple[int, int, int], ...]:
-    """(table, col0, cols) as the ranks of a generation cut the tables.
+    """Return the column slices (table, col0, cols) into which the ranks of a generation cut the tables.
 
     Raises:
         CorruptionError: the slices of a table overlap or leave columns out.
@@ -190,12 +190,12 @@ def column_slices(schema: Schema, shards: Sequence[tuple[TableShard, ...]]) -> t
 
 
 def head_slice_name(table: int, col0: int) -> str:
-    """Of the file of one column slice of a table in a HEAD."""
+    """Return the file name of one column slice of a table in a HEAD."""
     return f"t{table:05d}-c{col0:08d}"
 
 
 def parse_head_slice(name: str) -> tuple[int, int] | None:
-    """Parse what :func:`head_slice_name` made; None: it is another name."""
+    """Parse a name that :func:`head_slice_name` made. Returns None for any other name."""
     match = _SLICE.fullmatch(name)
     found = (int(match[1]), int(match[2])) if match else None
     return found if found and head_slice_name(*found) == name else None

@@ -1,7 +1,7 @@
-"""The payload of an IDS frame: which raw id got which row, or lost it. Specified in docs/format.md.
+"""Payload of an IDS frame: raw ids that were assigned to rows, or evicted from them. Specified in docs/format.md.
 
-It is laid out as a ROWS payload is: sections one after another, each at a multiple of 64 bytes. Readers that want rows
-pass such frames over, as frames of the stream that hold none.
+Its layout is that of a ROWS payload: sections one after another, each at a multiple of 64 bytes. Readers that want
+rows skip such frames, because they contain none.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout, Section
 
 _LAYOUT_SECTIONS = (Section("int64", True, 1), Section("int64", True, 1), Section("uint8", True, 1))
 MAX_EVENTS = (MAX_FRAME_BYTES - HEADER_LEN - (len(_LAYOUT_SECTIONS) + 1) * 64) // 17
-"""Events that one frame takes."""
+"""Maximum number of events in one frame."""
 _LAYOUT = RowLayout(_LAYOUT_SECTIONS, MAX_EVENTS)
 
 
 class IdEvent(IntEnum):
-    """What happened to a raw id. Numbers are on disk: never changed, never reused."""
+    """Event of a raw id. The numbers are on disk: never changed, never reused."""
 
-    ASSIGNED = 1  # from here on, the row is that of the raw id
-    EVICTED = 2  # the raw id has no row any more
+    ASSIGNED = 1  # from here on, the row belongs to the raw id
+    EVICTED = 2  # the raw id no longer has a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,10 @@ class IdEvents:
 
 
 def encode_ids(header: Header, events: IdEvents) -> bytearray:
-    """The bytes of a frame after an empty header, whose sections are put into ``header``: to be sealed.
+    """Encode a frame, still unsealed: an empty header, then the payload. The sections are recorded in ``header``.
 
     Args:
-        header: Of kind IDS, with its table.
+        header: A header of kind IDS, with its table.
         events: At most ``MAX_EVENTS``.
     """
     count = len(events.rows)

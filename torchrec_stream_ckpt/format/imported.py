@@ -1,6 +1,6 @@
-"""The CLAIM of an import: how it is told from a trainer's, and from one that has not come to its end.
+"""Distinguish an import's CLAIM from a trainer's, and a finished import from an unfinished one.
 
-A log that waits for its first marker: a warm start has begun there and has not come that far.
+Also find a log that waits for its first marker because a warm start began there and has not committed yet.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def is_import(claim: Claim) -> bool:
 
 
 def unfinished_import(lineage: Lineage) -> int | None:
-    """The newest generation of a log that imports alone have claimed, and that has no marker; None: it is another log.
+    """Return the newest generation of a log that only imports have claimed and that has no marker. None for other logs.
 
-    The import was killed, or is at work.
+    The import was killed, or is still running.
     """
     claims = lineage.claims
     if not claims or lineage.commits or lineage.given_up or not all(map(is_import, claims.values())):
@@ -37,17 +37,17 @@ def unfinished_import(lineage: Lineage) -> int | None:
 
 
 def check_may_import(lineage: Lineage, uri: str) -> int | None:
-    """See that an import may begin in a log: it is empty, or holds nothing but imports that have not ended.
+    """Check that an import may begin in a log: it is empty, or contains only unfinished imports.
 
     Args:
-        lineage: The log's.
-        uri: For the error.
+        lineage: Lineage of the log.
+        uri: URI of the log, for the error.
 
     Returns:
-        The newest generation of those imports; None where the log is empty.
+        The newest generation of those imports. None if the log is empty.
 
     Raises:
-        ConfigError: a job has begun there, or an import has ended.
+        ConfigError: a job has begun there, or an import has finished.
     """
     unfinished = unfinished_import(lineage)
     if unfinished is not None or not lineage.claims:
@@ -63,10 +63,10 @@ def check_may_import(lineage: Lineage, uri: str) -> int | None:
 
 
 def check_no_import(lineage: Lineage, uri: str) -> None:
-    """Refuse to begin from nothing where a checkpoint was to be.
+    """Refuse to begin from nothing in a log that an import was to fill.
 
     Raises:
-        MarkerNotFoundError: imports alone have claimed this log, and none has ended.
+        MarkerNotFoundError: only imports have claimed this log, and none has finished.
     """
     if (generation := unfinished_import(lineage)) is not None:
         raise MarkerNotFoundError(
@@ -79,13 +79,14 @@ def check_no_import(lineage: Lineage, uri: str) -> None:
 
 
 def begun_in(claim: Claim) -> tuple[str, MarkerId] | None:
-    """The job, in hex, and the marker of it that the first rows of a generation came from; None: of no other job."""
+    """Return the job, in hex, and its marker that a generation's first rows came from. Returns None if from no other
+    job."""
     told = claim.changes.each if claim.changes is not None else ()
     return next((each.source for each in reversed(told) if each.source is not None), None)
 
 
 def unfinished_warm_start(lineage: Lineage) -> Claim | None:
-    """The newest generation, fences aside, of a log without a marker, if a warm start has opened it."""
+    """Return the newest generation of a log without markers, if a warm start opened it. Fences are ignored."""
     if lineage.commits or lineage.given_up:
         return None
     newest = next((claim for claim in reversed(lineage.claims.values()) if claim.world), None)
@@ -93,11 +94,11 @@ def unfinished_warm_start(lineage: Lineage) -> Claim | None:
 
 
 def check_may_begin(lineage: Lineage, uri: str) -> None:
-    """Refuse to begin from nothing where a checkpoint or another job's rows were to be.
+    """Refuse to begin from nothing in a log that an import or a warm start was to fill.
 
     Args:
-        lineage: The log's.
-        uri: For the error.
+        lineage: Lineage of the log.
+        uri: URI of the log, for the error.
 
     Raises:
         MarkerNotFoundError: an import, or a warm start, has begun in this log, and nothing was committed.

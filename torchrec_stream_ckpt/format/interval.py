@@ -1,4 +1,4 @@
-"""What one rank sent between two markers of a generation, and which of it leads to a marker."""
+"""Intervals: the frames that one rank sent between two markers of a generation, and those that lead to a marker."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Interval:
 
     claim: Claim = field(repr=False)
     commit: Commit
-    """COMMIT of the marker that the interval ends at."""
+    """COMMIT of the marker at the end of the interval."""
     end: RankEnd
-    """Where the rank's stream stands there."""
+    """End of the rank's stream at that marker."""
     after: RankEnd | None = None
-    """Where it stood at the earlier marker; None: the interval begins with HELLO."""
+    """End of the rank's stream at the earlier marker. None if the interval begins with HELLO."""
 
     @property
     def span(self) -> LogSpan:
-        """Where it lies in the log."""
+        """Range of the interval in the log."""
         begin = self.after.end if self.after is not None else self.end.begin
         return LogSpan(self.commit.generation, self.end.partition, begin, self.end.end)
 
@@ -40,16 +40,17 @@ class Interval:
         return self.end.num_bytes - (self.after.num_bytes if self.after is not None else 0)
 
     def segment(self, part: int) -> SegmentId:
-        """Identity of a part in the store."""
+        """Return the identity of a part in the store."""
         return SegmentId(SegmentKind.INTERVAL, self.commit.job, self.commit.id, self.end.rank, part, self.end.chain)
 
     def name(self, part: int) -> str:
-        """Name of that part."""
+        """Return the name of a part in the store."""
         return StoreSegment(self.commit.job, self.commit.id, self.end.rank, part).name
 
 
 def intervals_of(claim: Claim, commit: Commit, previous: Commit | None) -> Iterator[Interval]:
-    """Yield the interval of each rank between two markers of a generation; without ``previous``, from its HELLO on."""
+    """Yield the interval of each rank between two markers of a generation. Without ``previous`` it begins with
+    HELLO."""
     for end in commit.ranks:
         yield Interval(claim, commit, end, previous.ranks[end.rank] if previous is not None else None)
 
@@ -57,15 +58,16 @@ def intervals_of(claim: Claim, commit: Commit, previous: Commit | None) -> Itera
 def generations(
     lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None
 ) -> Iterator[tuple[Commit, Commit | None]]:
-    """The generations of which the log has to give something for a marker.
+    """Yield the generations from which the log must provide frames for a marker.
 
     Args:
-        lineage: The control partition.
+        lineage: Lineage of the control partition.
         marker: A committed marker.
-        reach: The marker on its path up to which another source gives all rows.
+        reach: Marker on its path up to which another source provides all rows.
 
     Yields:
-        (the generation's commit on the path, where its streams are read from; None: from HELLO).
+        (the generation's commit on the path, the commit from which its streams are read). The second is None if they
+        are read from HELLO.
     """
     for ancestor in lineage.path(marker):
         if reach is None or ancestor.generation > reach.generation:
@@ -75,6 +77,6 @@ def generations(
 
 
 def intervals(lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None) -> Iterator[Interval]:
-    """Yield the intervals that the log has to give for a marker, in the order of its path, of all ranks."""
+    """Yield the intervals that the log must provide for a marker, in the order of its path, of all ranks."""
     for commit, previous in generations(lineage, marker, reach):
         yield from intervals_of(lineage.claims[commit.generation], commit, previous)

@@ -1,8 +1,8 @@
-"""What the control partition says: which trainer owns a generation, which markers exist, and what was trimmed.
+"""Lineage from the control partition: the owner of each generation, the existing markers, and the trimmed data.
 
 The order of the control partition is the fence. Within one generation number the first CLAIM in log
-order wins; a higher number fences all lower ones; a COMMIT counts only while its writer's generation is
-the highest claimed before it. Nothing here reads a clock.
+order wins. A higher number fences all lower ones. A COMMIT counts only while its writer's generation is
+the highest one claimed before it. Nothing here reads a clock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchrec_stream_ckpt.util.types import LogSpan, MarkerId, RankEnd
 
 _COMMIT = (PackedCommit, Commit)
 _MAX_GAP = 1000
-"""Numbers that an unsigned record may take out of use: not all of them."""
+"""Largest gap of generation numbers that an unsigned record may reserve, so that it cannot use up all of them."""
 
 
 @dataclass(slots=True)
@@ -41,27 +41,29 @@ class Lineage:
     trims: Trims = field(default_factory=Trims)
     """The TRIMs that count."""
     ends: dict[int, End] = field(default_factory=dict)
-    """The last word of each generation that has one; only that of the newest generation says that the job has ended."""
+    """END of each generation that has one. Only the END of the newest generation means that the job has ended."""
     notes: dict[MarkerId, Meta] = field(default_factory=dict)
-    """What NOTEs have added to the metadata of markers."""
+    """Metadata that NOTEs have added to markers."""
     given_up: set[MarkerId] = field(default_factory=set)
-    """Markers that existed, and that a TRIM has given up: their COMMITs are not kept."""
+    """Markers that existed and that a TRIM has given up. Their COMMITs are not kept."""
     stale: int = 0
-    """Records that lost: CLAIMs of a taken number, late COMMITs, those of a fenced or foreign writer, and TRIMs and
-    NOTEs of markers that do not exist."""
+    """Number of records that lost: CLAIMs of a taken number, late COMMITs, records of a fenced or foreign writer, and
+    TRIMs and NOTEs of markers that do not exist.
+    """
     unsigned: int = 0
-    """Records that the commit key, where there is one, does not vouch for: they decide nothing."""
+    """Number of records without a valid signature of the commit key, if there is one. They have no effect."""
     taken: int = 0
-    """The highest number that such a record has taken out of use."""
+    """The highest generation number that an unsigned record has reserved."""
     _noted: dict[MarkerId, list[Note]] = field(default_factory=dict)
-    """The NOTEs that still say something, oldest first."""
+    """NOTEs that still have an effect, oldest first."""
     _ordered: tuple[tuple[int, MarkerId | None], dict[int, list[MarkerId]]] = field(
         default=((-1, None), {}), compare=False, repr=False
     )
-    """(what :attr:`commits` held, its markers by generation), made anew when it holds another number or newest one."""
+    """(state of :attr:`commits`, its markers by generation). Rebuilt if the number of markers or the newest one
+    differs."""
 
     _job: bytes | None = field(default=None, init=False, compare=False, repr=False)
-    """Of the first CLAIM."""
+    """Job of the first CLAIM."""
 
     def __post_init__(self) -> None:
         self._job = next((claim.job for claim in self.claims.values()), None)
@@ -74,7 +76,7 @@ class Lineage:
         return lineage
 
     def records(self) -> Iterator[Claim | Commit | Trim | End | Note]:
-        """The records that decide anything, in an order in which all of them count."""
+        """Yield the records that have an effect, in an order in which all of them count."""
         commits = {number: list(each) for number, each in groupby(self.commits.values(), lambda each: each.generation)}
         for number, claim in self.claims.items():
             yield claim
@@ -89,18 +91,18 @@ class Lineage:
         """Fold one record.
 
         Args:
-            record: The next one.
-            place: Of a COMMIT that need not be held for ever: where it can be fetched.
+            record: The next record.
+            place: Place from which a COMMIT can be fetched again, if it need not be held forever.
         """
         if isinstance(record, Snapshot):
-            return  # it says again what others have said
+            return  # it repeats earlier records
         if self._job is not None and record.job != self._job:
             raise CorruptionError(
                 f"control record of job {record.job.hex()} in the log of job {self._job.hex()}",
                 hint="give every job its own directory or topic",
                 generation=record.generation,
             )
-        if isinstance(record, _COMMIT):  # first: nearly all are
+        if isinstance(record, _COMMIT):  # first, because nearly all records are COMMITs
             _commit(self, record, place)
         elif isinstance(record, Claim):
             _claim(self, record)
@@ -112,9 +114,10 @@ class Lineage:
             _note(self, record)
 
     def disregard(self, generation: int) -> None:
-        """A record that the commit key does not vouch for, of that generation or, if 0, of none that can be told.
+        """Count a record that the commit key does not vouch for.
 
-        Its number is not given out again: its writer may be an honest one without the key, that writes segments.
+        Its generation number is not issued again, because its writer may be an honest one without the key that writes
+        segments. Pass 0 if the record has no readable generation.
         """
         self.unsigned += 1
         if generation <= self.newest_generation + _MAX_GAP:
@@ -122,11 +125,11 @@ class Lineage:
 
     @property
     def ended(self) -> End | None:
-        """The job's last word; None while a trainer may be at work, or has died without one."""
+        """END of the job. None while a trainer may be running, or if it died without one."""
         return self.ends.get(self.newest_generation)
 
     def meta(self, marker: MarkerId) -> Meta:
-        """Metadata of a committed marker: what its trainer said, under what was added later."""
+        """Return the metadata of a committed marker: its trainer's, overridden by metadata added later."""
         said = dict(self.commits[marker].meta or ()) | dict(self.notes.get(marker, ()))
         return tuple(sorted(said.items()))
 
@@ -136,21 +139,21 @@ class Lineage:
 
     @property
     def newest_generation(self) -> int:
-        return next(reversed(self.claims), 0)  # each one is higher than all before
+        return next(reversed(self.claims), 0)  # each one is higher than all before it
 
     @property
     def next_generation(self) -> int:
-        """The number for a new trainer."""
+        """Generation number for a new trainer."""
         return max(self.newest_generation, self.taken) + 1
 
     @property
     def newest(self) -> Commit | None:
-        """The committed marker that was committed last."""
+        """The marker that was committed last. None if there are none."""
         marker = self.commits.newest
         return self.commits[marker] if marker is not None else None
 
     def find(self, marker: MarkerId) -> Commit:
-        """The commit of ``marker``.
+        """Return the commit of ``marker``.
 
         Raises:
             MarkerNotFoundError: it was never committed.
@@ -159,14 +162,14 @@ class Lineage:
         return self.commits[marker]
 
     def path(self, marker: MarkerId) -> list[Commit]:
-        """The commits whose frames make up ``marker``: root generation first, ``marker`` itself last.
+        """Return the commits whose frames make up ``marker``: root generation first, ``marker`` itself last.
 
-        Frames after a generation's commit on this path are on an abandoned timeline.
+        Frames after a generation's commit on this path belong to an abandoned timeline.
         """
         return self.commits.named(self.way(marker))
 
     def way(self, marker: MarkerId) -> list[MarkerId]:
-        """The markers of :meth:`path`; needs none of their COMMITs."""
+        """Return the markers of :meth:`path`, without reading their COMMITs."""
         _check_committed(self, marker)
         way = [marker]
         while (parent := self.claims[way[-1].generation].parent) is not None:
@@ -177,24 +180,24 @@ class Lineage:
         return way[::-1]
 
     def changes_made(self, marker: MarkerId) -> list[ClaimChanges]:
-        """Return what the changed generations on the path to ``marker`` were told, the newest first."""
+        """Return the changes declared to the generations on the path to ``marker``, newest first."""
         return told_to(self, self.claims[self.way(marker)[-1].generation])
 
     def previous(self, marker: MarkerId) -> MarkerId | None:
-        """The committed marker before ``marker`` in its generation; None at the first one."""
+        """Return the committed marker before ``marker`` in its generation. Returns None for the first one."""
         same = _of_generation(self, marker.generation)
         place = bisect_left(same, marker)
         return same[place - 1] if place else None
 
     def chain(self, marker: MarkerId) -> list[Commit]:
-        """All committed markers on the path to ``marker``, oldest first, ``marker`` itself last.
+        """Return all committed markers on the path to ``marker``, oldest first, ``marker`` itself last.
 
-        What one generation sent between two neighbors, or from its start, is an interval.
+        The frames that one generation sent between two neighbors, or from its start, are an interval.
         """
         return list(self.commits.through(self.leading_to(marker)))
 
     def leading_to(self, marker: MarkerId) -> list[MarkerId]:
-        """The markers of :meth:`chain`; needs none of their COMMITs."""
+        """Return the markers of :meth:`chain`, without reading their COMMITs."""
         leading: list[MarkerId] = []
         for ancestor in self.way(marker):
             same = _of_generation(self, ancestor.generation)
@@ -202,11 +205,11 @@ class Lineage:
         return leading
 
     def newest_of(self, generation: int) -> MarkerId:
-        """The newest committed marker of a generation that has one."""
+        """Return the newest committed marker of a generation that has one."""
         return _of_generation(self, generation)[-1]
 
     def bases(self, marker: MarkerId) -> dict[int, int]:
-        """For each table, the newest generation on the path to ``marker`` that sent it whole."""
+        """Return, for each table, the newest generation on the path to ``marker`` that sent it whole."""
         bases: dict[int, int] = {}
         for each in self.way(marker):
             bases |= dict.fromkeys(self.claims[each.generation].swept, each.generation)
@@ -215,12 +218,13 @@ class Lineage:
     def spans(
         self, generation: int, ranks: Iterable[RankEnd], reach: Mapping[int, MarkerId] | None = None
     ) -> list[LogSpan]:
-        """Return the spans that the log has to hold of the streams of one generation up to ``ranks``.
+        """Return the spans of one generation's streams up to ``ranks`` that the log must hold.
 
         Args:
-            generation: Whose streams.
-            ranks: Where they end.
-            reach: What is trimmed, if it is not what :attr:`trims` say; nothing: all, from HELLO to MARK.
+            generation: Generation of the streams.
+            ranks: Ends of the streams.
+            reach: Trimmed data, instead of the record in :attr:`trims`. If empty, nothing is trimmed: the spans go from
+                HELLO to MARK.
         """
         marker = (self.trims.reach if reach is None else reach).get(generation)
         gone = {(end.rank, end.partition): end.end for end in self.commits[marker].ranks} if marker else {}
@@ -229,12 +233,12 @@ class Lineage:
 
 
 def _of_generation(lineage: Lineage, generation: int) -> list[MarkerId]:
-    """The committed markers of a generation, oldest first."""
+    """Return the committed markers of a generation, oldest first."""
     state = (len(lineage.commits), lineage.commits.newest)
     if lineage._ordered[0] != state:
         (count, newest), ordered = lineage._ordered
         grown = list(islice(reversed(lineage.commits), max(0, state[0] - count) + 1))[::-1]
-        if not count or len(grown) <= 1 or grown[0] != newest:  # not the same markers and some more
+        if not count or len(grown) <= 1 or grown[0] != newest:  # other markers, or the same ones without new ones
             grown, ordered = [*lineage.commits], {}
         else:
             del grown[0]
@@ -245,7 +249,7 @@ def _of_generation(lineage: Lineage, generation: int) -> list[MarkerId]:
 
 
 def previous_commit(lineage: Lineage, marker: MarkerId) -> Commit | None:
-    """Return the committed marker before ``marker`` in its generation; None at the first one."""
+    """Return the committed marker before ``marker`` in its generation. Returns None for the first one."""
     previous = lineage.previous(marker)
     return lineage.find(previous) if previous is not None else None
 
@@ -257,7 +261,7 @@ def _claim(lineage: Lineage, claim: Claim) -> None:
     check_readable(claim.announces or (), claim.generation)
     claim = resolved(claim, lineage.claims)
     before = lineage.claims.get(lineage.newest_generation)
-    if before is not None:  # a thousand generations keep tables and layouts once
+    if before is not None:  # a thousand generations share one copy of tables and layouts
         schema = before.schema if before.schema.is_same(claim.schema) else claim.schema
         layout = before.layout if before.layout == claim.layout else claim.layout
         claim = replace(claim, schema=schema, layout=layout)
@@ -272,7 +276,7 @@ def _commit(lineage: Lineage, commit: Commit | PackedCommit, place: Place | None
         lineage.stale += 1
         return
     marker, newest = MarkerId(generation, commit.marker), lineage.commits.newest
-    # A COMMIT that was not acknowledged may land late, after that of a later marker: it does not count.
+    # A COMMIT that was not acknowledged may arrive late, after that of a later marker. It does not count.
     late = newest is not None and marker <= newest
     if late or generation in lineage.ends:
         lineage.stale += 1
@@ -281,7 +285,7 @@ def _commit(lineage: Lineage, commit: Commit | PackedCommit, place: Place | None
 
 
 def _trim(lineage: Lineage, trim: Trim) -> None:
-    # What is older than what may be gone did exist, whether or not its COMMIT has been given up.
+    # Markers before those of a trim existed, even if their COMMITs have been given up.
     if all(marker in lineage.commits or lineage.trims.has_taken(marker) for marker in trim.markers):
         count_trim(lineage, trim)
     else:
@@ -289,7 +293,7 @@ def _trim(lineage: Lineage, trim: Trim) -> None:
 
 
 def count_trim(lineage: Lineage, trim: Trim) -> None:
-    """Fold a TRIM that counts, whatever of its markers has been given up since."""
+    """Fold a TRIM that counts, even if some of its markers have been given up since."""
     lineage.trims.add(trim)
     if trim.given_up:
         parents = {claim.parent for claim in lineage.claims.values()}
@@ -318,7 +322,7 @@ def _note(lineage: Lineage, note: Note) -> None:
 
 
 def _deciding_notes(notes: list[Note]) -> list[Note]:
-    """Of the NOTEs of one marker, those that have the last word on some name."""
+    """Return the NOTEs of one marker that set the current value of some name."""
     said: set[str] = set()
     deciding = []
     for note in reversed(notes):
@@ -330,12 +334,12 @@ def _deciding_notes(notes: list[Note]) -> list[Note]:
 
 
 def notes_of(lineage: Lineage, marker: MarkerId) -> tuple[Note, ...]:
-    """The NOTEs of a marker that still say something, oldest first."""
+    """Return the NOTEs of a marker that still have an effect, oldest first."""
     return tuple(lineage._noted.get(marker, ()))
 
 
 def knows(lineage: Lineage, record: ControlRecord) -> bool:
-    """Return whether a lineage says what the record says."""
+    """Return whether a lineage already contains the information of a record."""
     if isinstance(record, Claim):
         return lineage.claims.get(record.generation) == record
     if isinstance(record, Commit):
@@ -350,18 +354,18 @@ def knows(lineage: Lineage, record: ControlRecord) -> bool:
 
 
 def changed_tables(lineage: Lineage, claim: Claim) -> list[str]:
-    """Return what became of the tables of a generation's parent, a table a line; nothing where they are the same."""
+    """Describe what happened to the tables of a generation's parent, one line per table. Empty if they are the same."""
     parent = lineage.claims.get(claim.parent.generation) if claim.parent is not None else None
     return in_words(parent.schema, claim.schema) if parent is not None else []
 
 
 def told_to(lineage: Lineage, claim: Claim, since: MarkerId | None = None) -> list[ClaimChanges]:
-    """Return what a generation, and those that it stands on, were told of changed models, the newest first.
+    """Return the model changes declared to a generation and to those on its path, newest first.
 
     Args:
-        lineage: The log's.
-        claim: Of the generation.
-        since: A marker of one of them: only what was told after it; None: all.
+        lineage: Lineage of the log.
+        claim: CLAIM of the generation.
+        since: A marker of one of these generations: return only changes declared after it. None for all.
     """
     told: list[ClaimChanges] = []
     while since is None or claim.generation > since.generation:
@@ -373,9 +377,10 @@ def told_to(lineage: Lineage, claim: Claim, since: MarkerId | None = None) -> li
 
 
 def towards(lineage: Lineage, marker: MarkerId, since: MarkerId | None = None) -> Lineage:
-    """Of all this only what a restore of ``marker`` needs: the markers that lead to it, and their generations.
+    """Return the part of a lineage that a restore of ``marker`` needs: markers leading to it, and their generations.
 
-    With ``since``, a marker on the path that the reader has: of those before it only what the path stands on.
+    ``since`` is a marker on the way that the reader already has. Before it, only the markers of :meth:`Lineage.way` are
+    kept.
     """
     way, leading = lineage.way(marker), lineage.leading_to(marker)
     if since is not None:

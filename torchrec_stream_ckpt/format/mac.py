@@ -1,4 +1,4 @@
-"""The commit key: control records of a job that has one carry an HMAC, and count for nothing without it."""
+"""Commit key: if a job has one, each control record carries an HMAC, and a record without it has no effect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAKE_HINT = "make one: (umask 077; head -c 32 /dev/urandom > FILE)"
 
 
 class CommitKey:
-    """A secret that vouches for control records, by HMAC-SHA-256. Never printed, never pickled.
+    """Secret key that signs control records by HMAC-SHA-256. Never printed, never pickled.
 
     Args:
         key: At least 32 random bytes.
@@ -38,14 +38,14 @@ class CommitKey:
 
     @classmethod
     def load(cls, path: Path | str) -> CommitKey:
-        """Read a key file: at least 32 bytes, or at least 64 hex digits, which only its owner may read.
+        """Read a key file: at least 32 bytes, or at least 64 hex digits, readable only by its owner.
 
         Raises:
-            ConfigError: it is no such file.
+            ConfigError: the file is not such a file.
         """
         place = Path(path)
         try:
-            # Not blocking: what the path names may be a pipe.
+            # Non-blocking, because the path may name a pipe.
             with open(os.open(place, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
                 status = os.fstat(file.fileno())
                 data = file.read(_MAX_FILE_BYTES + 1) if stat.S_ISREG(status.st_mode) else None
@@ -65,11 +65,11 @@ class CommitKey:
         return cls(data)
 
     def sign(self, record: Record) -> Record:
-        """The record with its HMAC."""
+        """Return the record with its HMAC."""
         return replace(record, mac=self._mac(record))
 
     def vouches_for(self, record: ControlRecord | PackedCommit) -> bool:
-        """Return whether a holder of the key has written this very record."""
+        """Return whether a holder of the key has written exactly this record."""
         return hmac.compare_digest(record.mac, self._mac(record))
 
     def _mac(self, record: ControlRecord | PackedCommit) -> str:

@@ -1,6 +1,6 @@
-"""The JSON objects of a store: manifests, one a marker, folds, and what retention says. Specified in docs/format.md.
+"""JSON objects of a store: manifests (one per marker), folds, and records of retention. Specified in docs/format.md.
 
-Each is ``{"body": ..., "crc32c": ..., "format": 1, "kind": ...}``, some of format 2, in canonical JSON; the checksum is
+Each is ``{"body": ..., "crc32c": ..., "format": 1, "kind": ...}``, some of format 2, in canonical JSON. The checksum is
 that of the canonical body.
 """
 
@@ -31,18 +31,18 @@ FORMAT = 1
 """Format of a store: of its names, its segments and its JSON objects."""
 
 _LATEST_S = 2.0**36
-"""Some year that ``time`` can print."""
+"""Latest accepted Unix time. ``time`` can still print its year."""
 _JOB = re.compile(r"[0-9a-f]{32}")
 RETENTION = "retention"
-"""Why a marker was given up by a rule: a pin overrides that."""
+"""Reason of a marker that a rule gave up. A pin overrides it."""
 BY_HAND = "hand"
-"""Why a marker was given up that a person has named: a pin overrides that, too."""
+"""Reason of a marker that a person gave up by name. A pin overrides it, too."""
 _LOST_ROWS = "the loss of its rows"
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentRef:
-    """A segment as a manifest names it."""
+    """Reference to a segment, as in a manifest."""
 
     name: str
     num_bytes: int
@@ -55,23 +55,23 @@ class SegmentRef:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A marker is in the store once this object is there: all segments of its interval, and its dense state."""
+    """Object whose existence puts a marker in the store: all segments of its interval, and its dense state."""
 
     commit: Commit
-    """As it stands in the control partition, signature and all."""
+    """COMMIT as in the control partition, with its signature."""
     previous: MarkerId | None
-    """The marker before in its generation, where its interval begins; None at the generation's first one."""
+    """Previous marker of its generation, where its interval begins. None for the generation's first marker."""
     segments: tuple[tuple[SegmentRef, ...], ...]
-    """By rank, each in the order of the stream: a row's newest version is in the last segment that has it."""
+    """Segments by rank, each rank's in stream order: a row's newest version is in the last segment that has it."""
 
     @property
     def refs(self) -> tuple[SegmentRef, ...]:
-        """All of them."""
+        """Segments of all ranks."""
         return tuple(ref for of_rank in self.segments for ref in of_rank)
 
     @property
     def last(self) -> tuple[SegmentRef, ...]:
-        """The last one of each rank, which has the rank's notes."""
+        """Last segment of each rank, which has the rank's notes."""
         return tuple(of_rank[-1] for of_rank in self.segments)
 
     def to_bytes(self) -> bytes:
@@ -84,10 +84,10 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: Buffer, where: str) -> Manifest:
-        """Read and check one.
+        """Read and check a manifest.
 
         Raises:
-            CorruptionError: it is altered, of a newer format, or none at all; names the object.
+            CorruptionError: it was altered, is of a newer format, or is not a manifest; the error names the object.
         """
         body = _unwrap(data, "manifest", where, {"commit", "previous", "segments"})
         commit, previous = _commit(body, where)
@@ -102,13 +102,13 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """The newest version of each row that changed in (start, end]; of all rows without ``start``: a base."""
+    """The newest version of each row that changed in (start, end]. Without ``start`` it is a base and has all rows."""
 
     job: bytes
     start: MarkerId | None
     end: MarkerId
     chain: int
-    """``RankEnd.chain`` of rank 0 at ``end``: tells histories apart that share a job and a marker's name."""
+    """``RankEnd.chain`` of rank 0 at ``end``. Distinguishes histories that share a job and a marker's name."""
     segments: tuple[SegmentRef, ...]
 
     def to_bytes(self) -> bytes:
@@ -123,12 +123,12 @@ class Fold:
         return _wrap("fold", body, FORMAT if dense else 2)
 
     def name_of(self, part: int) -> str:
-        """Name of a part."""
+        """Return the name of a part."""
         return FoldName(self.job, self.end, self.start).segment_name(part)
 
     @classmethod
     def from_bytes(cls, data: Buffer, where: str) -> Fold:
-        """As :meth:`Manifest.from_bytes`."""
+        """Read and check a fold, as :meth:`Manifest.from_bytes`."""
         body = _unwrap(data, "fold", where, {"job", "start", "end", "chain", "segments"}, highest=2)
         job, start, end = _job(body["job"], where), _marker(body["start"], where), _marker(body["end"], where)
         if end is None or (start is not None and not start < end):
@@ -143,37 +143,38 @@ class Fold:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A marker was given up: it is not offered any more.
+    """Record that a marker was given up and is no longer offered.
 
-    Holds what its manifest said of the lineage, so that the manifest may go.
+    It keeps the lineage information of the manifest, so that the manifest may be deleted.
     """
 
     commit: Commit
     previous: MarkerId | None
-    """As in the manifest."""
+    """Previous marker of the generation, as in the manifest."""
     time_s: float
-    """When, Unix time."""
+    """Time when it was given up, Unix time."""
     reason: str = RETENTION
-    """By what; :attr:`lost` and :attr:`of_choice` ask for it."""
+    """Reason why it was given up; see :attr:`lost` and :attr:`of_choice`."""
 
     @classmethod
     def of_lost(cls, commit: Commit, previous: MarkerId | None) -> Dropped:
-        """For a marker whose rows can never be in the store. All workers write the same bytes."""
+        """Make the record for a marker whose rows can never be in the store. All workers write the same bytes."""
         return cls(commit, previous, commit.time_s, _LOST_ROWS)
 
     @property
     def lost(self) -> bool:
-        """True if its rows were lost, so that whatever stands on it is lost as well unless they came after all."""
+        """True if its rows were lost. Markers that depend on it are then lost as well, unless the rows arrived after
+        all."""
         return self.reason == _LOST_ROWS
 
     @property
     def of_choice(self) -> bool:
-        """True if a rule or a person gave it up, which a pin overrides, and not the loss of what it needs."""
+        """True if a rule or a person gave it up, which a pin overrides. False if data that it needs was lost."""
         return self.reason in (RETENTION, BY_HAND)
 
     @property
     def day(self) -> str:
-        """When, for people."""
+        """Day when it was given up, for people."""
         return day(self.time_s)
 
     def to_bytes(self) -> bytes:
@@ -187,27 +188,27 @@ class Dropped:
 
     @classmethod
     def from_bytes(cls, data: Buffer, where: str) -> Dropped:
-        """As :meth:`Manifest.from_bytes`."""
+        """Read and check the record, as :meth:`Manifest.from_bytes`."""
         body = _unwrap(data, "dropped", where, {"commit", "previous", "time_s", "reason"})
         return cls(*_commit(body, where), _time(body, where), _text(body["reason"], where))
 
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """Objects that were not needed at some time; they go once that is long enough ago for every reader of that time.
+    """Objects that were found unneeded at some time. They are deleted once no reader of that time can need them.
 
-    One without clocks, of format 1, tells no time: wall clocks of two hosts do not agree.
+    A record without clocks, of format 1, gives no usable time, because the wall clocks of two hosts do not agree.
     """
 
     time_s: float
-    """When that was found, Unix time. For people."""
+    """Time when this was found, Unix time. For people."""
     names: tuple[str, ...]
     clocks: Mapping[str, float] = field(default_factory=dict)
-    """What clocks that are never set showed then, by name, in seconds."""
+    """Readings at that time of clocks that are never set, by name, in seconds."""
     newest: MarkerId | None = None
-    """The job's newest marker then, where a rule asks for the age of markers."""
+    """Newest marker of the job at that time. Used if a rule depends on the age of markers."""
     idle_s: float = 0.0
-    """How long it had been the newest by then, at least."""
+    """Time for which it had been the newest marker by then, at least, in seconds."""
 
     def to_bytes(self) -> bytes:
         body: dict[str, Any] = {"time_s": self.time_s, "names": list(self.names)}
@@ -218,7 +219,7 @@ class Garbage:
 
     @classmethod
     def from_bytes(cls, data: Buffer, where: str) -> Garbage:
-        """As :meth:`Manifest.from_bytes`."""
+        """Read and check the record, as :meth:`Manifest.from_bytes`."""
         body = _unwrap(data, "garbage", where, {"time_s", "names"}, {"clocks", "newest", "idle_s"})
         names = tuple(_text(name, where) for name in _list(body["names"], where))
         if "clocks" not in body:
@@ -233,10 +234,10 @@ class Garbage:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Retention must keep a marker."""
+    """Record that retention must keep a marker."""
 
     time_s: float
-    """Since when, Unix time."""
+    """Time when the marker was pinned, Unix time."""
 
     def to_bytes(self) -> bytes:
         return _wrap("pin", {"time_s": self.time_s})
@@ -244,27 +245,27 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class TableRows:
-    """Some rows of a table."""
+    """A range of rows of a table."""
 
     table: int
     """The table's id."""
     begin: int
     """First row."""
     end: int
-    """The row after the last one."""
+    """Row after the last one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A checker found rows of a marker that are not as they were in the tables at a cut. Decides nothing."""
+    """Finding of a checker: rows of a marker that differ from the tables at a cut. It has no effect on its own."""
 
     job: bytes
     marker: MarkerId
     chain: int
-    """As in :class:`Fold`, of the marker."""
+    """Chain of the marker, as in :class:`Fold`."""
     rows: tuple[TableRows, ...]
     time_s: float
-    """When, Unix time."""
+    """Time of the finding, Unix time."""
 
     def to_bytes(self) -> bytes:
         body = {
@@ -278,7 +279,7 @@ class Verdict:
 
     @classmethod
     def from_bytes(cls, data: Buffer, where: str) -> Verdict:
-        """As :meth:`Manifest.from_bytes`."""
+        """Read and check the finding, as :meth:`Manifest.from_bytes`."""
         body = _unwrap(data, "verdict", where, {"job", "marker", "chain", "rows", "time_s"})
         marker = _marker(body["marker"], where)
         if marker is None:
@@ -306,7 +307,7 @@ def _chain(body: Mapping[str, Any], what: str, where: str) -> int:
 
 
 def _commit(body: Mapping[str, Any], where: str) -> tuple[Commit, MarkerId | None]:
-    """The COMMIT that an object holds, and the marker before it in its generation."""
+    """Return the COMMIT in an object, and the previous marker of its generation."""
     try:
         commit = parse_control(base64.b64decode(_text(body["commit"], where), validate=True))
     except ValueError as error:
@@ -374,7 +375,10 @@ def _wrap(kind: str, body: Mapping[str, Any], version: int = FORMAT) -> bytes:
 def _unwrap(
     data: Buffer, kind: str, where: str, names: set[str], added: Set[str] = frozenset(), highest: int = FORMAT
 ) -> dict[str, Any]:
-    """The body; ``added`` are fields that it has in format 2, ``highest`` is the newest format without such."""
+    """Check a JSON object and return its body.
+
+    ``added`` are the fields that only format 2 has. ``highest`` is the newest format if there are no such fields.
+    """
     raw = _object(bytes(data), where)
     version, highest = raw.get("format"), 2 if added else highest
     if type(version) is int and version > highest:
@@ -407,18 +411,18 @@ def _object(data: bytes, where: str) -> dict[str, Any]:
 
 
 def _parts(items: object, fold: FoldName, where: str) -> list[int]:
-    """The numbers of a fold's parts, as their names say: they ascend, and some may be left out."""
+    """Return the numbers of a fold's parts, from their names. They ascend, and some may be omitted."""
     found = [parse_fold_segment(str(item.get("name"))) for item in _list(items, where) if isinstance(item, dict)]
     parts = [part for each, part in filter(None, found) if each == fold]
     if len(parts) < len(found) or any(part <= before for before, part in pairwise(parts)):
-        parts = list(range(len(found)))  # the first one that is of others is named
+        parts = list(range(len(found)))  # the check that follows names the first one that belongs to another fold
     return parts
 
 
 def _refs(
     items: object, name_of: Callable[[int], str], where: str, parts: Sequence[int] | None = None
 ) -> tuple[SegmentRef, ...]:
-    """The parts of one interval or fold: their names follow from whose they are, so none can be of others."""
+    """Read the parts of one interval or fold. Their names follow from it, so none can belong to another one."""
     given = _list(items, where)
     numbers = parts if parts is not None and len(parts) == len(given) else range(len(given))
     refs = tuple(_ref(item, name_of(part), where) for part, item in zip(numbers, given, strict=True))

@@ -1,4 +1,4 @@
-"""What the last segment of a rank's interval says besides rows. Specified in docs/format.md."""
+"""Notes at the end of a rank's interval, in its last segment. Specified in docs/format.md."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torchrec_stream_ckpt.util.types import TableShard
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """What the last segment of a rank's interval says besides rows."""
+    """Contents of the last segment of a rank's interval, apart from rows."""
 
     shards: tuple[TableShard, ...]
-    """What the rank holds in this generation, as its HELLO says."""
+    """Shards that the rank holds in this generation, as in its HELLO."""
     mark: Mark
 
     def to_json(self) -> bytes:
@@ -29,7 +29,7 @@ class Notes:
         """Parse the notes of a segment, whose checksum covers them.
 
         Raises:
-            CorruptionError: it is something else.
+            CorruptionError: the bytes are not valid notes.
         """
         try:
             return _in_two(data) or _as_one(data)
@@ -59,9 +59,9 @@ def _as_one(data: bytes) -> Notes:
 
 
 def _in_two(data: bytes) -> Notes | None:
-    """The same, split before the shards; None where that does not give two objects, each with its one field.
+    """Parse notes split before the shards. Returns None unless both halves are objects, each with its one field.
 
-    A plan reads the notes of each rank at a thousand markers, and the shards change with the generation alone.
+    A plan reads the notes of each rank at a thousand markers, and the shards change only between generations.
     """
     at = data.rfind(b',"shards":')
     try:

@@ -1,19 +1,19 @@
-"""COMMIT as this library writes it: checked by one expression when it is read, taken apart when a field is read.
+"""Fast readers of COMMITs and manifests: one expression checks the bytes, and fields are parsed when they are read.
 
-A log of a thousand generations has tens of thousands of COMMITs, and a reader looks at few of them. To read a COMMIT
-field by field takes four times as long as to see that it is whole. So one whose bytes are exactly those that its writer
-makes (canonical JSON, in a frame of the current version) is checked at once, and kept as it is. Whatever differs in any
-way goes through :func:`parse_control`, which says what is wrong. Both ways refuse the same bytes, and read the same.
+A log of a thousand generations has tens of thousands of COMMITs, and a reader uses few of them. Reading a COMMIT field
+by field takes four times as long as checking that it is whole. So a COMMIT whose bytes are exactly those that its
+writer makes (canonical JSON, in a frame of the current version) is checked at once and kept as it is. A COMMIT that
+differs in any way goes through :func:`parse_control`, which reports what is wrong. Both ways refuse the same bytes and
+read the same values.
 
-A list of the newest markers needs no more of the others than their names. It reads them at a *glance*: both checksums,
-and what decides whether a COMMIT counts. Its other fields are checked when it is opened.
+A list of the newest markers needs only the names of the others. It reads them at a *glance*: both checksums, and the
+fields that decide whether a COMMIT counts. The other fields are checked when the COMMIT is opened.
 
-A manifest as this library writes it: checked by one expression when it is read, and not made again to be compared.
-
-A plan reads the manifests of all markers that lead to one. To read a manifest item by item takes four times as long as
-to see that it is whole. So one whose bytes are exactly those that its writer makes (canonical JSON, with a COMMIT as
-:mod:`packed_commit` takes it) is checked at once. Whatever differs in any way goes through
-:meth:`Manifest.from_bytes`, which says what is wrong. Both ways refuse the same bytes, and read the same.
+A plan reads the manifests of all markers that lead to one. Reading a manifest item by item also takes four times as
+long as checking that it is whole. So a manifest whose bytes are exactly those that its writer makes (canonical JSON,
+with a COMMIT as above) is checked at once and not encoded again for comparison. A manifest that differs in any way goes
+through :meth:`Manifest.from_bytes`, which reports what is wrong. Both ways refuse the same bytes and read the same
+values.
 """
 
 from __future__ import annotations
@@ -52,26 +52,26 @@ from torchrec_stream_ckpt.util.layout import StoreSegment
 from torchrec_stream_ckpt.util.types import MarkerId
 
 _HEAD = struct.Struct("<16s 16s I 12s QQ 40s I I I 8s I")
-"""The header of a COMMIT: what is the same in all of them in one piece each, and what is not."""
+"""Header of a COMMIT. Consecutive fields that are the same in all of them are one piece each."""
 assert _HEAD.size == HEADER_LEN
 _ENDS = struct.Struct("<16s 88x I 16x I")
-"""What tells of a COMMIT how long it is, and that its header is undamaged."""
+"""Header fields that give the length of a COMMIT and show that its header is undamaged."""
 assert _ENDS.size == HEADER_LEN
 _FRONT = struct.pack("<4sHHBBBBI", MAGIC, VERSION, HEADER_LEN, Kind.COMMIT, 0, CODEC_NONE, 0, 0)
 _NO_TABLE_NOR_SEQ = struct.pack("<IQ", NO_TABLE, 0)
 _NO_ROWS, _NO_CHAIN = bytes(40), bytes(8)
 
 NUMBER = "(?:0|[1-9][0-9]{0,18})"
-"""Below 10^19, so of 64 bits."""
+"""A number below 10^19, so it fits 64 bits."""
 _TEXT = r"[ !#-\[\]-~]"
-"""A character of a string that stands for itself: printable ASCII, without what ends or escapes."""
+"""A character that needs no escape in a string: printable ASCII except the quote and the backslash."""
 _SHA256 = "[0-9a-f]{64}"
 _NAME = r"(?:\.metadata|[A-Za-z0-9_-][A-Za-z0-9_.-]{0,254})"
-"""Name of a dense file, as DCP writes it. Other names that begin with a dot are looked at one by one."""
+"""Name of a dense file, as DCP writes it. Other names that begin with a dot are checked one by one."""
 _FILE = rf'\{{"name":"{_NAME}","num_bytes":{NUMBER},"sha256":"{_SHA256}"\}}'
 _LIST = rf'\{{"files":[1-9][0-9]{{0,17}},"list_bytes":[1-9][0-9]{{0,6}},"num_bytes":{NUMBER},"sha256":"{_SHA256}"\}}'
 BASE64 = "[A-Za-z0-9+/]+(?:[AQgw]==|[AEIMQUYcgkosw048]=)?"
-"""Canonical: no bit is set that stands for nothing. Whole where its length is a multiple of four."""
+"""Canonical base64: no unused bit is set. The match is complete if its length is a multiple of four."""
 _PAYLOAD = re.compile(
     (
         rf'\{{"dense":"(?P<dense>{_TEXT}{{0,{MAX_PLACE_CHARS}}})"'
@@ -84,12 +84,12 @@ _PAYLOAD = re.compile(
 )
 _FRONT_CHARS = 4 * -(-FRONT_LEN // 3)
 _NONCE, _RANKS = b',"nonce":"', b'","ranks":"'
-"""What stands before and after the nonce. No field after it can hold either."""
+"""Bytes before and after the nonce. No field after it can contain either."""
 _EACH_FILE = re.compile(rb'\{"name":"([^"]*)","num_bytes":([0-9]*),"sha256":"([^"]*)"\}')
 
 
 class CommitHead(NamedTuple):
-    """What the header of a COMMIT says."""
+    """Fields in the header of a COMMIT."""
 
     job: bytes
     generation: int
@@ -100,7 +100,8 @@ class CommitHead(NamedTuple):
 
 
 def head_of(data: Buffer) -> CommitHead | None:
-    """Read the header that bytes begin with; None unless it is that of a COMMIT of the current version, and whole."""
+    """Read the header at the beginning of ``data``. Returns None unless it is an intact COMMIT header of this
+    version."""
     if len(data) < HEADER_LEN:
         return None
     front, job, generation, table, step, marker, rows, length, raw, payload_crc, chain, crc = _HEAD.unpack_from(data)
@@ -119,9 +120,9 @@ def head_of(data: Buffer) -> CommitHead | None:
 
 
 def commit_payload_len(data: Buffer, at: int) -> int | None:
-    """Length of the payload of the COMMIT whose header begins at ``at``; None unless that is one, and undamaged.
+    """Return the payload length of the COMMIT whose header begins at ``at``. Returns None unless it is one, undamaged.
 
-    Whether it says what a COMMIT may say is seen when it is read: :func:`read_record`.
+    The contents of the COMMIT are checked when it is read: :func:`read_record`.
     """
     front, length, crc = _ENDS.unpack_from(data, at)
     if front != _FRONT or length > MAX_FRAME_BYTES - HEADER_LEN or crc32c(data[at : at + HEADER_LEN - 4]) != crc:
@@ -131,35 +132,35 @@ def commit_payload_len(data: Buffer, at: int) -> int | None:
 
 @dataclass(slots=True)
 class PackedCommit:
-    """A COMMIT that was not taken apart. A value: only the reader that made it changes it."""
+    """A COMMIT whose fields were not parsed. An immutable value: only the reader that made it changes it."""
 
     job: bytes
     generation: int
     marker: int
     nonce: str
     frame: bytes
-    """The whole frame, as the log has it."""
+    """The whole frame as in the log."""
 
     KIND = Kind.COMMIT
 
     @property
     def mac(self) -> str:
-        """The HMAC; empty without one. Of a COMMIT that was checked."""
+        """HMAC of a checked COMMIT. Empty if it has none."""
         return _match(self.frame)["mac"].decode("ascii")
 
     def signed_bytes(self) -> bytes:
-        """Return the bytes that the HMAC covers: all fields but itself. Of a COMMIT that was checked."""
+        """Return the bytes of a checked COMMIT that the HMAC covers: all fields except the HMAC."""
         match = _match(self.frame)
         begin, end = match.span("mac")
         return signed_front(Kind.COMMIT) + self.frame[HEADER_LEN:begin] + self.frame[end : match.end("time") + 1]
 
     def open(self) -> Commit:
-        """All of its fields."""
+        """Parse all fields."""
         return open_commit(self.frame)
 
 
 def pack_commit(frame: Buffer) -> PackedCommit | None:
-    """Check a COMMIT; None for whatever differs from what its writer makes, or is no COMMIT."""
+    """Check a COMMIT. Returns None if it is not a COMMIT or differs in any way from its writer's encoding."""
     checked = _check(frame)
     if checked is None:
         return None
@@ -168,7 +169,7 @@ def pack_commit(frame: Buffer) -> PackedCommit | None:
 
 
 def _check(frame: Buffer) -> tuple[CommitHead, re.Match[bytes]] | None:
-    """Header and fields of a COMMIT; None as of :func:`pack_commit`."""
+    """Return the header and the fields of a COMMIT, or None as :func:`pack_commit`."""
     head = head_of(frame)
     if head is None or len(frame) != HEADER_LEN + head.payload_len:
         return None
@@ -176,7 +177,7 @@ def _check(frame: Buffer) -> tuple[CommitHead, re.Match[bytes]] | None:
     if match is None or crc32c(memoryview(frame)[HEADER_LEN:]) != head.payload_crc:
         return None
     if head.payload_len != aligned(match.end("time") + 1 - HEADER_LEN):
-        return None  # more padding than a writer's
+        return None  # more padding than a writer adds
     _, _, files, generation, job, _, marker, meta, _, ranks, step, _, time_s = match.groups()
     if (int(generation), int(marker), int(step)) != (head.generation, head.marker, head.step):
         return None
@@ -188,7 +189,7 @@ def _check(frame: Buffer) -> tuple[CommitHead, re.Match[bytes]] | None:
 
 
 def glance_at(frame: Buffer) -> PackedCommit | None:
-    """A COMMIT whose checksums are right and whose other fields nobody has checked; None for whatever else this is."""
+    """Return a COMMIT whose checksums are right and whose other fields are unchecked. Returns None for other frames."""
     head = head_of(frame)
     if head is None or len(frame) != HEADER_LEN + head.payload_len:
         return None
@@ -204,10 +205,10 @@ def glance_at(frame: Buffer) -> PackedCommit | None:
 
 
 def open_commit(frame: bytes) -> Commit:
-    """All fields of a COMMIT, each checked.
+    """Return all fields of a COMMIT, each checked.
 
     Raises:
-        CorruptionError: one is not what it has to be.
+        CorruptionError: a field is invalid.
     """
     commit = written_commit(frame)
     if commit is None:
@@ -218,7 +219,7 @@ def open_commit(frame: bytes) -> Commit:
 
 
 def written_commit(frame: Buffer) -> Commit | None:
-    """All fields of a COMMIT, each checked; None as of :func:`pack_commit`."""
+    """Return all fields of a COMMIT, each checked, or None as :func:`pack_commit`."""
     checked = _check(frame)
     if checked is None:
         return None
@@ -247,13 +248,13 @@ def written_commit(frame: Buffer) -> Commit | None:
 def read_record(
     frame: Buffer, offset: int | None = None, *, serving: bool = False, glance: bool = False
 ) -> ControlRecord | PackedCommit:
-    """Parse a frame as :func:`parse_control` does; a COMMIT in exactly its writer's bytes stays packed.
+    """Parse a frame as :func:`parse_control` does. A COMMIT in exactly its writer's encoding stays packed.
 
     Args:
         frame: The record.
-        offset: Where it stands, for errors.
-        serving: Take the SERVE of a serving stream, too.
-        glance: Leave the fields of a COMMIT to whoever opens it.
+        offset: Offset of the record, for errors.
+        serving: Whether to accept the SERVE of a serving stream, too.
+        glance: Whether to leave the fields of a COMMIT unchecked until it is opened.
     """
     packed = (glance_at if glance else pack_commit)(frame)
     return packed if packed is not None else parse_control(frame, offset, serving=serving)
@@ -274,7 +275,7 @@ def _each_once(files: bytes | None) -> bool:
 
 
 def _are_ends(text: bytes) -> bool:
-    """Return whether this holds the ends of all ranks; nearly always the first bytes tell."""
+    """Return whether ``text`` holds the ends of all ranks. Its first bytes nearly always decide."""
     if len(text) % 4:
         return False
     try:
@@ -287,7 +288,7 @@ def _are_ends(text: bytes) -> bool:
 
 
 def _is_meta(text: bytes | None) -> bool:
-    """Return whether this is metadata as it is written, or none."""
+    """Return whether ``text`` is metadata as it is written, or None."""
     if text is None:
         return True
     try:
@@ -301,9 +302,9 @@ def _meta(text: bytes) -> Meta:
 
 
 _GENERATION, _MARKER = "(?:0|[1-9][0-9]{0,8})", "(?:0|[1-9][0-9]{0,17})"
-"""As :meth:`MarkerId.parse` takes them."""
+"""Generation and marker as :meth:`MarkerId.parse` accepts them."""
 _OBJECT = "[A-Za-z0-9/._-]{1,400}"
-"""Of a segment: which one it has to be is compared later."""
+"""Name of a segment. The exact name is compared later."""
 _REF = rf'\{{"front_bytes":{NUMBER},"header_crc":{NUMBER},"name":"{_OBJECT}","num_bytes":{NUMBER},"rows":{NUMBER}\}}'
 _OF_RANK = rf"{_REF}(?:,{_REF})*"
 _MANIFEST = re.compile(
@@ -320,13 +321,13 @@ _EACH_REF = re.compile(
 
 
 def read_manifest(data: Buffer, where: str) -> Manifest:
-    """Read and check one; raises as :meth:`Manifest.from_bytes`."""
+    """Read and check a manifest; raises as :meth:`Manifest.from_bytes`."""
     found = written_manifest(data)
     return found if found is not None else Manifest.from_bytes(data, where)
 
 
 def written_manifest(data: Buffer) -> Manifest | None:
-    """Read a manifest that is exactly as its writer makes it; None for every other one, and for what is none."""
+    """Read a manifest that is exactly in its writer's encoding. Returns None for all other bytes."""
     match = _MANIFEST.fullmatch(bytes(data))
     if match is None or f"{crc32c(match['body']):08x}" != match["crc"].decode("ascii") or len(match["commit"]) % 4:
         return None
@@ -346,7 +347,7 @@ def written_manifest(data: Buffer) -> Manifest | None:
 
 
 def _refs(commit: Commit, rank: int, text: bytes) -> tuple[SegmentRef, ...]:
-    """The segments of a rank; none if one is not what it has to be."""
+    """Return the segments of a rank. Empty if one of them is invalid."""
     refs = []
     for part, (front_bytes, header_crc, name, num_bytes, rows) in enumerate(_EACH_REF.findall(text)):
         ref = SegmentRef(name.decode("ascii"), int(num_bytes), int(front_bytes), int(header_crc), int(rows))

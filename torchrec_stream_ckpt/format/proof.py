@@ -1,10 +1,10 @@
-"""Digests of live rows, by which a reader can prove a marker. docs/format.md, section The proof, is the specification.
+"""Digests of live rows, by which a reader can prove a marker. Specified in docs/format.md, section The proof.
 
 A digest is a sum, modulo 2^64, over the elements of a rectangle of one table: the bits of an element, times a key of
-its row, times a key of its column. So digests of disjoint rectangles add up, whatever the plan of the writer or of the
-reader is. The keys depend on the table's stable id, on which section it is (weights, or a state), on the global row
-and on the global column: a row that is stale, swapped, or of another table changes the sum. (Multilinear hashing:
-Carter and Wegman 1979; Lemire and Kaser 2014. It finds accidents, not forgeries.)
+its row, times a key of its column. So digests of disjoint rectangles add up, whatever the plans of writer and reader.
+The keys depend on the table's stable id, on the section (weights, or a state), on the global row and on the global
+column. A row that is stale, swapped, or of another table changes the sum. (Multilinear hashing: Carter and Wegman
+1979; Lemire and Kaser 2014. It detects accidents, not forgeries.)
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.util.mixing import GOLDEN, mixed
 
 BLOCK_ROWS = 64
-"""Rows of a block: a digest is of the rows of one block."""
+"""Rows of a block. A digest covers the rows of one block."""
 POSITIONS = 1 << 16
-"""A window is an interval of this circle."""
+"""Positions on the circle. A window is an interval of it."""
 MAX_ID = 1 << 53
-"""Ids of tables are below it: any reader of JSON keeps such whole numbers."""
+"""Upper bound of table ids (exclusive). Any JSON reader keeps integers below it exactly."""
 
 Ints = npt.NDArray[np.int64]
 Digests = npt.NDArray[np.uint64]
@@ -40,18 +40,18 @@ _ONE = np.uint64(1)
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Which blocks a marker proves: those whose position is in [position, position + width) of the circle."""
+    """Window of blocks that a marker proves: those whose position is in [position, position + width) of the circle."""
 
     position: int
     width: int
 
     def blocks(self, table_id: int, begin: int, end: int) -> Ints:
-        """Blocks of the window that have rows in [begin, end) of a table, ascending.
+        """Return the blocks of the window that have rows in [begin, end) of a table, ascending.
 
         Args:
             table_id: The table's stable id.
             begin: First global row.
-            end: The row after the last one.
+            end: Row after the last one.
         """
         first, last = begin // BLOCK_ROWS, -(-end // BLOCK_ROWS)
         if begin >= end:
@@ -67,44 +67,44 @@ class Window:
 
     @property
     def next(self) -> int:
-        """Where the window after this one begins."""
+        """Position at which the next window begins."""
         return (self.position + self.width) % POSITIONS
 
     @property
     def following(self) -> Window:
-        """The window after this one."""
+        """The next window."""
         return Window(self.next, self.width)
 
 
 @dataclass(frozen=True, slots=True)
 class Proved:
-    """How far the markers of a generation have come around the circle."""
+    """Progress of a generation's markers around the circle."""
 
     round_markers: int
-    """Markers that prove every row once."""
+    """Number of markers that prove every row once."""
     share: float
-    """Part of the rows that was proved in this generation, 0 to 1."""
+    """Share of the rows that was proved in this generation, 0 to 1."""
     oldest_markers: int
-    """How many committed markers ago the oldest proof was made that no newer one has replaced."""
+    """Age, in committed markers, of the oldest proof that no newer one has replaced."""
 
     @classmethod
     def by(cls, width: int, markers: int) -> Proved:
-        """Committed markers, with windows of this width, after which all rows are proved."""
+        """Return the progress after this number of committed markers, with windows of this width."""
         round_markers = -(-POSITIONS // width)
         return cls(round_markers, min(1.0, markers * width / POSITIONS), max(0, min(markers, round_markers) - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicatedProof:
-    """What the MARK of rank 0 says of one tensor of the dense state that belongs to a replicated table."""
+    """Proof in the MARK of rank 0 of one tensor of the dense state that belongs to a replicated table."""
 
     name: str
     """Name of the entry in the dense state: ``model.`` or ``optim.`` and so on."""
     rows: int
     cols: int
-    """1 for a tensor with one value a row."""
+    """Number of columns. 1 for a tensor with one value per row."""
     digests: str
-    """One number for each block of the window that has rows, ascending, written as in :class:`Proof`."""
+    """One number for each block of the window that has rows, ascending, encoded as in :class:`Proof`."""
 
     @classmethod
     def of(cls, name: str, rows: int, cols: int, digests: Digests) -> ReplicatedProof:
@@ -112,20 +112,21 @@ class ReplicatedProof:
 
     @property
     def id(self) -> int:
-        """Stands for the id of a table: its rows have no other."""
+        """Id used in place of a table's id, because these rows have no other."""
         return replicated_id(self.name)
 
     def numbers(self) -> Digests:
-        """The digests, in their order."""
+        """Return the digests, in their order."""
         return _numbers_of(self.digests)
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What a MARK says of the live rows of its rank.
+    """Proof in a MARK of the live rows of its rank.
 
-    ``digests`` has one number for each of the rank's shards in the order of HELLO, in it for each block of the window
-    that has rows of the shard, ascending, in it for each section: weights, then the states in the schema's order.
+    ``digests`` is nested in this order: the rank's shards in the order of HELLO; for each shard, the blocks of the
+    window that have rows of it, ascending; for each block, one number per section: weights, then the states in the
+    schema's order.
     """
 
     position: int
@@ -133,7 +134,7 @@ class Proof:
     digests: str
     """The numbers, as 8 little-endian bytes each, in base64."""
     replicated: tuple[ReplicatedProof, ...] = ()
-    """Proofs of tables that are dense state, on rank 0 alone; sorted by name, no name twice."""
+    """Proofs of tables that are dense state, on rank 0 only. Sorted by name, no name twice."""
 
     @classmethod
     def of(cls, window: Window, digests: Digests, replicated: Iterable[ReplicatedProof] = ()) -> Proof:
@@ -145,11 +146,11 @@ class Proof:
         return Window(self.position, self.width)
 
     def numbers(self) -> Digests:
-        """The digests, in their order."""
+        """Return the digests, in their order."""
         return _numbers_of(self.digests)
 
     def check(self, what: str) -> None:
-        """Refuse what no writer makes.
+        """Refuse values that no writer makes.
 
         Raises:
             CorruptionError: a window outside the circle, or digests that are not whole numbers in base64.
@@ -164,17 +165,18 @@ class Proof:
 
 
 def replicated_id(name: str) -> int:
-    """Return the number that stands for a table's id in the digests of an entry of the dense state."""
+    """Return the number used in place of a table's id in the digests of an entry of the dense state."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") % MAX_ID
 
 
 def positions(table_id: int, blocks: Ints) -> Ints:
-    """Where on the circle blocks of a table are."""
+    """Return the positions of a table's blocks on the circle."""
     return (_reversed_bits()[blocks % POSITIONS] + table_id) % POSITIONS
 
 
 def words_of(values: npt.NDArray[Any]) -> Words:
-    """The bits of (rows, columns) elements as signed integers; an element of 8 bytes is two words, low half first."""
+    """Return the bits of (rows, columns) elements as signed integers. An element of 8 bytes is two words, low half
+    first."""
     values = np.ascontiguousarray(values)
     if values.dtype.itemsize == 8:
         return values.view("<i4")
@@ -182,26 +184,26 @@ def words_of(values: npt.NDArray[Any]) -> Words:
 
 
 def row_keys(table_id: int, section: int, rows: Ints) -> Ints:
-    """The key of each global row, odd; shape (rows,)."""
+    """Return the key of each global row, odd; shape (rows,)."""
     seed = mixed(np.array([table_id * 64 + section], np.uint64))
     return (mixed(rows.view(np.uint64) * GOLDEN + seed) | _ONE).view(np.int64)
 
 
 def column_keys(col0: int, cols: int, words_per_element: int = 1) -> Ints:
-    """The key of each word of a row of the columns [col0, col0 + cols), odd; shape (cols * words_per_element,)."""
+    """Return the keys of the words of columns [col0, col0 + cols) of a row, odd; shape (cols * words_per_element,)."""
     words = np.arange(col0 * words_per_element, (col0 + cols) * words_per_element, dtype=np.uint64)
     return (mixed(words + GOLDEN) | _ONE).view(np.int64)
 
 
 def per_row_keys(col0: int, cols: int, words_per_element: int = 1) -> Ints:
-    """Keys of a state with one value a row, which belongs to the columns of its shard; shape (words_per_element,)."""
+    """Return the keys of a state with one value per row, for the columns of its shard; shape (words_per_element,)."""
     slice_ = mixed(np.array([_PER_ROW + (col0 << 32) + cols], np.uint64))
     halves = np.arange(words_per_element, dtype=np.uint64)
     return (mixed(slice_ + halves) | _ONE).view(np.int64)
 
 
 def digest_rows(words: Words, columns: Ints, rows: Ints) -> Ints:
-    """One number a row: the sum of its words, each times the key of its column, times the key of the row.
+    """Return one number per row: the sum of its words, each times the key of its column, times the key of the row.
 
     Args:
         words: Shape (n, k), from :func:`words_of`.
@@ -214,11 +216,11 @@ def digest_rows(words: Words, columns: Ints, rows: Ints) -> Ints:
 
 
 def digest_blocks(per_row: Ints, blocks: Ints) -> Digests:
-    """Sums of :func:`digest_rows` by block.
+    """Sum the results of :func:`digest_rows` by block.
 
     Args:
-        per_row: One number a row, rows ascending by block.
-        blocks: How many rows there are of each block, each at least one.
+        per_row: One number per row, rows ascending by block.
+        blocks: Number of rows of each block, each at least one.
     """
     starts = np.cumsum(blocks) - blocks
     return np.add.reduceat(per_row, starts).view(np.uint64) if len(blocks) else np.empty(0, np.uint64)
@@ -243,7 +245,7 @@ def _check_text(text: str, what: str) -> None:
 
 @cache
 def _reversed_bits() -> Ints:
-    """The 16 bits of each number below 65,536 in reverse order: any interval of positions is spread over a table."""
+    """Reverse the 16 bits of each number below 65,536, so that any interval of positions is spread over a table."""
     numbers, found = np.arange(POSITIONS), np.zeros(POSITIONS, np.int64)
     for bit in range(16):
         found |= ((numbers >> bit) & 1) << (15 - bit)

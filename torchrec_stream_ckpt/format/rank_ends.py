@@ -1,7 +1,7 @@
-"""Where all ranks of a marker stand, as COMMIT holds it: column by column, in few bytes a rank.
+"""Ends of all ranks' streams at a marker, as in COMMIT: column by column, in few bytes per rank.
 
-Kept packed in memory as well, and unpacked when they are read: a reader holds the COMMITs of thousands of markers,
-and looks at the streams of few.
+They stay packed in memory as well and are unpacked when they are read, because a reader holds the COMMITs of thousands
+of markers and uses the streams of few.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.util.types import LogSpan, RankEnd
 
 COLUMNS = ("partition", "begin", "end", "frames", "chain", "rows", "num_bytes")
-"""The packed columns, in order. The rank is the position."""
+"""The packed columns, in order. The rank is the index."""
 MAX_RANKS = 65_536
-"""Columns of width 0 take no bytes: without a limit a few of them would stand for ranks without end."""
+"""Limit of ranks. Columns of width 0 take no bytes, so without it a few bytes could describe any number of ranks."""
 _FRONT = struct.Struct(f"<I{len(COLUMNS)}B{len(COLUMNS)}Q")
 """Number of ranks, bytes of a value in each column, least value of each column."""
 FRONT_LEN = _FRONT.size
@@ -31,7 +31,7 @@ def from_base64(text: str, what: str) -> bytes:
     """Decode a string of canonical base64.
 
     Raises:
-        CorruptionError: it is not that; ``what`` names it.
+        CorruptionError: it is not canonical base64; ``what`` names it.
     """
     try:
         packed = base64.b64decode(text, validate=True)
@@ -43,14 +43,14 @@ def from_base64(text: str, what: str) -> bytes:
 
 
 def check_front(front: bytes, num_bytes: int) -> bool:
-    """Check what packed ends begin with. False: their frames have to be looked at, too, for one may have too few.
+    """Check the front of packed ends. Returns False if the frames must be checked too, because a rank may have too few.
 
     Args:
         front: The first :data:`FRONT_LEN` bytes, or more.
-        num_bytes: How many there are in all.
+        num_bytes: Total length.
 
     Raises:
-        CorruptionError: no packed ends begin so.
+        CorruptionError: no packed ends begin like this.
     """
     if num_bytes < FRONT_LEN:
         raise CorruptionError("COMMIT.ranks is cut short")
@@ -59,20 +59,20 @@ def check_front(front: bytes, num_bytes: int) -> bool:
     widest = max(widths)
     if not 1 <= count <= MAX_RANKS or widest > 8 or num_bytes != FRONT_LEN + count * sum(widths):
         raise CorruptionError("COMMIT.ranks has impossible lengths")
-    fits = widest < 8 and max(least) < 1 << 63  # then each column does
+    fits = widest < 8 and max(least) < 1 << 63  # true for each column then
     if not fits and any(low + (1 << 8 * width) > 1 << 64 for low, width in zip(least, widths, strict=True)):
         raise CorruptionError("COMMIT.ranks has a number of more than 64 bits")
     return bool(least[_FRAMES] >= 2)
 
 
 class RankEnds(Sequence[RankEnd]):
-    """Ranks 0, 1, 2, ... in order, unpacked one by one.
+    """Ends of ranks 0, 1, 2, ... in order, unpacked one by one.
 
     Args:
-        packed: What the string in COMMIT holds.
+        packed: Decoded string of a COMMIT.
 
     Raises:
-        CorruptionError: it is not that.
+        CorruptionError: it is not valid.
     """
 
     __slots__ = ("_packed",)
@@ -84,7 +84,7 @@ class RankEnds(Sequence[RankEnd]):
 
     @classmethod
     def of(cls, ends: Sequence[RankEnd]) -> RankEnds:
-        """Pack them; they are ranks 0, 1, 2, ... in order."""
+        """Pack ends. They must be those of ranks 0, 1, 2, ... in order."""
         if isinstance(ends, RankEnds):
             return ends
         if not ends or [end.rank for end in ends] != list(range(len(ends))):
@@ -104,19 +104,19 @@ class RankEnds(Sequence[RankEnd]):
 
     @classmethod
     def from_text(cls, text: str) -> RankEnds:
-        """Read the string of COMMIT.
+        """Read the string of a COMMIT.
 
         Raises:
-            CorruptionError: it is not canonical base64 of it.
+            CorruptionError: it is not canonical base64 of packed ends.
         """
         return cls(from_base64(text, "COMMIT.ranks"))
 
     def to_text(self) -> str:
-        """The string of COMMIT."""
+        """Return the string for a COMMIT."""
         return base64.b64encode(self._packed).decode("ascii")
 
     def total(self, name: str) -> int:
-        """The sum of one column over all ranks."""
+        """Return the sum of one column over all ranks."""
         count, widths, least = self._front()
         place = COLUMNS.index(name)
         if not widths[place]:
@@ -125,7 +125,7 @@ class RankEnds(Sequence[RankEnd]):
         return count * least[place] + sum(value << 8 * byte for byte, value in enumerate(sums))
 
     def spans(self, generation: int) -> list[LogSpan]:
-        """Return the spans of the log that the streams of all ranks take, from HELLO to MARK."""
+        """Return the spans of the log that the streams of all ranks occupy, from HELLO to MARK."""
         columns = (self._column(COLUMNS.index(name)) for name in ("partition", "begin", "end"))
         return [LogSpan(generation, *each) for each in zip(*columns, strict=True)]
 
@@ -182,7 +182,7 @@ class RankEnds(Sequence[RankEnd]):
         return values
 
     def _bytes(self, place: int, count: int, widths: Sequence[int]) -> np.ndarray[tuple[int, int], np.dtype[np.uint8]]:
-        """One column, a row of bytes for each rank."""
+        """Return one column, a row of bytes for each rank."""
         begin = FRONT_LEN + count * sum(widths[:place])
         column = np.frombuffer(self._packed, np.uint8, count * widths[place], begin)
         return column.reshape(count, widths[place])

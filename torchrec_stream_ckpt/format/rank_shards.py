@@ -1,7 +1,7 @@
-"""Which shards each rank of a generation holds, its *layout*, as CLAIM has it: column by column, compressed.
+"""Shards that each rank of a generation holds, its *layout*, as in CLAIM: column by column, compressed.
 
-Kept packed in memory, and unpacked when it is read: generations with the same layout share one object, and one
-that travels to other ranks is as small as in the log.
+A layout stays packed in memory and is unpacked when it is read. Generations with the same layout share one object, and
+one that is sent to other ranks is as small as in the log.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ COLUMNS = ("table", "row0", "rows", "col0", "cols")
 """The packed columns, in order."""
 MAX_SHARDS = 2**20
 MAX_TEXT = 262_144
-"""Characters of the string in CLAIM."""
+"""Limit of the string in CLAIM, in characters."""
 _MAX_BYTES = 4 + 4 * MAX_RANKS + 8 * len(COLUMNS) * MAX_SHARDS
-"""Limit of the packed bytes."""
+"""Limit of the uncompressed bytes."""
 _COUNT = struct.Struct("<I")
 
 Table = npt.NDArray[np.uint64]
@@ -40,10 +40,10 @@ class RankShards(Sequence[tuple[TableShard, ...]]):
     """The shards of ranks 0, 1, 2, ... in order.
 
     Args:
-        packed: What the string in CLAIM holds.
+        packed: Decoded string of a CLAIM.
 
     Raises:
-        CorruptionError: it is not that.
+        CorruptionError: it is not valid.
     """
 
     def __init__(self, packed: bytes) -> None:
@@ -51,11 +51,11 @@ class RankShards(Sequence[tuple[TableShard, ...]]):
         plain = _unpacked(packed)
         self._counts, self._table = _parse(plain)
         self.crc = crc32c(plain)
-        """CRC32C of what is packed: two layouts are equal that have the same bytes there."""
+        """CRC32C of the uncompressed bytes. Layouts with the same bytes are equal."""
 
     @classmethod
     def of(cls, ranks: Sequence[Sequence[TableShard]]) -> RankShards | None:
-        """Pack them; None where they are more than a CLAIM takes."""
+        """Pack shards. Returns None if they are more than a CLAIM can hold."""
         counts = [len(shards) for shards in ranks]
         if not 1 <= len(counts) <= MAX_RANKS or sum(counts) > MAX_SHARDS:
             return None
@@ -70,28 +70,28 @@ class RankShards(Sequence[tuple[TableShard, ...]]):
 
     @classmethod
     def from_text(cls, text: str) -> RankShards:
-        """Read the string of CLAIM.
+        """Read the string of a CLAIM.
 
         Raises:
-            CorruptionError: it is not canonical base64 of it.
+            CorruptionError: it is not canonical base64 of a packed layout.
         """
         if len(text) > MAX_TEXT:
             raise CorruptionError(f"CLAIM.layout has {len(text)} characters, more than {MAX_TEXT}")
         return cls(from_base64(text, "CLAIM.layout"))
 
     def to_text(self) -> str:
-        """The string of CLAIM."""
+        """Return the string for a CLAIM."""
         return base64.b64encode(self._packed).decode("ascii")
 
     def check(self, schema: Schema) -> None:
-        """Raise CorruptionError for a shard that is outside its table."""
+        """Raise CorruptionError if a shard is outside its table."""
         table, row0, rows, col0, cols = self._table.T
         known = table < len(schema.tables)
         at = np.where(known, table, 0).astype(np.int64)
-        # One more, so that there is one in a schema without tables.
+        # One extra entry, so that a schema without tables has one.
         most_rows, most_cols = (np.array([*sizes, 0], np.uint64)[at] for sizes in zip(*_sizes(schema), strict=True))
         inside = known & (rows <= most_rows) & (cols <= most_cols)
-        # Unsigned: only where it is inside, the difference means something.
+        # Unsigned: the difference is meaningful only if the size is within bounds.
         inside &= (row0 <= most_rows - rows) & (col0 <= most_cols - cols)
         if not inside.all():
             first = TableShard(*self._table[int(np.argmin(inside))].tolist())
@@ -148,7 +148,7 @@ def _unpacked(packed: bytes) -> bytes:
 
 
 def _parse(plain: bytes) -> tuple[list[int], Table]:
-    """Shards of each rank, and all of them."""
+    """Return the number of shards of each rank, and all shards."""
     ranks = _COUNT.unpack_from(plain)[0] if len(plain) >= _COUNT.size else 0
     begin = _COUNT.size + 4 * ranks
     if not 1 <= ranks <= MAX_RANKS or len(plain) < begin:
@@ -170,6 +170,7 @@ def _ranges(counts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _neighbors(counts: Sequence[int]) -> list[tuple[slice, slice]]:
-    """The shards of the rank before that stand at the same places as shards of a rank, and those, by rank."""
+    """Return, for each pair of adjacent ranks, the shards of the first that have a counterpart by position, and
+    those."""
     both = [(begin, at, min(at - begin, end - at)) for (begin, at), (_, end) in pairwise(_ranges(counts))]
     return [(slice(begin, begin + same), slice(at, at + same)) for begin, at, same in both if same]

@@ -1,8 +1,8 @@
-"""What was read whole of a store, and when: so that not all of it is read each time. Specified in docs/format.md.
+"""Records of complete reads of a store, so that not all of it is read each time. Specified in docs/format.md.
 
-That rows were compared with what a marker proves of them: it is all in the name of an empty object.
+A comparison of rows with a marker's proof is recorded entirely in the name of an empty object.
 
-Where a scrub of a store stands: one small object, so that the next one goes on there. See docs/format.md.
+The progress of a scrub is one small object, so that the next scrub continues there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchrec_stream_ckpt.util.layout import parse_proved_name, proved_name
 from torchrec_stream_ckpt.util.types import MarkerId
 
 MAX_DAMAGED = 1000
-"""Names of damaged objects that a place holds; of others it has the number."""
+"""Limit of the names of damaged objects in a record. Further ones are only counted."""
 
 
 _COUNTS = ("done", "objects", "num_bytes", "more")
@@ -31,41 +31,41 @@ _COUNTS = ("done", "objects", "num_bytes", "more")
 
 @dataclass(frozen=True, slots=True)
 class ScrubPlace:
-    """What a pass over a store has read so far. Decides nothing about the data."""
+    """Progress of a pass over a store. It has no effect on the data."""
 
     number: int
-    """Of the pass, counted from 1."""
+    """Number of the pass, counted from 1."""
     begun_s: float
-    """When the pass began, Unix time."""
+    """Time when the pass began, Unix time."""
     unit: str = ""
-    """Units are read in the order of their names: the last one of which something was read."""
+    """Last unit of which an object was read. Units are read in the order of their names."""
     done: int = 0
-    """How many objects of that unit were read."""
+    """Number of objects of that unit that were read."""
     objects: int = 0
-    """Objects that the pass has read."""
+    """Number of objects that the pass has read."""
     num_bytes: int = 0
-    """Their bytes."""
+    """Total bytes of these objects."""
     damaged: tuple[str, ...] = ()
-    """Objects that are damaged: the next scrub reads them again."""
+    """Damaged objects. The next scrub reads them again."""
     ended: bool = False
     """True if the pass has read everything."""
     whole_s: float = 0.0
-    """When the last pass began that has read everything, Unix time; 0: there was none."""
+    """Time when the last complete pass began, Unix time. 0 if there was none."""
     more: int = 0
-    """Objects that are damaged and that ``damaged`` does not name."""
+    """Number of damaged objects that are not in ``damaged``."""
 
     def to_bytes(self) -> bytes:
         body = asdict(self)
         if not self.more:
-            del body["more"]  # as older programs write and read it
+            del body["more"]  # older programs write and read the record without it
         return canonical({"format": 1, "kind": "scrub", "crc32c": f"{crc32c(canonical(body)):08x}", "body": body})
 
     @classmethod
     def from_bytes(cls, data: Buffer, where: str) -> ScrubPlace:
-        """Read and check one.
+        """Read and check a record of progress.
 
         Raises:
-            CorruptionError: it is altered, of a newer format, or not a place of a scrub; names the object.
+            CorruptionError: it was altered, is of a newer format, or is not such a record; the error names the object.
         """
         try:
             raw = json.loads(bytes(data))
@@ -103,31 +103,31 @@ class Comparison:
     job: bytes
     marker: MarkerId
     who: str
-    """What the rows were read from: ``store``; ``head`` and ``follower`` are reserved."""
+    """Source of the rows: ``store``. ``head`` and ``follower`` are reserved."""
     chain: int
-    """``RankEnd.chain`` of rank 0 at the marker: tells histories apart that share a job and a marker's name."""
+    """``RankEnd.chain`` of rank 0 at the marker. Distinguishes histories that share a job and a marker's name."""
     position: int
-    """Of the marker's window."""
+    """Position of the marker's window."""
     width: int
     differing: int
-    """Blocks that are not as they were proved, each once for weights and once for each state."""
+    """Number of blocks that differ from the proof, counted once for weights and once for each state."""
     time_ms: int
-    """When, Unix time. For people."""
+    """Time of the comparison, Unix time in milliseconds. For people."""
 
     @property
     def name(self) -> str:
-        """Of the object."""
+        """Name of the object."""
         window = f"p{self.position:05d}-w{self.width:05d}-d{self.differing:06d}"
         return proved_name(self.job, self.marker, f"{self.who}-c{self.chain:08x}-{window}-t{self.time_ms:016d}")
 
     @property
     def time_s(self) -> float:
-        """When, Unix time."""
+        """Time of the comparison, Unix time."""
         return self.time_ms / 1000
 
     @classmethod
     def parse(cls, name: str) -> Comparison | None:
-        """Parse what :attr:`name` made; None: it is another name."""
+        """Parse a name that :attr:`name` made. Returns None for any other name."""
         of = parse_proved_name(name)
         match = _SAID.fullmatch(of[2]) if of is not None else None
         if of is None or match is None:
@@ -141,24 +141,25 @@ class ReadUnit:
     """A fold or a manifest with all its segments, of which every checksum was compared."""
 
     name: str
-    """Of the fold's own object, or of the manifest."""
+    """Name of the fold's own object, or of the manifest."""
     crc: int
     """CRC32C of that object, which vouches for its segments."""
     num_bytes: int
-    """Length of its segments."""
+    """Total length of its segments, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one process has read. Decides nothing that reading again would not decide."""
+    """Record of the units that one process has read. It decides nothing that another read would not decide."""
 
     time_s: float
-    """When, Unix time. For people."""
+    """Time of the record, Unix time. For people."""
     clocks: Mapping[str, float]
-    """What clocks that are never set showed then, by name, in seconds."""
+    """Readings at that time of clocks that are never set, by name, in seconds."""
     units: tuple[ReadUnit, ...]
     store: str = ""
-    """Which store it was: a copy elsewhere is another one. Empty: of no store, as older programs wrote it."""
+    """Identity of the store; a copy elsewhere is another store. Empty in records of older programs, which name no
+    store."""
 
     def to_bytes(self) -> bytes:
         body: dict[str, Any] = {"time_s": self.time_s, "clocks": dict(self.clocks)}
@@ -170,10 +171,10 @@ class Reading:
 
     @classmethod
     def from_bytes(cls, data: Buffer, where: str) -> Reading:
-        """Read and check one.
+        """Read and check a record.
 
         Raises:
-            CorruptionError: it is altered, of a newer format, or not a reading; names the object.
+            CorruptionError: it was altered, is of a newer format, or is not a reading; the error names the object.
         """
         try:
             body = json.loads(bytes(data))["body"]

@@ -1,4 +1,4 @@
-"""What all records of the control partition have in common: a frame of JSON, and an HMAC if there is a commit key."""
+"""Common parts of all records of the control partition: a frame of JSON, and an HMAC if there is a commit key."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from torchrec_stream_ckpt.format.schema import canonical, plain
 
 MAC = re.compile(r"(?:[0-9a-f]{64})?")
 MAX_META_BYTES = 4096
-"""Limit of the canonical JSON of a marker's metadata."""
+"""Limit of the canonical JSON of a marker's metadata, in bytes."""
 PIN = "pin"
-"""Name in the metadata of a marker that its trainer has pinned; the value says why."""
+"""Metadata name of a marker that its trainer has pinned. The value is the reason."""
 REFUSED = "refused"
-"""Name in the metadata of a marker after which one was refused because ranks differ; the value says why."""
+"""Metadata name of the marker before one that was refused because ranks differ. The value is the reason."""
 EVENT_S = "event_s"
-"""Name in the metadata of a marker: up to where in event time all ranks had trained, Unix time."""
+"""Metadata name of the event time up to which all ranks had trained, Unix time."""
 _SIGNED = "torchrec_stream_ckpt {kind} version 1\n"
-"""Signed before the record: so an HMAC of one kind of record, or of anything else, is not valid for another kind."""
+"""Prefix of the signed bytes, so that an HMAC of one kind of record, or of anything else, is not valid for another
+kind."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 Meta: TypeAlias = tuple[tuple[str, str | int | float], ...]
@@ -37,34 +38,34 @@ class Record:
     version: int
 
     def to_frame(self) -> bytes:
-        """The record as it stands in the log: of the version in which it came."""
+        """Return the record as in the log, in the version in which it was read."""
         return bytes(json_frame(self.header(), canonical(self.body())))
 
     def signed_bytes(self) -> bytes:
-        """Return the bytes that the HMAC covers: all fields but itself."""
+        """Return the bytes that the HMAC covers: all fields except the HMAC."""
         return signed_front(self.KIND) + canonical(self.body() | {"mac": ""})
 
     def header(self) -> Header:
-        """Header of the record's frame; it agrees with the record."""
+        """Return the header of the record's frame. It agrees with the record."""
         place = {name: getattr(self, name) for name in ("generation", "step", "marker") if hasattr(self, name)}
         return Header(self.KIND, self.job, version=self.version, **place)
 
     def body(self) -> dict[str, Any]:
-        """The fields of the payload."""
+        """Return the fields of the payload."""
         fields = {name: value for name, value in plain(self).items() if name != "version"}
         return fields | {"job": self.job.hex()}
 
 
 def signed_front(kind: Kind) -> bytes:
-    """The bytes that are signed before the record."""
+    """Return the bytes that are signed before the record."""
     return _SIGNED.format(kind=kind.name).encode()
 
 
 def meta_of(values: Mapping[str, object]) -> Meta:
-    """Metadata as records hold it.
+    """Convert metadata to the form that records hold.
 
     Raises:
-        ConfigError: a name or value that a record cannot hold, or too many of them; names it.
+        ConfigError: a record cannot hold a name or value, or there are too many; the error names it.
     """
     for name, value in values.items():
         if not _NAME.fullmatch(name):

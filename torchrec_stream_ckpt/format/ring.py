@@ -19,19 +19,19 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class FrameBuffer:
-    """Memory for one frame. Its owner is its holder: the drain, then the publisher, then the ring again.
+    """Memory for one frame. Its holder owns it: the drain, then the publisher, then the ring again.
 
-    An owner that an exception stops just drops it.
+    If an exception stops the owner, the owner just drops it.
     """
 
     array: Bytes
     pooled: bool
     header: Header | None = None
     ready: Callable[[], None] | None = None
-    """Waits until the payload is there (a copy from a device); None when it already is."""
+    """Waits for the payload to be complete (a copy from a device). None if it already is."""
 
     def view(self) -> memoryview:
-        """The whole frame."""
+        """Return a view of the whole frame."""
         assert self.header is not None
         return self.array.data[: HEADER_LEN + self.header.payload_len]
 
@@ -49,11 +49,11 @@ class FrameBuffer:
 
 
 class FrameRing:
-    """A bounded set of frame buffers, reused; a marker may borrow more memory, up to its own budget.
+    """Bounded set of reusable frame buffers. A marker may borrow more memory, up to a separate budget.
 
     Args:
         ring_bytes: Memory of the ring.
-        extra_bytes: Memory that only a marker may take on top, given back as its frames are acknowledged.
+        extra_bytes: Additional memory that only a marker may take. It is returned as its frames are acknowledged.
         allocate: Makes one buffer of the given number of bytes (pinned memory for a GPU).
     """
 
@@ -68,21 +68,21 @@ class FrameRing:
         self._allocate = allocate
         self._free: list[FrameBuffer] = []
         self._out: dict[int, weakref.ref[FrameBuffer]] = {}
-        """Buffers of the ring that are held, by identity: one that is dropped is not missed for ever."""
+        """Ring buffers in use, by identity. A buffer that its owner drops leaves this dict by itself."""
         self._lent: dict[int, dict[int, weakref.ref[FrameBuffer]]] = {}
-        """Buffers lent from the marker's budget, by their bytes: almost all have one size, so nothing is added up."""
+        """Buffers lent from the marker's budget, by their size. Almost all have one size, so summing is cheap."""
         self._changed = SafeCondition()
         self.waits = 0
-        """How often a call had to wait for space."""
+        """Number of times that a call had to wait for space."""
         self.peak_bytes = 0
-        """The most memory that frames have taken so far."""
+        """Largest memory that frames have taken so far, in bytes."""
 
     def acquire(self, *, extra: bool = False, wait_s: float = 0.0) -> FrameBuffer | None:
-        """A buffer for any frame, or None when there is none.
+        """Return a buffer for any frame, or None if there is none.
 
         Args:
-            extra: A marker asks: it may take from its budget.
-            wait_s: Wait at most this long; 0 never waits.
+            extra: True for a marker, which may use its budget.
+            wait_s: Longest wait in seconds. 0 never waits.
         """
         deadline = time.monotonic() + wait_s
         with self._changed:
@@ -95,7 +95,8 @@ class FrameRing:
                 self._changed.wait(remaining)
 
     def borrow(self, num_bytes: int) -> FrameBuffer | None:
-        """For a marker: memory for one frame of just ``num_bytes`` from its budget, otherwise a buffer; never waits."""
+        """Return a marker's buffer: one of exactly ``num_bytes`` from its budget, or else a ring buffer. Never
+        waits."""
         with self._changed:
             return self._lend(num_bytes) or self._take()
 
@@ -150,20 +151,20 @@ class FrameRing:
 
     @property
     def used_bytes(self) -> int:
-        """Memory of the frames that are in use now."""
+        """Memory of the frames that are in use at the moment."""
         return self._taken * MAX_FRAME_BYTES + self._borrowed_bytes
 
     @property
     def limit_bytes(self) -> int:
-        """Memory that frames may take at most."""
+        """Largest memory that frames may take."""
         return self._capacity * MAX_FRAME_BYTES + self._extra_bytes
 
     @property
     def has_room(self) -> bool:
-        """True if a buffer of the ring is free now."""
+        """True if a buffer of the ring is free at the moment."""
         return self._taken < self._capacity
 
     @property
     def held_bytes(self) -> int:
-        """Memory of all buffers: those of the ring, once made, are kept."""
+        """Memory of all buffers. The ring's buffers are kept once they are made."""
         return (self._taken + len(self._free)) * MAX_FRAME_BYTES + self._borrowed_bytes

@@ -1,4 +1,4 @@
-"""The payload of a ROWS frame: ids, weights, then one section for each optimizer state.
+"""Payload of a ROWS frame: ids, weights, then one section for each optimizer state.
 
 Sections are raw little-endian arrays, each at a multiple of 64 bytes. Ids are global rows of the
 logical table, so a reader needs no plan of the writer.
@@ -28,7 +28,7 @@ from torchrec_stream_ckpt.util.types import StateSpec, TableSpec
 
 Array = npt.NDArray[np.generic]
 
-# numpy has no bfloat16: its bits travel as uint16.
+# numpy has no bfloat16, so its bits are sent as uint16.
 NUMPY_DTYPES: dict[str, str] = {
     "float32": "<f4",
     "float16": "<f2",
@@ -59,33 +59,33 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """How rows of one table shard lie in a payload."""
+    """Layout of the rows of one table shard in a payload."""
 
     sections: tuple[Section, ...]
     max_rows: int
-    """Rows that one frame takes."""
+    """Maximum number of rows in one frame."""
     codes: tuple[int, ...] = field(init=False)
     """The dtype code of each section."""
     widths: tuple[int, ...] = field(init=False)
-    """Bytes that a row takes in each section."""
+    """Bytes of a row in each section."""
 
     def __post_init__(self) -> None:
-        # A small frame costs what Python does for it: nothing is worked out for each frame that a table has once.
+        # For a small frame, Python's overhead dominates. So values that are constant for a table are computed once.
         object.__setattr__(self, "codes", tuple(section.code for section in self.sections))
         object.__setattr__(self, "widths", tuple(section.row_bytes for section in self.sections))
 
     @property
     def row_bytes(self) -> int:
-        """Bytes that a row takes in all sections."""
+        """Bytes of a row in all sections."""
         return sum(self.widths)
 
     @classmethod
     @lru_cache(maxsize=4096)
     def of(cls, table: TableSpec, cols: int) -> RowLayout:
-        """Layout of a slice of ``cols`` columns of ``table``.
+        """Return the layout of a slice of ``cols`` columns of ``table``.
 
         Raises:
-            ValueError: more sections than a frame has, or one row is larger than a frame.
+            ValueError: there are more sections than a frame can have, or one row is larger than a frame.
         """
 
         def width(state: StateSpec) -> int:
@@ -105,13 +105,13 @@ class RowLayout:
         return cls(sections, max_rows)
 
     def offsets(self, rows: int) -> tuple[tuple[int, ...], int]:
-        """(offset of each section from the payload's first byte, length of the payload)."""
+        """Return (offset of each section from the payload's first byte, length of the payload)."""
         return _offsets(self.widths, rows)
 
 
 @lru_cache(maxsize=4096)
 def _offsets(widths: tuple[int, ...], rows: int) -> tuple[tuple[int, ...], int]:
-    """Kept: by widths, since a layout takes longer to hash than this takes to work out."""
+    """Compute section offsets. Cached by widths, because hashing a layout takes longer than this computation."""
     offsets, position = [], 0
     for row_bytes in widths:
         offsets.append(position)
@@ -121,14 +121,14 @@ def _offsets(widths: tuple[int, ...], rows: int) -> tuple[tuple[int, ...], int]:
 
 @dataclass(frozen=True, slots=True)
 class RowsView:
-    """Decoded rows. The arrays are views of the frame's bytes: valid as long as those are."""
+    """Decoded rows. The arrays are views of the frame's bytes and valid only as long as those are."""
 
     ids: npt.NDArray[np.int64]
     """Global row ids, shape (rows,), in no promised order, no id twice."""
     weights: Array
     """Shape (rows, cols)."""
     states: tuple[Array, ...]
-    """States in the schema's order; shape (rows,) for a state with one value a row, otherwise (rows, cols)."""
+    """States in the schema's order. Shape (rows,) for a state with one value per row, otherwise (rows, cols)."""
 
 
 def decode_rows(header: Header, payload: memoryview, table: TableSpec) -> RowsView:
@@ -147,14 +147,14 @@ def decode_rows(header: Header, payload: memoryview, table: TableSpec) -> RowsVi
     if header.dtypes != layout.codes or header.section_offsets != offsets or length != len(payload):
         raise _corrupt("sections do not match the schema", header, table)
     view = _view(layout, header.rows, payload, offsets)
-    # As unsigned numbers, negative ids are beyond every table.
+    # As unsigned numbers, negative ids are larger than any table.
     if header.rows and largest(view.ids.view(np.uint64)) >= table.rows:
         raise _corrupt(f"a row id is outside [0, {table.rows})", header, table)
     return view
 
 
 def largest(numbers: npt.NDArray[Any]) -> int:
-    """Of one or more. For a small array this takes a fifth of what ``max`` takes."""
+    """Return the largest of at least one number. For a small array this takes a fifth of the time of ``max``."""
     return int(numbers.item(numbers.argmax()))
 
 
@@ -163,7 +163,7 @@ def _corrupt(what: str, header: Header, table: TableSpec) -> CorruptionError:
 
 
 def view_rows(layout: RowLayout, rows: int, payload: memoryview) -> RowsView:
-    """The sections of a payload whose length has been checked."""
+    """View the sections of a payload whose length has been checked."""
     return _view(layout, rows, payload, layout.offsets(rows)[0])
 
 

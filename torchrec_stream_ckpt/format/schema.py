@@ -1,4 +1,4 @@
-"""The tables of a job, and how records become JSON.
+"""Tables of a job, and the conversion of records to JSON.
 
 JSON is canonical (sorted keys, no spaces, ASCII), so that the checksum of a schema is well defined.
 """
@@ -23,14 +23,14 @@ SINCE_3 = {"changes", "text", "origin", "earlier"}
 SINCE_4 = {"announces", "dense_proof"}
 """Optional fields that no payload of version 3 has."""
 OPTIONAL = {"proof", "id", "meta", "given_up", "dense_list", "layout", "same_schema", "same_layout", *SINCE_3, *SINCE_4}
-"""Fields that are left out where they have no value. No payload of version 1 has one."""
+"""Fields that are omitted if they have no value. No payload of version 1 has one."""
 
 
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def plain(record: Any) -> dict[str, Any]:
-    """A record as JSON has it: without optional fields that have no value."""
+    """Convert a record to a JSON object, without optional fields that have no value."""
     return asdict(record, dict_factory=lambda items: {name: value for name, value in items if _stands(name, value)})
 
 
@@ -44,33 +44,34 @@ def canonical(value: object) -> bytes:
 
 @dataclass(frozen=True)
 class Schema:
-    """All tables of a job; a table's index here is its id in frames.
+    """All tables of a job. A table's index here is its id in frames.
 
-    Those of a first generation are sorted by name. An index stays with its table along a lineage: a dropped table
-    leaves a tombstone there, an added one comes after the last.
+    The tables of a first generation are sorted by name. An index stays with its table along a lineage: a dropped table
+    leaves a tombstone there, and an added one follows the last.
     """
 
     tables: tuple[TableSpec, ...]
-    """By index, tombstones included."""
+    """Tables by index, including tombstones."""
 
     @cached_property
     def live(self) -> tuple[tuple[int, TableSpec], ...]:
-        """Index and table of all that the model has: without tombstones."""
+        """Index and table of all tables that the model has, without tombstones."""
         return tuple((position, table) for position, table in enumerate(self.tables) if not table.dropped)
 
     def index(self) -> dict[str, int]:
-        """Index by name, of the tables that the model has."""
+        """Return the indexes by name of the tables that the model has."""
         return {table.name: position for position, table in self.live}
 
     @cached_property
     def is_sorted(self) -> bool:
-        """True if all tables are there, sorted by name: all that a payload of version 2 can say."""
+        """True if no table is dropped and they are sorted by name. A payload of version 2 can express only such
+        schemas."""
         names = [table.name for table in self.tables]
         return all(names) and names == sorted(names)
 
     @property
     def cells(self) -> int:
-        """Values of all tables, a state of one value a row counted as wide as its table."""
+        """Number of values in all tables. A state of one value per row is counted as wide as its table."""
         return sum(table.rows * table.dim * (1 + len(table.states)) for table in self.tables)
 
     def holds(self, shard: TableShard) -> bool:
@@ -85,34 +86,34 @@ class Schema:
         return crc32c(canonical([plain(table) for table in self.tables]))
 
     def is_same(self, other: Schema) -> bool:
-        """Return whether all is equal, the ids of tables too."""
+        """Return whether everything is equal, including the ids of tables."""
         ids = [[table.id for table in each.tables] for each in (self, other)]
         return self == other and ids[0] == ids[1]
 
     @cached_property
     def unnamed(self) -> Schema:
-        """The same tables without ids: how a generation of version 1 has them."""
+        """The same tables without ids, as in a generation of version 1."""
         return Schema(tuple(replace(table, id=None) for table in self.tables))
 
     def named(self, parent: Schema | None, job: bytes, generation: int) -> Schema:
-        """The same tables, each with its stable id: that of the parent's table of its name, or a new one.
+        """Return the same tables, each with its stable id: that of the parent's table of this name, or a new one.
 
         Args:
-            parent: The schema that the generation stands on, which has the same tables; None: all are new.
-            job: Of the log.
-            generation: The one that is about to be claimed.
+            parent: Schema of the parent generation, which has the same tables. None if all are new.
+            job: Job of the log.
+            generation: The generation that is about to be claimed.
         """
         known = {table.name: table.id for _, table in parent.live} if parent is not None else {}
         before = [(table.name in known, known.get(table.name)) for table in self.tables]
         return self._with_ids(before, set(known.values()), job, generation)
 
     def renewed(self, parent: Schema, job: bytes, generation: int) -> Schema:
-        """The same tables after a change of the model: one that has an id goes on, each other one gets a new id.
+        """Return the same tables after a change of the model. Tables that have an id keep it; the others get a new one.
 
         Args:
-            parent: The schema that the generation stands on.
-            job: Of the log.
-            generation: The one that is about to be claimed.
+            parent: Schema of the parent generation.
+            job: Job of the log.
+            generation: The generation that is about to be claimed.
         """
         taken = {table.id for table in parent.tables}
         return self._with_ids([(False, table.id) for table in self.tables], taken, job, generation)
@@ -120,8 +121,10 @@ class Schema:
     def _with_ids(
         self, before: Iterable[tuple[bool, int | None]], taken: set[int | None], job: bytes, generation: int
     ) -> Schema:
-        """Each table with its id, if it has one, or a new one; a table of version 1, known without an id, gets the same
-        one in whatever generation comes next."""
+        """Return each table with its id, or with a new one if it has none.
+
+        A table of version 1, known without an id, gets the same id whichever generation is next.
+        """
         tables = []
         for table, (known, id_) in zip(self.tables, before, strict=True):
             if id_ is None and not table.dropped:
@@ -135,7 +138,8 @@ NO_TABLES = Schema(())
 
 
 def _new_id(job: bytes, generation: int, name: str, taken: set[int | None]) -> int:
-    """Below 2^53, and not among ``taken``. A function of what it names, so that a retried claim has the same ids."""
+    """Make an id below 2^53 that is not among ``taken``. It depends only on the arguments, so a retried claim has the
+    same."""
     for salt in count():
         text = f"{job.hex()} {generation} {salt} {name}".encode()
         id_ = int.from_bytes(hashlib.sha256(text).digest()[:8], "little") % MAX_ID

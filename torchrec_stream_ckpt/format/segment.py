@@ -1,7 +1,7 @@
 """A segment of the store: a directory, then chunks of rows. The byte layout is specified in docs/format.md.
 
-A chunk is the payload of a ROWS frame whose ids ascend; no id stands in a segment twice. The codec knows no store: it
-takes and gives bytes.
+A chunk is the payload of a ROWS frame whose ids ascend. No id occurs twice in a segment. The codec knows no store: it
+takes and returns bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from torchrec_stream_ckpt.util.types import MarkerId
 
 MAGIC = b"TRSS"
 VERSION = 3
-"""The newest one: 3 with a dense proof in the notes, 2 with a proof alone, otherwise 1, for older readers."""
+"""Newest version. A writer uses 3 if the notes have a dense proof, 2 if they have only a proof, otherwise 1, for older
+readers.
+"""
 HEADER_LEN = 128
 
 _HEADER = struct.Struct(
@@ -47,7 +49,7 @@ _HEADER = struct.Struct(
     "Q"  # length of the segment
     "Q"  # rows
     "I"  # schema_crc
-    "I"  # chain: header_crc of the MARK that the interval ends in; 0 in a fold
+    "I"  # chain: header_crc of the MARK that ends the interval; 0 in a fold
     "40s"  # reserved, zero
 )
 _CRC = struct.Struct("<I")
@@ -73,15 +75,17 @@ Directory = npt.NDArray[np.void]
 """Entries of :data:`ENTRY`, in the order of the chunks."""
 
 CHUNK_BYTES = 4 * 2**20
-"""A chunk takes as many rows as make this many bytes, one at least. It is part of the format: all writers of a segment
-cut it at the same places."""
+"""Target size of a chunk: it has as many rows as fit, but at least one.
+
+This is part of the format: all writers of a segment cut it at the same places.
+"""
 
 MAX_CHUNK_BYTES = CHUNK_BYTES + MAX_SECTIONS * ALIGNMENT
-"""What a reader has to hold of a chunk at most: its rows and the padding of its sections."""
+"""Largest chunk that a reader has to hold: its rows and the padding of its sections."""
 
 
 class ChunkEntry(NamedTuple):
-    """One entry of a directory, as plain numbers: see :data:`ENTRY`."""
+    """One entry of a directory, as plain numbers; see :data:`ENTRY`."""
 
     table: int
     col0: int
@@ -95,12 +99,12 @@ class ChunkEntry(NamedTuple):
 
 
 def entries_of(directory: Directory) -> list[ChunkEntry]:
-    """All entries: an array gives single ones away slowly."""
+    """Return all entries at once, because an array is slow to return single ones."""
     return [ChunkEntry._make(values) for values in directory.tolist()]
 
 
 def slices_of(directory: Directory) -> dict[tuple[int, int, int], slice]:
-    """(table, col0, cols) -> where its chunks stand: side by side."""
+    """Return a mapping from (table, col0, cols) to the range of its chunks, which are adjacent."""
     columns = directory[["table", "col0", "cols"]]
     names = columns.dtype.names or ()
     changes = np.logical_or.reduce([columns[name][1:] != columns[name][:-1] for name in names])
@@ -110,20 +114,20 @@ def slices_of(directory: Directory) -> dict[tuple[int, int, int], slice]:
 
 
 def chunk_rows(layout: RowLayout) -> int:
-    """Rows of a full chunk."""
+    """Return the rows of a full chunk."""
     return max(1, CHUNK_BYTES // layout.row_bytes)
 
 
 class SegmentKind(IntEnum):
-    """What a segment holds. Numbers are on disk: never changed, never reused."""
+    """Kind of a segment. The numbers are on disk: never changed, never reused."""
 
-    INTERVAL = 1  # what one rank sent between two markers
+    INTERVAL = 1  # frames that one rank sent between two markers
     FOLD = 2  # the newest rows of several intervals
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentId:
-    """Which segment it is. In a fold, ``marker`` is the one that it leads to, and ``rank`` is 0."""
+    """Identity of a segment. In a fold, ``marker`` is the one that it leads to, and ``rank`` is 0."""
 
     kind: SegmentKind
     job: bytes
@@ -131,12 +135,12 @@ class SegmentId:
     rank: int
     part: int
     chain: int = 0
-    """``RankEnd.chain`` of the interval: tells histories apart that share a job and a marker's name. 0 in a fold."""
+    """``RankEnd.chain`` of the interval. Distinguishes histories that share a job and a marker's name. 0 in a fold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """What a segment has before its chunks."""
+    """Front of a segment: everything before its chunks."""
 
     id: SegmentId
     last: bool
@@ -147,31 +151,31 @@ class Front:
     schema_crc: int
     directory: Directory
     notes: bytes
-    """JSON, empty in all but the last part of an interval."""
+    """JSON. Empty in all parts except the last part of an interval."""
     header_crc: int
 
     @property
     def front_bytes(self) -> int:
-        """Where the first chunk may begin."""
+        """Length of the front. The first chunk begins there."""
         return front_length(len(self.directory), len(self.notes))
 
 
 def front_length(chunks: int, notes_bytes: int) -> int:
-    """Bytes before the first chunk."""
+    """Return the number of bytes before the first chunk."""
     return aligned(HEADER_LEN + chunks * ENTRY.itemsize + notes_bytes)
 
 
 def pack_front(
     segment: SegmentId, *, last: bool, schema_crc: int, directory: Directory, notes: bytes = b"", version: int = 1
 ) -> tuple[bytes, int]:
-    """(the bytes before the chunks, checksum of the header).
+    """Encode the front. Returns (bytes before the chunks, checksum of the header).
 
     Args:
-        segment: Which one.
+        segment: Identity of the segment.
         last: Whether no further part follows.
         schema_crc: Checksum of the schema of its generation.
-        directory: Its chunks; offsets count from the segment's first byte.
-        notes: JSON that goes with the last part.
+        directory: Its chunks. Offsets count from the segment's first byte.
+        notes: JSON for the last part.
         version: 2 if a proof is among the notes, 3 if a dense proof is.
     """
     described = directory.tobytes() + notes
@@ -204,16 +208,16 @@ def pack_front(
 
 
 def front_bytes_of(header: Buffer, where: str) -> int:
-    """Bytes before the first chunk, by the first 128 of them; raises as :func:`parse_front`."""
+    """Return the number of bytes before the first chunk, from the first 128 bytes; raises as :func:`parse_front`."""
     chunks, notes_len = _parse_header(header, where)[11:13]
     return front_length(chunks, notes_len)
 
 
 def parse_front(data: Buffer, where: str) -> Front:
-    """Read and check what comes before the chunks: ``data`` may be longer.
+    """Read and check the front. ``data`` may be longer.
 
     Raises:
-        CorruptionError: not our bytes, a newer version, a bad checksum or impossible lengths.
+        CorruptionError: the bytes are not ours, or have a newer version, a bad checksum or impossible lengths.
     """
     front = _parse_front(data, where)
     if not _are_sound([front]):
@@ -222,13 +226,14 @@ def parse_front(data: Buffer, where: str) -> Front:
 
 
 def parse_fronts(parts: Sequence[tuple[Buffer, str]]) -> list[Front]:
-    """:func:`parse_front` of many: all directories are checked at once, which takes hardly longer than one."""
+    """Read many fronts as :func:`parse_front`. All directories are checked at once, which takes hardly longer than
+    one."""
     fronts = [_parse_front(data, where) for data, where in parts]
     return fronts if _are_sound(fronts) else [parse_front(data, where) for data, where in parts]
 
 
 def _parse_front(data: Buffer, where: str) -> Front:
-    """Parse what comes before the chunks; the entries of its directory are not checked."""
+    """Parse the front, without checking the entries of its directory."""
     fields = _parse_header(data, where)
     kind, last, _, job, generation, rank, marker, part, chunks, notes_len, directory_crc, *rest = fields[3:]
     num_bytes, rows, schema_crc, chain, _ = rest
@@ -247,7 +252,7 @@ def _parse_front(data: Buffer, where: str) -> Front:
 
 
 def _parse_header(data: Buffer, where: str) -> tuple[Any, ...]:
-    """The fields of the header, checked."""
+    """Return the fields of the header, checked."""
     if len(data) < HEADER_LEN:
         raise CorruptionError(f"segment of {len(data)} bytes is shorter than its header", name=where)
     fields = _HEADER.unpack_from(data)
@@ -270,9 +275,9 @@ def _parse_header(data: Buffer, where: str) -> tuple[Any, ...]:
 
 
 def _are_sound(fronts: Sequence[Front]) -> bool:
-    """Return whether each directory is consistent: chunks without gaps, no id twice, as many ids as it says.
+    """Return whether each directory is consistent: chunks without gaps, no id twice, and the right number of ids.
 
-    Nothing is added up before it is known to be in range: numbers of 64 bits would wrap.
+    Numbers are added only after they are known to be in range, because sums of 64 bits would wrap.
     """
     if not fronts:
         return True
@@ -282,7 +287,7 @@ def _are_sound(fronts: Sequence[Front]) -> bool:
     front_bytes = np.array([each.front_bytes for each in fronts], np.int64)
     directory = np.frombuffer(b"".join([each.directory.data for each in fronts]), ENTRY)
     offsets, lengths = directory["offset"].astype(np.int64), directory["num_bytes"].astype(np.int64)
-    # Of a first offset that is right, and so of all: a wrong one is not what it is compared to.
+    # If the first offset is right, so are all sums. A wrong offset differs from the value it is compared with.
     ends = offsets + lengths
     first, last, rows = directory["first"], directory["last"], directory["rows"].astype(np.int64)
     follows = np.empty_like(offsets)
@@ -304,23 +309,23 @@ def _are_sound(fronts: Sequence[Front]) -> bool:
 
 
 def _ascend(directory: Directory, begins: npt.NDArray[np.int64]) -> bool:
-    """Return whether chunks are in the order of table, columns and ids, and no two chunks of one slice can share an id.
+    """Return whether chunks are sorted by table, columns and ids, and no two chunks of one slice can share an id.
 
     Args:
-        directory: One after the other.
-        begins: Where each one begins that has chunks.
+        directory: Directories, one after the other.
+        begins: Index at which each non-empty directory begins.
     """
     above, below = directory[:-1], directory[1:]
     rises = below["first"] > above["last"]
     for name in ("cols", "col0", "table"):
         rises = (below[name] > above[name]) | ((below[name] == above[name]) & rises)
-    rises[begins[1:] - 1] = True  # what comes before is another segment's
+    rises[begins[1:] - 1] = True  # the previous chunk belongs to another segment
     return bool(rises.all())
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Rows to be written: the parts of one chunk, and what the directory will say of it."""
+    """Rows to be written: the parts of one chunk, and the values for its directory entry."""
 
     table: int
     col0: int
@@ -332,7 +337,7 @@ class Chunk:
 def lay_out(
     segment: SegmentId, chunks: Sequence[Chunk], *, last: bool, schema_crc: int, notes: bytes = b"", version: int = 1
 ) -> tuple[list[Buffer], int, int]:
-    """(the segment's bytes in parts, length of the first part, checksum of its header)."""
+    """Lay out a segment. Returns (its bytes in parts, length of the first part, checksum of its header)."""
     offset = front_length(len(chunks), len(notes))
     entries = []
     for chunk in chunks:
@@ -348,10 +353,10 @@ def lay_out(
 
 
 def check_tables(front: Front, schema: Schema, where: str) -> None:
-    """The segment is of the tables of ``schema``.
+    """Check that the tables of a segment are those of ``schema``.
 
     Raises:
-        CorruptionError: of others, or of columns that its table does not have.
+        CorruptionError: the segment has other tables, or columns that its table does not have.
     """
     if front.schema_crc not in (schema.crc, schema.unnamed.crc):
         raise CorruptionError("segment has another schema than the CLAIM of its generation", name=where)
@@ -390,10 +395,10 @@ def decode_chunk(entry: ChunkEntry, data: memoryview, schema: Schema, where: str
 
 
 def chunk_layout(entry: ChunkEntry, schema: Schema, where: str) -> RowLayout:
-    """How a chunk lies, after holding its entry against the schema.
+    """Return the layout of a chunk, after checking its entry against the schema.
 
     Raises:
-        CorruptionError: it does not fit.
+        CorruptionError: the entry does not fit.
     """
     place = {"name": where, "offset": str(entry.offset)}
     if entry.table >= len(schema.tables):

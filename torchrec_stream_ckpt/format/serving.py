@@ -1,4 +1,4 @@
-"""Lossy rows of a serving stream: weights alone, as int8 by rows or as bfloat16. docs/format.md has the arithmetic."""
+"""Lossy rows of a serving stream: only weights, as int8 by rows or as bfloat16. Specified in docs/format.md."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LEVELS = np.float32(255)
 
 
 def served_schema(schema: Schema, encoding: Encoding) -> Schema:
-    """The tables of a trainer as a serving stream of them has them: those that there are, sorted by name."""
+    """Return the tables of a serving stream for a trainer's tables: those that are not dropped, sorted by name."""
     states, dtype = (_SCALE_AND_BIAS, "uint8") if encoding == "int8" else ((), "bfloat16")
     optimizer = f"{_PREFIX}{encoding}"
     tables = sorted((table for _, table in schema.live), key=lambda table: table.name)
@@ -42,10 +42,10 @@ def decoded_table(table: TableSpec) -> TableSpec:
 
 
 def to_float32(table: TableSpec, weights: Array) -> Floats:
-    """A trainer's weights, exactly.
+    """Convert a trainer's weights to float32, exactly.
 
     Raises:
-        UnsupportedError: they are no floats.
+        UnsupportedError: the weights are not floats.
     """
     if table.dtype == "bfloat16":
         return (weights.astype(np.uint32) << 16).view(np.float32)
@@ -55,10 +55,10 @@ def to_float32(table: TableSpec, weights: Array) -> Floats:
 
 
 def encode(table: TableSpec, encoding: Encoding, weights: Floats) -> list[Array]:
-    """Weights of shape (n, dim) as the sections of a ROWS payload after its ids.
+    """Encode weights of shape (n, dim) as the sections of a ROWS payload after its ids.
 
     Raises:
-        UnsupportedError: a row holds a NaN or an infinity, which int8 has no place for.
+        UnsupportedError: a row contains a NaN or an infinity, which int8 cannot represent.
     """
     return [_to_bfloat16(weights)] if encoding == "bf16" else _to_int8(table, weights)
 
@@ -78,14 +78,14 @@ def _to_int8(table: TableSpec, weights: Floats) -> list[Array]:
 
 
 def _to_bfloat16(weights: Floats) -> Array:
-    """Rounded to the nearest, ties to even; a NaN stays one."""
+    """Round to the nearest value, ties to even. A NaN stays a NaN."""
     bits = np.ascontiguousarray(weights).view(np.uint32)
     rounded = ((bits + np.uint32(0x7FFF) + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(weights), ((bits >> 16) | 0x40).astype(np.uint16), rounded)
 
 
 def decode(table: TableSpec, view: RowsView) -> Floats:
-    """Rows of a serving stream as float32, shape (n, cols)."""
+    """Decode rows of a serving stream to float32, shape (n, cols)."""
     if table.dtype == "bfloat16":
         return (view.weights.astype(np.uint32) << 16).view(np.float32)
     scale, bias = (np.asarray(state, np.float32)[:, None] for state in view.states)
@@ -93,12 +93,12 @@ def decode(table: TableSpec, view: RowsView) -> Floats:
 
 
 def rows_frame(header: Header, table: TableSpec, arrays: list[Array]) -> bytearray:
-    """A sealed ROWS frame of whole rows.
+    """Make a sealed ROWS frame of whole rows.
 
     Args:
-        header: Its identity and seq; the rest is filled in.
-        table: Of a serving stream.
-        arrays: ids, weights, states: at most as many rows as :class:`RowLayout` says.
+        header: Header with identity and seq. The rest is filled in.
+        table: Table of a serving stream.
+        arrays: ids, weights, states. At most as many rows as :class:`RowLayout` allows.
     """
     layout = RowLayout.of(table, table.dim)
     offsets, length = layout.offsets(len(arrays[0]))

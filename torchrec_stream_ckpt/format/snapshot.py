@@ -1,6 +1,6 @@
-"""SNAPSHOT: what the control partition says up to an offset, in one or several records. Readers begin there.
+"""SNAPSHOT: the state of the control partition up to an offset, in one or several records. Readers begin there.
 
-What it holds is in :mod:`torchrec_stream_ckpt.format.folding`; this is the record that carries a piece of it.
+:mod:`torchrec_stream_ckpt.format.folding` defines its contents. This is the record that carries a piece of it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torchrec_stream_ckpt.format.record import MAC, Record
 from torchrec_stream_ckpt.format.schema import canonical
 
 PIECE_BYTES = 700_000
-"""Packed bytes that one record carries at most: its JSON has to fit a frame."""
+"""Largest number of packed bytes in one record, so that its JSON fits a frame."""
 MAX_PARTS = 256
 MAX_BYTES = 2**30
-"""Limit of the packed bytes."""
+"""Limit of the unpacked bytes."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """First in the file of a control log whose front was deleted."""
+    """First record in a control log file whose front was deleted."""
 
     job: bytes
     base: int
-    """Offset of the first record, which comes after this one."""
+    """Offset of the first record after this one."""
 
     def to_frame(self) -> bytes:
         body = {"job": self.job.hex(), "base": self.base}
@@ -41,7 +41,11 @@ class Base:
 
     @classmethod
     def from_frame(cls, frame: Buffer) -> Base:
-        """Raises CorruptionError for a damaged one."""
+        """Read and check the record.
+
+        Raises:
+            CorruptionError: it is damaged.
+        """
         header = parse_header(frame)
         raw = Fields(payload_of(header, frame), "BASE", cls, header.version, job=header.job.hex())
         return cls(header.job, raw.take("base", int))
@@ -49,15 +53,15 @@ class Base:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot(Record):
-    """One part of a snapshot of the control partition. It decides nothing that other records have not decided."""
+    """One part of a snapshot of the control partition. It changes no decision that follows from other records."""
 
     KIND: ClassVar[Kind] = Kind.SNAPSHOT
 
     job: bytes
     generation: int
-    """The newest one that was claimed."""
+    """Newest generation that was claimed."""
     incarnation: str
-    """Identity of the log: offsets mean nothing in another one."""
+    """Identity of the log. The offsets are meaningless in another one."""
     upto: int
     """Offset of the last record that it covers."""
     crc: int
@@ -65,17 +69,17 @@ class Snapshot(Record):
     part: int
     parts: int
     num_bytes: int
-    """Length of all packed bytes."""
+    """Length of the unpacked bytes of all parts."""
     digest: str
     """SHA-256 of the packed bytes of all parts, 64 hex digits."""
     piece: str
-    """This part's packed bytes, base64."""
+    """Packed bytes of this part, base64."""
     mac: str = ""
     version: int = field(default=VERSION, compare=False)
 
     @property
     def key(self) -> tuple[int, int, int, str]:
-        """What the parts of one snapshot have in common."""
+        """Key that the parts of one snapshot share."""
         return self.upto, self.parts, self.num_bytes, self.digest
 
     @property
@@ -104,7 +108,7 @@ class Snapshot(Record):
             raise CorruptionError(f"SNAPSHOT: part {made.part} of {made.parts}, {made.num_bytes} bytes: too much")
         try:
             length = len(base64.b64decode(made.piece, validate=True))
-        except ValueError:  # binascii.Error, or what is not ASCII
+        except ValueError:  # binascii.Error, or a character that is not ASCII
             raise CorruptionError("SNAPSHOT.piece is not base64") from None
         if not 0 < length <= PIECE_BYTES:
             raise CorruptionError(f"SNAPSHOT.piece has {length} bytes")
@@ -112,10 +116,10 @@ class Snapshot(Record):
 
 
 def pack(body: bytes, job: bytes, generation: int, incarnation: str, upto: int, crc: int) -> list[Snapshot]:
-    """The records that carry ``body``.
+    """Split ``body`` into the records that carry it.
 
     Raises:
-        UnsupportedError: it is larger than a reader takes.
+        UnsupportedError: it is larger than a reader accepts.
     """
     packed = zlib.compress(body, 6)
     pieces = [packed[begin : begin + PIECE_BYTES] for begin in range(0, len(packed), PIECE_BYTES)]
@@ -140,10 +144,10 @@ def pack(body: bytes, job: bytes, generation: int, incarnation: str, upto: int, 
 
 
 def unpack(parts: Sequence[Snapshot]) -> bytes:
-    """Unpack all parts of one snapshot, given in order; allocates no more than they declare.
+    """Unpack all parts of one snapshot, given in order. Allocates no more than they declare.
 
     Raises:
-        CorruptionError: it is not what was packed.
+        CorruptionError: the result is not the bytes that were packed.
     """
     packed, first = b"".join(part.packed for part in parts), parts[0]
     if hashlib.sha256(packed).hexdigest() != first.digest:
@@ -159,14 +163,14 @@ def unpack(parts: Sequence[Snapshot]) -> bytes:
 
 
 class Parts:
-    """Collects the parts of the snapshot that reaches furthest, in whatever order they come."""
+    """Collects the parts of the snapshot that covers most, in whatever order they arrive."""
 
     def __init__(self) -> None:
         self._key: tuple[int, int, int, str] | None = None
         self._found: dict[int, Snapshot] = {}
 
     def add(self, part: Snapshot) -> list[Snapshot] | None:
-        """All parts in order, once this was the last one that was missing."""
+        """Add a part. Returns all parts in order if this was the last missing one."""
         if self._key is None or part.key > self._key:
             self._key, self._found = part.key, {}
         if part.key != self._key or part.part in self._found:

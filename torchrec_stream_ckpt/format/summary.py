@@ -1,6 +1,6 @@
-"""A summary: what stands in the manifests of several markers, and before the chunks of their segments, in one object.
+"""Summary: the manifests of several markers, and the fronts of their segments, in one object.
 
-It is a copy, and decides nothing: a reader checks each part as it checks the object that the part was taken from.
+It is a copy and has no authority: a reader checks each part like the object that the part was taken from.
 Specified in docs/format.md.
 """
 
@@ -22,7 +22,7 @@ MAGIC = b"TRSU"
 VERSION = 1
 HEADER_LEN = 64
 MAX_UNPACKED_BYTES = 64 * 2**20
-"""What a reader holds of one summary at most."""
+"""Limit of one summary in a reader's memory, in bytes."""
 
 _HEADER = struct.Struct(
     "<"
@@ -47,7 +47,7 @@ _PART = struct.Struct(
 
 
 class Part(NamedTuple):
-    """The beginning of an object: of a manifest all of it, of a segment what stands before its chunks."""
+    """Beginning of an object: a whole manifest, or the bytes of a segment before its chunks."""
 
     num_bytes: int
     """Length of the object."""
@@ -62,7 +62,7 @@ class Summary:
     parts: Mapping[str, Part]
 
     def to_bytes(self) -> bytes:
-        """Pack it; names in their order."""
+        """Pack the summary, sorted by name."""
         body = bytearray()
         for name, part in sorted(self.parts.items()):
             text = name.encode("ascii")
@@ -73,10 +73,10 @@ class Summary:
 
     @classmethod
     def from_bytes(cls, data: Buffer, where: str) -> Summary:
-        """Read and check one.
+        """Read and check a summary.
 
         Raises:
-            CorruptionError: it is altered, of a newer version, or not a summary; names the object.
+            CorruptionError: it was altered, is of a newer version, or is not a summary; the error names the object.
         """
         view = memoryview(data)
         job, count, crc, length = _parse_header(view, where)
@@ -95,12 +95,12 @@ class Summary:
 
 
 def part_bytes(name: str, data: Buffer) -> int:
-    """Bytes that a part takes, unpacked."""
+    """Return the bytes that a part takes, unpacked."""
     return _PART.size + len(name) + len(data)
 
 
 def _parse_header(data: memoryview, where: str) -> tuple[bytes, int, int, int]:
-    """(job, parts, checksum of the body, its length)."""
+    """Return (job, parts, checksum of the body, its length)."""
     if len(data) < HEADER_LEN:
         raise CorruptionError(f"summary of {len(data)} bytes is shorter than its header", name=where)
     magic, version, header_len, job, count, crc, length, reserved = _HEADER.unpack_from(data)
@@ -122,7 +122,7 @@ def _parse_header(data: memoryview, where: str) -> tuple[bytes, int, int, int]:
 def _unpacked(packed: memoryview, length: int, where: str) -> bytes:
     unpacker = zlib.decompressobj()
     try:
-        body = unpacker.decompress(packed, length + 1)  # no more than it says, whatever comes out
+        body = unpacker.decompress(packed, length + 1)  # never more than the declared length
     except zlib.error as error:
         raise CorruptionError(f"summary cannot be unpacked: {error}", name=where) from None
     if len(body) != length or not unpacker.eof or unpacker.unused_data:

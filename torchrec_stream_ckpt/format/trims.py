@@ -1,4 +1,4 @@
-"""The TRIMs of a control partition that count, and what they have taken."""
+"""TRIMs of a control partition that count, and the log data that they released."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from torchrec_stream_ckpt.util.types import MarkerId
 
 
 class Trims:
-    """TRIMs, oldest first. A later one for an older marker takes nothing back.
+    """TRIMs, oldest first. A later one for an older marker does not undo an earlier one.
 
     Args:
-        trims: All of them count.
+        trims: TRIMs, all of which count.
     """
 
     def __init__(self, trims: Iterable[Trim] = ()) -> None:
         self._trims: list[Trim] = []
         self._taken: dict[int, tuple[MarkerId, int]] = {}
-        """For each generation of which data may be gone: the marker up to which, and where the last TRIM
-        stands that says so."""
+        """For each generation whose data may be missing: the marker up to which, and the index of the last TRIM for
+        it."""
         for trim in trims:
             self.add(trim)
 
     def add(self, trim: Trim) -> None:
-        """The next one."""
+        """Add the next TRIM."""
         place = len(self._trims)
         self._trims.append(trim)
         for marker in trim.markers:
@@ -51,24 +51,24 @@ class Trims:
 
     @property
     def reach(self) -> dict[int, MarkerId]:
-        """For each generation of which data may be gone, the marker up to which."""
+        """For each generation whose data may be missing, the marker up to which it may be."""
         return {generation: marker for generation, (marker, _) in self._taken.items()}
 
     def of(self, generation: int) -> Trim | None:
-        """The TRIM that took most of a generation's data, None while all of it has to be there.
+        """Return the TRIM that released most of a generation's data. Returns None if none of it was released.
 
-        Of two for one marker the later one says where the store is.
+        If two are for the same marker, the later one names the store.
         """
         taken = self._taken.get(generation)
         return self._trims[taken[1]] if taken is not None else None
 
     def has_taken(self, marker: MarkerId) -> bool:
-        """Return whether the data of a marker's generation may be gone up to it."""
+        """Return whether the data of a marker's generation up to this marker may be missing."""
         taken = self._taken.get(marker.generation)
         return taken is not None and marker <= taken[0]
 
     def deciding(self) -> list[Trim]:
-        """Those that :attr:`newest` and :meth:`of` name, oldest first."""
+        """Return the TRIMs that :attr:`newest` and :meth:`of` can return, oldest first."""
         newest = max(((trim.id, place) for place, trim in enumerate(self._trims)), default=None)
         places = {place for _, place in self._taken.values()} | ({newest[1]} if newest is not None else set())
         return [self._trims[place] for place in sorted(places)]

@@ -1,6 +1,6 @@
-"""The interface of a log: ordered data partitions, one control partition. Two backends, one contract suite.
+"""Log interface: ordered data partitions and one control partition. Two backends, one contract suite.
 
-Frames go in and come out whole; a log knows nothing of what is in them but where each one ends.
+Frames are written and read whole. A log knows nothing of their contents except where each one ends.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri, parse_uri
 
 @dataclass(frozen=True, slots=True)
 class Incarnation:
-    """Which log this is: a topic that was deleted and made again under its name is another one."""
+    """Identity of a log. A topic that was deleted and recreated under its name is another log."""
 
     id: str
     partitions: int
 
     def holds_rows_of(self, incarnation: str) -> bool:
-        """Return whether rows written to ``incarnation`` are here: a control topic may have been recreated."""
+        """Return whether rows written to ``incarnation`` are in this log. A control topic alone may have been
+        recreated."""
         return incarnation.partition("+")[0] == self.id.partition("+")[0]
 
 
 class Severity(StrEnum):
-    """What a finding means for whoever runs the log."""
+    """Severity of a finding, for the operator of the log."""
 
     OK = "ok"
     WARNING = "warning"
@@ -38,37 +39,37 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     check: str
     found: str
     verdict: Severity = Severity.OK
     hint: str = ""
-    """What to do, unless it is well."""
+    """Suggested action. Empty if the verdict is OK."""
 
     @classmethod
     def of(cls, check: str, found: str, *, well: bool, hint: str, otherwise: Severity = Severity.WARNING) -> Finding:
-        """OK when it is ``well``; else ``otherwise``, with the hint."""
+        """Make an OK finding if ``well``. Otherwise its severity is ``otherwise``, with the hint."""
         return cls(check, found) if well else cls(check, found, otherwise, hint)
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What there is of rows in a log, whatever its control partition says."""
+    """Rows that exist in a log, whatever its control partition says."""
 
     generation: int
-    """The newest one that something is known to be of; 1 where the log cannot tell without reading."""
+    """Newest generation known to have rows. 1 if the log cannot know it without reading."""
     what: str
-    """Who holds them, for a message: ``the file log holds``."""
+    """Holder of the rows, for a message: ``the file log holds``."""
     control: str
-    """Name of what holds the control partition."""
+    """Name of the holder of the control partition."""
     place: str
-    """Where some of them are."""
+    """Place of some of the rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """One frame is durable, at log offsets [offset, end)."""
+    """Acknowledgment that one frame is durable, at log offsets [offset, end)."""
 
     offset: int
     end: int
@@ -76,78 +77,81 @@ class Ack:
 
 @dataclass(frozen=True, slots=True)
 class TrimRange:
-    """What of a log is no longer needed, and what is needed around it."""
+    """Parts of a log that are no longer needed, and needed parts around them."""
 
     gone: tuple[LogSpan, ...]
     """Pieces of committed streams that no reader needs again."""
     kept: tuple[LogSpan, ...]
-    """Pieces of committed streams that a reader may need: of these, nothing may go."""
+    """Pieces of committed streams that a reader may need. None of these may be deleted."""
     dead: frozenset[int]
     """Generations of which nothing is needed, and that can commit nothing more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """What a trim deleted, or would delete."""
+    """Data that a trim deleted, or would delete."""
 
     what: str
-    """What the log counts: segments, or records."""
+    """Unit of the count: segments, or records."""
     count: int
     num_bytes: int | None
-    """None where the log does not tell."""
+    """Deleted bytes. None if the log cannot report them."""
 
 
 class DataWriter(Protocol):
-    """One rank's end of a data partition. Called from one thread. Errors are final for this writer:
-    open another one and send again what was not acknowledged."""
+    """Writer of one rank to a data partition. Called from one thread.
+
+    Errors are final for this writer: open another one and send all unacknowledged frames again.
+    """
 
     def send(self, frame: memoryview) -> None:
-        """Hand over one frame. Its bytes must stay as they are until it is acknowledged.
+        """Hand over one frame. Its bytes must not change until it is acknowledged.
 
         Raises:
-            LogUnavailableError: the frame was not taken.
+            LogUnavailableError: the frame was not accepted.
         """
 
     def poll(self, timeout_s: float) -> list[Ack]:
-        """Frames that became durable since the last call, in the order of ``send``; waits at most ``timeout_s``.
+        """Return frames that became durable since the last call, in the order of ``send``. Waits at most ``timeout_s``.
 
         Raises:
-            LogUnavailableError: what was sent and not acknowledged may or may not be in the log.
-            StreamLostError: what was acknowledged is gone.
+            LogUnavailableError: unacknowledged frames may or may not be in the log.
+            StreamLostError: acknowledged frames are missing.
         """
 
     def waits_for(self) -> str:
-        """Who has to acknowledge what was sent, in words, as far as that is known within 2 s. Never raises."""
+        """Describe who has to acknowledge the frames sent, as far as that is known within 2 s. Never raises."""
 
     def close(self) -> None:
-        """Let go of files and connections; does not wait for what is not acknowledged."""
+        """Release files and connections. Does not wait for unacknowledged frames."""
 
 
 class LogReader(Protocol):
-    """What a restore needs of a log. Safe to call from several threads."""
+    """Methods of a log that a restore needs. Safe to call from several threads."""
 
     def incarnation(self) -> Incarnation | None:
-        """The log as it is now, or None when there is none yet."""
+        """Return the log's current identity. Returns None if the log does not exist yet."""
 
     def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
-        """(offset, frame) of everything in ``span``, in order. A frame may be kept.
+        """Yield (offset, frame) of everything in ``span``, in order. The caller may keep a frame.
 
         Raises:
-            CorruptionError: the span is not there as a whole, or a frame's end cannot be told.
+            CorruptionError: the span is incomplete, or the end of a frame cannot be determined.
             LogUnavailableError: the log does not answer.
         """
 
     def check_there(self, spans: Sequence[LogSpan]) -> None:
-        """Look whether the spans are still there, as far as names, sizes and both ends tell; reads no frames.
+        """Check that the spans still exist, judging by names, sizes and both ends. Reads no frames.
 
         Raises:
             StreamLostError: the log ends before one of them does.
-            CorruptionError: something took another part of one away.
+            CorruptionError: another part of one was deleted.
             LogUnavailableError: the log does not answer.
         """
 
     def place(self, span: LogSpan) -> tuple[str, int]:
-        """Where the first byte of ``span`` is, for a message: a file or a partition, and the offset there."""
+        """Return the place of the first byte of ``span``, for a message: a file or a partition, and the offset
+        there."""
 
 
 class Log(LogReader, Protocol):
@@ -156,34 +160,34 @@ class Log(LogReader, Protocol):
     uri: FileUri | KafkaUri
 
     def prepare(self, partitions: int, identity: str | None = None) -> Incarnation:
-        """(rank 0) Make the log, or add what is missing for ``partitions``; never takes anything away.
+        """(rank 0) Create the log, or add partitions that are missing. Never deletes anything.
 
         Args:
-            partitions: How many there shall be.
-            identity: (recovery) What a file log that has lost its identity was called; rows may be there then.
+            partitions: Required number of partitions.
+            identity: (recovery) Former identity of a file log that has lost it. The log may contain rows in this case.
 
         Raises:
             CorruptionError: the log has lost its identity, and ``identity`` is not given.
         """
 
     def preflight(self) -> None:
-        """(rank 0) Whether a trainer could use the log: it answers, lets us in and allows what is needed.
+        """(rank 0) Check that a trainer could use the log: it answers, accepts our login and grants the permissions.
 
         Raises:
-            LogUnavailableError: it does not; names the true cause.
+            LogUnavailableError: a trainer could not; the error names the true cause.
         """
 
     def open_writer(self, generation: int, partition: int, resume_at: int, *, again: bool = False) -> DataWriter:
-        """(each rank) Open a stream, or go on with one.
+        """(each rank) Open a new stream, or resume one.
 
-        What a writer of this very stream has left behind ``resume_at`` counts as never sent. A stream that is new is
-        opened exclusively: nothing that is there is touched.
+        Frames that a writer of the same stream has left after ``resume_at`` count as never sent. A new stream is opened
+        exclusively: no existing data is touched.
 
         Args:
-            generation: Of the stream.
-            partition: Where it goes.
-            resume_at: End of the last acknowledged frame, 0 in a new generation.
-            again: An earlier process may have begun it; without that, only this object may have.
+            generation: Generation of the stream.
+            partition: Partition that it is written to.
+            resume_at: End of the last acknowledged frame. 0 in a new generation.
+            again: True if an earlier process may have begun the stream. If False, only this object may have.
 
         Raises:
             StreamLostError: the log ends before ``resume_at``.
@@ -191,92 +195,94 @@ class Log(LogReader, Protocol):
         """
 
     def check_marks(self, marks: Sequence[MarkPlace]) -> None:
-        """See that each MARK is where it was acknowledged: another writer may have written over a lost tail.
+        """Check that each MARK is where it was acknowledged. Another writer may have overwritten a lost tail.
 
         Raises:
             StreamLostError: another frame is there, or none.
-            CorruptionError: something took it away.
+            CorruptionError: the MARK was deleted.
             LogUnavailableError: the log does not answer.
         """
 
     def ends(self, generation: int, partitions: Collection[int]) -> dict[int, int]:
-        """Where what a generation may have sent ends now, by data partition; 0 where there is nothing yet.
+        """Return the current ends of a generation's possible data, by data partition. 0 if there is none yet.
 
-        For who reads what no marker has: a log of files may end inside a frame that is being written.
+        This is for readers of data that no marker has. A log of files may end inside a frame that is being written.
 
         Raises:
             LogUnavailableError: the log does not answer.
         """
 
     def newest_rows(self, ends: Mapping[int, int] | None = None) -> Rows | None:
-        """Rows of the newest generation that has any, as names tell; None where there is no row.
+        """Return the rows of the newest generation that has any, judging by names. Returns None if there are no rows.
 
         Args:
-            ends: Where the rows of generations that are known end, by partition: what lies behind that is read, where
-                names do not tell.
+            ends: Ends of the rows of known generations, by partition. If names do not tell, data after these ends is
+                read.
 
         Raises:
             LogUnavailableError: the log does not answer.
         """
 
     def trim(self, range_: TrimRange, *, dry_run: bool = False) -> Freed:
-        """Delete what ``range_`` gives up, as far as that can be deleted by itself; the rest goes with a later trim.
+        """Delete the data that ``range_`` gives up. A later trim deletes pieces that cannot be deleted separately yet.
 
-        May be called while trainers write and readers read, at any time again, and by several at once.
+        It may be called repeatedly and by several callers at once, while trainers write and readers read.
 
         Args:
-            range_: What may go. What is in neither of its lists stays, unless a generation is dead.
-            dry_run: Delete nothing; the answer is the same, and so are the errors about rights.
+            range_: Data that may be deleted. Data in neither of its lists is kept, unless its generation is dead.
+            dry_run: Delete nothing. The result is the same, and so are the errors about permissions.
 
         Raises:
-            LogUnavailableError: the log does not answer, or does not let us delete.
+            LogUnavailableError: the log does not answer, or refuses the deletion.
         """
 
     def expect_append(self) -> None:
-        """Prepare what a control record will wait for otherwise: one will be appended soon. Waits for nobody, and never
-        raises: the append tells what is wrong."""
+        """Prepare for a control record that will be appended soon, so that it need not wait later.
+
+        Does not wait and never raises: the append reports errors.
+        """
 
     def append_control(self, record: bytes, *, garbage: bool = False) -> int:
         """Append one record to the control partition and return its offset once it is durable.
 
         Args:
             record: The record.
-            garbage: There may be something else than records, which readers with a commit key pass over.
+            garbage: True if the partition may contain non-records, which readers with a commit key skip.
 
         Raises:
-            CommitUnknownError: no answer; only reading tells whether it is there.
+            CommitUnknownError: there was no answer; only a read shows whether the record exists.
         """
 
     def waits_for(self) -> str:
-        """Name what has to acknowledge a control record, in words, as far as it is known within 2 s. Never raises."""
+        """Describe who has to acknowledge a control record, as far as it is known within 2 s. Never raises."""
 
     def read_control(self, start: int = 0, *, garbage: bool = False) -> Iterator[tuple[int, bytes]]:
-        """(offset, record) of all records from offset ``start`` that are durable now; ends at the last one.
+        """Yield (offset, record) of all records from offset ``start`` that are durable now. Ends at the last one.
 
-        With ``garbage``, something else than records is given as well, in pieces, and reading goes on after it.
+        With ``garbage``, non-records are yielded as well, in pieces, and reading continues after them.
 
         Raises:
-            CorruptionError: a record is damaged (a torn tail is none).
+            CorruptionError: a record is damaged (a torn tail is not an error).
             PrunedError: the partition begins after ``start``.
         """
 
     def control_base(self) -> int:
-        """Where the control partition begins: 0, unless the records that a snapshot stands for were deleted."""
+        """Return the first offset of the control partition: 0, unless records that a snapshot replaces were deleted."""
 
     def control_next(self, offset: int, record: bytes) -> int:
-        """Where reading goes on after what :meth:`read_control` has given."""
+        """Return the offset at which to continue after a record from :meth:`read_control`."""
 
     def prune_control(self, base: int) -> None:
-        """Delete the records before offset ``base``, where one begins. Offsets keep their meaning.
+        """Delete the records before offset ``base``, where a record begins. Offsets keep their meaning.
 
-        Others may append and read meanwhile. The caller has made sure that snapshots say what goes.
+        Others may append and read meanwhile. The caller has checked that snapshots cover the deleted records.
 
         Raises:
-            LogUnavailableError: the log does not answer, or does not let us delete.
+            LogUnavailableError: the log does not answer, or refuses the deletion.
         """
 
     def examine(self) -> Iterator[Finding]:
-        """Look at what the log's safety rests on, outside of this program; leaves nothing behind.
+        """Check the external conditions that the log's safety depends on. Leaves nothing in the log.
 
         Raises:
             LogUnavailableError: the log does not answer.
@@ -286,7 +292,7 @@ class Log(LogReader, Protocol):
 
 
 def open_log(uri: str, options: Options = None) -> Log:
-    """Open the log that ``uri`` names; touches nothing until it is used.
+    """Open the log at ``uri``. Nothing is accessed until the log is used.
 
     Args:
         uri: ``file://DIR`` or ``kafka://BROKERS/JOB``.
@@ -305,5 +311,5 @@ def open_log(uri: str, options: Options = None) -> Log:
 
 
 def load_options(options: Options) -> dict[str, str]:
-    """Kafka client settings from a mapping, or from a properties file."""
+    """Return Kafka client settings from a mapping, or from a properties file."""
     return {key: str(value) for key, value in read_options(options, "client").items()}

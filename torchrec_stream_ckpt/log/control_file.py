@@ -1,8 +1,8 @@
-"""The records of ``control.log``, read in pieces: no more of the file is in memory than a MiB or a record.
+"""Records of ``control.log``, read in pieces: at most one MiB or one record of the file is in memory.
 
-What stands after the last whole record may be *torn*: an appender died while it wrote. That is at most one record,
-cut short or never written (zeros). Anything else that is not a record is damage, unless there is a commit key. Then it
-is garbage from a writer without the key, and the next whole record is looked for, byte by byte.
+The bytes after the last whole record may be *torn*, because an appender died while it wrote. That is at most one
+record, cut short or never written (zeros). Anything else that is not a record is damage, unless there is a commit key.
+Then it is garbage from a writer without the key, and the reader searches for the next whole record, byte by byte.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ _BUFFER_BYTES = 2**20
 
 @dataclass(slots=True)
 class ControlEnd:
-    """Where the last record, or piece of garbage, that was read ends: what follows is torn."""
+    """End of the last record, or piece of garbage, that was read. The bytes after it are torn."""
 
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class FileFront:
-    """Where the records of a file begin."""
+    """Start of the records in a file."""
 
     base: int
-    """Offset of the first one."""
+    """Offset of the first record."""
     num_bytes: int
-    """Of what says so; 0 in a file of which nothing was cut."""
+    """Bytes of the BASE record. 0 in a file whose front was never cut."""
 
     @property
     def shift(self) -> int:
-        """What an offset is more than a place in the file."""
+        """Difference between an offset and its position in the file."""
         return self.base - self.num_bytes
 
 
 class ControlFile:
-    """Appends and reads the control records of a log in a folder. For any thread.
+    """Appends and reads the control records of a log in a folder. Can be used from any thread.
 
     Args:
         root: The folder.
@@ -62,7 +62,8 @@ class ControlFile:
         self._path = root / CONTROL_FILE
         self._lock = root / CONTROL_LOCK
         self._end = 0
-        """Up to here the file has been read; whole records only grow."""
+        """Offset up to which the file has been read. It never decreases, because whole records are not removed at the
+        end."""
 
     def append(self, record: bytes, *, garbage: bool = False) -> int:
         """Append one record; see :meth:`Log.append_control`."""
@@ -82,7 +83,7 @@ class ControlFile:
             failpoint("control.written")
             os.fdatasync(fd)
         except OSError as error:
-            # What a failed sync leaves in the page cache can be read and may never reach the disk: take it back.
+            # After a failed sync, the page cache may show data that never reaches the disk. So cut the record off.
             try:
                 os.ftruncate(fd, place)
             except OSError:
@@ -101,10 +102,10 @@ class ControlFile:
         return offset
 
     def _cut_torn_tail(self, fd: int, *, garbage: bool) -> tuple[int, int]:
-        """Remove what an appender left that died in the middle of a record: it held the lock, so it is gone.
+        """Remove a partial record of an appender that died. Appenders hold the lock, so none is writing now.
 
         Returns:
-            The offset of the end, and its place in the file: they differ where the front of the log was deleted.
+            The offset of the end, and its position in the file. They differ if the front of the log was deleted.
         """
         with open(self._path, "rb") as file:
             front = read_front(file)
@@ -125,7 +126,7 @@ class ControlFile:
         return self._end, place
 
     def base(self) -> int:
-        """Offset of the first record that is left; 0 while there is no file."""
+        """Return the offset of the first remaining record. Returns 0 if there is no file."""
         with explained("cannot read the control log", self._path):
             try:
                 with open(self._path, "rb") as file:
@@ -134,7 +135,8 @@ class ControlFile:
                 return 0
 
     def following(self, offset: int, record: bytes) -> int:
-        """Where reading goes on after a record; a piece of garbage does not say it, and is read once more."""
+        """Return the offset at which to continue after a record. After garbage it is unknown, so the garbage is read
+        again."""
         try:
             whole = len(record) == HEADER_LEN + parse_header(record).payload_len
         except CorruptionError:
@@ -142,12 +144,12 @@ class ControlFile:
         return offset + len(record) if whole else offset
 
     def prune(self, base: int) -> None:
-        """A new file takes the place of the old one under the lock: an appender opens it by its name, lock in hand."""
+        """Replace the file under the lock. An appender opens it by name while it holds the lock."""
         with explained("cannot shorten the control log", self._path), held(self._lock, timeout_s=LOCK_TIMEOUT_S):
             prune(self._path, base)
 
     def read(self, start: int = 0, *, garbage: bool = False) -> Iterator[tuple[int, bytes]]:
-        """Records from ``start`` to what is the end now; none while there is no file yet."""
+        """Read records from ``start`` to the current end. Yields nothing if there is no file yet."""
         return self._records(start, ControlEnd(start), garbage=garbage)
 
     def _records(self, start: int, end: ControlEnd, *, garbage: bool) -> Iterator[tuple[int, bytes]]:
@@ -156,18 +158,19 @@ class ControlFile:
 
 
 def records(path: Path, start: int, end: ControlEnd, *, garbage: bool) -> Iterator[tuple[int, bytes]]:
-    """(offset, record) from offset ``start`` to what is the end of the file now, torn tail excluded.
+    """Yield (offset, record) from offset ``start`` to the current end of the file, excluding a torn tail.
 
-    Offsets count from the first record that there ever was: a file whose front was cut says where it begins.
+    Offsets count from the first record that ever existed. A file whose front was cut records where it begins.
 
     Args:
         path: The file.
-        start: Where a record, or garbage, begins.
-        end: Is told how far everything was read, before the next record is given.
-        garbage: Go on after what is not a record; the first bytes of each such piece are given in the place of one.
+        start: Offset where a record, or garbage, begins.
+        end: Updated to the end of everything read, before the next record is yielded.
+        garbage: Whether to continue after bytes that are not a record. The first bytes of each such piece are yielded
+            in place of a record.
 
     Raises:
-        CorruptionError: (without ``garbage``) something is neither a record nor a torn tail.
+        CorruptionError: (without ``garbage``) some bytes are neither a record nor a torn tail.
         PrunedError: the file begins after ``start``.
         OSError: the file cannot be read.
     """
@@ -196,7 +199,7 @@ def records(path: Path, start: int, end: ControlEnd, *, garbage: bool) -> Iterat
                 return
             if not garbage:
                 why = why or CorruptionError("a record is longer than the file")
-                hint = "" if position else why.hint  # what follows whole records is no other job's log
+                hint = "" if position else why.hint  # bytes after whole records do not come from another job's log
                 raise CorruptionError(why.message, hint=hint, path=path, offset=position) from None
             headless = headless or not position
             following = size if following is None else following
@@ -207,11 +210,11 @@ def records(path: Path, start: int, end: ControlEnd, *, garbage: bool) -> Iterat
 
 
 class _Pieces:
-    """Cuts records out of large pieces of the file.
+    """Extracts records from large pieces of the file.
 
     Args:
-        file: Read from.
-        size: Where it ends.
+        file: File to read.
+        size: End of the file.
     """
 
     def __init__(self, file: BinaryIO, size: int) -> None:
@@ -219,7 +222,7 @@ class _Pieces:
         self._piece, self._begin = b"", 0
 
     def record_at(self, position: int) -> bytes | None:
-        """The record at ``position``; None if the file ends inside it.
+        """Return the record at ``position``. Returns None if the file ends inside it.
 
         Raises:
             CorruptionError: no record begins there.
@@ -229,7 +232,7 @@ class _Pieces:
         at = position - self._begin
         if len(self._piece) < at + HEADER_LEN:
             return None
-        payload_len = commit_payload_len(self._piece, at)  # nearly all are COMMITs
+        payload_len = commit_payload_len(self._piece, at)  # nearly all records are COMMITs
         if payload_len is None:
             payload_len = parse_header(self._piece[at : at + HEADER_LEN]).payload_len
         length = HEADER_LEN + payload_len
@@ -246,7 +249,8 @@ class _Pieces:
 
 
 def _check_head(path: Path, record: bytes, *, headless: bool) -> None:
-    """Garbage at the very beginning may have been a BASE: then no offset is what it seems."""
+    """Refuse a snapshot after garbage at the very beginning. That may have been a BASE, so all offsets would be
+    wrong."""
     if headless and parse_header(record).kind is Kind.SNAPSHOT:
         raise CorruptionError(
             "the control log begins with bytes that are not a record, and holds snapshots: its first offset is lost",
@@ -269,11 +273,11 @@ def read_front(file: BinaryIO) -> FileFront:
 
 
 def prune(path: Path, base: int) -> bool:
-    """(under the lock) Delete what is before offset ``base``; False when nothing is, or that is gone already.
+    """(under the lock) Delete the bytes before offset ``base``. Returns False if there are none left.
 
     Raises:
         CorruptionError: no record begins there.
-        OSError: the new file cannot be written. The old one is as it was.
+        OSError: the new file cannot be written. The old one is unchanged.
     """
     scratch = path.with_name(f"{path.name}.pruned")
     with open(path, "rb", buffering=_BUFFER_BYTES) as old:
@@ -285,7 +289,7 @@ def prune(path: Path, base: int) -> bool:
         if first is None:
             raise CorruptionError(f"no record of the control log begins at offset {base}", path=path)
         old.seek(base - front.shift)
-        with open(scratch, "wb") as new:  # one that was killed may have left some
+        with open(scratch, "wb") as new:  # overwrites the file of a process that was killed
             new.write(Base(parse_header(first).job, base).to_frame())
             failpoint("prune.begun")
             shutil.copyfileobj(old, new, _BUFFER_BYTES)
@@ -300,7 +304,7 @@ def prune(path: Path, base: int) -> bool:
 
 
 def _record_at(file: BinaryIO, position: int, size: int) -> bytes | None:
-    """The record at ``position``; None if the file ends inside it.
+    """Return the record at ``position``. Returns None if the file ends inside it.
 
     Raises:
         CorruptionError: no record begins there.
@@ -316,7 +320,7 @@ def _record_at(file: BinaryIO, position: int, size: int) -> bytes | None:
 
 
 def _is_torn(file: BinaryIO, position: int, size: int) -> bool:
-    """Return whether all from ``position`` on is what an appender can have left that died in the middle of a record."""
+    """Return whether everything from ``position`` on can be the partial record of an appender that died."""
     if size - position > MAX_FRAME_BYTES:
         return False
     file.seek(position)
@@ -331,7 +335,7 @@ def _is_torn(file: BinaryIO, position: int, size: int) -> bool:
 
 
 def _find_record(file: BinaryIO, begin: int, end: int) -> int | None:
-    """Where the first whole record in [begin, end) stands, its checksums compared."""
+    """Return the position of the first whole record in [begin, end), after comparing its checksums."""
     position = begin
     while position < end:
         file.seek(position)

@@ -1,4 +1,5 @@
-"""What the safety of a folder rests on: its rights, its file system, its room, what a sync costs; and its errors."""
+"""Checks of a folder for a log (permissions, file system, free space, sync time), and errors of the operating
+system."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _SYNCS = 5
 
 
 def examine_folder(what: str, folder: Path, *, write: bool = True) -> Iterator[Finding]:
-    """Findings about a folder that exists; unless told not to ``write``, a small file is made and taken away again."""
+    """Yield findings about an existing folder. If ``write``, a small file is created and deleted to time syncs."""
     writable = os.access(folder, os.W_OK | os.X_OK)
     yield Finding.of(
         f"{what}: rights",
@@ -51,7 +52,8 @@ def _file_system(what: str, folder: Path) -> Finding:
 
 
 def file_system(folder: Path) -> str:
-    """Type of the file system that holds ``folder``, as the kernel calls it; "unknown" where it does not tell."""
+    """Return the type of the file system that holds ``folder``, as the kernel names it. "unknown" if it cannot be
+    found."""
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:
@@ -62,7 +64,7 @@ def file_system(folder: Path) -> str:
 
 
 def files_left(place: Path) -> bool:
-    """Return whether the file system that holds ``place`` can take one more file; True where it does not tell."""
+    """Return whether the file system that holds ``place`` has room for one more file. True if that is unknown."""
     folder = next((each for each in (place, *place.parents) if each.exists()), Path("/"))
     with contextlib.suppress(OSError):
         found = os.statvfs(folder)
@@ -81,7 +83,7 @@ def _room(what: str, folder: Path) -> Finding:
 
 
 def _sync(what: str, folder: Path) -> Finding:
-    """Median time until 4 KiB are on the disk."""
+    """Return the median time until 4 KiB are on the disk."""
     scratch, took = folder / f".doctor-{uuid.uuid4().hex}", []
     try:
         fd = os.open(scratch, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600)
@@ -109,7 +111,7 @@ def _sync(what: str, folder: Path) -> Finding:
 
 @contextlib.contextmanager
 def explained(what: str, path: Path) -> Iterator[None]:
-    """Raise what the operating system says of a log in a folder as :class:`LogUnavailableError`."""
+    """Raise errors of the operating system about a log in a folder as :class:`LogUnavailableError`."""
     try:
         yield
     except OSError as error:
@@ -117,7 +119,7 @@ def explained(what: str, path: Path) -> Iterator[None]:
 
 
 def unavailable(what: str, path: Path, error: OSError) -> LogUnavailableError:
-    """The error for what the operating system says of a log in a folder."""
+    """Return the error for an operating system error about a log in a folder."""
     hints = {
         errno.ENOSPC: "free space on that file system",
         errno.EACCES: "run as the owner of the folder and of its lock file, or check their modes",

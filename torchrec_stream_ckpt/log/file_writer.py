@@ -1,4 +1,4 @@
-"""What one rank appends to a folder: segments of its own, made durable by a thread of their own."""
+"""Writer of one rank in a log folder: separate segments, made durable on a separate thread."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEGMENT_BYTES = 256 * 2**20
 class FileWriter:
     """Appends frames to one rank's segments, and makes them durable while the next ones are written.
 
-    One sync runs at a time, on a thread of its own; the next one covers all that was written meanwhile.
+    One sync runs at a time, on a separate thread. The next one covers all frames written meanwhile.
     """
 
     def __init__(self, folder: Path, generation: int, resume_at: int, *, again: bool) -> None:
@@ -30,7 +30,7 @@ class FileWriter:
         self._generation = generation
         self._end = resume_at
         self._base = resume_at
-        """First byte of the segment that is open."""
+        """First offset of the open segment."""
         self._sent: list[memoryview] = []
         self._written: list[Ack] = []
         """Frames that no sync covers yet."""
@@ -40,12 +40,12 @@ class FileWriter:
         if again:
             self._forget_beyond()
         self._roll(os.O_TRUNC if again else os.O_EXCL)
-        self._syncer = Worker("stream-ckpt-sync")  # last: no thread is left where there is no writer
+        self._syncer = Worker("stream-ckpt-sync")  # last, so that no thread remains if the constructor fails
 
     def _forget_beyond(self) -> None:
-        """A relay goes on after what was committed: a segment further on would hide what is sent again before it.
+        """Delete segments after the position at which a relay resumes. They would hide frames that are sent again.
 
-        Newest first: a kill in between leaves no hole.
+        Newest first, so that a kill in between leaves no hole.
         """
         if not self._folder.is_dir():
             return
@@ -55,8 +55,10 @@ class FileWriter:
                 path.unlink()
 
     def _roll(self, how: int = os.O_EXCL) -> None:
-        """Begin a segment. One that is there already is not touched, unless this stream goes on before it: then it
-        holds only what its writer could not acknowledge, and that is sent again."""
+        """Begin a segment. An existing one is left untouched, unless this stream resumes before it.
+
+        In that case it contains only frames that its writer could not get acknowledged, and these are sent again.
+        """
         path = self._folder / segment_name(self._generation, self._end)
         self._close_segment()
         try:
@@ -76,16 +78,16 @@ class FileWriter:
         self._base, self._room = self._end, SEGMENT_BYTES
 
     def _check_acknowledged(self) -> None:
-        """See that what was acknowledged before is still there: otherwise no later marker can be restored.
+        """Check that acknowledged bytes still exist. Otherwise no later marker can be restored.
 
-        Segments at the front may have been trimmed; a commit asks whether they were.
+        Segments at the front may have been trimmed. A commit checks whether they were.
         """
         mine = list(segments(self._folder, self._generation))
         reach = mine[0][1] if mine else 0
         for _, base, end in mine:
             reach = max(reach, end) if base <= reach else reach
         if reach < self._end:
-            # Without any segment, it is the folder that is away: it may come back.
+            # Without any segment, the folder itself is missing and may be mounted again.
             raise (StreamLostError if mine else LogUnavailableError)(
                 f"acknowledged bytes [{reach}, {self._end}) of this generation are gone",
                 hint="they were deleted under a running job: bring them back, or start a new job",
@@ -104,7 +106,7 @@ class FileWriter:
         return acks
 
     def _write(self) -> list[Ack]:
-        """Append what was sent; returns what became durable at the end of a segment."""
+        """Append the sent frames. Returns those that became durable at the end of a segment."""
         acks = []
         if self._room <= 0:
             while self._written or self._syncing:
@@ -122,7 +124,7 @@ class FileWriter:
         return acks
 
     def _check_length(self) -> None:
-        """See that what was written is still there: to write on after it would leave a hole that reads as zeros."""
+        """Check that written bytes still exist. A write after missing bytes would leave a hole that reads as zeros."""
         size = os.fstat(self._fd).st_size
         if size < self._end - self._base:
             raise StreamLostError(
@@ -132,13 +134,14 @@ class FileWriter:
             )
 
     def _sync(self) -> None:
-        """Begin to make durable what was written, unless a sync is under way."""
+        """Start a sync of the written frames, unless one is running."""
         if self._written and self._syncing is None:
             self._syncing = self._syncer.submit(os.fdatasync, self._fd), self._written
             self._written = []
 
     def _synced(self, timeout_s: float | None) -> list[Ack]:
-        """Return what the sync under way has made durable; waits so long for it, None: until it is over."""
+        """Return the frames that the running sync has made durable. Waits up to ``timeout_s``, or to its end if
+        None."""
         if self._syncing is None:
             return []
         future, acks = self._syncing
@@ -155,7 +158,7 @@ class FileWriter:
 
     def close(self) -> None:
         if self._syncing is not None:
-            wait([self._syncing[0]])  # the descriptor may be another file's as soon as it is closed
+            wait([self._syncing[0]])  # once it is closed, the descriptor may belong to another file
         self._syncer.close()
         self._close_segment()
 

@@ -1,8 +1,8 @@
-"""The embedded log: append-only files in one folder, no server.
+"""Embedded log: append-only files in one folder, no server.
 
-Every generation writes its own segment files, so no two trainers ever write one file. A segment's name
-holds the offset of its first byte; it counts only up to the first byte of the next segment, so a torn
-tail that a dead or failed writer left is never read and never has to be cut.
+Every generation writes separate segment files, so no two trainers ever write one file. A segment's name
+contains the offset of its first byte. A segment counts only up to the first byte of the next one, so a torn
+tail of a dead or failed writer is never read and never has to be cut.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from torchrec_stream_ckpt.util.types import LogSpan, MarkPlace
 from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri
 
 _MOST_STREAMS = 2**16
-"""Streams of which a place is remembered."""
+"""Limit of streams whose last place is remembered."""
 _IDENTITY = re.compile(rb"[0-9a-f]{32}")
 
 
@@ -56,11 +56,12 @@ class FileLog:
         self._control = ControlFile(root)
         self._names = SegmentNames()
         self._folders: dict[int, str] = {}
-        """Of partitions that were asked for, tens of thousands of times: to make a path takes longer than the disk."""
+        """Folders by partition. They are used tens of thousands of times, and making a path takes longer than the
+        disk."""
         self._reached: dict[tuple[int, int], int] = {}
-        """Where a segment begins of streams (generation, partition) that have several, the last one that was needed."""
+        """Start of the last segment that was needed, for streams (generation, partition) that have several."""
         self._begun: set[tuple[int, int]] = set()
-        """Streams (generation, partition) that were opened here: what is there of them is their own."""
+        """Streams (generation, partition) that were opened by this object. Their existing segments are its own."""
 
     def prepare(self, partitions: int, identity: str | None = None) -> Incarnation:
         if partitions > MAX_PARTITIONS:
@@ -127,7 +128,7 @@ class FileLog:
                 pieces(self._root, span, self._names)
 
     def _has_in_turn(self, folder: str, span: LogSpan) -> bool:
-        """Return whether segments hold a span, each where the one before ends; looks from the last one on it knows."""
+        """Return whether adjacent segments hold a span. The search starts at the last known segment."""
         stream = span.generation, span.partition
         known = self._reached.get(stream, 0)
         found = has_in_turn(folder, span, known if known <= span.begin else 0) if span.begin < span.end else 0
@@ -138,7 +139,7 @@ class FileLog:
         return found is not None
 
     def check_marks(self, marks: Sequence[MarkPlace]) -> None:
-        """Each generation has segments of its own, and a writer does not go on in one that was cut: nothing to see."""
+        """Check nothing. Each generation has separate segments, and a writer does not continue in one that was cut."""
 
     def place(self, span: LogSpan) -> tuple[str, int]:
         folder = partition_dir(self._root, span.partition)
@@ -148,7 +149,7 @@ class FileLog:
         return str(folder), span.begin
 
     def trim(self, range_: TrimRange, *, dry_run: bool = False) -> Freed:
-        """Whole segments go, oldest first: a kill in between leaves a front that is gone, never a hole."""
+        """Delete whole segments, oldest first, so that a kill in between leaves a missing front, never a hole."""
         ends: dict[tuple[int, int], int] = {}
         for span in range_.gone:
             key = (span.generation, span.partition)
@@ -165,29 +166,29 @@ class FileLog:
         return Freed("segments", len(sizes), sum(sizes))
 
     def expect_append(self) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     def append_control(self, record: bytes, *, garbage: bool = False) -> int:
-        """As :meth:`ControlFile.append`."""
+        """Append a record, as :meth:`ControlFile.append`."""
         return self._control.append(record, garbage=garbage)
 
     def waits_for(self) -> str:
         return f"the disk, or the lock, of {self._root / CONTROL_FILE}"
 
     def read_control(self, start: int = 0, *, garbage: bool = False) -> Iterator[tuple[int, bytes]]:
-        """As :meth:`ControlFile.read`."""
+        """Read records, as :meth:`ControlFile.read`."""
         return self._control.read(start, garbage=garbage)
 
     def control_base(self) -> int:
-        """As :meth:`ControlFile.base`."""
+        """Return the first offset, as :meth:`ControlFile.base`."""
         return self._control.base()
 
     def control_next(self, offset: int, record: bytes) -> int:
-        """As :meth:`ControlFile.following`."""
+        """Return the next offset, as :meth:`ControlFile.following`."""
         return self._control.following(offset, record)
 
     def prune_control(self, base: int) -> None:
-        """As :meth:`ControlFile.prune`."""
+        """Delete the front, as :meth:`ControlFile.prune`."""
         self._control.prune(base)
 
     def close(self) -> None:
@@ -195,7 +196,7 @@ class FileLog:
 
 
 def _write_identity(root: Path, identity: str) -> None:
-    """First writer wins: the name appears with its content, or not at all."""
+    """Write the identity. The first writer wins: the name appears with its content, or not at all."""
     scratch = root / f"{IDENTITY_FILE}.{uuid.uuid4().hex}"
     write_synced(scratch, identity.encode("ascii"))
     with contextlib.suppress(FileExistsError):
@@ -204,9 +205,9 @@ def _write_identity(root: Path, identity: str) -> None:
 
 
 def _check_new(root: Path) -> None:
-    """The identity is written first: what has control records or rows, and no identity, has lost it."""
+    """Check that a log without identity is empty. The identity is written first, so otherwise it was lost."""
     lost = "control records" if size_of(root / CONTROL_FILE) else "rows" if newest_segment(root) else ""
-    if lost and not (root / IDENTITY_FILE).exists():  # no other process has made the log meanwhile
+    if lost and not (root / IDENTITY_FILE).exists():  # no other process has created the log meanwhile
         raise CorruptionError(
             f"the file log has lost its identity, and holds {lost}",
             hint="bring the file back from a copy of the log, or write it again: stream-ckpt recover "

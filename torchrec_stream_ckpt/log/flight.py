@@ -1,4 +1,5 @@
-"""Frames in flight: sealed, sent, and kept until the log acknowledges them; and the position of the stream."""
+"""Frames in flight, and the position of the stream. Frames are sealed, sent, and kept until the log acknowledges
+them."""
 
 from __future__ import annotations
 
@@ -26,13 +27,13 @@ class StreamEnd:
 
 
 class Flight:
-    """The frames of one stream that were sent and not acknowledged, in order. For the publisher's thread.
+    """Unacknowledged frames of one stream, in order. For the publisher's thread.
 
-    Other threads may read what was acknowledged while they hold ``changed``.
+    Other threads may read acknowledged positions while they hold ``changed``.
 
     Args:
-        ring: Where buffers go back to.
-        changed: Held while what was acknowledged changes; the publisher's threads wait for it.
+        ring: Ring that buffers are returned to.
+        changed: Held while acknowledged positions change. The publisher's threads wait for it.
     """
 
     def __init__(self, ring: FrameRing, changed: threading.Condition) -> None:
@@ -43,17 +44,17 @@ class Flight:
         self.acked = StreamEnd(0, 0, 0, 0)
         self.acked_bytes = 0
         self.marks: dict[int, StreamEnd] = {}
-        """End of the stream at each acknowledged MARK that nobody has asked for so far, by its seq."""
+        """End of the stream at each acknowledged MARK that was not yet requested, by its seq."""
         self._gaps: list[Gap] = []
 
     @property
     def gaps(self) -> tuple[Gap, ...]:
-        """(any thread) Gaps between acknowledged frames that nobody has looked at: others may have written there."""
+        """(any thread) Unchecked gaps between acknowledged frames. Other writers may have written there."""
         with self._changed:
             return tuple(self._gaps)
 
     def looked_at(self, gaps: Collection[Gap]) -> None:
-        """(any thread) Note that a reader could take nothing in these gaps for a frame of the stream."""
+        """(any thread) Note that a reader cannot mistake any bytes in these gaps for a frame of the stream."""
         with self._changed:
             self._gaps = [gap for gap in self._gaps if gap not in gaps]
 
@@ -65,16 +66,16 @@ class Flight:
         failpoint("stream.sent")
 
     def send_again(self, writer: DataWriter) -> None:
-        """Give a fresh writer all frames that are not acknowledged."""
+        """Send all unacknowledged frames to a fresh writer."""
         for buffer in self.buffers:
             writer.send(buffer.view())
             failpoint("stream.resent")
 
     def acknowledge(self, acks: Iterable[Ack]) -> None:
-        """The oldest frames are durable.
+        """Release the oldest frames, which are durable now.
 
         Raises:
-            StreamLostError: the log has lost what it had acknowledged before.
+            StreamLostError: the log has lost frames that it acknowledged before.
         """
         for ack in acks:
             self._compare(ack)
@@ -99,7 +100,8 @@ class Flight:
         self._chain = header.header_crc
 
     def _compare(self, ack: Ack) -> None:
-        """The oldest frame in flight is durable at ``ack``: the stream's end never goes back."""
+        """Compare the position of the oldest frame, durable at ``ack``, with the stream's end, which must never
+        decrease."""
         acked = self.acked
         if not acked.frames or ack.offset == acked.end:
             return

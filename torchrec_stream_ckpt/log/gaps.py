@@ -1,8 +1,8 @@
-"""What lies between two acknowledged frames of one stream: looked at before a marker rests on it.
+"""Check the gaps between acknowledged frames of one stream, before a marker depends on them.
 
-A rank writes its partition alone, so its frames follow one another. Where they do not, a frame was sent twice, or
-another writer has put there. A reader passes over both, because seq and chain tell it which frame is the next one;
-only a frame that another writer has put in the place of the next one could be taken for it.
+A rank is the only writer of its partition, so its frames are adjacent. If they are not, a frame was sent twice, or
+another writer has written there. A reader skips both, because seq and chain identify the next frame. A reader could be
+misled only by a frame that another writer has put in the place of the next one.
 """
 
 from __future__ import annotations
@@ -17,29 +17,30 @@ from torchrec_stream_ckpt.log.stream import Strays, data_header
 from torchrec_stream_ckpt.util.types import LogSpan
 
 _NEAR = 256
-"""Gaps no further apart than this are read at one go."""
+"""Gaps no further apart than this, in offsets, are read together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Offsets [begin, end) of a partition, between two frames of a stream that were acknowledged."""
+    """Offsets [begin, end) of a partition, between two acknowledged frames of a stream."""
 
     begin: int
     end: int
     seq: int
-    """Of the frame that was acknowledged at ``end``."""
+    """Seq of the frame that was acknowledged at ``end``."""
     sent: tuple[int, ...]
     """header_crc of that frame and of those that were sent after it, before it was acknowledged."""
 
     def expects(self, header: Header) -> bool:
-        """Return whether a frame of this stream may lie here: one that readers have passed, or one that was sent."""
+        """Return whether a frame of this stream may be in the gap: one that readers have passed, or one that was
+        sent."""
         place = header.seq - self.seq
         return place < 0 or (place < len(self.sent) and self.sent[place] == header.header_crc)
 
 
 @dataclass(frozen=True, slots=True)
 class StreamName:
-    """Which stream, and where it is written."""
+    """Identity of a stream, and the partition that it is written to."""
 
     job: bytes
     generation: int
@@ -48,10 +49,10 @@ class StreamName:
 
 
 def check_gaps(log: LogReader, stream: StreamName, gaps: Iterable[Gap], strays: Strays) -> None:
-    """Look at all that others have put between the frames of a stream; count it in ``strays``.
+    """Check everything that others have written between the frames of a stream. Counts it in ``strays``.
 
     Raises:
-        StreamLostError: a reader could take a frame there for one of the stream.
+        StreamLostError: a reader could mistake a frame there for one of the stream.
         LogUnavailableError: the log does not answer.
     """
     for run in _runs(sorted(gaps, key=lambda gap: gap.begin)):
@@ -82,7 +83,7 @@ def _look(frame: memoryview, offset: int, stream: StreamName, gap: Gap, strays: 
 
 
 def _runs(gaps: list[Gap]) -> Iterator[list[Gap]]:
-    """Gaps that are read together."""
+    """Yield groups of gaps that are read together."""
     run: list[Gap] = []
     for gap in gaps:
         if run and gap.begin - run[-1].end > _NEAR:

@@ -1,10 +1,10 @@
-"""From the step path to the log: the thread that sends frames.
+"""Publisher: the thread that sends frames from the step path to the log.
 
 The training thread submits frames and never waits for the log. The
-publisher's thread numbers, chains and checksums the frames, hands them to the log and keeps each one
-until the log has acknowledged it. When a writer fails, another one is opened and everything that is not
-acknowledged is sent again under the same seq; readers drop what they have seen. When the log has lost what it had
-acknowledged, the stream is over: nothing that follows could be restored.
+publisher's thread numbers, chains and checksums the frames, sends them to the log and keeps each one
+until the log has acknowledged it. If a writer fails, another one is opened and all unacknowledged frames are
+sent again under the same seq; readers drop those that they have seen. If the log has lost acknowledged frames,
+the stream is over, because nothing after them could be restored.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ _POLL_S = 0.02
 _MAX_BATCH = 64
 _ENOUGH = 16
 _PAUSE_S = 0.01
-"""Rows are sent once there are so many frames of them, or none has come for so long."""
+"""Rows are sent once this many frames are queued, or no frame was queued for this many seconds."""
 _BACKOFF_S = (0.1, 5.0)
 _SILENT_S = 5.0
-"""A log that owes acknowledgements, and has given none for so long, takes no frames: it may never say so itself."""
+"""Seconds without acknowledgments, while some are due, after which the log counts as failing. It may never report
+it."""
 _DEAF_S = 15.0
-"""After so long another writer is opened: the old one may hang on a broker that is cut off and does not know it."""
+"""Seconds after which another writer is opened. The old one may hang on a broker that is cut off without knowing it."""
 
 
 class _Totals(NamedTuple):
-    """What was submitted up to a frame, that one included."""
+    """Totals of all frames submitted up to and including one frame."""
 
     frames: int = 0
     rows: int = 0
@@ -51,31 +52,31 @@ class Publisher:
     """Sends one rank's frames in order. ``submit``, ``wait`` and ``close`` are for other threads.
 
     Args:
-        open_writer: Opens the log's writer; the argument is where acknowledged bytes end.
-        ring: Where buffers go back to.
+        open_writer: Opens the log's writer. The argument is the end of the acknowledged bytes.
+        ring: Ring that buffers are returned to.
     """
 
     def __init__(self, open_writer: Callable[[int], DataWriter], ring: FrameRing) -> None:
         self._open_writer = open_writer
         self._ring = ring
         self.failure: str | None = None
-        """Why the log does not take frames now; None while it does."""
+        """Reason why the log does not accept frames at the moment. None if it does."""
         self.lost: StreamLostError | None = None
-        """Set once what the log had acknowledged is gone: the stream is over, and what is submitted is dropped."""
+        """Set once acknowledged frames are lost. The stream is then over, and submitted frames are dropped."""
         self._queue: deque[tuple[FrameBuffer, _Totals]] = deque()
         self._unqueued = _Totals()
-        """Of the last frame that has left the queue, or was dropped."""
+        """Totals up to the last frame that has left the queue, or was dropped."""
         self._enough = min(_ENOUGH, ring.capacity // 2)
         self._due = False
-        """True if what is queued is to be sent at once."""
+        """True if the queued frames are to be sent at once."""
         self._queued_s = 0.0
         self._heard_s = 0.0
-        """When the log last acknowledged a frame, or owed none."""
+        """Time when the log last acknowledged a frame, or had none to acknowledge."""
         self._told_s = 0.0
-        """When it was last found out for whom it waits."""
+        """Time of the last report of whom the log waits for."""
         self._changed = SafeCondition()
         self.flight = Flight(ring, self._changed)
-        """What was sent, and where the stream stands that was acknowledged."""
+        """Unacknowledged frames, and the acknowledged position of the stream."""
         self._closing = False
         self._abandoned = SafeEvent()
         self._crash: BaseException | None = None
@@ -83,10 +84,10 @@ class Publisher:
         self._thread.start()
 
     def submit(self, buffer: FrameBuffer) -> int:
-        """Queue a frame whose header and payload are set; returns its seq. Never waits for the log.
+        """Queue a frame whose header and payload are set. Returns its seq. Never waits for the log.
 
-        A few frames of rows do not wake the publisher: while the next one is gathered it would take the interpreter
-        and memory bandwidth from the training thread (docs/performance.md). A MARK does.
+        A few frames of rows do not wake the publisher: it would take the interpreter and memory bandwidth from the
+        training thread while the next frame is gathered (docs/performance.md). A MARK does.
         """
         header = buffer.header
         assert header is not None
@@ -100,7 +101,7 @@ class Publisher:
                 self._ring.release(buffer)
                 return frames
             totals = _Totals(frames + 1, rows + header.rows, num_bytes + HEADER_LEN + header.payload_len)
-            # All that changes, at once: whatever is raised here on the training thread, no seq is missing or doubled.
+            # One append makes all changes, so an exception on the training thread leaves no seq missing or doubled.
             self._queue.append((buffer, totals))
             self._queued_s = time.monotonic()
             if header.kind is not Kind.ROWS or len(self._queue) >= self._enough:
@@ -111,7 +112,7 @@ class Publisher:
     def _totals(self) -> _Totals:
         try:
             return self._queue[-1][1]
-        except IndexError:  # it has left the queue: that was said before it did
+        except IndexError:  # the frame has left the queue, and _unqueued was set before
             return self._unqueued
 
     @property
@@ -125,7 +126,7 @@ class Publisher:
         return self._totals().num_bytes
 
     def wait_mark(self, seq: int, timeout_s: float) -> StreamEnd | None:
-        """Wait until the MARK frame ``seq`` is durable; where the stream ends behind it, or None on time-out.
+        """Wait until the MARK frame ``seq`` is durable. Returns the stream's end after it, or None after a timeout.
 
         Raises:
             StreamLostError: the stream is over.
@@ -154,7 +155,7 @@ class Publisher:
 
     @property
     def pending(self) -> int:
-        """Frames that are not acknowledged."""
+        """Number of unacknowledged frames."""
         return self._totals().frames - self.flight.acked.frames
 
     @property
@@ -165,7 +166,7 @@ class Publisher:
             return totals.frames - self.flight.acked.frames, totals.num_bytes - self.flight.acked_bytes
 
     def close(self, timeout_s: float) -> bool:
-        """Send what is queued, for at most ``timeout_s``; whether everything was acknowledged."""
+        """Send queued frames for at most ``timeout_s``. Returns True if everything was acknowledged."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -174,7 +175,7 @@ class Publisher:
         return self.pending == 0
 
     def discard(self, why: StreamLostError, timeout_s: float) -> None:
-        """End the stream here, as lost, and give the ring back what was not acknowledged: no reader will restore it."""
+        """End the stream here as lost, and return unacknowledged buffers to the ring. No reader will restore them."""
         with self._changed:
             self.lost = self.lost or why
             self._abandoned.set()
@@ -188,7 +189,7 @@ class Publisher:
         self.flight.buffers.clear()
         self._queue.clear()
 
-    # The publisher's own thread.
+    # On the publisher's thread.
 
     def _run(self) -> None:
         writer: DataWriter | None = None
@@ -230,7 +231,7 @@ class Publisher:
         return self._abandoned.is_set() or (self._closing and not self._queue and not self.flight.buffers)
 
     def _reopen(self) -> DataWriter:
-        """A fresh writer that has been given again all that no writer has had acknowledged."""
+        """Open a fresh writer and send all unacknowledged frames to it."""
         writer = self._open_writer(self.flight.acked.end)
         self._heard_s = time.monotonic()
         try:
@@ -241,7 +242,7 @@ class Publisher:
         return writer
 
     def _pump(self, writer: DataWriter) -> bool:
-        """Send what is queued and take in acknowledgements; whether there were any."""
+        """Send queued frames and process acknowledgments. Returns True if there were any."""
         if not self.flight.buffers:
             self._await_frames()
             self._heard_s = time.monotonic()
@@ -260,7 +261,7 @@ class Publisher:
         return bool(acks)
 
     def _note_answer(self) -> None:
-        """The log has acknowledged frames."""
+        """Note that the log has acknowledged frames."""
         if self.failure is not None:
             log.warning("the log takes frames again")
             self.failure = None
@@ -276,7 +277,7 @@ class Publisher:
             raise LogUnavailableError(self.failure or "no frame was acknowledged")
 
     def _await_frames(self) -> None:
-        """Wait a moment for frames, and then until they are due."""
+        """Wait briefly for frames, and then until they are due."""
         with self._changed:
             if not self._queue and not self._closing:
                 self._changed.wait(_IDLE_S)

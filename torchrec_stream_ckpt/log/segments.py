@@ -1,4 +1,4 @@
-"""The segment files of one partition: which there are, the frames in them, and those that a trim may take."""
+"""Segment files of one partition: list them, read their frames, and find those that a trim may delete."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from torchrec_stream_ckpt.util.layout import DATA_DIR, IDENTITY_FILE, parse_segm
 from torchrec_stream_ckpt.util.types import LogSpan
 
 SETTLED_S = 2.0
-"""A folder whose time of change is that old changes it when a file is added: file systems count time in steps."""
+"""Age in seconds after which a folder's modification time shows any added file. File systems count time in steps."""
 _OLD_S = 60.0
-"""The same by the clocks of two hosts, which may differ."""
+"""Age for the same purpose if it is measured by the clocks of two hosts, which may differ."""
 _MAX_KEPT = 2**22
-"""Names that are kept at most, in all folders: 64 MB."""
+"""Limit of names kept, over all folders: 64 MB."""
 
 
 class SegmentNames:
-    """Names of the segments of partition folders, by generation. Kept while a folder stays as it is.
+    """Names of the segments of partition folders, by generation. Cached while a folder does not change.
 
-    A folder holds the segments of all generations, and an interval lies in a few of them. Only a listing shows where
-    a segment ends that another one follows before its last byte. Safe on any thread.
+    A folder holds the segments of all generations, and an interval is in a few of them. Only a listing shows where a
+    segment ends if the next one begins before its last byte. Can be used from any thread.
     """
 
     def __init__(self) -> None:
         self._kept: dict[str, _Listing] = {}
-        """The folder that was listed last comes last."""
+        """Listings by folder. The most recently listed folder is last."""
         self._count = 0
-        """Names in these."""
+        """Number of names in all listings."""
         self._lock = threading.Lock()
 
     def bases(self, folder: Path, generation: int) -> list[int]:
-        """First bytes of a generation's segments, in order.
+        """Return the first offsets of a generation's segments, in order.
 
         Raises:
             OSError: the folder cannot be read.
@@ -79,11 +79,11 @@ class _Listing:
     """The segments of one folder, by generation and first byte."""
 
     changed_ns: int
-    """When the folder was changed, as its file system says; looked at before it was listed."""
+    """Modification time of the folder from its file system, read before the listing."""
     seen_s: float
-    """When that was seen first, on this process's clock."""
+    """Time when that modification time was first seen, on this process's clock."""
     is_settled: bool
-    """True if the folder's time of change shows every file that was added since."""
+    """True if the folder's modification time shows every file that was added since."""
     generations: array[int]
     firsts: array[int]
 
@@ -105,14 +105,14 @@ class _Listing:
 
 
 def segments(folder: Path, generation: int, names: SegmentNames | None = None) -> Iterator[tuple[Path, int, int]]:
-    """(path, first byte, end) of a generation's segments, in order; each ends where the next one begins."""
+    """Yield (path, first byte, end) of a generation's segments, in order. Each ends where the next one begins."""
     with explained("cannot read a partition", folder):
         bases = (names or SegmentNames()).bases(folder, generation)
     yield from sized(folder, generation, bases)
 
 
 def sized(folder: Path, generation: int, bases: Sequence[int]) -> Iterator[tuple[Path, int, int]]:
-    """:func:`segments` whose first bytes are known; those that a trim has just taken are left out."""
+    """Yield :func:`segments` whose first bytes are known. Omits those that a trim has just deleted."""
     with explained("cannot read a partition", folder):
         paths = ((base, folder / segment_name(generation, base)) for base in bases)
         mine = [(base, path, size) for base, path in paths if (size := size_of(path)) is not None]
@@ -122,7 +122,7 @@ def sized(folder: Path, generation: int, bases: Sequence[int]) -> Iterator[tuple
 
 
 def within(folder: Path, span: LogSpan, names: SegmentNames) -> Iterator[tuple[Path, int, int]]:
-    """:func:`segments` that may hold bytes of a span, judging by their first bytes."""
+    """Yield :func:`segments` that may hold bytes of a span, judging by their first bytes."""
     with explained("cannot read a partition", folder):
         bases = names.bases(folder, span.generation)
     first = max(0, bisect_right(bases, span.begin) - 1)
@@ -130,7 +130,8 @@ def within(folder: Path, span: LogSpan, names: SegmentNames) -> Iterator[tuple[P
 
 
 def newest_segment(root: Path) -> tuple[int, Path] | None:
-    """(generation, path) of a segment of the newest generation that has any."""
+    """Return (generation, path) of a segment of the newest generation that has any. Returns None if there are no
+    segments."""
     newest: tuple[int, Path] | None = None
     with explained("cannot read the file log", root):
         for folder in (root / DATA_DIR).glob("p" + 5 * "[0-9]"):
@@ -142,12 +143,12 @@ def newest_segment(root: Path) -> tuple[int, Path] | None:
 
 
 def pieces(root: Path, span: LogSpan, names: SegmentNames) -> list[tuple[Path, int, int, int]]:
-    """(path, first byte, begin, end) of the segments that hold a span.
+    """Return (path, first byte, begin, end) of the segments that hold a span.
 
     Raises:
         StreamLostError: they end before the span does.
-        CorruptionError: another part of it is not there.
-        LogUnavailableError: the log of which ``root`` is the folder cannot be read.
+        CorruptionError: another part of the span is missing.
+        LogUnavailableError: the log in folder ``root`` cannot be read.
     """
     folder = partition_dir(root, span.partition)
     found = [
@@ -170,31 +171,31 @@ def pieces(root: Path, span: LogSpan, names: SegmentNames) -> list[tuple[Path, i
 
 
 def _is_lost(root: Path, folder: Path) -> bool:
-    """Return whether a partition is not there although its log is."""
+    """Return whether a partition is missing although its log exists."""
     try:
         folder.stat()
     except FileNotFoundError:
         return (root / IDENTITY_FILE).is_file()
-    except OSError:  # the next one to look says what it is
+    except OSError:  # a later access reports the error
         pass
     return False
 
 
 def has_in_turn(folder: str, span: LogSpan, base: int = 0) -> int | None:
-    """Find a span in segments each of which begins where the one before ends; return where the last one begins.
+    """Find a span in adjacent segments, each beginning where the previous one ends. Returns the start of the last one.
 
-    Asks for their names, and lists no folder: it holds those of all generations. None if some are missing: they may
-    still be there under other names.
+    It queries their names and does not list the folder, which holds those of all generations. Returns None if some are
+    missing. They may still exist under other names.
 
     Args:
-        folder: Of the partition.
-        span: Not empty.
+        folder: Folder of the partition.
+        span: A span that is not empty.
         base: First byte of a segment that begins at or before the span.
     """
     while True:
         try:
             size = os.stat(f"{folder}/{segment_name(span.generation, base)}").st_size
-        except OSError:  # whoever lists the folder says what it is
+        except OSError:  # the caller that lists the folder reports the error
             return None
         if not size:
             return None
@@ -204,7 +205,7 @@ def has_in_turn(folder: str, span: LogSpan, base: int = 0) -> int | None:
 
 
 def size_of(path: Path) -> int | None:
-    """Size in bytes; None when a trim has just taken the file away."""
+    """Return the size in bytes. Returns None if a trim has just deleted the file."""
     try:
         return path.stat().st_size
     except FileNotFoundError:
@@ -212,9 +213,9 @@ def size_of(path: Path) -> int | None:
 
 
 def before(folder: Path, ends: Mapping[tuple[int, int], int], dead: Collection[int]) -> Iterator[Path]:
-    """The segments of one partition that are not needed, oldest first.
+    """Yield the segments of one partition that are not needed, oldest first.
 
-    The last one of a generation that lives stays: its writer may be appending to it.
+    The last one of a live generation is kept, because its writer may be appending to it.
     """
     partition = int(folder.name[1:])
     names = sorted(parsed for name in os.listdir(folder) if (parsed := parse_segment(name)))
@@ -228,7 +229,7 @@ def before(folder: Path, ends: Mapping[tuple[int, int], int], dead: Collection[i
 
 
 def unlink(path: Path, *, dry_run: bool) -> int | None:
-    """Size of the file that was, or would be, deleted; None when another trim was first."""
+    """Return the size of the file that was, or would be, deleted. Returns None if another trim was first."""
     size = size_of(path)
     if size is None or dry_run:
         return size
@@ -241,7 +242,7 @@ def unlink(path: Path, *, dry_run: bool) -> int | None:
 
 
 def frames(path: Path, begin: int, end: int) -> Iterator[tuple[int, memoryview]]:
-    """(position, frame) of the frames in bytes [begin, end) of one segment."""
+    """Yield (position, frame) of the frames in bytes [begin, end) of one segment."""
     with explained("cannot read a segment", path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         view = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)) if size else memoryview(b"")

@@ -17,16 +17,16 @@ log = logging.getLogger(__name__)
 
 _HINT = "restore an older marker, or another copy of the log"
 _told: set[tuple[bytes, int]] = set()
-"""(job, partition) of which this process has said that there are strays."""
+"""(job, partition) of which this process has already logged strays."""
 
 
 @dataclass(slots=True)
 class Strays:
-    """Records in a data partition that are not frames of its job, or not where a frame of the stream may be."""
+    """Records in a data partition that are not frames of its job, or not at a valid position of the stream."""
 
     count: int = 0
     offset: int = 0
-    """Of the first one."""
+    """Offset of the first one."""
     why: str = ""
 
     def add(self, offset: int, why: str) -> None:
@@ -49,10 +49,10 @@ class Strays:
 
 
 def data_header(frame: Buffer, job: bytes) -> Header:
-    """The header of a record in a data partition of ``job``.
+    """Return the header of a record in a data partition of ``job``.
 
     Raises:
-        CorruptionError: the record is a stray; says why.
+        CorruptionError: the record is a stray; the error gives the reason.
     """
     header = parse_header(frame)
     if header.job != job:
@@ -65,19 +65,19 @@ def data_header(frame: Buffer, job: bytes) -> Header:
 def read_stream(
     log_: LogReader, commit: Commit, end: RankEnd, after: RankEnd | None = None, strays: Strays | None = None
 ) -> Iterator[tuple[Header, memoryview]]:
-    """(header, whole frame) of the frames of one rank in ``commit``'s generation, HELLO first, MARK last.
+    """Yield (header, whole frame) of the frames of one rank in ``commit``'s generation, HELLO first, MARK last.
 
-    With ``after``, the end of an earlier marker of the same stream, only what follows it: the first frame must
-    follow on the MARK there.
+    With ``after``, the end of an earlier marker of the same stream, yields only later frames. The first one must
+    continue the chain of the MARK there.
 
-    Headers and their chain are checked here; the payload's checksum is the caller's, with
+    Headers and their chain are checked here. The caller checks the payload's checksum with
     ``payload_of``, because a reader needs few of the payloads. Frames of other ranks and generations in
-    the same partition are passed over, and frames that a producer sent twice come once. Whatever else is not the next
-    frame of the stream is passed over as well, and counted in ``strays``: seq and chain prove at the end that nothing
-    is missing and nothing was put in.
+    the same partition are skipped, and frames that a producer sent twice are yielded once. Any other record that is not
+    the next frame of the stream is skipped as well, and counted in ``strays``. Seq and chain prove at the end that
+    nothing is missing and nothing was inserted.
 
     Raises:
-        CorruptionError: something is missing, out of order or altered; says where.
+        CorruptionError: something is missing, out of order or altered; the error gives its place.
     """
     first, chain = (after.frames, after.chain) if after is not None else (0, 0)
     seen = array("I")
@@ -127,20 +127,20 @@ def read_stream(
 
 
 def read_hello(log_: LogReader, claim: Claim, commit: Commit, end: RankEnd) -> Hello:
-    """The first frame of a rank: its shards, and the schema that its generation claimed."""
+    """Read the first frame of a rank: its shards, and the schema that its generation claimed."""
     header, frame = next(read_stream(log_, commit, end))
     return check_hello(header, frame, claim, commit, end)
 
 
 def held_by(log_: LogReader, claim: Claim, commit: Commit, end: RankEnd) -> tuple[TableShard, ...]:
-    """Return the shards of a rank in its generation: as the CLAIM says, or else its HELLO in the log."""
+    """Return the shards of a rank in its generation, from the CLAIM, or otherwise from its HELLO in the log."""
     if claim.layout is not None and end.rank < len(claim.layout):
         return claim.layout[end.rank]
     return read_hello(log_, claim, commit, end).shards
 
 
 def check_hello(header: Header, frame: memoryview, claim: Claim, commit: Commit, end: RankEnd) -> Hello:
-    """The payload of the first frame of a rank, held against its CLAIM."""
+    """Return the payload of a rank's first frame, after comparing it with the CLAIM."""
     if header.kind is not Kind.HELLO:
         raise _located(CorruptionError(f"begins with {header.kind.name}"), commit, end, 0, end.begin)
     hello = Hello.from_json(checked_payload(header, frame, commit, end), header.version)
@@ -152,7 +152,7 @@ def check_hello(header: Header, frame: memoryview, claim: Claim, commit: Commit,
 
 
 def read_mark(header: Header, frame: memoryview, commit: Commit, end: RankEnd) -> Mark:
-    """The payload of a MARK frame."""
+    """Return the payload of a MARK frame."""
     payload = checked_payload(header, frame, commit, end)
     try:
         return Mark.from_json(payload, header.version)
@@ -161,7 +161,7 @@ def read_mark(header: Header, frame: memoryview, commit: Commit, end: RankEnd) -
 
 
 def checked_payload(header: Header, frame: memoryview, commit: Commit, end: RankEnd) -> memoryview:
-    """The payload of a frame of :func:`read_stream`, its checksum compared."""
+    """Return the payload of a frame from :func:`read_stream`, after comparing its checksum."""
     try:
         return payload_of(header, frame)
     except CorruptionError as error:

@@ -1,4 +1,4 @@
-"""A thread for what another one must not wait for."""
+"""Background thread for calls that another thread must not wait for."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ T = TypeVar("T")
 
 
 class Worker:
-    """Runs calls one after the other on a daemon thread: unlike an executor's, it keeps no process from ending.
+    """Runs calls one after the other on a daemon thread. Unlike an executor, it does not keep the process from exiting.
 
-    When the interpreter ends, the calls that were submitted may finish within ``interpreter_exit.GRACE_S``.
+    When the interpreter exits, submitted calls may finish within ``interpreter_exit.GRACE_S``.
 
     Args:
-        name: Of the thread.
-        at_exit: Method that is called once the interpreter ends, before that wait, if its object is still there: gives
-            up calls that cannot finish any more.
+        name: Name of the thread.
+        at_exit: Method that is called when the interpreter exits, before that wait, if its object still exists. It
+            gives up calls that can no longer finish.
     """
 
     def __init__(self, name: str, at_exit: Callable[[], object] | None = None) -> None:
@@ -36,7 +36,7 @@ class Worker:
         end_at_exit(thread, self.close, is_idle=self._is_idle, give_up=lambda: (method() or _nothing)())
 
     def submit(self, call: Callable[..., T], *args: Any) -> Future[T]:
-        """Run ``call(*args)`` after all that was submitted before; returns its future, which fails after a close."""
+        """Run ``call(*args)`` after all earlier calls. Returns its future, which fails after a close."""
         future: Future[T] = SafeFuture()
         future.set_running_or_notify_cancel()
         if self._closed:
@@ -46,7 +46,7 @@ class Worker:
         def run() -> None:
             try:
                 result = call(*args)
-            except BaseException as error:  # whoever asks the future hears of it
+            except BaseException as error:  # the future's owner gets the exception
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -56,7 +56,7 @@ class Worker:
         return future
 
     def close(self) -> None:
-        """Let the thread end after what was submitted. Does not wait."""
+        """End the thread after all submitted calls. Does not wait."""
         self._closed = True
         self._calls.put(None)
 
@@ -67,7 +67,7 @@ class Worker:
     def _run(self) -> None:
         while (call := self._calls.get()) is not None and not stopping.is_set():
             call()
-            del call  # and what it holds: the next one may be long in coming
+            del call  # and its references, because the next call may be far off
 
 
 def _nothing() -> None:

@@ -1,6 +1,6 @@
-"""The interface of a store's objects: a flat space of names below one URL, each object there whole or not at all.
+"""Interface of a store's objects: a flat namespace below one URL, in which each object exists whole or not at all.
 
-Nothing is appended to or renamed, so that object stores, which know neither, keep the same rules as a folder does.
+There are no appends and no renames, so that object stores, which have neither, follow the same rules as a folder.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ class Entry:
     """One object of a listing."""
 
     name: str
-    """Relative to the store, with ``/`` between its parts."""
+    """Name relative to the store, with ``/`` between its parts."""
     num_bytes: int
 
 
 class Readable(Protocol):
-    """What objects are read from: a store, or several."""
+    """Source of objects: one store, or several."""
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
-        """As :meth:`Objects.read`."""
+        """Read bytes of an object, as :meth:`Objects.read`."""
 
 
 class Objects(Readable, Protocol):
-    """The objects of one store. Safe to call from several threads."""
+    """Objects of one store. Safe to call from several threads."""
 
     url: str
     reads_ahead: int
-    """Reads that are worth having in flight at once: many where each one has a network's delay."""
+    """Useful number of concurrent reads. It is large if each read has a network's delay."""
 
     def put(self, name: str, parts: Sequence[Buffer]) -> None:
-        """Write one object from ``parts``, one after the other. It is durable on return, and until then not there.
+        """Write one object from ``parts``, one after the other. It is durable on return, and does not exist before.
 
-        It takes the place of an object of this name: a reader sees one of them whole. For names whose bytes may change,
-        and for repairs; everything else goes through ``store.once``.
+        It replaces an object of this name; a reader sees one of them whole. Use it only for names whose bytes may
+        change, and for repairs. Everything else is written with ``store.once``.
 
         Raises:
             StoreUnavailableError: it was not written.
         """
 
     def create(self, name: str, parts: Sequence[Buffer]) -> bool:
-        """Write one object as :meth:`put`, unless the name is taken. False: it is, and what stands there stays.
+        """Write one object as :meth:`put`, unless the name is taken. If it is, returns False and keeps the object.
 
-        What stands there may be what this call has written, if an answer was lost. A store that ignores the condition
-        overwrites the object, and says True: see :class:`LooksFirst`.
+        The existing object may be one that this call has written, if an answer was lost. A store that ignores the
+        condition overwrites the object and returns True; see :class:`LooksFirst`.
 
         Raises:
             StoreUnavailableError: it was not written.
         """
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
-        """Bytes [begin, end) of an object, up to its end without ``end``. Read-only.
+        """Return bytes [begin, end) of an object, read-only. Without ``end``, up to the object's end.
 
         Raises:
             MissingObjectError: there is no such object.
@@ -68,18 +68,18 @@ class Objects(Readable, Protocol):
         """
 
     def size(self, name: str) -> int | None:
-        """Length in bytes; None when there is no such object."""
+        """Return the length in bytes. Returns None if there is no such object."""
 
     def list(self, prefix: str) -> Iterator[Entry]:
-        """All objects whose names begin with ``prefix``, which ends with ``/`` or is empty; in no order."""
+        """Yield all objects whose names begin with ``prefix``, which ends with ``/`` or is empty. In no order."""
 
     def delete(self, name: str) -> None:
-        """Take an object away; nothing happens when it is not there."""
+        """Delete an object. Does nothing if it does not exist."""
 
     def clear_leftovers(self) -> int:
-        """Take away what writers that died have left half written, where that can be told; returns how many bytes.
+        """Delete partial data of writers that died, if that can be determined. Returns the number of bytes.
 
-        No listing shows it. Writers that live are not disturbed.
+        No listing shows such data. Live writers are not disturbed.
         """
 
     def close(self) -> None: ...
@@ -87,25 +87,28 @@ class Objects(Readable, Protocol):
 
 @runtime_checkable
 class ReadsInto(Protocol):
-    """A store whose objects can be read to where their bytes are wanted, without a copy in between."""
+    """Store whose objects can be read directly into buffers, without an intermediate copy."""
 
     def read_into(self, name: str, begin: int, buffers: Sequence[memoryview]) -> None:
-        """Fill ``buffers``, one after the other, with what an object has from ``begin`` on; raises as ``read``."""
+        """Fill ``buffers``, one after the other, with an object's bytes from ``begin`` on; raises as ``read``."""
 
 
 @runtime_checkable
 class LooksFirst(Protocol):
-    """A store that may not refuse a put to a name that is taken."""
+    """Store that may not refuse a put to a name that is taken."""
 
     looks_first: bool
-    """True if :meth:`Objects.create` looks at a name before it puts: another writer may come in between.
+    """True if :meth:`Objects.create` checks a name before it puts. Another writer may put in between.
 
-    True once the store has said that it does not refuse. Set it, if the store was seen to ignore the condition.
+    It is True once the store has reported that it does not refuse. Set it if the store was seen to ignore the
+    condition.
     """
 
     def overwrites_in_parts(self, name: str, parts: Sequence[Buffer]) -> bool:
-        """Put an object that is there once more, by the requests of a large one, if its name is free; tell whether the
-        store did so. False also where one condition is known to hold for objects of any length: nothing is put.
+        """Put an existing object again, with the requests of a large one, on condition that its name is free.
+
+        Returns True if the store overwrote it. Returns False also if the condition is known to hold for objects of any
+        length; in this case nothing is put.
 
         Raises:
             StoreUnavailableError: the store does not answer, or does not let this user write.
@@ -114,24 +117,25 @@ class LooksFirst(Protocol):
 
 @runtime_checkable
 class KeepsTime(Protocol):
-    """A store that says by one clock of its own when it took an object."""
+    """Store that reports, by a single clock of its own, when it received an object."""
 
     server: str
-    """Where its server or account is, as far as settings name one; empty for the service's own."""
+    """Server or account, if settings name one. Empty for the service's default."""
 
     def put_at(self, name: str) -> float | None:
-        """When an object was put, in seconds since some beginning; None when the store does not say."""
+        """Return the time when an object was put, in seconds since some epoch. Returns None if the store does not
+        report it."""
 
 
 def open_store(url: str, options: Options = None) -> Objects:
-    """Open the store at ``url``; touches nothing until it is used.
+    """Open the store at ``url``. Nothing is accessed until the store is used.
 
     Args:
-        url: ``file://DIR``, a plain path, or what fsspec knows: ``s3://BUCKET/PREFIX``, ``memory://NAME``.
+        url: ``file://DIR``, a plain path, or a URL for fsspec: ``s3://BUCKET/PREFIX``, ``memory://NAME``.
         options: Settings of fsspec's file system, or a file of ``key=value`` lines.
 
     Raises:
-        ConfigError: it is not the URL of a store, or what reads it is not installed.
+        ConfigError: it is not the URL of a store, or the library that reads it is not installed.
     """
     where = check_store_url(url)
     if where.folder is not None:

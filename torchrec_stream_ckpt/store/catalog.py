@@ -1,6 +1,6 @@
-"""What a store holds of one job, read from its names and manifests, and what of it leads to a marker.
+"""Catalog of one job's objects in a store, from names and manifests, and the pieces that lead to a marker.
 
-What was read of a store's small objects, kept for the next time up to a bound.
+Also a bounded cache of the store's small objects.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ from torchrec_stream_ckpt.util.layout import (
 from torchrec_stream_ckpt.util.types import MarkerId
 
 MOST_REFS = 2**18
-"""Segments, and ranks of COMMITs, in what is kept: some 100 MB. What was read first is read again."""
+"""Limit of the cache, in segments and ranks of COMMITs: some 100 MB. The oldest entries are dropped and read again."""
 
 
 class Kept:
-    """Objects by name. What was read first goes when there is too much. Safe to use from several threads."""
+    """Bounded cache of objects by name. If it is full, the oldest entries are dropped. Safe to use from several
+    threads."""
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[object, int]] = {}
@@ -56,12 +57,12 @@ class Kept:
         return len(self._held)
 
     def get(self, name: str, kind: type[T]) -> T | None:
-        """An object that is kept; None: it is to be read."""
+        """Return a cached object. Returns None if it must be read."""
         found = self._held.get(name)
         return found[0] if found is not None and isinstance(found[0], kind) else None
 
     def put(self, name: str, value: object, weight: int) -> None:
-        """Keep an object; ``weight``: how many segments or ranks it names."""
+        """Cache an object. ``weight`` is the number of segments or ranks that it names."""
         weight = max(1, weight)
         with self._lock:
             self._weight += weight - self._held.pop(name, (None, 0))[1]
@@ -70,22 +71,22 @@ class Kept:
                 self._weight -= self._held.pop(next(iter(self._held)))[1]
 
     def clear(self) -> None:
-        """Forget all of it."""
+        """Drop all cached objects."""
         with self._lock:
             self._held.clear()
             self._weight = 0
 
 
 _FEW = 8
-"""Objects that are read one after the other."""
+"""Up to this many objects are read one after the other."""
 _AHEAD = 64
-"""Reads at once of more of them."""
+"""Number of concurrent reads if there are more."""
 
 T = TypeVar("T")
 H = TypeVar("H", bound=Hashable)
 
 Stride = tuple[MarkerId | None, MarkerId]
-"""(start, end) of a piece, which is a fold or otherwise an interval. None: it begins with every row."""
+"""(start, end) of a piece, which is a fold or otherwise an interval. ``start`` is None if it begins with every row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class Picked:
 
     @property
     def entries(self) -> npt.NDArray[np.void]:
-        """What the directory says of them."""
+        """Directory entries of the chunks."""
         return self.front.directory[self.chunks]
 
     @property
@@ -106,35 +107,35 @@ class Picked:
         return int(self.entries["num_bytes"].sum())
 
     def only(self, chosen: npt.NDArray[np.bool_]) -> Picked:
-        """Those of the chunks that are chosen, one flag each."""
+        """Return only the chosen chunks. There is one flag per chunk."""
         return replace(self, chunks=self.chunks[chosen])
 
     def alone(self) -> Picked:
-        """Copy it for another process: the same chunks with no word of others, and without notes."""
+        """Return a copy for another process: the same chunks without the entries of others, and without notes."""
         front = replace(self.front, directory=self.entries, notes=b"")
         return replace(self, front=front, chunks=np.arange(len(self.chunks)))
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows that changed in (start, end], the newest version of each in the last segment that has it."""
+    """Rows that changed in (start, end]. The newest version of each is in the last segment that has it."""
 
     start: MarkerId | None
-    """None: the piece holds every row."""
+    """Start of the piece. None if it holds every row."""
     end: MarkerId
     segments: tuple[SegmentRef, ...]
     chain: int
     """``Commit.chain`` of ``end``."""
     opened: tuple[Picked, ...] = ()
-    """Once the directories were read: all chunks of each segment, or those that :meth:`only` has left."""
+    """Chunks of each segment, set once the directories were read: all of them, or those kept by :meth:`only`."""
 
     def only(self, choose: Callable[[Picked], Picked]) -> Piece:
-        """The open piece with the chunks that are chosen of each segment, without segments of which none are."""
+        """Return the open piece with the chosen chunks of each segment. Omits segments without chosen chunks."""
         return replace(self, opened=tuple(left for each in self.opened if len((left := choose(each)).chunks)))
 
     @property
     def generation(self) -> int:
-        """The one that it ends in."""
+        """Generation in which it ends."""
         return self.end.generation
 
     @property
@@ -148,27 +149,27 @@ class Piece:
 
 @dataclass(slots=True)
 class Catalog:
-    """The objects of one job. Nothing in a store changes, so that what was read once stays true."""
+    """Objects of one job. Objects in a store do not change, so everything read once stays valid."""
 
     objects: Objects
     job: bytes
     markers: Set[MarkerId] = frozenset()
-    """Markers whose manifests are there; some may have been dropped."""
+    """Markers that have manifests. Some may have been dropped."""
     dropped: Set[MarkerId] = frozenset()
-    """Markers that were given up, and that were not pinned before that was said."""
+    """Markers that were given up and were not pinned before that."""
     folds: Set[Stride] = frozenset()
     listed: int = 0
-    """How often it was listed, or forgot what it had read: until it grows, only the caller's own folds are new."""
+    """Number of listings and cache resets. Until it grows, only the caller's own folds are new."""
     small: Readable | None = None
-    """What manifests and directories are read from; None: the objects themselves."""
+    """Source of manifests and directories. None for the objects themselves."""
     _kept: Kept = field(default_factory=Kept, compare=False, repr=False)
-    """What was read of manifests, folds and markers that were given up, up to a bound."""
+    """Cache of manifests, folds and records of markers that were given up, up to a bound."""
     _assumed: Mapping[Stride, Fold] = field(default_factory=dict)
     """Folds that are still to be written."""
 
     @classmethod
     def load(cls, objects: Objects, job: bytes) -> Catalog:
-        """List what is there now."""
+        """List the current objects of a job."""
         catalog = cls(objects, job)
         catalog.refresh()
         return catalog
@@ -182,29 +183,29 @@ class Catalog:
         self.dropped = frozenset(
             found[1] for name in _names(self, DROPPED_DIR) if (found := parse_dropped_name(name)) is not None
         )
-        if self.dropped:  # listed first: a pin that was there when a marker was given up is seen
+        if self.dropped:  # listed before pins: a pin that existed when a marker was given up is seen
             pins = {found[1] for name in _names(self, PINS_DIR) if (found := parse_pin_name(name)) is not None}
             self.dropped -= {each for each in pins & self.markers & self.dropped if _is_of_choice(self, each)}
         self.folds = frozenset(
             (fold.start, fold.end) for name in _names(self, FOLDS_DIR) if (fold := parse_fold_name(name)) is not None
         )
 
-    # What the owner of this catalog has put since it was listed.
+    # Objects that the owner of this catalog has put since it was listed.
 
     def came(self, marker: MarkerId) -> None:
-        """The caller has put the manifest of a marker."""
+        """Note that the caller has put the manifest of a marker."""
         self.markers = _grown(self.markers, marker)
 
     def went(self, marker: MarkerId) -> None:
-        """The caller has given a marker up."""
+        """Note that the caller has given a marker up."""
         self.dropped = _grown(self.dropped, marker)
 
     def folded(self, start: MarkerId | None, end: MarkerId) -> None:
-        """The caller has put a fold."""
+        """Note that the caller has put a fold."""
         self.folds = _grown(self.folds, (start, end))
 
     def refresh_within(self, lineage: Lineage) -> None:
-        """List again; raises as :meth:`check` for a marker that came meanwhile and is of another history."""
+        """List again. Raises as :meth:`check` if a new marker is of another history."""
         known = self.markers
         self.refresh()
         for marker in self.markers - known:
@@ -212,10 +213,10 @@ class Catalog:
                 self.check(lineage.commits[marker])
 
     def manifest(self, marker: MarkerId) -> Manifest:
-        """The manifest of a marker that is there.
+        """Return the manifest of a marker that has one.
 
         Raises:
-            CorruptionError: it is gone or altered.
+            CorruptionError: it is missing or was altered.
         """
         name = manifest_name(self.job, marker)
         manifest = self._kept.get(name, Manifest)
@@ -239,23 +240,23 @@ class Catalog:
 
     @property
     def fronts(self) -> Readable:
-        """What manifests, folds and directories are read from."""
+        """Source of manifests, folds and directories."""
         return self.small if self.small is not None else self.objects
 
     def forget(self) -> None:
-        """Read manifests and folds again when they are next asked for: one was written anew."""
+        """Drop cached manifests and folds, because one was written again."""
         self.listed += 1
         self._kept.clear()
 
     def check(self, commit: Commit) -> Manifest:
-        """The manifest of a marker that is there; raises also when it is of another history than ``commit``."""
+        """Return the manifest of a marker that has one. Raises also if it is of another history than ``commit``."""
         manifest = self.manifest(commit.id)
         if manifest.commit != commit:
             raise self.foreign(commit, _in_words(manifest.commit))
         return manifest
 
     def foreign(self, commit: Commit, there: str) -> OtherLogError:
-        """Make the error for an object of another history than ``commit``; ``there`` tells which one, in words."""
+        """Make the error for an object of another history than ``commit``. ``there`` describes that history."""
         return OtherLogError(
             "the store holds another marker of this name than the log: one of them was copied, or put back",
             hint="give every log a store of its own, or bring the right one back",
@@ -266,7 +267,7 @@ class Catalog:
         )
 
     def drop_of(self, marker: MarkerId) -> Dropped:
-        """Read what was said when a marker was given up; raises as :meth:`manifest`."""
+        """Read the record of a marker that was given up; raises as :meth:`manifest`."""
         name = dropped_name(self.job, marker)
         drop = self._kept.get(name, Dropped)
         if drop is None:
@@ -277,7 +278,7 @@ class Catalog:
         return drop
 
     def is_dropped(self, commit: Commit) -> bool:
-        """Return whether the marker was given up; raises when it was one of another history that had its name."""
+        """Return whether the marker was given up. Raises if that was a marker of this name from another history."""
         if commit.id not in self.dropped:
             return False
         if (found := self.drop_of(commit.id).commit) != commit:
@@ -285,7 +286,7 @@ class Catalog:
         return True
 
     def check_offered(self, marker: MarkerId) -> None:
-        """Raises MarkerNotFoundError if the marker was given up, saying when and by what."""
+        """Raise MarkerNotFoundError if the marker was given up. The error gives time and reason."""
         if marker not in self.dropped:
             return
         try:
@@ -300,7 +301,7 @@ class Catalog:
         )
 
     def fold(self, start: MarkerId | None, end: MarkerId) -> Fold:
-        """A fold that is there; raises as :meth:`manifest`."""
+        """Return an existing fold; raises as :meth:`manifest`."""
         if (start, end) in self._assumed:
             return self._assumed[start, end]
         name = FoldName(self.job, end, start).name
@@ -313,12 +314,12 @@ class Catalog:
         return fold
 
     def assuming(self, spans: Iterable[Stride]) -> Catalog:
-        """This catalog with folds that are still to be written, and have no segments."""
+        """Return this catalog with folds that are still to be written and have no segments."""
         folds = {(start, end): Fold(self.job, start, end, 0, ()) for start, end in spans}
         return replace(self, folds=self.folds | folds.keys(), _assumed={**self._assumed, **folds})
 
     def claim(self, generation: int) -> Claim:
-        """The CLAIM of a generation that has a manifest, as it stands in the control partition."""
+        """Return the CLAIM of a generation that has a manifest, as in the control partition."""
         name = claim_name(self.job, generation)
         claim = parse_control(self.objects.read(name))
         if not isinstance(claim, Claim) or (claim.job, claim.generation) != (self.job, generation):
@@ -326,10 +327,10 @@ class Catalog:
         return claim
 
     def lineage(self) -> Lineage:
-        """Rebuild what the control partition said of all markers that are or were here: for when the log is gone.
+        """Rebuild the lineage of all markers that are or were in the store, for a log that is lost.
 
         Raises:
-            CorruptionError: a marker between others is not here, or an object is damaged.
+            CorruptionError: a marker between others is missing, or an object is damaged.
         """
         self.read_ahead((marker, marker) for marker in self.markers - self.dropped)
         lineage = Lineage()
@@ -348,15 +349,15 @@ class Catalog:
     def cover(
         self, chain: Sequence[Commit], since: MarkerId | None = None, pool: Executor | None = None
     ) -> tuple[Piece, ...]:
-        """Pieces, one after the other, that lead as far along ``chain`` as the store does; empty when it leads nowhere.
+        """Return consecutive pieces that lead as far along ``chain`` as the store does. Empty if there are none.
 
         Args:
             chain: A tail of ``Lineage.chain`` of a marker: neighbors are an interval apart.
-            since: The marker before its first one; None for a whole chain.
-            pool: Threads to read with, where a store may take its time for each of the pieces.
+            since: The marker before its first one. None for a whole chain.
+            pool: Threads for reading, if a store may be slow for each of the pieces.
 
         Raises:
-            CorruptionError: a manifest that is needed is altered, or of another history than ``chain``.
+            CorruptionError: a manifest that is needed was altered, or is of another history than ``chain``.
         """
         strides = self.strides(chain, since)
         reach = next((each.id for each in reversed(chain) if each.id in self.markers and each.id in strides), None)
@@ -371,12 +372,13 @@ class Catalog:
         return tuple(side_by_side(self.fronts, pool, piece, steps, self._named))
 
     def _named(self, step: Stride) -> str:
-        """The object that names the segments of a piece."""
+        """Return the name of the object that names the segments of a piece."""
         start, end = step
         return FoldName(self.job, end, start).name if step in self.folds else manifest_name(self.job, end)
 
     def read_ahead(self, steps: Iterable[Stride]) -> None:
-        """Read what names the segments of pieces, side by side where there are many; what is damaged is met later."""
+        """Read the objects that name the segments of pieces, concurrently if there are many. Damage is reported
+        later."""
 
         def read(step: Stride) -> None:
             with suppress(CorruptionError):
@@ -388,7 +390,7 @@ class Catalog:
                 list(pool.map(read, unread))
 
     def upto(self, generation: int) -> Catalog:
-        """This catalog without markers of later generations."""
+        """Return this catalog without markers of later generations."""
         return replace(
             self,
             markers=frozenset(marker for marker in self.markers if marker.generation <= generation),
@@ -397,9 +399,9 @@ class Catalog:
         )
 
     def strides(self, chain: Sequence[Commit], since: MarkerId | None = None) -> dict[MarkerId, MarkerId | None]:
-        """Where the longest piece that ends at a marker begins, for all markers that pieces lead to.
+        """Return the start of the longest piece that ends at a marker, for all markers that pieces lead to.
 
-        A piece counts only if others lead to where it begins: what comes after a gap leads nowhere.
+        A piece counts only if others lead to its start: pieces after a gap lead nowhere.
         """
         ids = [commit.id for commit in chain]
         places: dict[MarkerId | None, int] = {since: -1} | {marker: place for place, marker in enumerate(ids)}
@@ -433,7 +435,7 @@ class Catalog:
 def follow(
     strides: Mapping[MarkerId, MarkerId | None], reach: MarkerId | None, since: MarkerId | None = None
 ) -> list[Stride]:
-    """(start, end) of the pieces that lead from ``since`` to ``reach``, oldest first; see :meth:`Catalog.strides`."""
+    """Return (start, end) of the pieces from ``since`` to ``reach``, oldest first; see :meth:`Catalog.strides`."""
     steps = []
     at = reach
     while at is not None and at != since:
@@ -443,14 +445,15 @@ def follow(
 
 
 def _grown(names: Set[H], name: H) -> Set[H]:
-    """The same with one more; what was grown once takes more in place, at the cost of that one alone."""
+    """Return the names with one more. A set that was grown before is extended in place, at the cost of one
+    insertion."""
     grown = names if isinstance(names, set) else set(names)
     grown.add(name)
     return grown
 
 
 def _in_words(commit: Commit) -> str:
-    """Say what tells a marker from another one of its name."""
+    """Describe the marker, to distinguish it from another one of its name."""
     return f"chain {commit.chain:08x}, step {commit.step}, nonce {commit.nonce}"
 
 
@@ -465,12 +468,12 @@ def _gap(objects: Objects, marker: MarkerId, previous: MarkerId | None) -> Corru
 
 
 def _names(catalog: Catalog, kind: str) -> Iterator[str]:
-    """Of all objects of the job below one folder."""
+    """Yield the names of all objects of the job below one folder."""
     return (entry.name for entry in catalog.objects.list(f"{kind}/{catalog.job.hex()}/"))
 
 
 def _is_of_choice(catalog: Catalog, marker: MarkerId) -> bool:
-    """``Dropped.of_choice`` of a marker that was given up."""
+    """Return ``Dropped.of_choice`` of a marker that was given up. True if its record cannot be read."""
     try:
         return catalog.drop_of(marker).of_choice
     except (CorruptionError, MarkerNotFoundError):

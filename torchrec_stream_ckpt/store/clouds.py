@@ -1,4 +1,4 @@
-"""What differs between the object stores that fsspec speaks to: patience, names of settings, what libraries hide."""
+"""Differences between the object stores that fsspec supports: timeouts, names of settings, gaps of the libraries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from torchrec_stream_ckpt.util.uris import without_login
 
 WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"})
-"""Protocols under which an upload is seen whole or not at all."""
+"""Protocols under which an upload becomes visible whole or not at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,32 +20,37 @@ class Cloud:
     """One kind of object store, as its library for fsspec has it."""
 
     extra: str = ""
-    """Of ``pyproject.toml``: what installs the library."""
+    """Extra in ``pyproject.toml`` that installs the library."""
     module: str = ""
-    """Where the library's file system for ordinary buckets is, if it has others too."""
+    """Module of the library's file system for ordinary buckets, if it has others too."""
     patience: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that say how long to wait, for those that the options leave open."""
+    """Timeout settings, for those that the options do not set."""
     whole: Mapping[str, Any] = field(default_factory=dict)
     """Arguments that make the read of a whole object one request."""
     length: Callable[[Any, str], int] | None = None
-    """Length of an object by one request; raises FileNotFoundError if it is not there. None: the library's ``info``,
-    which may also list what has the name as a prefix.
+    """Function that returns the length of an object by one request. It raises FileNotFoundError if there is none.
+
+    None for the library's ``info``, which may also list objects that have the name as a prefix.
     """
     upload: Callable[[Any, str, bytes], object] | None = None
-    """Puts an object by the requests of a large one, if its name is free; raises as ``pipe_file``. None: where a store
-    knows the condition, it knows it for large objects, too.
+    """Function that puts an object with the requests of a large one, if its name is free. It raises as ``pipe_file``.
+
+    None if a store that supports the condition also supports it for large objects.
     """
     keys_hint: str = "check the store's options"
-    """What to try when the store does not accept our login."""
+    """Hint for a login that the store does not accept."""
     servers: tuple[str, ...] = ()
     """Settings that name the server or the account."""
     variables: tuple[str, ...] = ()
-    """Variables of the environment that do."""
+    """Environment variables that name the server or the account."""
     look: Callable[[Any, str], object] | None = None
-    """Looks at a bucket through a file system; raises FileNotFoundError if it is not there. None: every use says so."""
+    """Function that looks up a bucket through a file system. It raises FileNotFoundError if there is none.
+
+    None if every use of a bucket reports this.
+    """
 
     def server(self, settings: Mapping[str, Any]) -> str:
-        """The server or the account that settings or the environment name; empty: none."""
+        """Return the server or the account that settings or the environment name. Empty if there is none."""
         client = settings.get("client_kwargs")
         named = [settings.get(name) for name in self.servers]
         named += [client.get("endpoint_url")] if isinstance(client, Mapping) else []
@@ -56,7 +61,7 @@ class Cloud:
 
 
 def _of_connection(text: object) -> str:
-    """Server or account of an Azure connection string, which also holds the key; empty: it is no such string."""
+    """Return the server or account of an Azure connection string, which also holds the key. Empty for other strings."""
     if not isinstance(text, str) or "AccountName=" not in text:
         return ""
     fields = dict(part.partition("=")[::2] for part in text.split(";"))
@@ -69,7 +74,7 @@ def _length_on_s3(files: Any, path: str) -> int:
 
 
 def _upload_to_s3(files: Any, path: str, data: bytes) -> None:
-    """Upload one part, which may be small as it is the last one, and complete it by the condition of a put."""
+    """Upload a single part, which may be small because it is the last, and complete it under the condition of a put."""
     bucket, key, _ = files.split_path(path)
     call = partial(files.call_s3, Bucket=bucket, Key=key)
     upload = call("create_multipart_upload")["UploadId"]
@@ -78,7 +83,7 @@ def _upload_to_s3(files: Any, path: str, data: bytes) -> None:
         parts = {"Parts": [{"PartNumber": 1, "ETag": part["ETag"]}]}
         call("complete_multipart_upload", UploadId=upload, MultipartUpload=parts, IfNoneMatch="*")
     except Exception:
-        with contextlib.suppress(Exception):  # a lifecycle rule of the bucket takes what stays
+        with contextlib.suppress(Exception):  # a lifecycle rule of the bucket deletes the rest
             call("abort_multipart_upload", UploadId=upload)
         raise
 
@@ -92,7 +97,7 @@ _S3 = Cloud(
             "max_pool_connections": 128,  # as many small objects as a plan asks for at once; botocore's own limit is 10
         }
     },
-    # Else s3fs asks for the length first, to read a large object by several requests. Ours are read by ranges.
+    # Otherwise s3fs asks for the length first, to read a large object by several requests. We read by ranges.
     whole={"max_concurrency": 1},
     length=_length_on_s3,
     upload=_upload_to_s3,
@@ -100,13 +105,14 @@ _S3 = Cloud(
     servers=("endpoint_url",),
     variables=("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
 )
-"""Where the options do not say how long to wait: s3fs tries five times what botocore has tried four times, 60 s each
-time. With botocore's own tries a server that says nothing would hold a marker for longer than the ranks wait for each
-other.
+"""Settings for S3. The timeouts apply if the options set none.
+
+s3fs makes five attempts, each of which is four attempts of botocore, 60 s each. With botocore's own retries, a silent
+server would hold a marker for longer than the ranks wait for each other.
 """
 _GS = Cloud(
     extra="gs",
-    # Its other one writes objects that can be read before they are whole, into buckets of a zone.
+    # The library's other file system writes objects that are readable before they are complete, into zonal buckets.
     module="gcsfs.core",
     patience={"requests_timeout": 120},
     keys_hint="check the store's options (token) or the environment (GOOGLE_APPLICATION_CREDENTIALS)",
@@ -129,5 +135,5 @@ _CLOUDS = {"s3": _S3, "s3a": _S3, "gs": _GS, "gcs": _GS, "abfs": _AZURE, "abfss"
 
 
 def cloud_of(scheme: str) -> Cloud:
-    """The kind of store under a URL's scheme; one without any settings for a scheme that is not known."""
+    """Return the kind of store for a URL's scheme. For an unknown scheme, it has no settings."""
     return _CLOUDS.get(scheme, Cloud())

@@ -1,8 +1,8 @@
-"""Where the dense state of markers lies: written in place in a folder, or carried to and from an object store.
+"""Storage of the markers' dense state: written in place in a folder, or copied to and from an object store.
 
-DCP writes and reads files of a local folder. In a store that is a folder, that is the marker's own; for an object store
-it is a scratch folder of this process, and what was written is put into the store before this rank votes for the
-marker. Nothing that came out of a store is opened before its SHA-256 has been compared with COMMIT.
+DCP writes and reads files of a local folder. If the store is a folder, that is the marker's own folder. For an object
+store it is a scratch folder of this process, and the written files are put into the store before this rank votes for
+the marker. No data from a store is opened before its SHA-256 has been compared with COMMIT.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from torchrec_stream_ckpt.util.uris import check_store_url
 
 
 class DenseStore(Protocol):
-    """The dense state of all markers of a store, as trainers and readers use it."""
+    """Dense state of all markers of a store, as trainers and readers use it."""
 
     url: str
 
     @property
     def folder(self) -> Path | None:
-        """The store's folder; None for an object store."""
+        """The store's folder. None for an object store."""
 
     def preflight(self) -> None:
-        """(rank 0, at attach) Whether the store answers and accepts our login.
+        """(rank 0, at attach) Check that the store answers and accepts our login.
 
         Raises:
             StoreUnavailableError: it does not.
@@ -60,36 +60,36 @@ class DenseStore(Protocol):
         """
 
     def is_seen(self, job: bytes) -> bool:
-        """(each rank) Whether this rank sees what rank 0 has prepared."""
+        """(each rank) Return whether this rank sees the store that rank 0 has prepared."""
 
     def writing(self, job: bytes, marker: MarkerId) -> Path:
-        """(each rank) The folder into which DCP is to write this marker. It may still have to be made."""
+        """(each rank) Return the folder into which DCP is to write this marker. It may not exist yet."""
 
     def publish(self, job: bytes, marker: MarkerId, files: Sequence[DenseFile]) -> None:
-        """(each rank) Put what this rank has written there into the store; durable on return.
+        """(each rank) Put the files that this rank has written for a marker into the store. Durable on return.
 
         Raises:
-            StoreUnavailableError: it was not taken.
+            StoreUnavailableError: the store did not accept them.
         """
 
     def put_list(self, job: bytes, marker: MarkerId, data: bytes) -> None:
-        """(rank 0) Put the list of a marker's dense files beside them; durable on return.
+        """(rank 0) Put the list of a marker's dense files next to them. Durable on return.
 
         Raises:
-            StoreUnavailableError: it was not taken.
+            StoreUnavailableError: the store did not accept it.
         """
 
     def discard(self, job: bytes, marker: MarkerId) -> None:
-        """(rank 0) Take away what was written for a marker that was given up, as far as that succeeds."""
+        """(rank 0) Delete the files of a marker that was given up, as far as possible."""
 
     def settle(self, job: bytes, marker: MarkerId) -> None:
-        """(each rank) The marker has been voted on: let go of what was only needed for writing it."""
+        """(each rank) Delete files that were needed only for writing the marker, after it has been voted on."""
 
     def files(self, commit: Commit) -> tuple[DenseFile, ...]:
-        """All dense files of a marker, from its COMMIT or from the list that it names.
+        """Return all dense files of a marker, from its COMMIT or from the list that it names.
 
         Raises:
-            CorruptionError: the list is missing or altered; names it.
+            CorruptionError: the list is missing or was altered; the error names it.
             StoreUnavailableError: the store does not answer.
         """
 
@@ -97,21 +97,22 @@ class DenseStore(Protocol):
         """Compare all dense files of a marker with COMMIT.
 
         Raises:
-            CorruptionError: a file is missing or altered; names it.
+            CorruptionError: a file is missing or was altered; the error names it.
             StoreUnavailableError: the store does not answer.
         """
 
     def local(self, commit: Commit) -> Path:
-        """A folder with the marker's dense files, once :meth:`verify` has been called on one rank. As ``verify``."""
+        """Return a folder with the marker's dense files, after one rank has called :meth:`verify`. Raises as
+        ``verify``."""
 
     def why_not(self, commit: Commit) -> str:
-        """Tell what is wrong with a marker's dense files, as far as names and sizes show it; empty when nothing is."""
+        """Describe what is wrong with a marker's dense files, judging by names and sizes. Empty if nothing is."""
 
     def place(self, commit: Commit) -> str:
-        """Where they are, for people."""
+        """Return the place of a marker's dense files, for people."""
 
     def release(self) -> None:
-        """Let go of what :meth:`local` gave."""
+        """Delete the local copies that :meth:`local` made."""
 
     def close(self) -> None: ...
 
@@ -119,10 +120,12 @@ class DenseStore(Protocol):
 def name_files(
     store: DenseStore, job: bytes, marker: MarkerId, files: Sequence[DenseFile]
 ) -> tuple[tuple[DenseFile, ...], DenseList | None]:
-    """(rank 0) How COMMIT names the dense files: one by one or, where they are many, by a list, which is durable then.
+    """(rank 0) Decide how COMMIT names the dense files: one by one or, if there are many, by a list.
+
+    The list is durable on return.
 
     Raises:
-        StoreUnavailableError: the list was not taken.
+        StoreUnavailableError: the store did not accept the list.
     """
     if len(files) <= INLINE_FILES:
         return tuple(files), None
@@ -132,7 +135,7 @@ def name_files(
 
 
 def lacking(objects: Objects, commit: Commit, files: Iterable[DenseFile]) -> list[DenseFile]:
-    """A marker's dense files that a store lacks, or has with another length."""
+    """Return a marker's dense files that a store lacks, or has with another length."""
     sizes = {entry.name: entry.num_bytes for entry in objects.list(f"{dense_name(commit.job, commit.id)}/")}
     return [file for file in files if sizes.get(dense_file_name(commit.job, commit.id, file.name)) != file.num_bytes]
 
@@ -140,17 +143,17 @@ def lacking(objects: Objects, commit: Commit, files: Iterable[DenseFile]) -> lis
 def copy_dense(
     source: DenseStore, commit: Commit, files: Iterable[DenseFile], target: Objects, going_on: Callable[[], None]
 ) -> Iterator[DenseFile]:
-    """Copy dense files of a marker into a store; gives each one that has been copied.
+    """Copy dense files of a marker into a store. Yields each file after its copy.
 
     Args:
-        source: What is there is compared with COMMIT first, all of it.
-        commit: The marker.
-        files: Those that ``target`` lacks.
-        target: Where to.
-        going_on: Called before each file; ends the work by raising.
+        source: Source of the files. All of them are compared with COMMIT first.
+        commit: COMMIT of the marker.
+        files: Files that ``target`` lacks.
+        target: Store to copy to.
+        going_on: Called before each file. It stops the work by raising.
 
     Raises:
-        CorruptionError: a file is missing or altered.
+        CorruptionError: a file is missing or was altered.
         StoreUnavailableError: one of the two does not answer.
     """
     try:
@@ -172,25 +175,26 @@ def copy_dense(
 
 
 def _view(file: BinaryIO) -> memoryview:
-    """All bytes of a file, not read before they are used."""
+    """Return all bytes of a file as a map, which reads them when they are used."""
     if not os.fstat(file.fileno()).st_size:
         return memoryview(b"")
     return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
 
 
 def open_dense(url: str, options: Options = None) -> DenseStore:
-    """The dense state of the store at ``url``; as :func:`open_store`, touches nothing until it is used."""
+    """Return the dense state of the store at ``url``. As with :func:`open_store`, nothing is accessed until it is
+    used."""
     return dense_in(open_store(url, options))
 
 
 def dense_in(objects: Objects) -> DenseStore:
-    """The dense state in a store that is open; closing it closes the store."""
+    """Return the dense state in an open store. Closing it closes the store."""
     folder = check_store_url(objects.url).folder
     return DenseFolder(folder) if folder is not None else DenseObjects(objects)
 
 
 class DenseFolder:
-    """Dense state in a folder that all ranks see. DCP writes and reads a marker's own folder; one rank verifies."""
+    """Dense state in a folder that all ranks see. DCP writes and reads a marker's own folder. One rank verifies."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -281,11 +285,11 @@ class DenseFolder:
         pass
 
     def _root(self, job: bytes) -> Path:
-        """The folder of one job's dense state."""
+        """Return the folder of one job's dense state."""
         return (self._folder / dense_name(job, MarkerId(0, 0))).parent
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Length of each file of a folder, links not followed."""
+    """Return the length of each file of a folder, without following links."""
     with os.scandir(folder) as entries:
         return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}

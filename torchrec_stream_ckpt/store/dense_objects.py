@@ -1,4 +1,4 @@
-"""The dense state of markers in an object store, carried to and from a scratch folder of this process."""
+"""Dense state of markers in an object store, copied to and from a scratch folder of this process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _RANGE_BYTES = 16 * 2**20
 
 
 def files_in(objects: Objects, commit: Commit) -> tuple[DenseFile, ...]:
-    """All dense files of a marker whose dense state lies in a store; raises as ``DenseStore.files``."""
+    """Return all dense files of a marker whose dense state is in a store; raises as ``DenseStore.files``."""
     said = commit.dense_list
     if said is None:
         return commit.dense_files
@@ -45,7 +45,7 @@ def files_in(objects: Objects, commit: Commit) -> tuple[DenseFile, ...]:
 
 
 def read_dense_file(objects: Objects, name: str, file: DenseFile, piece_bytes: int = _RANGE_BYTES) -> Iterator[int]:
-    """Read a dense file and compare its digest; yields how many bytes each piece had. Raises as :func:`_pieces`."""
+    """Read a dense file and compare its digest. Yields the length of each piece in bytes. Raises as :func:`_pieces`."""
     return map(len, _pieces(objects, name, file, piece_bytes))
 
 
@@ -53,13 +53,13 @@ def _pieces(objects: Objects, name: str, file: DenseFile, piece_bytes: int = _RA
     """Read a dense file in pieces, and compare its digest after the last one.
 
     Raises:
-        CorruptionError: it is gone or altered.
+        CorruptionError: it is missing or was altered.
         StoreUnavailableError: the store does not answer.
     """
     size = objects.size(name)
     if size is None:
         raise MissingObjectError("dense state is gone", store=objects.url, name=name)
-    if size != file.num_bytes:  # nothing has to be read to know: it may be anything
+    if size != file.num_bytes:  # the file is altered and need not be read
         raise CorruptionError(altered("the file", size, file), store=objects.url, name=name)
     digest = hashlib.sha256()
     for begin in range(0, size, piece_bytes):
@@ -71,10 +71,10 @@ def _pieces(objects: Objects, name: str, file: DenseFile, piece_bytes: int = _RA
 
 
 class DenseObjects:
-    """Dense state in an object store: every rank carries its own files there, and those that it reads from there.
+    """Dense state in an object store. Every rank uploads its own files, and downloads those that it reads.
 
-    The scratch folder is made where ``TMPDIR`` says. It is taken away by :meth:`close` and at exit; a process that is
-    killed leaves it.
+    The scratch folder is made in ``TMPDIR``. It is deleted by :meth:`close` and at exit. A process that is killed
+    leaves it.
     """
 
     def __init__(self, objects: Objects) -> None:
@@ -94,7 +94,7 @@ class DenseObjects:
         prove_writable(self._objects)
 
     def is_seen(self, job: bytes) -> bool:
-        self._make_scratch()  # now, when a rank that cannot do it still stops all of them
+        self._make_scratch()  # made here, where a rank that cannot make it still stops all ranks
         return check_store(self._objects)
 
     def writing(self, job: bytes, marker: MarkerId) -> Path:

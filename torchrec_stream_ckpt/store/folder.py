@@ -21,12 +21,12 @@ from torchrec_stream_ckpt.util.layout import STORE_FILE, TEMPORARY_PREFIX, check
 
 _MAX_IOV = 1024
 _MAP_FROM_BYTES = 2**18
-"""Smaller ranges are copied: a map costs more than it saves, and a file descriptor for as long as it lives."""
+"""Smaller ranges are copied. A map would cost more than it saves, and a file descriptor for its lifetime."""
 _ATTEMPTS = 10
 _UNREADABLE = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
 _NO_SPLICE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EACCES, errno.ENOENT, errno.EOPNOTSUPP})
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
-"""File systems without hard links (FAT, some over FUSE)."""
+"""Errors of file systems without hard links (FAT, some over FUSE)."""
 _HINTS = {
     errno.ENOSPC: "make room on the disk, or delete what the retention gives up: stream-ckpt gc",
     errno.EDQUOT: "make room in this user's quota, or delete what the retention gives up: stream-ckpt gc",
@@ -42,19 +42,19 @@ _HINTS = {
 class FolderObjects:
     """Objects as files below ``root``.
 
-    Whole or not at all: an object is written under a temporary name beside its own, synced, renamed; so a name is there
-    with all its bytes, or not at all. :meth:`create` links the file to its name instead, which fails if the name is
-    taken. Where a file system has no hard links, it looks and renames while the folder is locked: other processes of
-    this host wait, one of another host may come in between. Durable on return: then its folder is synced, and so are
-    the folders above it, up to the store's, when this process first writes there. What a writer that died has left has
-    a name that is no object's, and goes with :meth:`clear_leftovers`.
+    Whole or not at all: an object is written under a temporary name next to its own, synced, and renamed. So a name
+    exists with all its bytes, or not at all. :meth:`create` links the file to its name instead, which fails if the name
+    is taken. If a file system has no hard links, it checks the name and renames while the folder is locked. Other
+    processes of this host wait for the lock, but one of another host may write in between. Durable on return: the
+    object's folder is synced, and so are the folders above it, up to the store's, when this process first writes there.
+    Files that a dead writer left have names that are not object names. :meth:`clear_leftovers` deletes them.
 
-    Views of large ranges are maps of the file: they stay good when the object is deleted. All of one is read before
-    it is handed out, so that what cannot be read is an error; only a disk that fails later, once the system has dropped
-    pages of it, kills the process (SIGBUS).
+    Views of large ranges are maps of the file, which stay valid when the object is deleted. All bytes of a map are read
+    before it is returned, so that unreadable bytes raise an error. Only a disk that fails later, once the system has
+    dropped pages of the map, kills the process (SIGBUS).
 
-    An object that the disk cannot read is damaged, as long as the disk still reads the store's own file: otherwise the
-    store is away.
+    An object that the disk cannot read is damaged if the disk still reads the store's own file. Otherwise the store is
+    unavailable.
     """
 
     reads_ahead = 4
@@ -77,8 +77,8 @@ class FolderObjects:
             failpoint("store.put")
             given = self._put(path, parts, give)
             failpoint("store.renamed")
-            # Also if the name is taken: its writer may not have come so far. Never tried again: after a sync that
-            # failed, a second one may succeed though the bytes are lost.
+            # Also if the name is taken, because its writer may not have synced yet. Never retried: after a failed
+            # sync, a second one may succeed although the bytes are lost.
             fsync_dir(path.parent)
         return given
 
@@ -95,7 +95,7 @@ class FolderObjects:
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[tuple[int, int]]:
-        """(file descriptor, length) of an object, to read it."""
+        """Open an object for reading. Yields (file descriptor, length)."""
         path = self._path(name)
         with self._errors("read", path):
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -134,18 +134,18 @@ class FolderObjects:
         with contextlib.suppress(MissingObjectError), self._errors("delete", path):
             path.unlink()
             if name.count("/") > 2:
-                # A marker's folder of dense files goes with its last one. Those above serve all markers, and stay.
+                # Delete a marker's folder of dense files with its last file. The folders above serve all markers.
                 with contextlib.suppress(OSError):
                     path.parent.rmdir()
 
     def clear_leftovers(self) -> int:
-        """Take away what writers that are no more have left half written; returns how many bytes. No list shows it."""
+        """Delete partial files of dead writers. Returns the number of bytes. No listing shows these files."""
         cleared = 0
         for folder, _, files in os.walk(self._root):
             for name in files:
                 if name.startswith(TEMPORARY_PREFIX):
                     path = Path(folder, name)
-                    not_ours = contextlib.suppress(PermissionError)  # it is in nobody's way
+                    not_ours = contextlib.suppress(PermissionError)  # the file does not disturb anyone
                     with contextlib.suppress(MissingObjectError), self._errors("delete", path), not_ours:
                         cleared += _clear(path)
         return cleared
@@ -157,7 +157,7 @@ class FolderObjects:
         return self._root / check_object_name(name)
 
     def _put(self, path: Path, parts: Sequence[Buffer], name: Callable[[Path, Path], bool]) -> bool:
-        """Write a synced file and let ``name`` give it its name; returns what that does."""
+        """Write a synced file and let ``name`` give it its name. Returns the result of ``name``."""
         fd, temporary = self._create(path.parent)
         try:
             try:
@@ -173,7 +173,7 @@ class FolderObjects:
             raise
 
     def _create(self, folder: Path) -> tuple[int, Path]:
-        """A new file in ``folder``, locked: as long as it is, its writer lives, and it is not cleared away."""
+        """Create a new file in ``folder``, locked. The lock shows that its writer lives, so the file is not cleared."""
         for attempt in range(_ATTEMPTS):
             path = folder / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
             try:
@@ -187,13 +187,13 @@ class FolderObjects:
             fcntl.flock(fd, fcntl.LOCK_EX)
             if os.fstat(fd).st_nlink:
                 return fd, path
-            os.close(fd)  # cleared away between those two calls
+            os.close(fd)  # cleared between those two calls
         raise FileNotFoundError(errno.ENOENT, "another program deletes new files", str(folder))
 
     def _make_durable(self, folder: Path) -> None:
-        """Make a folder of the store; on return, the names from the store's folder down to it are durable.
+        """Make a folder of the store. On return, the names from the store's folder down to it are durable.
 
-        Also those that are there already: another process may have made them without syncing them.
+        This includes folders that exist already, because another process may have made them without syncing them.
         """
         if folder in self._durable:
             return
@@ -202,7 +202,7 @@ class FolderObjects:
         while above != self._root:
             above = above.parent
             fsync_dir(above)
-        with contextlib.suppress(PermissionError):  # a user who may not read the folder of the store did not make it
+        with contextlib.suppress(PermissionError):  # no right to read it: not the user who made the store
             fsync_dir(self._root.parent)
         self._durable.add(folder)
 
@@ -223,11 +223,11 @@ class FolderObjects:
             yield from self._list(folder / name, f"{prefix}{name}/")
 
     def _is_gone(self, error: OSError) -> bool:
-        """Return whether there is no such object; a store that is not a folder itself is another matter."""
+        """Return whether an error means a missing object. If the store itself is not a folder, returns False."""
         return isinstance(error, FileNotFoundError) or (isinstance(error, NotADirectoryError) and self._root.is_dir())
 
     def _is_readable(self) -> bool:
-        """Return whether the disk reads the store's own file, from the medium where the system lets go of its copy."""
+        """Return whether the disk reads the store's own file, from the medium if the system drops its cached copy."""
         try:
             fd = os.open(self._root / STORE_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
@@ -240,7 +240,7 @@ class FolderObjects:
 
     @contextlib.contextmanager
     def _errors(self, doing: str, path: Path) -> Iterator[None]:
-        """Errors of the system as ours."""
+        """Convert errors of the operating system to ours."""
         try:
             yield
         except OSError as error:
@@ -263,7 +263,7 @@ class FolderObjects:
 
 
 def lacks_room(error: StoreUnavailableError) -> bool:
-    """Return whether a folder did not take an object because its disk, or the quota of this user, is full."""
+    """Return whether a folder refused an object because its disk, or this user's quota, is full."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 
@@ -274,7 +274,7 @@ def _rename(temporary: Path, path: Path) -> bool:
 
 
 def _link(temporary: Path, path: Path) -> bool:
-    """Give a file the name ``path`` in place of its own; False: that name is taken."""
+    """Rename a file to ``path``. Returns False if that name is taken."""
     try:
         os.link(temporary, path)
         failpoint("store.linked")
@@ -289,13 +289,13 @@ def _link(temporary: Path, path: Path) -> bool:
         given = False
     if not given and path.is_dir() and not path.is_symlink():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    with contextlib.suppress(OSError):  # what stays is cleared away with what dead writers have left
+    with contextlib.suppress(OSError):  # a remaining file is cleared with those of dead writers
         temporary.unlink()
     return given
 
 
 def _rename_if_free(temporary: Path, path: Path) -> bool:
-    """As :func:`_link` where there are no hard links: of two processes of this host, one is first."""
+    """Rename as :func:`_link` on a file system without hard links. Of two processes of this host, one is first."""
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
@@ -315,7 +315,7 @@ def _view(fd: int, begin: int, end: int) -> memoryview:
 
 
 def _fetch(fd: int, begin: int, end: int) -> None:
-    """Let the system read a range, and copy nothing: a map that cannot be read would end the process."""
+    """Read a range into the system's cache, without a copy. A map with unreadable bytes would kill the process."""
     try:
         away = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         try:
@@ -324,7 +324,7 @@ def _fetch(fd: int, begin: int, end: int) -> None:
         finally:
             os.close(away)
     except OSError as error:
-        if error.errno not in _NO_SPLICE:  # of this file system, or in this sandbox
+        if error.errno not in _NO_SPLICE:  # not supported by this file system, or in this sandbox
             raise
 
 
@@ -348,7 +348,7 @@ def _fill(fd: int, begin: int, buffers: Sequence[memoryview]) -> None:
 
 
 def _clear(path: Path) -> int:
-    """Delete a file unless its writer lives; returns how many bytes it had, 0 if they are an object's too."""
+    """Delete a file unless its writer lives. Returns its bytes, or 0 if they are also an object's."""
     fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

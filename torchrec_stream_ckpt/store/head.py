@@ -1,8 +1,8 @@
 """HEAD: every row of one marker as plain arrays in a host's shared memory, so that a restart there is a memory copy.
 
-A folder of one user holds, for each job, one file a column slice of a table, and a small file that says which marker
-they hold and whether they are whole. A reader that copies from the arrays holds a lock that keeps their writer away.
-Blocks have checksums, compared when they are copied: memory that was altered is not restored.
+A folder of one user has, for each job, one file per column slice of a table, and a small file that names the marker
+in them and says whether they are complete. A reader that copies from the arrays holds a lock that keeps their writer
+away. Blocks have checksums, which are compared during the copy, so altered memory is not restored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.util.locks import await_lock, close_lock, open_lock
 
 READER_WAIT_S = 1.0
-"""A restore waits no longer for the writer: it has the store."""
+"""Longest wait of a restore for the writer, in seconds. After it, the store is used."""
 _POLL_S = 0.005
 _MAX_STATE_BYTES = 2**28
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
@@ -42,16 +42,16 @@ log = logging.getLogger(__name__)
 
 
 class HeadDamagedError(CorruptionError):
-    """A HEAD does not hold what was written: take the rows from the store."""
+    """A HEAD differs from what was written. Take the rows from the store."""
 
 
 def default_head_root() -> Path:
-    """Where this user's HEADs are when nothing else is said: in shared memory."""
+    """Return the default folder of this user's HEADs, in shared memory."""
     return Path(f"/dev/shm/stream-ckpt-{os.getuid()}")
 
 
 def head_root(setting: str | None) -> Path | None:
-    """The folder that a setting names: a path, ``auto`` for this user's own, None for no HEAD.
+    """Return the folder that a setting names: a path, ``auto`` for this user's own, None for no HEAD.
 
     Raises:
         ConfigError: it is empty, and would be the working directory.
@@ -67,12 +67,12 @@ class HeadFolder:
     """The folder of one job's HEAD, open. Only its owner can write there.
 
     Args:
-        root: The folder of all jobs.
-        job: Which one.
-        create: Make what is missing.
+        root: Folder of all jobs.
+        job: Id of the job.
+        create: Whether to create missing folders and files.
 
     Raises:
-        FileNotFoundError: it is not there.
+        FileNotFoundError: it does not exist.
         ConfigError: it is not a folder of this user alone.
         OSError: it cannot be opened or made.
     """
@@ -93,11 +93,12 @@ class HeadFolder:
             raise
 
     def lock(self, *, exclusive: bool, wait_s: float) -> bool:
-        """Keep writers away, or everybody, until it is closed; False if that could not be had in time."""
+        """Exclude writers, or with ``exclusive`` everybody, until this is closed. Returns False if the wait is too
+        long."""
         return await_lock(self._lock, wait_s, exclusive=exclusive, poll_s=_POLL_S)
 
     def state(self) -> HeadState | None:
-        """Read what the HEAD says of itself; None when it is missing or incomplete.
+        """Read the state of the HEAD. Returns None if it is missing.
 
         Raises:
             CorruptionError: it cannot be read, or is of another job.
@@ -113,7 +114,7 @@ class HeadFolder:
         return state
 
     def put_state(self, state: HeadState) -> None:
-        """Say it, from one instant to the next."""
+        """Replace the state atomically."""
         temporary = f"{HEAD_FILE}.new"
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _FLAGS, 0o600, dir_fd=self._fd)
         with open(fd, "wb") as file:
@@ -121,12 +122,12 @@ class HeadFolder:
         os.rename(temporary, HEAD_FILE, src_dir_fd=self._fd, dst_dir_fd=self._fd)
 
     def drop(self) -> None:
-        """There is no HEAD any more; its arrays stay until a writer uses or removes them."""
+        """Delete the state, so that there is no HEAD. The arrays stay until a writer uses or removes them."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(HEAD_FILE, dir_fd=self._fd)
 
     def slices(self) -> dict[tuple[int, int], int]:
-        """(table, col0) of each file of arrays that is there -> bytes of memory that it takes."""
+        """Return a mapping from (table, col0) of each existing file of arrays to the memory that it takes, in bytes."""
         found = {}
         for name in os.listdir(self._fd):
             place = parse_head_slice(name)
@@ -139,23 +140,24 @@ class HeadFolder:
             os.unlink(head_slice_name(table, col0), dir_fd=self._fd)
 
     def free_bytes(self) -> int:
-        """Room of the file system that holds it."""
+        """Return the free space of its file system, in bytes."""
         room = os.fstatvfs(self._fd)
         return room.f_bavail * room.f_frsize
 
     def open_slice(self, table: int, col0: int, *, writable: bool = False) -> int:
-        """A file descriptor; a writable file is made if it is missing."""
+        """Return a file descriptor. A writable file is created if it is missing."""
         flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
         return os.open(head_slice_name(table, col0), flags | _FLAGS, 0o600, dir_fd=self._fd)
 
     def close(self) -> None:
-        """Lets go of the lock, too."""
+        """Close the folder and release the lock."""
         close_lock(self._lock)
         os.close(self._fd)
 
 
 def _open_own(name: str, parent: int, path: Path) -> int:
-    """Open the folder ``name`` in ``parent``, which is closed; no other user may be able to write there."""
+    """Open the folder ``name`` in ``parent``, and close ``parent``. No other user may be able to write in the
+    folder."""
     try:
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | _FLAGS, dir_fd=parent)
     except NotADirectoryError:  # or a link
@@ -177,10 +179,10 @@ class SliceArrays:
     """The arrays of one column slice: a map of its file.
 
     Args:
-        fd: The file; it is closed.
-        layout: How it lies.
+        fd: Descriptor of the file. It is closed.
+        layout: Layout of the file.
         where: Name of the file, for messages.
-        writable: Map it for writing.
+        writable: Whether to map it for writing.
 
     Raises:
         HeadDamagedError: the file is too short.
@@ -190,7 +192,7 @@ class SliceArrays:
         self.layout = layout
         self._where = where
         try:
-            if os.fstat(fd).st_size < layout.file_bytes:  # beyond its end a map cannot be read
+            if os.fstat(fd).st_size < layout.file_bytes:  # a map cannot be read beyond the end of its file
                 raise HeadDamagedError("a file of HEAD is too short", name=where)
             access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
             self._map = memoryview(mmap.mmap(fd, max(1, layout.file_bytes), access=access))
@@ -208,7 +210,7 @@ class SliceArrays:
         return flat if per_row else flat.reshape(self.layout.rows, width)
 
     def crc_of(self, block: int) -> int:
-        """Checksum of what a block holds now."""
+        """Return the checksum of a block's current bytes."""
         return int(crc32c(self._map[self.layout.block(block)]))
 
     @property
@@ -220,24 +222,24 @@ class SliceArrays:
         """Compare blocks [first, end) with their checksums.
 
         Raises:
-            HeadDamagedError: one is not what was written.
+            HeadDamagedError: a block differs from what was written.
         """
         for block in range(first, end):
             if self.crc_of(block) != self.crcs[block]:
                 raise HeadDamagedError("memory of HEAD was altered", name=self._where, block=block)
 
     def check_crcs(self, crc: int) -> None:
-        """Compare the checksums with what the HEAD says of them; raises as :meth:`check`."""
+        """Compare the checksums with the HEAD's checksum of them; raises as :meth:`check`."""
         if self.crcs_crc != crc:
             raise HeadDamagedError("memory of HEAD was altered: its checksums", name=self._where)
 
 
 class Head:
-    """A clean HEAD, open for reading: its writer waits until it is closed.
+    """A clean HEAD, open for reading. Its writer waits until it is closed.
 
     Args:
-        folder: Of the job, locked.
-        state: What it said under the lock.
+        folder: Folder of the job, locked.
+        state: State that was read under the lock.
     """
 
     def __init__(self, folder: HeadFolder, state: HeadState) -> None:
@@ -248,7 +250,7 @@ class Head:
 
     @classmethod
     def open(cls, root: Path, job: bytes, wait_s: float = READER_WAIT_S) -> Head | None:
-        """The HEAD of a job if there is one that can be used now; why not is logged."""
+        """Open the HEAD of a job. Returns None if there is none, or logs why it cannot be used and returns None."""
         try:
             folder = HeadFolder(root, job)
         except FileNotFoundError:
@@ -281,7 +283,7 @@ class Head:
         """Map the file of a slice.
 
         Raises:
-            HeadDamagedError: it is gone, too short, or its checksums were altered.
+            HeadDamagedError: it is missing or too short, or its checksums were altered.
         """
         name = head_slice_name(each.table, each.col0)
         try:

@@ -1,6 +1,6 @@
-"""Which format a store has: one small object, written before all others and looked at before any is read.
+"""Format of a store: one small object, written before all others and checked before any is read.
 
-Whose markers a store holds.
+Also the jobs whose markers a store holds.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ FORMAT = 1
 OVERWRITES = (
     "it does not know conditional puts: names are looked at first, and of two writers at one moment the last one wins"
 )
-"""What is said of a store that does not refuse a name that is taken."""
+"""Message about a store that does not refuse a name that is taken."""
 _MAX_BYTES = 2**16
 _SAID = json.dumps({"format": FORMAT}).encode()
 
 
 def prepare_store(objects: Objects) -> None:
-    """Make the store ready for writing: say its format, or check what it says. Any number of processes may do so.
+    """Make the store ready for writing: write its format, or check it. Any number of processes may do so.
 
     Raises:
         UnsupportedError: it is of a newer format.
-        CorruptionError: what it says cannot be read.
+        CorruptionError: its format cannot be read.
         StoreUnavailableError: it cannot be written.
     """
     if not check_store(objects):
@@ -45,27 +45,28 @@ def prepare_store(objects: Objects) -> None:
 
 
 def prove_writable(objects: Objects) -> None:
-    """Prepare the store, and write its format once more, to see that this user may write, and whether names that are
-    taken are refused: :func:`refuses_taken_names`.
+    """Prepare the store, and write its format again, to check that this user may write.
+
+    This also checks whether the store refuses names that are taken: :func:`refuses_taken_names`.
 
     Raises:
         UnsupportedError: it is of a newer format.
-        CorruptionError: what it says cannot be read.
+        CorruptionError: its format cannot be read.
         StoreUnavailableError: it cannot be written.
     """
     prepare_store(objects)
     if not refuses_taken_names(objects):
-        objects.put(STORE_FILE, [objects.read(STORE_FILE)])  # where names are looked at first, nothing was put
+        objects.put(STORE_FILE, [objects.read(STORE_FILE)])  # if the store checks names first, nothing was put
 
 
 def refuses_taken_names(objects: Objects) -> bool | None:
-    """Return whether the store lets no object be put over another one; None: nothing was ever written there.
+    """Return whether the store refuses to overwrite objects. Returns None if nothing was ever written there.
 
-    It is asked to put its own format, as it stands there, once more; by one request, and by those of a large object. If
-    it ignores the condition, it says so, and looks at names first from then on (:class:`LooksFirst`).
+    The store is asked to put its own format again, unchanged: by one request, and by those of a large object. If it
+    ignores the condition, ``looks_first`` is set, and names are checked first from then on (:class:`LooksFirst`).
 
     Raises:
-        CorruptionError: what it says of its format cannot be read.
+        CorruptionError: its format cannot be read.
         StoreUnavailableError: it does not answer, or this user may not write.
     """
     if not check_store(objects):
@@ -79,11 +80,11 @@ def refuses_taken_names(objects: Objects) -> bool | None:
 
 
 def check_store(objects: Objects) -> bool:
-    """Return whether anything was ever written here; a store without writes holds nothing, and can be read.
+    """Return whether anything was ever written to this store. A store without writes is empty and can be read.
 
     Raises:
         UnsupportedError: it is of a newer format.
-        CorruptionError: what it says cannot be read.
+        CorruptionError: its format cannot be read.
         StoreUnavailableError: it does not answer, or does not accept our login.
     """
     size = objects.size(STORE_FILE)
@@ -99,7 +100,7 @@ def check_store(objects: Objects) -> bool:
 
 
 def _check(objects: Objects, data: memoryview) -> None:
-    """Check that this version knows the format that a store says it has; raises as :func:`check_store`."""
+    """Check that this version knows the store's format; raises as :func:`check_store`."""
     try:
         said = json.loads(bytes(data))
     except (ValueError, RecursionError):
@@ -116,9 +117,9 @@ def _check(objects: Objects, data: memoryview) -> None:
 
 
 def place_of(objects: Objects) -> str:
-    """Which store it is: its URL, of a folder without links, of an object store with the server that was named.
+    """Return the identity of a store: its URL, without links for a folder, with the named server for an object store.
 
-    A copy in another place is another store. Two ways to one store may have two names.
+    A copy in another place is another store. Two routes to one store may have two identities.
     """
     scheme, _, folder = objects.url.partition("://")
     if scheme == "file":
@@ -136,13 +137,13 @@ def _unreadable(url: str) -> CorruptionError:
 
 
 def jobs_in(objects: Objects) -> dict[bytes, str]:
-    """The name of the newest CLAIM of each job that a store holds, or held, markers of.
+    """Return the name of the newest CLAIM of each job whose markers a store holds, or held.
 
-    It is put before the first marker of its generation, and nothing takes it away.
+    The CLAIM is put before the first marker of its generation, and is never deleted.
 
     Raises:
         UnsupportedError: the store is of a newer format.
-        CorruptionError: it does not say which one.
+        CorruptionError: its format cannot be read.
         StoreUnavailableError: it does not answer.
     """
     found: dict[bytes, str] = {}
@@ -166,7 +167,7 @@ def has_job(objects: Objects, job: bytes) -> bool:
 
 
 def some_jobs_in(objects: Objects) -> list[bytes]:
-    """The jobs, in order; raises as :func:`jobs_in`, and
+    """Return the jobs, in order. Raises as :func:`jobs_in`, and
 
     Raises:
         MarkerNotFoundError: there are none.

@@ -1,4 +1,4 @@
-"""Rows that are read newest first: of each, the first chunk that has it counts."""
+"""Rows in newest-first order. The first chunk that has a row counts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ Ints = npt.NDArray[np.int64]
 
 
 def newest_first(pieces: Sequence[Piece], base: int = 0) -> Iterator[Picked]:
-    """The segments of open pieces, given oldest first: a row's newest version is in the first one that has it.
+    """Yield the segments of open pieces, newest first. The pieces are given oldest first.
+
+    A row's newest version is in the first segment that has it.
 
     Args:
-        pieces: What leads to a marker.
-        base: The generation that sent a table whole (``Lineage.bases``): pieces of older ones do not count.
+        pieces: Pieces that lead to a marker.
+        base: Generation that sent a table whole (``Lineage.bases``). Pieces of older ones do not count.
     """
     for piece in reversed(pieces):
         if piece.generation >= base:
@@ -25,11 +27,11 @@ def newest_first(pieces: Sequence[Piece], base: int = 0) -> Iterator[Picked]:
 
 
 class NewestFirst:
-    """Which rows of [row0, row0 + rows) newer chunks have given, each range of columns by itself.
+    """Rows of [row0, row0 + rows) that newer chunks have given, tracked separately for each range of columns.
 
     Args:
         row0, rows: The rows.
-        cuts: How many ranges of columns come and go together.
+        cuts: Number of ranges of columns, each of which is always given together.
     """
 
     def __init__(self, row0: int, rows: int, cuts: int = 1) -> None:
@@ -37,11 +39,11 @@ class NewestFirst:
         self._taken = np.zeros((cuts, rows), np.bool_)
 
     def take(self, ids: Ints, cut: int = 0) -> tuple[Ints, Ints]:
-        """(places in the range, places in ``ids``) of the rows that count; from now on no older chunk gives them.
+        """Return (places in the range, places in ``ids``) of the rows that count. Older chunks no longer give them.
 
         Args:
-            ids: Of one chunk, ascending; those outside of the range are left out.
-            cut: Its columns.
+            ids: Ids of one chunk, ascending. Those outside of the range are ignored.
+            cut: Index of its range of columns.
         """
         begin, stop = np.searchsorted(ids, (self._row0, self._row0 + self._rows))
         places = ids[begin:stop] - self._row0
@@ -52,5 +54,5 @@ class NewestFirst:
 
     @property
     def missing(self) -> int:
-        """Rows that have not come with all columns."""
+        """Number of rows that were not given with all columns."""
         return self._rows - int(self._taken.all(0).sum())

@@ -1,15 +1,16 @@
-"""Pins: markers that a retention must keep.
+"""Pins: markers that retention must keep.
 
-A pin that has succeeded holds whatever else runs or dies. What gc has given up stays given up; so a pin comes in two
-steps, and gc looks for both of them after it has given markers up, before anything goes:
+A successful pin holds, whatever else runs or dies. A marker that gc has given up stays given up. So a pin has two
+steps, and gc checks for both of them after it has given markers up, before it deletes anything:
 
-1. an *attempt* is put, under a name of its own;
-2. where the marker is not given up then, the pin is put. A gc that gives it up from here on finds attempt or pin.
+1. An *attempt* is put, under a unique name.
+2. If the marker is not given up then, the pin is put. A gc that gives it up after this finds the attempt or the pin.
 
-A marker that has a pin is offered, also where ``dropped/`` says that a rule or a person gave it up: nothing of it has
-gone.
+A marker that has a pin is offered, even if ``dropped/`` says that a rule or a person gave it up, because none of its
+data was deleted.
 
-How far an outer tier has come, as the inner tier's store says: gc and trim there leave what the relay needs.
+Also the progress of an outer tier, recorded in the inner tier's store: gc and trim there keep the data that the relay
+needs.
 """
 
 from __future__ import annotations
@@ -42,21 +43,21 @@ from torchrec_stream_ckpt.util.types import MarkerId
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """Where the outer log stands in the generation of a relay."""
+    """End of the outer log in the generation of a relay."""
 
     marker: MarkerId
-    """Newest marker of the log; number 0 at the generation's beginning."""
+    """Newest marker of the log. Number 0 at the generation's beginning."""
     every: int
-    """It gets markers whose number is a multiple of this."""
+    """The outer log gets markers whose number is a multiple of this."""
 
     def lacks(self, marker: MarkerId) -> bool:
-        """Return whether the relay is still to bring a marker."""
+        """Return whether the relay still has to copy a marker."""
         same = marker.generation == self.marker.generation
         return same and marker > self.marker and marker.marker % self.every == 0
 
 
 def note_reached(objects: Objects, job: bytes, reached: Reached) -> None:
-    """Say how far the outer tier has come; what was said before goes."""
+    """Record the progress of the outer tier. Earlier records are deleted."""
     name = reached_name(job, reached.marker, reached.every)
     if objects.size(name) is None:
         objects.put(name, [b""])
@@ -66,25 +67,25 @@ def note_reached(objects: Objects, job: bytes, reached: Reached) -> None:
 
 
 def awaited(objects: Objects, lineage: Lineage, markers: Iterable[MarkerId]) -> frozenset[MarkerId]:
-    """The ``markers`` that an outer tier is still to get.
+    """Return those of ``markers`` that an outer tier is still to get.
 
-    A relay copies the newest generation that a trainer has begun, and no older one. Where one has run, and has not said
-    how far it came in that generation, the outer tier may lack all of it.
+    A relay copies only the newest generation that a trainer has begun. If a relay has run and has not recorded its
+    progress in that generation, the outer tier may lack all of it.
     """
     said = _of_newest(objects, lineage)
     return frozenset(marker for marker in markers if any(each.lacks(marker) for each in said))
 
 
 def copied_upto(objects: Objects, lineage: Lineage) -> MarkerId | None:
-    """The marker up to which an outer tier has the rows; None when no relay has run here.
+    """Return the marker up to which an outer tier has the rows. Returns None if no relay has run here.
 
-    A relay begins again at the newest marker of the outer log, so it needs all log data after this one.
+    A relay resumes at the newest marker of the outer log, so it needs all log data after this marker.
     """
     return min((each.marker for each in _of_newest(objects, lineage)), default=None)
 
 
 def _of_newest(objects: Objects, lineage: Lineage) -> list[Reached]:
-    """Read how far relays of the newest generation came; its beginning where one has run and said nothing."""
+    """Read the progress of relays in the newest generation. If one has run without a record, returns the beginning."""
     newest = max((number for number, claim in lineage.claims.items() if claim.world), default=0)
     said = [each for each in _said(objects, lineage.job) if each.marker.generation == newest]
     if not said and objects.size(RELAY_LOCK) is not None:
@@ -102,9 +103,9 @@ def pin(objects: Objects, job: bytes, marker: MarkerId, *, folded: bool = True) 
 
     Args:
         objects: The store.
-        job: Whose marker.
-        marker: Which one; committed.
-        folded: Whether it has to be in the store. False: it may get there later, and is kept from then on.
+        job: Job of the marker.
+        marker: A committed marker.
+        folded: Whether it must be in the store. If False, it may arrive there later, and is kept from then on.
 
     Raises:
         MarkerNotFoundError: it is not in the store, or was given up.
@@ -121,7 +122,7 @@ def pin(objects: Objects, job: bytes, marker: MarkerId, *, folded: bool = True) 
         raise
     objects.put(name, [body.to_bytes()])
     failpoint("pin.put")
-    # The attempt stays for a gc that lists pins right now; a later one takes it away.
+    # The attempt stays for a gc that is listing pins right now. A later gc deletes it.
     if objects.size(attempt) is None:
         objects.delete(name)
         raise StoreUnavailableError(
@@ -132,16 +133,16 @@ def pin(objects: Objects, job: bytes, marker: MarkerId, *, folded: bool = True) 
 
 
 def pin_before_commit(objects: Objects, job: bytes, marker: MarkerId) -> None:
-    """Keep a marker that does not exist yet: no process can have given it up, and all that see it see the pin.
+    """Pin a marker that does not exist yet. No process can have given it up, and all that see it see the pin.
 
     Raises:
-        StoreUnavailableError: the store takes nothing.
+        StoreUnavailableError: the store does not accept the pin.
     """
     objects.put(pin_name(job, marker), [Pin(time.time()).to_bytes()])
 
 
 def unpin(objects: Objects, job: bytes, marker: MarkerId) -> None:
-    """Undo a pin: retention may give the marker up again.
+    """Undo a pin, so that retention may give the marker up again.
 
     Raises:
         MarkerNotFoundError: it is not pinned.
@@ -160,14 +161,14 @@ def unpin(objects: Objects, job: bytes, marker: MarkerId) -> None:
 
 
 def pinned(objects: Objects, job: bytes) -> frozenset[MarkerId]:
-    """Markers that have a pin, or an attempt to pin them."""
+    """Return markers that have a pin, or an attempt to pin them."""
     entries = objects.list(f"{PINS_DIR}/{job.hex()}/")
     found = (parse_pin_name(entry.name) or parse_attempt_name(entry.name) for entry in entries)
     return frozenset(each[1] for each in found if each is not None)
 
 
 def attempts(objects: Objects, job: bytes) -> Iterator[tuple[Entry, MarkerId]]:
-    """Attempts to pin markers, finished or not."""
+    """Yield attempts to pin markers, finished or not."""
     for entry in objects.list(f"{PINS_DIR}/{job.hex()}/"):
         if (found := parse_attempt_name(entry.name)) is not None:
             yield entry, found[1]

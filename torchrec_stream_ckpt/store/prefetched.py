@@ -1,4 +1,4 @@
-"""Objects of which some beginnings are known already: read in the caller's thread, everything else side by side."""
+"""Objects whose beginnings are partly known. Known parts are read in the caller's thread, all others concurrently."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Summarized:
 
     Args:
         objects: The store.
-        parts: What is known, by name.
+        parts: Known parts, by name.
     """
 
     def __init__(self, objects: Readable, parts: Mapping[str, Part]) -> None:
@@ -26,7 +26,7 @@ class Summarized:
         self._parts = parts
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
-        """As ``Objects.read``; a part is given out only as a whole."""
+        """Read an object as ``Objects.read``. A known part is returned only as a whole."""
         part = self._parts.get(name)
         if part is not None and begin == 0 and len(part.data) == (part.num_bytes if end is None else end):
             return memoryview(part.data)
@@ -40,14 +40,14 @@ class Summarized:
 def side_by_side(
     objects: Readable, pool: Executor, read: Callable[[A], B], wanted: Iterable[A], name_of: Callable[[A], str]
 ) -> list[B]:
-    """Return what ``read`` gives of each, in order: in the pool, but for what is at hand; raises as ``read``.
+    """Return the results of ``read`` for each item, in order. Unknown objects are read in the pool. Raises as ``read``.
 
     Args:
-        objects: What is read from.
+        objects: Source of the objects.
         pool: Threads to read with.
-        read: Called with each of those that are wanted.
-        wanted: Of what something is read.
-        name_of: The object of which something is read.
+        read: Called with each item.
+        wanted: Items to read.
+        name_of: Returns the name of the object that is read for an item.
     """
     if not isinstance(objects, Summarized):
         return list(pool.map(read, wanted))

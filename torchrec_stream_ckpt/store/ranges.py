@@ -1,10 +1,10 @@
-"""Read some rows of chunks, and not the rest: those of the blocks that one proof speaks of.
+"""Read only some rows of chunks: those of the blocks that one proof covers.
 
-Such blocks are spread over a whole table: chunks that hold one would be most of a store. What is read of a chunk has no
-checksum of its own. So a reader compares the rows with a proof, and reads chunks whole where they do not fit.
+Such blocks are spread over a whole table, so the chunks that contain one would be most of a store. Parts of a chunk
+have no checksum of their own. So a reader compares the rows with a proof, and reads chunks whole if they do not fit.
 
 Requests follow from objects and their bytes, not from chunks and sections. Wanted chunks within ``SMALL_BYTES`` are one
-request. Otherwise the chunks within ``RANGE_BYTES`` are read in two passes, first ids, then rows; in each pass, parts
+request. Otherwise the chunks within ``RANGE_BYTES`` are read in two passes, first ids, then rows. In each pass, parts
 closer than ``GAP_BYTES`` are one request.
 """
 
@@ -31,9 +31,9 @@ from torchrec_stream_ckpt.store.catalog import Picked
 from torchrec_stream_ckpt.store.reader import AHEAD, GAP_BYTES, RANGE_BYTES
 
 SMALL_BYTES = 2**20
-"""So many bytes of an object are read by one request, whatever is wanted of them."""
+"""Up to this many bytes of an object are read by one request, however many of them are wanted."""
 _WHOLE_SHARE = 0.5
-"""A chunk of which more than this share is wanted is read whole, with its checksum."""
+"""If more than this share of a chunk is wanted, it is read whole, with its checksum."""
 
 Span = tuple[int, int]
 """Bytes [begin, end) of an object."""
@@ -55,9 +55,9 @@ class WindowRead:
     """Chunks of one segment that were read together."""
 
     chunks: tuple[WindowRows, ...]
-    """In their order, those that have rows of the window."""
+    """Chunks that have rows of the window, in their order."""
     num_bytes: int
-    """What was read."""
+    """Number of bytes read."""
 
 
 def read_window(
@@ -71,20 +71,20 @@ def read_window(
     whole: bool = False,
     rows: Mapping[int, tuple[int, int]] | None = None,
 ) -> Iterator[WindowRead]:
-    """The rows of all chunks that belong to blocks of a window, chunk by chunk in their order.
+    """Yield the rows of all chunks that belong to blocks of a window, chunk by chunk in their order.
 
     Args:
         objects: The store.
-        picked: What to look in: chunks of tables without an id are passed over.
-        schema: Of their generation.
-        ids: Of the tables, by their index, as the window means them: an older generation may not have given any.
-        window: Which blocks.
+        picked: Chunks to search. Chunks of tables without an id are skipped.
+        schema: Schema of their generation.
+        ids: Ids of the tables, by their index, as the window uses them. An older generation may not have assigned any.
+        window: Blocks to read.
         pool: Threads that read, ahead of the caller.
-        whole: Read each of these chunks whole, and compare its checksum.
-        rows: By table, the rows [begin, end) to look at: whole blocks; None: all rows of all tables.
+        whole: Whether to read each of these chunks whole, and compare its checksum.
+        rows: By table, the rows [begin, end) to search, in whole blocks. None for all rows of all tables.
 
     Raises:
-        CorruptionError: a segment is gone, shorter, or (as far as it was read whole) altered.
+        CorruptionError: a segment is missing, shorter, or (as far as it was read whole) altered.
         StoreUnavailableError: the store does not answer.
     """
     pending: deque[Future[WindowRead]] = deque()
@@ -108,7 +108,7 @@ def _groups(
     window: Window,
     rows: Mapping[int, tuple[int, int]] | None,
 ) -> Iterator[tuple[str, list[tuple[ChunkEntry, Ints]]]]:
-    """(segment, its chunks within ``RANGE_BYTES`` that may hold rows of the window, each with the blocks)."""
+    """Yield (segment, its chunks within ``RANGE_BYTES`` that may hold rows of the window, each with the blocks)."""
     for each in picked:
         group: list[tuple[ChunkEntry, Ints]] = []
         for entry in entries_of(each.entries):
@@ -128,7 +128,7 @@ def _groups(
 def _read(
     objects: Readable, schema: Schema, whole: bool, name: str, group: Sequence[tuple[ChunkEntry, Ints]]
 ) -> WindowRead:
-    """A group; ``whole``: with all of its chunks whole."""
+    """Read a group. With ``whole``, all of its chunks are read whole."""
     chunks = [_Sought(entry, blocks, chunk_layout(entry, schema, name), name) for entry, blocks in group]
     source = _Ranges(objects, name)
     first, last = group[0][0], group[-1][0]
@@ -148,17 +148,17 @@ def _read(
 
 
 class _Ranges:
-    """Parts of one object: each fetch forgets what was fetched before."""
+    """Parts of one object. Each fetch replaces the parts that were fetched before."""
 
     def __init__(self, objects: Readable, name: str) -> None:
         self._objects, self._name = objects, name
         self._begins: list[int] = []
         self._parts: list[memoryview] = []
         self.num_bytes = 0
-        """Read so far."""
+        """Total bytes read so far."""
 
     def fetch(self, spans: Iterable[Span]) -> None:
-        """Read spans, those that are close by one request."""
+        """Read spans. Close spans are read by one request."""
         merged: list[Span] = []
         for begin, end in sorted(spans):
             if merged and begin - merged[-1][1] <= GAP_BYTES and end - merged[-1][0] <= RANGE_BYTES:
@@ -170,7 +170,7 @@ class _Ranges:
         self.num_bytes += sum(end - begin for begin, end in merged)
 
     def get(self, span: Span) -> memoryview:
-        """One of the spans that were fetched last."""
+        """Return the bytes of one of the spans that were fetched last."""
         number = bisect_right(self._begins, span[0]) - 1
         begin = self._begins[number]
         return self._parts[number][span[0] - begin : span[1] - begin]
@@ -178,7 +178,7 @@ class _Ranges:
 
 @dataclass(frozen=True, slots=True)
 class _Sought:
-    """One chunk, and the blocks that are looked for in it."""
+    """One chunk, and the blocks to find in it."""
 
     entry: ChunkEntry
     blocks: Ints
@@ -191,7 +191,7 @@ class _Sought:
 
     @property
     def is_gapless(self) -> bool:
-        """True if its ids follow each other without a gap: then they are not read."""
+        """True if its ids are consecutive. They are not read in this case."""
         return self.entry.last - self.entry.first + 1 == self.entry.rows
 
     @property
@@ -200,7 +200,7 @@ class _Sought:
         return begin, begin + 8 * self.entry.rows
 
     def places(self, source: _Ranges) -> tuple[Ints, Places]:
-        """(all ids, where those of the blocks stand among them).
+        """Return (all ids, positions of the blocks' ids among them).
 
         Raises:
             CorruptionError: the ids are not those that the directory names.
@@ -224,7 +224,7 @@ class _Sought:
         return len(places) > _WHOLE_SHARE * self.entry.rows
 
     def spans(self, places: Places) -> Iterator[Span]:
-        """Yield what is read for some rows."""
+        """Yield the spans to read for some rows."""
         if self.is_wanted_whole(places):
             yield self.whole
             return
@@ -233,13 +233,13 @@ class _Sought:
                 yield begin + int(places[first]) * row_bytes, begin + (int(places[last - 1]) + 1) * row_bytes
 
     def _sections(self) -> Iterator[tuple[int, int]]:
-        """(first byte, bytes of a row) of weights and states."""
+        """Yield (first byte, bytes of a row) of weights and states."""
         offsets, _ = self.layout.offsets(self.entry.rows)
         for section, offset in zip(self.layout.sections[1:], offsets[1:], strict=True):
             yield self.entry.offset + offset, section.row_bytes
 
     def rows(self, source: _Ranges, ids: Ints, places: Places) -> WindowRows:
-        """Rows by their places, out of their spans."""
+        """Return rows by their places, from their spans."""
         arrays: list[Array] = []
         for section, (begin, row_bytes) in zip(self.layout.sections[1:], self._sections(), strict=True):
             parts = []
@@ -254,7 +254,8 @@ class _Sought:
         return self._given(RowsView(ids[places], arrays[0], tuple(arrays[1:])))
 
     def rows_of_whole(self, source: _Ranges, schema: Schema) -> WindowRows | None:
-        """Rows of the blocks out of the whole chunk, whose checksum is compared; None: there are none."""
+        """Return the blocks' rows from the whole chunk, after comparing its checksum. Returns None if there are
+        none."""
         data = source.get(self.whole)
         check_chunk(self.entry, data, self.name)
         view = decode_chunk(self.entry, data, schema, self.name)
@@ -269,7 +270,7 @@ class _Sought:
 
 
 def _runs(places: Places, row_bytes: int) -> Sequence[tuple[int, int]]:
-    """Ranges of ``places`` that are read together: a request costs more than a gap."""
+    """Return ranges of ``places`` that are read together, because a request costs more than a small gap."""
     breaks = np.flatnonzero(np.diff(places) * row_bytes > GAP_BYTES) + 1
     edges = [0, *breaks.tolist(), len(places)]
     return list(pairwise(edges))

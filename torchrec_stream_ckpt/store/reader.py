@@ -1,4 +1,4 @@
-"""Read segments: their directories, and ranges of their chunks, some ahead of what is being used."""
+"""Read segments: their directories, and ranges of their chunks, some ahead of the caller."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 RANGE_BYTES = 16 * 2**20
-"""What one read asks for at most."""
+"""Limit of one read, in bytes."""
 GAP_BYTES = 128 * 1024
-"""Chunks closer than this are read together: a request costs more than this many bytes."""
+"""Chunks closer than this are read together, because a request costs more than this many bytes."""
 NOTES_READS = 256
-"""Reads for what ranks said at markers whose rows are in folds."""
+"""Limit of reads for the notes of markers whose rows are in folds."""
 AHEAD = 8
-"""Reads in flight."""
+"""Number of reads in flight."""
 
 
 Told = Mapping[MarkerId, tuple[Notes, ...]]
-"""What each rank said at markers."""
+"""Notes of each rank, by marker."""
 
 
 def load_told(catalog: Catalog, pieces: Sequence[Piece], chain: Sequence[Commit], pool: Executor) -> Told:
-    """Read what the ranks said at the marker that open pieces lead to, and at those on the way, as far as it is read.
+    """Read the ranks' notes at the marker that open pieces lead to, and those on the way, as far as limits allow.
 
     Args:
-        catalog: What the store holds.
-        pieces: Open.
-        chain: As of ``Catalog.cover``.
+        catalog: Catalog of the store.
+        pieces: Open pieces.
+        chain: Chain, as for ``Catalog.cover``.
         pool: Threads to read with.
 
     Raises:
-        CorruptionError: a segment is gone or altered, or a manifest is of another history; names it.
+        CorruptionError: a segment is missing or altered, or a manifest is of another history; the error names it.
         StoreUnavailableError: the store does not answer.
     """
     reach, told, commits = pieces[-1].end, _told(pieces), {commit.id: commit for commit in chain}
     catalog.check(commits[reach])
-    notes = told.get(reach) or load_notes(catalog, commits[reach], pool)  # of its interval, or a fold has its rows
+    notes = told.get(reach) or load_notes(catalog, commits[reach], pool)  # read if a fold has its rows
     return {**told, **_told_in_folds(catalog, pieces, commits, pool), reach: notes}
 
 
@@ -72,9 +72,9 @@ def _told(pieces: Sequence[Piece]) -> Told:
 def _told_in_folds(
     catalog: Catalog, cover: Sequence[Piece], commits: Mapping[MarkerId, Commit], pool: Executor
 ) -> Told:
-    """Read what the ranks said at markers within folds, the newest first, and as many as are read in a moment.
+    """Read the ranks' notes at markers within folds, newest first, up to a limit that takes only a moment.
 
-    The rows can be read without it. So what is damaged is left out: less of them can be proved.
+    The rows can be read without the notes. So damaged notes are omitted, and fewer rows can be proved.
     """
     folds = [piece for piece in cover if (piece.start, piece.end) in catalog.folds]
     offered = catalog.markers & commits.keys() - catalog.dropped if folds else ()
@@ -100,7 +100,7 @@ def _told_in_folds(
 
 
 def _if_intact(catalog: Catalog, read: Callable[[A], B], name_of: Callable[[A], str], of: A) -> B | None:
-    """Read this; None where it is damaged or gone. Raises if it came from a summary: then the objects are asked."""
+    """Read one item. Returns None if it is damaged or missing. Raises if it came from a summary, to try the objects."""
     try:
         return read(of)
     except CorruptionError:
@@ -118,22 +118,22 @@ def _load_note(catalog: Catalog, ref: SegmentRef) -> Notes:
 
 
 def load_notes(catalog: Catalog, commit: Commit, pool: Executor) -> tuple[Notes, ...]:
-    """Read what each rank said at a marker that is in the store; raises as :func:`load_told`."""
+    """Read each rank's notes at a marker that is in the store; raises as :func:`load_told`."""
     last = catalog.check(commit).last
     return tuple(side_by_side(catalog.fronts, pool, partial(_load_note, catalog), last, _name_of))
 
 
 def load_front(objects: Readable, ref: SegmentRef, job: bytes) -> Front:
-    """Read what a segment has before its chunks, and compare it with what its manifest says.
+    """Read the front of a segment, and compare it with its manifest.
 
     Raises:
-        CorruptionError: it is gone, altered, or another one.
+        CorruptionError: it is missing, altered, or another one.
     """
     return check_front(objects.read(ref.name, 0, ref.front_bytes), ref, job)
 
 
 def check_front(data: Buffer, ref: SegmentRef, job: bytes) -> Front:
-    """Parse what stands before the chunks of a segment; raises as :func:`load_front`."""
+    """Parse the front of a segment; raises as :func:`load_front`."""
     return _same(parse_front(data, ref.name), ref, job)
 
 
@@ -145,7 +145,7 @@ def _same(front: Front, ref: SegmentRef, job: bytes) -> Front:
 
 
 def load_fronts(objects: Readable, refs: Sequence[SegmentRef], job: bytes, pool: Executor) -> list[Front]:
-    """:func:`load_front` of several: read side by side, and checked together."""
+    """Read several fronts as :func:`load_front`, concurrently, and check them together."""
 
     def read(ref: SegmentRef) -> tuple[Buffer, str]:
         return objects.read(ref.name, 0, ref.front_bytes), ref.name
@@ -155,7 +155,7 @@ def load_fronts(objects: Readable, refs: Sequence[SegmentRef], job: bytes, pool:
 
 
 def open_pieces(objects: Readable, pieces: Sequence[Piece], job: bytes, pool: Executor) -> tuple[Piece, ...]:
-    """The same with :attr:`Piece.opened`, all directories read side by side; raises as :func:`load_front`."""
+    """Return the pieces with :attr:`Piece.opened`, all directories read concurrently; raises as :func:`load_front`."""
     opened = iter(open_segments(objects, [ref for piece in pieces for ref in piece.segments], job, pool))
     return tuple(
         Piece(each.start, each.end, each.segments, each.chain, tuple(islice(opened, len(each.segments))))
@@ -164,18 +164,18 @@ def open_pieces(objects: Readable, pieces: Sequence[Piece], job: bytes, pool: Ex
 
 
 def open_segments(objects: Readable, refs: Sequence[SegmentRef], job: bytes, pool: Executor) -> list[Picked]:
-    """All chunks of each segment, their directories read side by side; raises as :func:`load_front`."""
+    """Return all chunks of each segment, their directories read concurrently; raises as :func:`load_front`."""
     fronts = load_fronts(objects, refs, job, pool)
     return [Picked(ref, front, np.arange(len(front.directory))) for ref, front in zip(refs, fronts, strict=True)]
 
 
 def check_whole(objects: Readable, refs: Sequence[SegmentRef], job: bytes, pool: Executor) -> Iterator[int]:
-    """Read segments whole, and compare all that they hold with its checksums; gives the bytes of each chunk.
+    """Read segments whole, and compare everything in them with its checksums. Yields the bytes of each chunk.
 
     A segment of at most ``RANGE_BYTES`` takes one request.
 
     Raises:
-        CorruptionError: one is gone, shorter or altered.
+        CorruptionError: a segment is missing, shorter or altered.
         StoreUnavailableError: the store does not answer.
     """
     small = [ref for ref in refs if ref.num_bytes <= RANGE_BYTES]
@@ -202,17 +202,17 @@ def read_chunks(
     ahead: int = AHEAD,
     damaged: Callable[[CorruptionError], None] | None = None,
 ) -> Iterator[tuple[Picked, ChunkEntry, memoryview]]:
-    """(segment, directory entry, bytes) of all chunks, segment by segment; their checksums have been compared.
+    """Yield (segment, directory entry, bytes) of all chunks, segment by segment, after comparing their checksums.
 
     Args:
         objects: The store.
-        picked: What to read.
+        picked: Chunks to read.
         pool: Threads that read and compare, ahead of the caller.
-        ahead: How many reads of at most ``RANGE_BYTES``.
-        damaged: Told of what is damaged; reading goes on with the next range then.
+        ahead: Number of reads of at most ``RANGE_BYTES`` in flight.
+        damaged: Called with the error for damaged data. Reading then continues with the next range.
 
     Raises:
-        CorruptionError: (without ``damaged``) a segment is gone, shorter or altered.
+        CorruptionError: (without ``damaged``) a segment is missing, shorter or altered.
         StoreUnavailableError: the store does not answer.
     """
     pending: deque[tuple[Picked, list[ChunkEntry], Future[memoryview]]] = deque()
@@ -239,7 +239,7 @@ def read_chunks(
 
 
 def _runs(picked: Picked) -> Iterator[list[ChunkEntry]]:
-    """Chunks that are read together."""
+    """Yield groups of chunks that are read together."""
     run: list[ChunkEntry] = []
     for entry in entries_of(picked.entries):
         end = entry.offset + entry.num_bytes
@@ -259,6 +259,6 @@ def _read_run(objects: Readable, picked: Picked, run: Sequence[ChunkEntry]) -> m
 
 
 def _part(data: memoryview, run: Sequence[ChunkEntry], entry: ChunkEntry) -> memoryview:
-    """One chunk of what was read for a run."""
+    """Return one chunk from the bytes of a group."""
     begin = entry.offset - run[0].offset
     return data[begin : begin + entry.num_bytes]

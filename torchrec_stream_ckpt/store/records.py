@@ -1,10 +1,10 @@
-"""The second copy of a control partition: small objects, each with some records as they stand in the log.
+"""Second copy of a control partition: small objects, each with some records exactly as in the log.
 
-An object is a row of entries: the record's offset (8 bytes, little-endian), then the record. All objects of one epoch
-are of one control partition, in the order of their offsets; a record may be in several of them. Only the newest epoch
-counts: the first object of each one is put with all records that counted then, so it lacks nothing of the one before.
+An object is a sequence of entries: the record's offset (8 bytes, little-endian), then the record. All objects of one
+epoch are of one control partition, ordered by their offsets. A record may be in several of them. Only the newest epoch
+counts: its first object is put with all records that counted at that time, so it lacks nothing of the previous one.
 
-What was said of markers after their COMMIT, as the second copy of the control records has it: for a lost log.
+Also the recovery of marker notes from this copy, for a log that is lost.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ Entry = tuple[int, bytes]
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """What there is of one job, as of one listing; no object is read for it."""
+    """Objects of one log's copy, as of one listing. No object is read for it."""
 
     objects: Objects
     job: bytes
     log: str
     epoch: int
-    """The newest one; 0 where nothing was copied."""
+    """Newest epoch. 0 if nothing was copied."""
     names: tuple[CopyName, ...]
     """Objects of that epoch, by the offset of their first record."""
     older: tuple[CopyName, ...]
-    """Objects of older epochs: needless."""
+    """Objects of older epochs, which are no longer needed."""
 
     @classmethod
     def load(cls, objects: Objects, job: bytes, log: str) -> Copied:
-        """List what is there now of one log.
+        """List the current objects for one log.
 
         Raises:
             UnsupportedError: the store is of a newer format.
@@ -62,11 +62,11 @@ class Copied:
 
     @property
     def last(self) -> int:
-        """Offset of the last record that was copied; -1 if none was."""
+        """Offset of the last record that was copied. -1 if none was."""
         return max((name.last for name in self.names), default=-1)
 
     def read(self, after: int = -1) -> Iterator[Entry]:
-        """The records after an offset, in order and each once; what is damaged is left out.
+        """Yield the records after an offset, in order and each once. Damaged ones are omitted.
 
         Raises:
             MissingObjectError: an object was merged into another one since the listing.
@@ -77,7 +77,7 @@ class Copied:
             yield from ((offset, found[offset]) for offset in sorted(found) if offset > after)
 
     def _overlapping(self, after: int) -> Iterator[list[CopyName]]:
-        """The objects with records after an offset; those that may have the same ones together."""
+        """Yield the objects with records after an offset. Those that may have the same records are grouped."""
         together: list[CopyName] = []
         for name in (each for each in self.names if each.last > after):
             if together and name.first > max(each.last for each in together):
@@ -89,7 +89,7 @@ class Copied:
 
 
 def read_copy(objects: Objects, job: bytes, log: str, after: int = -1) -> list[Entry]:
-    """List and read, again where another process merges objects meanwhile; raises as :class:`Copied`."""
+    """List and read the records, again if another process merges objects meanwhile; raises as :class:`Copied`."""
     for _ in range(_ATTEMPTS):
         with contextlib.suppress(MissingObjectError):
             return list(Copied.load(objects, job, log).read(after))
@@ -97,7 +97,7 @@ def read_copy(objects: Objects, job: bytes, log: str, after: int = -1) -> list[E
 
 
 def copied_logs(objects: Objects, job: bytes) -> list[str]:
-    """The logs of which there are copies."""
+    """Return the logs that have copies."""
     return sorted({name.log for name in _names(objects, job)})
 
 
@@ -115,15 +115,15 @@ def put_copy(
     *,
     at: tuple[int, int] | None = None,
 ) -> CopyName:
-    """Put records into one object; durable on return.
+    """Put records into one object. Durable on return.
 
     Args:
         objects: The store.
-        job: Whose.
-        log: Of which log.
-        epoch: Of its control partition.
+        job: Job of the records.
+        log: Identity of their log.
+        epoch: Epoch of its control partition.
         entries: The records.
-        at: Offset and CRC32C of the record up to which they say all; None: of the last one.
+        at: Offset and CRC32C of the record up to which they cover everything. None for the last one of ``entries``.
 
     Raises:
         StoreUnavailableError: it was not written.
@@ -136,7 +136,7 @@ def put_copy(
 
 
 def parse_entries(data: Buffer) -> Iterator[Entry]:
-    """The records of one object, up to the first that cannot be told from the next."""
+    """Yield the records of one object, up to the first whose end is unknown."""
     view, position = memoryview(data), 0
     while position + _OFFSET.size + HEADER_LEN <= len(view):
         (offset,) = _OFFSET.unpack_from(view, position)
@@ -152,7 +152,7 @@ def parse_entries(data: Buffer) -> Iterator[Entry]:
 
 
 def with_notes(lineage: Lineage, objects: Objects) -> Lineage:
-    """Add to what manifests say of a job what NOTEs say; damaged records say nothing.
+    """Add the metadata from NOTEs to a lineage that was built from manifests. Damaged records are ignored.
 
     Raises:
         StoreUnavailableError: the store does not answer.
@@ -162,7 +162,7 @@ def with_notes(lineage: Lineage, objects: Objects) -> Lineage:
         [parsed for _, record in read_copy(objects, job, log) if (parsed := _parsed(record)) is not None]
         for log in copied_logs(objects, job)
     ]
-    # A log that was recovered into another one has gone on there.
+    # A log that was recovered into another one continued there.
     for records in sorted(logs, key=lambda records: max((each.generation for each in records), default=0)):
         for record in records:
             if isinstance(record, Note) and record.id in lineage.commits:

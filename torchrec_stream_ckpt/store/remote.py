@@ -1,4 +1,5 @@
-"""A store in an object store, through fsspec. The only module that knows fsspec; imported when one is opened."""
+"""A store in an object store, through fsspec. The only module that uses fsspec; imported when such a store is
+opened."""
 
 from __future__ import annotations
 
@@ -35,27 +36,27 @@ log = logging.getLogger(__name__)
 
 
 class FsspecObjects:
-    """Objects below one URL of an object store. How each rule holds there:
+    """Objects below one URL of an object store. The rules of a store hold as follows:
 
     * *Whole or not at all*: a put is one request, or a multipart upload that the store shows when it is completed;
-      never fsspec's file handles, which complete what they have when an error closes them. Protocols that show an
+      never fsspec's file handles, which complete a partial object when an error closes them. Protocols that show an
       upload while it grows (sftp, ftp, hdfs) are refused.
-    * *Durable on return*: the store answers a put, or a completion, when it has it; S3 is consistent from then on.
-    * *No rename, no append*: none is needed, a name follows from what the object holds.
+    * *Durable on return*: the store answers a put, or a completion, when it has the data. S3 is then consistent.
+    * *No rename, no append*: none is needed, because a name follows from the object's contents.
     * *Once*: :meth:`create` asks the store to refuse a name that is taken (S3 and Azure ``If-None-Match: *``, Google
-      ``ifGenerationMatch=0``). If the store answers that it does not know this (501), or was seen to ignore it, each
-      name is looked at first from then on (one HEAD), and another writer may come in between.
-    * *No half-written leftovers*: parts of a multipart upload that was never completed cannot be listed as objects;
-      a lifecycle rule of the bucket takes them away.
+      ``ifGenerationMatch=0``). If the store answers that it does not support this (501), or was seen to ignore it, each
+      name is checked first from then on (one HEAD), and another writer may write in between.
+    * *No half-written leftovers*: parts of a multipart upload that was never completed cannot be listed as objects.
+      A lifecycle rule of the bucket deletes them.
 
-    No listing is kept: others write at the same time.
+    Listings are not cached, because others write at the same time.
 
     Args:
-        where: Where the store is.
-        options: Arguments of fsspec's file system; values may be text, see :func:`typed`.
+        where: URL of the store.
+        options: Arguments of fsspec's file system. Values may be text, see :func:`typed`.
 
     Raises:
-        ConfigError: the protocol is unknown or not fit, or its library is not installed.
+        ConfigError: the protocol is unknown or unsuitable, or its library is not installed.
     """
 
     reads_ahead = 16
@@ -64,16 +65,16 @@ class FsspecObjects:
         self.url = str(where)
         _check_protocol(where)
         self._cloud = cloud_of(where.scheme)
-        # A copy: botocore rewrites the retries that it is given.
+        # A copy, because botocore modifies the retry settings that it is given.
         settings = copy.deepcopy(dict(self._cloud.patience)) | typed(options)
         kind = _plain(fsspec.get_filesystem_class(where.scheme), self._cloud.module)
         named = kind._get_kwargs_from_urls(self.url)
         try:
-            # Our own instance: fsspec would share one, with its caches, between callers that give the same options.
+            # A separate instance. fsspec would share one, with its caches, between callers with the same options.
             self._fs = kind(skip_instance_cache=True, use_listings_cache=False, **(named | settings))
         except (TypeError, ValueError) as error:
             raise ConfigError(f"the store's options do not fit: {error}", url=self.url) from None
-        except Exception as error:  # not its words: they may hold a token
+        except Exception as error:  # without its message, which may contain a token
             raise ConfigError(
                 f"the store's options do not open it: {type(error).__name__}", hint=self._cloud.keys_hint, url=self.url
             ) from None
@@ -81,7 +82,7 @@ class FsspecObjects:
         self._root = str(kind._strip_protocol(self.url)).rstrip("/")
         self._bucket_seen = self._cloud.look is None
         self._answered = False
-        """True if a look at an object has shown that the bucket is there."""
+        """True if an access to an object has shown that the bucket exists."""
         self._looks_first = False
 
     @property
@@ -113,7 +114,7 @@ class FsspecObjects:
         return self._cloud.upload is not None and self._upload(name, b"".join(parts), "create in parts") is not False
 
     def _upload(self, name: str, data: bytes, mode: Literal["overwrite", "create", "create in parts"]) -> bool | None:
-        """Put an object; False: its name is taken, None: the store does not know the condition."""
+        """Put an object. Returns False if its name is taken, None if the store does not support the condition."""
         path, may_be_taken = self._path(name), mode != "overwrite"
         with self._errors("write", name):
             failpoint("store.upload")
@@ -130,7 +131,7 @@ class FsspecObjects:
                     return None
                 if may_be_taken or "NoSuchUpload" not in signs:
                     raise
-                # The answer to a completion was lost, and the client asked again. Put the same bytes anew.
+                # The answer to a completion was lost, and the client asked again. Put the same bytes again.
                 self._fs.pipe_file(path, data)
             failpoint("store.uploaded")
         return True
@@ -166,7 +167,7 @@ class FsspecObjects:
         found: dict[str, Any] = {}
         with contextlib.suppress(MissingObjectError), self._errors("list", prefix):
             found = self._fs.find(folder, detail=True)
-        if not isinstance(found, dict):  # adlfs, of what is an object and no folder
+        if not isinstance(found, dict):  # adlfs returns this for a path that is an object and not a folder
             found = {}
         if not found:
             self._check_bucket("list", prefix)
@@ -187,7 +188,7 @@ class FsspecObjects:
             self._fs.rm_file(self._path(name))
 
     def clear_leftovers(self) -> int:
-        return 0  # whose multipart uploads are abandoned and whose still run, only a bucket's lifecycle rule can say
+        return 0  # only a bucket's lifecycle rule can tell abandoned multipart uploads from running ones
 
     def close(self) -> None:
         self._fs = None  # s3fs closes its connections when no reference to it is left
@@ -212,18 +213,18 @@ class FsspecObjects:
 
     @contextlib.contextmanager
     def _errors(self, doing: str, name: str) -> Iterator[None]:
-        """Errors of fsspec and of what lies below it as ours."""
+        """Convert errors of fsspec and of the libraries below it to ours."""
         try:
             yield
         except StreamCkptError:
             raise
-        except Exception as error:  # each library of an object store has exceptions of its own
+        except Exception as error:  # each library of an object store has its own exceptions
             if isinstance(error, FileNotFoundError):
                 self._check_bucket(doing, name)
             raise translated(self._with_reason(error), doing, self.url, name, self._cloud.keys_hint) from error
 
     def _with_reason(self, error: Exception) -> Exception:
-        """Return the error that says more: a HEAD is refused without a word, a listing with the reason."""
+        """Return the error with more information. A refused HEAD has no message, but a listing gives the reason."""
         if not wordless(error):
             return error
         try:
@@ -233,30 +234,32 @@ class FsspecObjects:
         return error
 
     def _check_bucket(self, doing: str, name: str) -> None:
-        """Tell a bucket that is not there from an empty one, where the library says the same of both. Once it was seen,
-        it is not looked at again."""
+        """Raise an error if the bucket does not exist, for libraries that report it like an empty one.
+
+        A bucket that was seen once is not checked again.
+        """
         if self._bucket_seen or self._cloud.look is None:
             return
         try:
             self._cloud.look(self._fs, self._root.partition("/")[0])
         except FileNotFoundError:
             raise no_bucket(doing, self.url, name) from None
-        except Exception as error:  # rights for this prefix alone: what is asked for next says what is wrong
+        except Exception as error:  # the user has rights for this prefix only; the next request reports any fault
             if not signs_of(error) & REFUSALS:
                 raise translated(error, doing, self.url, name, self._cloud.keys_hint) from error
         self._bucket_seen = True
 
 
 def _plain(kind: type[Any], module: str) -> type[Any]:
-    """The file system that speaks to ordinary buckets, where its library extends it for others."""
+    """Return the class for ordinary buckets, if its library extends it for others."""
     return next((each for each in kind.__mro__ if each.__module__ == module), kind)
 
 
 def typed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of fsspec's file system from text.
+    """Convert options of fsspec's file system from text.
 
     ``true`` and ``false`` become bools, values in ``{}`` or ``[]`` are read as JSON, and ``client_kwargs.region_name``
-    is ``region_name`` within ``client_kwargs``. All other values stay text: a secret may consist of digits.
+    is ``region_name`` within ``client_kwargs``. All other values stay text, because a secret may consist of digits.
 
     Raises:
         ConfigError: a value is not JSON, or two options contradict each other; no value is shown.

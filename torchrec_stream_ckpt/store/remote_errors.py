@@ -1,4 +1,4 @@
-"""Errors of the libraries below fsspec as ours: what is wrong, where, and what to try."""
+"""Conversion of errors of the libraries below fsspec to ours: what is wrong, where, and what to try."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Mapping
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, StoreUnavailableError, StreamCkptError
 
 _RIGHTS_HINT = "give this user the rights that docs/operations.md names: get, put, delete and list"
-_KEYS_HINT = ""  # each cloud has its own
+_KEYS_HINT = ""  # each cloud has a different one
 _REGION_HINT = "name the bucket's region: client_kwargs.region_name in the store's options, or AWS_DEFAULT_REGION"
 _BUSY_HINT = "try again later; ask for a higher request rate, or use fewer ranks, partitions or intervals at once"
 _NETWORK_HINT = "check the address (endpoint_url in the store's options), the network and the server"
 _WORDLESS = frozenset({"403", "Forbidden"})
 _SHORTER = frozenset({"InvalidRange", "416"})
 NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound", "FilesystemNotFound"})
-"""Signs that the bucket is not there."""
+"""Signs that the bucket does not exist."""
 REFUSALS = _WORDLESS | {"AccessDenied", "AuthorizationFailure", "AuthorizationPermissionMismatch", "PermissionError"}
-"""Signs that a user may not do something, whatever else he may do."""
+"""Signs that a user lacks one permission, whatever other permissions the user has."""
 TAKEN = frozenset({"FileExistsError", "PreconditionFailed", "412", "ConditionalRequestConflict", "409", "NoSuchUpload"})
-"""Signs that a name is taken, or may be: by an upload that goes on, or by our own whose answer was lost."""
+"""Signs that a name is or may be taken: by an upload in progress, or by our own whose answer was lost."""
 UNKNOWN_CONDITION = frozenset({"NotImplemented", "501"})
-"""Signs that a store does not know the condition of a put."""
+"""Signs that a store does not support the condition of a put."""
 _CAUSES: tuple[tuple[frozenset[str], str, str], ...] = (
     (NO_BUCKET, "there is no such bucket", "make the bucket, or correct the store's URL"),
     (
@@ -90,29 +90,29 @@ _CAUSES: tuple[tuple[frozenset[str], str, str], ...] = (
     ),
     (REFUSALS, "the store does not allow it", _RIGHTS_HINT),
 )
-"""Error codes of the stores, or names of exceptions: what is wrong, and what to try. The first that fits counts."""
+"""(Error codes of the stores or names of exceptions, cause, what to try). The first match counts."""
 
 
 def shorter(url: str, name: str, begin: int, end: int) -> CorruptionError:
-    """An error: an object does not have the bytes [begin, end)."""
+    """Return the error for an object that does not have the bytes [begin, end)."""
     return CorruptionError(f"bytes [{begin}, {end}) were asked for, the object is shorter", store=url, name=name)
 
 
 def no_bucket(doing: str, url: str, name: str) -> StoreUnavailableError:
-    """An error: the bucket itself is not there."""
+    """Return the error for a bucket that does not exist."""
     _, wrong, hint = _CAUSES[0]
     return StoreUnavailableError(f"cannot {doing} it: {wrong}", hint=hint, store=url, name=name)
 
 
 def translated(error: Exception, doing: str, url: str, name: str, keys_hint: str) -> Exception:
-    """One of our errors for one of a library's.
+    """Convert an error of a library to one of ours.
 
     Args:
-        error: What the library raised.
-        doing: What was done with the object, as a verb.
-        url: Of the store.
-        name: Of the object, or a prefix of names.
-        keys_hint: What to try when the store does not accept our login.
+        error: Exception of the library.
+        doing: Operation on the object, as a verb.
+        url: URL of the store.
+        name: Name of the object, or a prefix of names.
+        keys_hint: Hint for a login that the store does not accept.
     """
     signs = signs_of(error)
     if isinstance(error, FileNotFoundError) and signs.isdisjoint(NO_BUCKET) and doing != "write":
@@ -133,14 +133,14 @@ def translated(error: Exception, doing: str, url: str, name: str, keys_hint: str
 
 
 def wordless(error: Exception) -> bool:
-    """Return whether a refusal came without its reason."""
+    """Return whether a refusal has no reason."""
     return not signs_of(error).isdisjoint(_WORDLESS)
 
 
 def signs_of(error: BaseException | None) -> set[str]:
-    """Error codes and names of exception classes of an error and of all that caused it.
+    """Return error codes and names of exception classes of an error and of all its causes.
 
-    One of our own errors caused nothing in a library: the caller was handling it. What it was about says nothing here.
+    The search ends at one of our own errors: the caller was handling it, so no library caused it.
     """
     signs: set[str] = set()
     while error is not None and not isinstance(error, StreamCkptError):
@@ -152,7 +152,7 @@ def signs_of(error: BaseException | None) -> set[str]:
             code = getattr(error, name, None)
             if isinstance(code, str | int):
                 signs.add(str(getattr(code, "value", code)))
-        if isinstance(error, OSError) and str(error).startswith("Forbidden: "):  # what gcsfs makes of a 403
+        if isinstance(error, OSError) and str(error).startswith("Forbidden: "):  # gcsfs's conversion of a 403
             signs.add("403")
         error = error.__cause__ or error.__context__
     return signs

@@ -1,7 +1,7 @@
-"""Go through sorted runs by windows of ids, each chunk read once: what a window leaves of a chunk is kept for the next.
+"""Read sorted runs by windows of ids, each chunk once. The rows of a chunk after a window are kept for the next window.
 
-A *run* is what one segment has of a table under the same columns: chunks whose ids ascend. At any id, at most one chunk
-of a run is *open*: it holds ids before that one, and ids from it on.
+A *run* is the part of one segment with one table and the same columns: chunks whose ids ascend. At any id, at most one
+chunk of a run is *open*: it has ids before that one, and ids from it on.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Rows of one chunk, those before the window left out if an earlier window had them."""
+    """Rows of one chunk. Those before the window are omitted if an earlier window had them."""
 
     place: int
-    """Of the run's segment, counted from the newest one."""
+    """Index of the run's segment, counted from the newest one."""
     picked: Picked
     entry: ChunkEntry
     view: RowsView
@@ -43,13 +43,13 @@ class Given:
 
 
 class ReadSegments(Protocol):
-    """How chunks of several segments are read: ``read_chunks``, of whatever store."""
+    """Reader of the chunks of several segments, such as ``read_chunks`` for some store."""
 
     def __call__(self, picked: Iterable[Picked]) -> Iterator[tuple[Picked, ChunkEntry, memoryview]]: ...
 
 
 def read_from(objects: Readable, pool: Executor, progress: Callable[[int], None] = lambda _: None) -> ReadSegments:
-    """Read from one store, some ahead; ``progress`` is called with the bytes of each chunk."""
+    """Return a reader for one store, which reads ahead. ``progress`` is called with the bytes of each chunk."""
 
     def read(picked: Iterable[Picked]) -> Iterator[tuple[Picked, ChunkEntry, memoryview]]:
         for each, entry, data in read_chunks(objects, picked, pool):
@@ -60,17 +60,17 @@ def read_from(objects: Readable, pool: Executor, progress: Callable[[int], None]
 
 
 class Runs:
-    """The runs of some segments, window by window.
+    """Runs of some segments, window by window.
 
-    Each chunk is read once while windows ascend. A window that begins before the end of the last one, or after one
-    that failed or was not used up, begins anew.
+    Each chunk is read once while windows ascend. A window starts over if it begins before the end of the last one, or
+    after one that failed or was not used up.
 
-    Memory: one chunk a run that is open at the end of a window, and what ``read`` reads ahead.
+    Memory: one chunk for each run that is open at the end of a window, and the chunks that ``read`` reads ahead.
 
     Args:
         newest: Chunks of one table, the newest segment first. A row's newest version is in the first one that has it.
-        schema: Of its rows.
-        read: Reads them.
+        schema: Schema of its rows.
+        read: Reads the chunks.
     """
 
     def __init__(self, newest: Sequence[Picked], schema: Schema, read: ReadSegments) -> None:
@@ -78,7 +78,7 @@ class Runs:
         self._schema = schema
         self._read = read
         self._of = np.repeat(np.arange(len(newest)), [len(each.chunks) for each in newest])
-        """The place of each chunk's segment."""
+        """Index of each chunk's segment."""
         self._chunks: Ints = np.concatenate([each.chunks for each in newest]) if newest else np.empty(0, np.int64)
         entries = [each.entries[["first", "last"]] for each in newest]
         first, self._last = (
@@ -91,19 +91,19 @@ class Runs:
         self._at, self._stop = 0, 0
         self._kept: list[Given] = []
         self._is_open = False
-        """True if a window was begun and not used up: what it would have kept is not there."""
+        """True if a window was begun and not used up. The rows that it would have kept are then missing."""
 
     def window(self, row0: int, stop: int) -> Iterator[Given]:
-        """Chunks with ids of [row0, stop), newest segment first; to be used up before the next window.
+        """Yield chunks with ids of [row0, stop), newest segment first. Use them up before the next window.
 
         Raises:
-            CorruptionError: a segment is damaged, or what it holds does not fit the schema.
+            CorruptionError: a segment is damaged, or its contents do not fit the schema.
             StoreUnavailableError: the store does not answer.
         """
         return self._give(self._read(self._begin(row0, stop)), stop)
 
     def through(self, windows: Iterable[Window]) -> Iterator[tuple[Window, Iterator[Given]]]:
-        """:meth:`window` for each of ascending windows, read ahead beyond the end of one; empty ones are left out."""
+        """Yield :meth:`window` for each of ascending windows, reading ahead beyond the end of one. Omits empty ones."""
         planned = [(window, self._begin(*window)) for window in windows]
         reads = self._read(picked for _, each in planned for picked in each)
         for window, picked in planned:
@@ -112,7 +112,7 @@ class Runs:
                 yield window, self._give(islice(reads, sum(len(each.chunks) for each in picked)), window[1])
 
     def _begin(self, row0: int, stop: int) -> list[Picked]:
-        """The chunks that are to be read for a window, newest segment first."""
+        """Return the chunks to read for a window, newest segment first."""
         if row0 < self._stop or self._is_open:
             self._at, self._kept, self._is_open = 0, [], False
         begin, self._at = self._at, max(self._at, int(np.searchsorted(self._first, stop)))
@@ -138,7 +138,7 @@ class Runs:
 
 
 def _rest(given: Given, stop: int) -> Given:
-    """A copy of the rows from ``stop`` on: what was read may be larger than the chunk, and is let go."""
+    """Copy the rows from ``stop`` on, so that the bytes read, which may exceed the chunk, are freed."""
     view = given.view
     begin = int(np.searchsorted(view.ids, stop))
     states = tuple(state[begin:].copy() for state in view.states)
@@ -147,19 +147,19 @@ def _rest(given: Given, stop: int) -> Given:
 
 
 def columns_of(segments: Iterable[Picked]) -> set[tuple[int, int]]:
-    """(first column, columns) of all chunks."""
+    """Return (first column, columns) of all chunks."""
     return {
         (int(col0), int(cols)) for each in segments for col0, cols in np.unique(each.entries[["col0", "cols"]]).tolist()
     }
 
 
 def cuts_of(columns: Iterable[tuple[int, int]]) -> list[int]:
-    """Where slices of columns begin and end: between two cuts, columns always come together."""
+    """Return the edges of slices of columns. Columns between two cuts are always given together."""
     return sorted({edge for col0, cols in columns for edge in (col0, col0 + cols)})
 
 
 def open_at_once(segments: Iterable[Picked], cuts: Sequence[int]) -> int:
-    """How many chunks are open at once, at most, in any range of columns between two ``cuts``."""
+    """Return the largest number of chunks that are open at once in any range of columns between two ``cuts``."""
     entries = [each.entries for each in segments]
     if not entries:
         return 0

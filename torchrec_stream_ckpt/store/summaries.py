@@ -1,8 +1,8 @@
 """Summaries of a store: copies of manifests and directories, so that a plan takes a few requests and not thousands.
 
-A reader that plans takes from them what it would otherwise read from the objects, and checks it in the same way. If
-anything does not fit, it reads the objects. Those who judge or delete (``verify``, scrub, gc, trim, the materializer)
-never read summaries in place of the objects.
+A reader that plans uses them in place of the objects, and checks them in the same way. If anything does not fit, it
+reads the objects. Programs that verify or delete (``verify``, scrub, gc, trim, the materializer) never read summaries
+in place of the objects.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from torchrec_stream_ckpt.util.layout import SUMMARIES_DIR, SummaryName, parse_s
 from torchrec_stream_ckpt.util.types import MarkerId
 
 WORTH_IT = 32
-"""Markers whose manifests a plan needs, from which on summaries are looked for."""
+"""Number of markers, whose manifests a plan needs, from which on summaries are used."""
 _WITHIN_FOLDS = 128
-"""Newest markers of which a plan also reads what ranks said, though a fold has their rows."""
+"""Number of newest markers whose notes a plan reads, even if a fold has their rows."""
 
 log = logging.getLogger(__name__)
 
 
 def list_summaries(objects: Objects, job: bytes) -> list[SummaryName]:
-    """All summaries of a job, by their first markers."""
+    """Return all summaries of a job, by their first markers."""
     names = (entry.name for entry in objects.list(f"{SUMMARIES_DIR}/{job.hex()}/"))
     return sorted(found for name in names if (found := parse_summary_name(name)) is not None)
 
 
 def load_summary(objects: Readable, name: SummaryName) -> Summary:
-    """One summary.
+    """Read one summary.
 
     Raises:
-        CorruptionError: it is gone or altered, or another one than its name says.
+        CorruptionError: it is missing or altered, or does not match its name.
         StoreUnavailableError: the store does not answer.
     """
     data = objects.read(name.name)
@@ -54,7 +54,7 @@ def load_summary(objects: Readable, name: SummaryName) -> Summary:
 
 
 def put_summary(objects: Objects, summary: Summary, markers: Sequence[MarkerId]) -> SummaryName:
-    """Put a summary of some markers, which ascend; durable on return."""
+    """Put a summary of some markers, which ascend. Durable on return."""
     data = summary.to_bytes()
     name = SummaryName(summary.job, markers[0], markers[-1], len(markers), crc32c(data))
     objects.put(name.name, [data])
@@ -62,7 +62,7 @@ def put_summary(objects: Objects, summary: Summary, markers: Sequence[MarkerId])
 
 
 def chosen(names: Iterable[SummaryName], wanted: Collection[MarkerId]) -> list[SummaryName]:
-    """The summaries to be read for some markers: each gives two at least that none before it gives."""
+    """Return the summaries to read for some markers. Each provides at least two that none before it provides."""
     left, found = set(wanted), []
     for name in sorted(names, key=lambda each: (-each.count, each)):
         here = {marker for marker in left if name.first <= marker <= name.last}
@@ -73,12 +73,12 @@ def chosen(names: Iterable[SummaryName], wanted: Collection[MarkerId]) -> list[S
 
 
 def by_summaries(catalog: Catalog, chain: Sequence[Commit], since: MarkerId | None, pool: Executor) -> Catalog | None:
-    """``catalog`` with what summaries hold of the way along ``chain``; None where they hold too little of it.
+    """Return ``catalog`` with the contents of summaries along ``chain``. Returns None if they have too little of it.
 
     Args:
-        catalog: What the store holds: which markers and folds are there is its word alone.
-        chain: As of ``Catalog.cover``.
-        since: As there.
+        catalog: Catalog of the store. It alone decides which markers and folds exist.
+        chain: Chain, as for ``Catalog.cover``.
+        since: Marker before the chain, as for ``Catalog.cover``.
         pool: Threads to read with.
 
     Raises:
@@ -100,7 +100,7 @@ def by_summaries(catalog: Catalog, chain: Sequence[Commit], since: MarkerId | No
 
 
 def _intact(catalog: Catalog, name: SummaryName) -> Mapping[str, Part]:
-    """Read the parts that a summary has; nothing if it cannot be read."""
+    """Read the parts in a summary. Empty if it cannot be read."""
     try:
         return load_summary(catalog.objects, name).parts
     except CorruptionError as error:

@@ -1,10 +1,11 @@
-"""What checkers found of a job's markers: objects that a running trainer reads, and that decide nothing.
+"""Findings of checkers about a job's markers: objects that a running trainer reads, and that decide nothing.
 
-Which proofs were compared, with what and when (``proved/``): names alone, so that one list tells all of it.
+Comparisons with proofs (``proved/``) are recorded in names alone, so that one listing has all of them.
 
-What a store remembers of what was read whole (``readings/``): kept by those who delete, taken back by all readers.
+Records of complete reads (``readings/``) are written by programs that delete, and revoked by all readers.
 
-A reader that finds damage takes back what names the damaged object, so that nobody deletes other copies in its favor.
+A reader that finds damage revokes the readings that name the damaged object, so that no process deletes other copies
+because of them.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ log = logging.getLogger(__name__)
 
 
 def list_readings(objects: Objects, job: bytes) -> list[str]:
-    """Names of all readings of a job, the oldest first."""
+    """Return the names of all readings of a job, oldest first."""
     return sorted(entry.name for entry in objects.list(f"{READINGS_DIR}/{job.hex()}/") if is_reading(entry.name))
 
 
 def load_reading(objects: Objects, name: str) -> Reading | None:
-    """One reading; None: it is gone, or cannot be read, and says nothing."""
+    """Read one reading. Returns None if it is missing or cannot be read."""
     try:
         return Reading.from_bytes(objects.read(name), name)
     except CorruptionError:
@@ -57,19 +58,19 @@ def load_reading(objects: Objects, name: str) -> Reading | None:
 
 
 def put_reading(objects: Objects, job: bytes, reading: Reading) -> None:
-    """Remember what was read."""
+    """Record what was read."""
     data = reading.to_bytes()
     objects.put(reading_name(job, int(reading.time_s * 1000), crc32c(data)), [data])
 
 
 def take_back(objects: Objects, job: bytes, errors: Iterable[CorruptionError]) -> None:
-    """Nobody relies any more on an earlier reading of what these errors are about: it is read again.
+    """Revoke earlier readings of the objects that these errors are about, so that they are read again.
 
-    A reading that names it goes as a whole: what else it says is read again, too. To put the rest again would need room
-    on the disk, and could bring back what another process takes back at the same time.
+    A reading that names such an object is deleted as a whole, so its other objects are read again, too. To put the
+    rest again would need space on the disk, and could restore a reading that another process revokes at the same time.
 
     Raises:
-        StoreUnavailableError: the store does not answer, or takes nothing back.
+        StoreUnavailableError: the store does not answer, or refuses the deletion.
     """
     units = {unit for error in errors if (unit := _unit_of(error)) is not None}
     for name in list_readings(objects, job) if units else ():
@@ -80,7 +81,7 @@ def take_back(objects: Objects, job: bytes, errors: Iterable[CorruptionError]) -
 
 
 def take_back_if_possible(objects: Objects, job: bytes, errors: Iterable[CorruptionError]) -> None:
-    """The same of a reader that may have no right to write; if it has none, a warning says so."""
+    """Revoke readings as :func:`take_back`, in a reader that may not write. If it may not, logs a warning."""
     found = list(errors)
     try:
         take_back(objects, job, found)
@@ -93,9 +94,9 @@ def take_back_if_possible(objects: Objects, job: bytes, errors: Iterable[Corrupt
 
 
 def _unit_of(error: CorruptionError) -> str | None:
-    """Under which name a reading has the object of the store that ``error`` is about."""
+    """Return the name under which a reading has the object that ``error`` is about. Returns None for other errors."""
     parts = PurePosixPath(str(error.where.get("name", error.where.get("path", "")))).parts
-    for name in ("/".join(parts[-3:]), "/".join(parts[-4:])):  # below the store
+    for name in ("/".join(parts[-3:]), "/".join(parts[-4:])):  # relative to the store
         if parse_manifest_name(name) is not None or parse_fold_name(name) is not None:
             return name
         if (part := parse_fold_segment(name)) is not None:
@@ -108,11 +109,11 @@ def _unit_of(error: CorruptionError) -> str | None:
 
 
 STORE = "store"
-"""What rows were read from. ``head`` and ``follower`` are reserved."""
+"""Source of compared rows. ``head`` and ``follower`` are reserved."""
 
 
 def list_proved(objects: Objects, job: bytes) -> list[Comparison]:
-    """All that a store says of a job, the oldest first.
+    """Return all comparisons that a store has of a job, oldest first.
 
     Raises:
         StoreUnavailableError: the store does not answer.
@@ -122,7 +123,7 @@ def list_proved(objects: Objects, job: bytes) -> list[Comparison]:
 
 
 def note_proved(objects: Objects, proved: Comparison) -> None:
-    """Say that a proof was compared.
+    """Record that a proof was compared.
 
     Raises:
         StoreUnavailableError: it was not written.
@@ -131,7 +132,7 @@ def note_proved(objects: Objects, proved: Comparison) -> None:
 
 
 def leave_verdict(objects: Objects, commit: Commit, rows: Sequence[TableRows]) -> str:
-    """Write which rows of a marker are not as they were in the tables; returns the object's name.
+    """Record which rows of a marker differ from those in the tables. Returns the object's name.
 
     Raises:
         StoreUnavailableError: it cannot be written.
@@ -148,10 +149,10 @@ def leave_verdict(objects: Objects, commit: Commit, rows: Sequence[TableRows]) -
 def new_verdicts(
     objects: Objects, job: bytes, generation: int, known: Collection[str]
 ) -> Iterator[tuple[str, Verdict]]:
-    """(name, verdict) of those on markers of a generation that are not in ``known``.
+    """Yield (name, verdict) of verdicts on markers of a generation that are not in ``known``.
 
     Raises:
-        CorruptionError: one is altered.
+        CorruptionError: one was altered.
         StoreUnavailableError: the store does not answer.
     """
     for entry in objects.list(f"{VERDICTS_DIR}/{job.hex()}/"):

@@ -1,7 +1,7 @@
-"""Objects that are written once: claims, manifests, segments, folds and ``STORE``. Other bytes never take their place.
+"""Objects that are written once: claims, manifests, segments, folds and ``STORE``. Other bytes never replace them.
 
-Two writers of such a name write the same bytes, unless they fold two histories of one job, or one object is damaged. A
-put that finds its name taken compares: the same bytes are as good as its own, others are an error.
+Two writers of such a name write the same bytes, unless they fold two histories of one job, or one object is damaged. If
+a put finds its name taken, it compares: the same bytes are as good as its own, others are an error.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _PAUSE_S = 0.1
 
 
 def put_once(objects: Objects, name: str, parts: Sequence[Buffer]) -> None:
-    """Write an object, unless these bytes are there already. Durable on return.
+    """Write an object, unless these bytes exist already. Durable on return.
 
-    One request; only if the name is taken, the object is read too.
+    It takes one request. Only if the name is taken, the object is read too.
 
     Raises:
         CorruptionError: other bytes have this name. They stay as they are.
@@ -46,10 +46,10 @@ def put_once(objects: Objects, name: str, parts: Sequence[Buffer]) -> None:
 
 
 def put_unless_taken(objects: Objects, name: str, parts: Sequence[Buffer]) -> memoryview | None:
-    """Write an object, or read what has its name. Durable on return. None: it was written.
+    """Write an object, or read the one that has its name. Durable on return. Returns None if it was written.
 
     Raises:
-        CorruptionError: what has the name cannot be read.
+        CorruptionError: the object with the name cannot be read.
         StoreUnavailableError: it was not written.
     """
     for attempt in range(_ATTEMPTS):
@@ -57,7 +57,7 @@ def put_unless_taken(objects: Objects, name: str, parts: Sequence[Buffer]) -> me
             return None
         try:
             return objects.read(name)
-        except MissingObjectError:  # its deletion came in between, or another upload that has not ended
+        except MissingObjectError:  # it was deleted in between, or another upload has not ended
             if attempt < _ATTEMPTS - 1:
                 time.sleep(_PAUSE_S * 2**attempt)
     raise StoreUnavailableError(
@@ -69,7 +69,7 @@ def put_unless_taken(objects: Objects, name: str, parts: Sequence[Buffer]) -> me
 
 
 def is_same(there: memoryview, parts: Sequence[Buffer]) -> bool:
-    """Return whether an object holds these parts, one after the other."""
+    """Return whether an object consists of these parts, one after the other."""
     begin = 0
     for part in parts:
         wanted = memoryview(part).cast("B")

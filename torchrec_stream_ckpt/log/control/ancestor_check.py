@@ -1,4 +1,4 @@
-"""What a generation stands on in the log: the streams of those that lead to its parent."""
+"""Streams in the log that a generation depends on: those of the generations that lead to its parent."""
 
 from __future__ import annotations
 
@@ -8,44 +8,46 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.util.types import LogSpan, MarkerId, RankEnd
 
 EACH_TIME = 128
-"""Streams of older generations that are looked at before one COMMIT."""
+"""Streams of older generations that are checked before one COMMIT."""
 
 
 class Older:
-    """The streams of older generations, of which a COMMIT has some looked at: all in turn.
+    """Streams of older generations. Each COMMIT checks some of them, all in turn.
 
-    A job that has been restarted a thousand times stands on a thousand generations. To look at all their streams before
-    each COMMIT would cost more with each restart. Looked at each time are, of each partition, the stream that begins
-    first and the one that ends last: what a retention takes first, and what a broker loses first.
+    A job that has been restarted a thousand times depends on a thousand generations. Checking all their streams before
+    each COMMIT would cost more with each restart. In each partition, the stream that begins first and the one that ends
+    last are checked each time: retention deletes the former first, and a failing broker loses the latter first.
     """
 
     def __init__(self) -> None:
         self._known: tuple[MarkerId | None, dict[int, MarkerId]] | None = None
-        """The parent, and what was trimmed, when the streams were found."""
+        """The parent, and the trims at the time when the streams were found."""
         self._edges: tuple[LogSpan, ...] = ()
         self._rest: tuple[LogSpan, ...] = ()
         self._newest: tuple[tuple[int, RankEnd], ...] = ()
         self._next = 0
 
     def spans(self, lineage: Lineage, parent: MarkerId | None) -> tuple[LogSpan, ...]:
-        """Return the spans to look at this time, less what was trimmed on purpose. The same until :meth:`turn`."""
+        """Return the spans to check this time, without trimmed ones. The result is the same until :meth:`turn`."""
         self._find(lineage, parent)
         return self._edges + self._rest[self._next : self._next + EACH_TIME]
 
     def newest(self, lineage: Lineage, parent: MarkerId | None) -> tuple[tuple[int, RankEnd], ...]:
-        """(generation, end) of the newest stream in each partition that is not trimmed. Older ones were looked at when
-        a generation first stood on them."""
+        """Return (generation, end) of the newest stream in each partition that is not trimmed.
+
+        Older streams were checked when a generation first depended on them.
+        """
         self._find(lineage, parent)
         return self._newest
 
     def turn(self) -> None:
-        """They are there: next time come others."""
+        """Advance to the next spans, after the current ones were found intact."""
         self._next += EACH_TIME
         if self._next >= len(self._rest):
             self._next = 0
 
     def _find(self, lineage: Lineage, parent: MarkerId | None) -> None:
-        """All streams up to ``parent``, once, and again after a trim."""
+        """Find all streams up to ``parent``, once, and again after a trim."""
         reach = lineage.trims.reach
         if self._known == (parent, reach):
             return

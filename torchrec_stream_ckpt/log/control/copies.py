@@ -1,8 +1,8 @@
-"""Keeping control records a second time, in the store: for when the control partition is lost, or its tail.
+"""Second copy of the control records in the store, in case that the control partition or its tail is lost.
 
-The copy decides nothing while the control partition is there. It holds what was read from it: so it is never ahead of a
-partition that lost nothing, and behind it by what was appended while the store did not answer, or by the last record of
-a trainer that died. A copy that is ahead proves that a tail was lost.
+The copy has no authority while the control partition exists. It contains records that were read from the partition. So
+it is never ahead of a partition that lost nothing. It lacks records that were appended while the store did not answer,
+or the last record of a trainer that died. A copy that is ahead proves that a tail was lost.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri, parse_uri
 log = logging.getLogger(__name__)
 
 RECENT = 64
-"""Records at the end of a control partition that are given when it is begun to be read."""
+"""Number of records at the end of a control partition that are passed on when reading begins."""
 _KEPT_BYTES = 8 * 2**20
-"""Records that wait for the store are kept in memory up to this; with more of them, all are copied anew."""
+"""Memory limit of records that wait for the store, in bytes. Beyond it, all records are copied again."""
 _MERGE = 64
-"""How many objects become one."""
+"""Number of objects that are merged into one."""
 
 Reread = Callable[[int], Iterator[Entry]]
-"""The control partition from an offset on."""
+"""Function that reads the control partition from an offset on."""
 
 
 class Copies:
-    """The second copy of one log's control partition. ``heard`` and ``later`` are cheap; puts are on a thread.
+    """Second copy of one log's control partition. ``heard`` and ``later`` are cheap; puts run on a thread.
 
     Args:
         objects: The store.
-        uri: Where the log is.
-        incarnation: Says which log it is now.
+        uri: URI of the log.
+        incarnation: Returns the log's current identity.
         reread: Reads the control partition.
         fold_again: Folds all of it.
     """
@@ -65,54 +65,56 @@ class Copies:
         self._known_log = ""
         self._job: bytes | None = None
         self._base = 0
-        """Where the control partition begins."""
+        """First offset of the control partition."""
         self._before = -1
-        """Up to this offset there may be records that count and were not given to :meth:`heard`."""
+        """Offset up to which there may be records that count and were not passed to :meth:`heard`."""
         self._seen = -1
-        """Offset of the last thing that was read from it."""
+        """Offset of the last record that was read from it."""
         self._known = -1
-        """Up to this offset all that counts is copied."""
+        """Offset up to which all records that count are copied."""
         self._missing: dict[int, bytes] = {}
         """Records that count and are not known to be copied, by offset."""
         self._epoch = 0
-        """Of the objects that are put; 0 until the store was listed."""
+        """Epoch of the objects that are put. 0 until the store was listed."""
         self._anew = False
         """True if the next object begins another epoch."""
         self._single: list[CopyName] = []
         """Objects of one record each."""
         self._committed = False
-        """True if a marker was."""
+        """True if a marker was committed."""
         self._marked = False
-        """True if the store says that markers were committed in this log."""
+        """True if the store has the note that markers were committed in this log."""
         self._lock = threading.Lock()
         self._worker: Worker | None = None
         self._copying: Future[None] | None = None
         self.failed = 0
-        """Attempts to copy that failed."""
+        """Number of attempts to copy that failed."""
 
     @property
     def url(self) -> str:
-        """Of the store."""
+        """URL of the store."""
         return self._objects.url
 
     @property
     def uri(self) -> str:
-        """Of the log."""
+        """URI of the log."""
         return str(self._uri)
 
     @property
     def behind(self) -> bool:
-        """True if something that counts is not known to be copied."""
+        """True if a record that counts is not known to be copied."""
         with self._lock:
             return bool(self._missing)
 
     def begin(self, base: int, before: int) -> None:
-        """The control partition, which begins at ``base``, was read; what stands behind ``before`` is given next."""
+        """Start after a read of the control partition, which begins at ``base``. Records after ``before`` are passed
+        next."""
         with self._lock:
             self._base, self._before = base, max(before, self._before)
 
     def heard(self, offset: int, record: bytes, *, counts: bool, snapshot: bool = False) -> None:
-        """Something was read from the control partition; in order. After a snapshot all is copied anew, and shorter."""
+        """Take a record that was read from the control partition, in order. After a snapshot all is copied again, and
+        shorter."""
         with self._lock:
             if offset <= self._seen:
                 return
@@ -126,11 +128,11 @@ class Copies:
                 self._missing, self._before = {}, offset
 
     def beyond(self, job: bytes, seen: int) -> list[bytes]:
-        """List the store; what it has of this control partition that is not there, or not as it was.
+        """List the store. Returns its records of this control partition that the partition lacks or has differently.
 
         Args:
-            job: Whose.
-            seen: Offset of the last thing that was read from the control partition.
+            job: Job of the records.
+            seen: Offset of the last record that was read from the control partition.
 
         Raises:
             StoreUnavailableError: the store does not answer.
@@ -146,13 +148,13 @@ class Copies:
         return [record for _, record in read_copy(self._objects, job, log_, seen if same else -1)]
 
     def _log(self) -> str:
-        """Which log it is, in names of copies; empty while there is none."""
+        """Return the log's identity as used in names of copies. Empty if the log does not exist yet."""
         if not self._known_log and (now := self._incarnation()) is not None:
             self._known_log = copied_log(now.id)
         return self._known_log
 
     def _is_there(self, name: CopyName) -> bool:
-        """Return whether the last record of an object stands in the control partition, where it stood."""
+        """Return whether the last record of an object is in the control partition, at its offset."""
         try:
             offset, record = next(self._reread(name.last), (-1, b""))
         except PrunedError:
@@ -168,14 +170,14 @@ class Copies:
             self._missing = {offset: record for offset, record in self._missing.items() if offset > known}
 
     def later(self) -> None:
-        """Copy what is missing, in the background. Never raises, and never waits for the store."""
+        """Copy missing records in the background. Never raises, and never waits for the store."""
         if self._worker is None:
             self._worker = Worker("stream-ckpt-copy")
         if self._missing:
             self._copying = self._worker.submit(self.now)
 
     def now(self) -> None:
-        """Copy what is missing. Never raises: a failure is counted, said once, and tried again with the next record."""
+        """Copy missing records. Never raises: a failure is counted, logged once, and retried with the next record."""
         try:
             self._copy()
         except (StreamCkptError, OSError) as error:
@@ -209,7 +211,7 @@ class Copies:
             self._merge(job, log_)
 
     def _learned(self, name: CopyName) -> None:
-        """An object is durable."""
+        """Note that an object is durable."""
         with self._lock:
             self._known = name.last
             self._missing = {offset: record for offset, record in self._missing.items() if offset > name.last}
@@ -217,7 +219,7 @@ class Copies:
                 self._single.append(name)
 
     def _merge(self, job: bytes, log_: str) -> None:
-        """One object in the place of many: listings stay short."""
+        """Merge many objects into one, so that listings stay short."""
         single, self._single = self._single, []
         entries = list(Copied(self._objects, job, log_, self._epoch, tuple(sorted(single)), ()).read())
         put_copy(self._objects, job, log_, self._epoch, entries)
@@ -225,7 +227,7 @@ class Copies:
             self._objects.delete(name.name)
 
     def close(self, timeout_s: float) -> None:
-        """Wait for what is being copied, and let the thread end."""
+        """Wait for a copy in progress, and end the thread."""
         if self._copying is not None:
             wait([self._copying], timeout_s)
         if self._worker is not None:
@@ -234,20 +236,20 @@ class Copies:
 
 
 def put_anew(objects: Objects, job: bytes, log_: str, folded: Folded) -> CopyName:
-    """The copy of a control partition that is another one than it was: an epoch that takes the place of all before.
+    """Copy a control partition that is no longer the one copied before. A new epoch replaces all earlier ones.
 
     Args:
         objects: The store.
-        job: Whose.
-        log_: Of which log, as names say it.
+        job: Job of the records.
+        log_: Identity of the log, as in names of copies.
         folded: The control partition.
 
     Raises:
-        StoreUnavailableError: the store does not answer: what was there before counts.
+        StoreUnavailableError: the store does not answer; the earlier copy still counts.
     """
     before = Copied.load(objects, job, log_)
     records = [record.to_frame() for record in folded.lineage.records()]
-    # Where they stand tells their order, and no more: not all that was there is among them.
+    # The offsets only give the order of the records, because not all original records are among them.
     first = max(0, folded.upto + 1 - len(records))
     entries = list(enumerate(records, first))
     name = put_copy(objects, job, log_, before.epoch + 1, entries, at=(folded.upto, folded.crc))

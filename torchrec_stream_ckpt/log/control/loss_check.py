@@ -1,7 +1,7 @@
-"""A lost piece of a log is never a fresh start: what is refused before a generation is claimed, and how to put it back.
+"""Refuse to start fresh in a log that has lost a piece. The checks run before a claim, and errors name the repair.
 
-A log is new when nothing of one is there: no control record, no row, and no marker of it in the store. ``fresh=True``
-changes nothing of that: it begins anew beside markers that are whole, not over what a loss has left.
+A log is new if nothing of one exists: no control record, no row, and no marker of it in the store. ``fresh=True``
+does not change that: it starts a new lineage next to intact markers, never over the remains of a loss.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ log = logging.getLogger(__name__)
 def check_whole(
     log_: Log, control: Control, uri: FileUri | KafkaUri, objects: Objects, *, alone: bool = True
 ) -> Lineage:
-    """(rank 0) See that no piece of the log is lost; the control partition as it is now.
+    """(rank 0) Check that no piece of the log is lost, and return the current control partition.
 
     Args:
         log_: The log.
         control: Its control partition.
-        uri: Where it is.
+        uri: URI of the log.
         objects: Its store.
-        alone: Whether a store that has markers of an empty log is all that there is of them; not of an inner tier.
+        alone: Whether the store's markers prove that an empty log was lost. False for an inner tier.
 
     Raises:
-        CorruptionError: a piece is lost; names the command that puts it back.
+        CorruptionError: a piece is lost; the error names the command that restores it.
         LogUnavailableError, StoreUnavailableError: one of them does not answer.
     """
     log_.incarnation()
-    rows = log_.newest_rows()  # first: a CLAIM is durable before the first row of its generation
+    rows = log_.newest_rows()  # first, because a CLAIM is durable before the first row of its generation
     lineage = control.refresh()
     if rows is not None and rows.generation >= lineage.next_generation:
         raise CorruptionError(
@@ -59,14 +59,14 @@ def check_whole(
 
 
 def check_not_lost(uri: FileUri | KafkaUri, objects: Objects) -> None:
-    """(rank 0) Refuse to begin anew in an empty log whose markers a store holds.
+    """(rank 0) Refuse to start fresh in an empty log if a store holds its markers.
 
-    That is known where the store is inside the file log's own folder, where it says that markers were committed in a
-    log at this place, and where the CLAIM of a job in it bears the name of this Kafka job. Another store may serve many
-    logs: then it is only said.
+    The store is known to hold its markers in three cases: it is inside the file log's own folder; it notes that
+    markers were committed in a log at this place; or the CLAIM of a job in it has the name of this Kafka job. Any other
+    store may serve many logs, so there is only a warning.
 
     Raises:
-        CorruptionError: names the verb that puts the log back.
+        CorruptionError: the log was lost; the error names the command that restores it.
         StoreUnavailableError: the store does not answer.
     """
     jobs = jobs_in(objects)

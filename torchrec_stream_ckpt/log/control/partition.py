@@ -1,4 +1,4 @@
-"""Reading and writing the control partition: the lineage as of now, claims, commits, trims."""
+"""Reading and writing of the control partition: current lineage, claims, commits, trims."""
 
 from __future__ import annotations
 
@@ -44,11 +44,12 @@ class Control:
 
     Args:
         log_: The log.
-        key_file: The commit key: with it, records are signed, and only records that it vouches for count.
-        serving: Take a serving stream, too: its rows are lossy.
-        copies: Where the records are kept a second time, and the URI of the log; None: nowhere.
-        spare: Hold in memory only the newest COMMIT of each generation, and read the others again when they are needed.
-        glance: Without a commit key, leave the fields of a COMMIT to whoever opens it: see :mod:`packed_commit`.
+        key_file: File with the commit key. With it, records are signed, and only records with a valid signature count.
+        serving: Whether to accept a serving stream, too, whose rows are lossy.
+        copies: Store of the second copy of the records, and the URI of the log. None if there is no copy.
+        spare: Whether to hold in memory only the newest COMMIT of each generation and read the others when needed.
+        glance: Whether to leave the fields of a COMMIT unchecked until it is opened, if there is no commit key; see
+            :mod:`packed_commit`.
     """
 
     def __init__(
@@ -70,22 +71,22 @@ class Control:
         self._folded = Folded()
         self._last = -1
         self._next = 0
-        """Where reading goes on: after the last record."""
+        """Offset at which to continue reading, after the last record."""
         self._lock = threading.Lock()
         self.copies = self._copies(*copies) if copies is not None else None
 
     @property
     def lineage(self) -> Lineage:
-        """The control partition as it was when it was last read here."""
+        """The control partition as of the last read by this object."""
         return self._folded.lineage
 
     @property
     def last(self) -> int:
-        """Offset of what was read last; -1 where nothing was."""
+        """Offset of the last record read. -1 if none was."""
         return self._last
 
     def refresh(self) -> Lineage:
-        """Everything that the control partition says now. Safe to call from several threads.
+        """Read new records and return the current lineage. Safe to call from several threads.
 
         Raises:
             CorruptionError: a record is damaged; nothing else says which markers exist.
@@ -117,27 +118,27 @@ class Control:
                     self._passed(offset, record)
                     if self.copies is not None:
                         self.copies.heard(offset, record, counts=counts, snapshot=is_snapshot(record))
-        except PrunedError:  # what this one had not read is gone, and a snapshot says it
+        except PrunedError:  # unread records were deleted, and a snapshot has them
             self._begin()
 
     def _copies(self, objects: Objects, uri: str) -> Copies:
         return Copies(objects, uri, self._log.incarnation, self.records.read, self.records.fold_again)
 
     def check_copy(self) -> None:
-        """(rank 0) See whether the second copy knows of records that the control partition has no longer.
+        """(rank 0) Check whether the second copy has records that the control partition has lost.
 
         Raises:
-            CorruptionError: it does: the tail of the control partition was lost.
+            CorruptionError: it has: the tail of the control partition was lost.
             StoreUnavailableError: the store does not answer.
         """
         if (lost := self.lost_tail()) is not None:
             raise lost
 
     def lost_tail(self, copies: tuple[Objects, str] | None = None) -> CorruptionError | None:
-        """Return what the second copy knows that the control partition has no longer; None for nothing.
+        """Return an error if the second copy has records that the control partition has lost. Otherwise returns None.
 
         Args:
-            copies: Where it is, and the URI of the log; None: where this one keeps it.
+            copies: Store of the copy, and the URI of the log. None for this object's own copy.
 
         Raises:
             StoreUnavailableError: the store does not answer.
@@ -162,7 +163,7 @@ class Control:
         )
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Let the second copy take what it lacks, for so long."""
+        """Give the second copy at most ``timeout_s`` to complete."""
         if self.copies is not None:
             self.copies.close(timeout_s)
 
@@ -174,7 +175,7 @@ class Control:
         self._last, self._next = offset, self._log.control_next(offset, record)
 
     def _begin(self) -> None:
-        """Read all that is left, from the newest snapshot on."""
+        """Read all remaining records, starting at the newest snapshot."""
         self._last, last = -1, (-1, b"")
         recent: deque[tuple[int, bytes]] = deque(maxlen=RECENT)
         start, before, copied = 0, -1, self.copies is not None
@@ -193,7 +194,7 @@ class Control:
             return self.records.fold(noted(), base, spare=self._spare)
 
         folded = self.records.whole(read)
-        folded.lineage.commits.fetch = self.records.fetch  # before another thread sees it
+        folded.lineage.commits.fetch = self.records.fetch  # before another thread can see it
         self._folded = folded
         if last[0] >= 0:
             self._passed(*last)
@@ -207,7 +208,7 @@ class Control:
         return parsed is not None and knows(self.lineage, parsed)
 
     def append(self, record: Record) -> None:
-        """Append a record of another log, or a part of a snapshot: signed anew if it has no signature.
+        """Append a record of another log, or a part of a snapshot. If it has no signature, it is signed.
 
         Raises as :meth:`Log.append_control`.
         """
@@ -235,7 +236,8 @@ class Control:
         self._copy()
 
     def _refresh_to(self, offset: int) -> Lineage:
-        """As ``refresh``, that record included: a broker that is cut off from its peers does not know of it."""
+        """Refresh until the record at ``offset`` is included. A broker that is cut off from its peers does not have
+        it."""
         deadline = time.monotonic() + _READ_BACK_S
         while True:
             lineage = self.refresh()
@@ -249,12 +251,12 @@ class Control:
             time.sleep(0.2)
 
     def commit(self, commit: Commit, timeout_s: float, abandoned: threading.Event) -> None:
-        """Make a marker exist, and be sure of it.
+        """Make a marker exist, and verify it.
 
         Raises:
             FencedError: a higher generation has been claimed.
-            MarkerFailedError: the log takes nothing, and the marker is surely not there.
-            CommitUnknownError: it was sent, and there was no answer until the time was up.
+            MarkerFailedError: the log accepts nothing, and the marker certainly does not exist.
+            CommitUnknownError: the record was sent, and there was no answer in time.
         """
         deadline = time.monotonic() + timeout_s
         frame = self.records.frame_of(commit)
@@ -279,11 +281,11 @@ class Control:
                 raise _gave_up(commit, sent, unanswered or failure)
 
     def end(self, end: End) -> None:
-        """Say how a generation has ended; its writer has no marker in flight. Void once a higher one is claimed.
+        """Record how a generation ended. Its writer has no marker in flight. Void once a higher generation is claimed.
 
         Raises:
-            LogUnavailableError: it is not there.
-            CommitUnknownError: whether it arrived is unknown.
+            LogUnavailableError: the record was not appended.
+            CommitUnknownError: it is unknown whether it was appended.
         """
         failpoint("end.append")
         self._append(self.records.frame_of(end))
@@ -292,12 +294,12 @@ class Control:
         self._copy()
 
     def trim(self, trim: Trim) -> None:
-        """Say for all readers and trainers what may be gone from here on; behind this call it may be deleted.
+        """Announce to all readers and trainers which data may be deleted. It may be deleted after this call.
 
         Raises:
-            LogUnavailableError: it is not there.
-            CommitUnknownError: whether it arrived is unknown.
-            CorruptionError: it is there and does not count.
+            LogUnavailableError: the record was not appended.
+            CommitUnknownError: it is unknown whether it was appended.
+            CorruptionError: it was appended and does not count.
         """
         failpoint("trim.append")
         self._append(self.records.frame_of(trim))
@@ -308,12 +310,12 @@ class Control:
         self._copy()
 
     def note(self, note: Note, timeout_s: float) -> None:
-        """Add metadata to a committed marker, and be sure of it. A second record of the same words changes nothing.
+        """Add metadata to a committed marker, and verify it. A second record with the same metadata changes nothing.
 
         Raises:
             MarkerNotFoundError: the marker is not committed, or was given up.
-            LogUnavailableError: the log takes nothing, and the record is surely not there.
-            CommitUnknownError: it was sent, and there was no answer until the time was up.
+            LogUnavailableError: the log accepts nothing, and the record certainly does not exist.
+            CommitUnknownError: the record was sent, and there was no answer in time.
         """
         deadline = time.monotonic() + timeout_s
         frame = self.records.frame_of(note)
@@ -332,7 +334,7 @@ class Control:
                 time.sleep(_RETRY_S)
 
     def _is_there(self, commit: Commit) -> bool:
-        """Return whether the marker exists, read from the log; raises when it cannot exist any more."""
+        """Return whether the marker exists, read from the log. Raises FencedError if it can no longer be created."""
         lineage = self.refresh()
         if commit.id in lineage.commits and lineage.claims[commit.generation].nonce == commit.nonce:
             return True
@@ -363,7 +365,7 @@ def _gave_up(commit: Commit, sent: bool, failure: str) -> CommitUnknownError | M
 
 
 def _hint(uri: FileUri | KafkaUri, copies: tuple[Objects, str] | None) -> str:
-    """Return the hint where a control record is damaged."""
+    """Return the hint for a damaged control record."""
     store = (
         copies[0].url
         if copies is not None

@@ -1,4 +1,4 @@
-"""The records of a control partition: which of them count, folded into a lineage, and signed when they are written."""
+"""Records of a control partition: decide which of them count, fold them into a lineage, and sign new ones."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ATTEMPTS = 5
-"""To read what is left, while another process deletes more of it."""
+"""Attempts to read the remaining records while another process deletes more of them."""
 _CRC_BITS = 32
 
 
 class Records:
-    """The records of one control partition, as often as they are read; remembers none.
+    """Records of one control partition, read again at each call. Keeps none in memory.
 
     Args:
         log_: The log.
-        key: With it, only records that it vouches for count.
-        hint: What to do where one is damaged.
-        serving: Take a serving stream, too.
-        glance: Leave the fields of a COMMIT to whoever opens it; a commit key needs all of them.
+        key: Commit key. With it, only records with a valid signature count.
+        hint: Hint for errors about a damaged record.
+        serving: Whether to accept a serving stream, too.
+        glance: Whether to leave the fields of a COMMIT unchecked until it is opened. A commit key needs all of them.
     """
 
     def __init__(self, log_: Log, key: CommitKey | None, hint: str, *, serving: bool, glance: bool = False) -> None:
@@ -52,15 +52,15 @@ class Records:
         """True if there is a commit key."""
 
     def read(self, start: int) -> Iterator[tuple[int, bytes]]:
-        """(offset, record) of all from offset ``start``; with a commit key, of garbage as well."""
+        """Yield (offset, record) of all records from offset ``start``. With a commit key, yields garbage as well."""
         return self._log.read_control(start, garbage=self.signs)
 
     def frame_of(self, record: Record) -> bytes:
-        """Return the frame to append of a new record: with a signature, if there is a commit key."""
+        """Return the frame of a new record to append, signed if there is a commit key."""
         return (self._key.sign(record) if self._key else record).to_frame()
 
     def genuine(self, record: bytes, job: bytes | None = None) -> ControlRecord | None:
-        """A record as it was copied, unless it is damaged, of another job, or the key does not vouch for it."""
+        """Parse a copied record. Returns None if it is damaged, of another job, or not vouched for by the key."""
         try:
             parsed = parse_control(record, serving=True)
         except CorruptionError:
@@ -69,7 +69,7 @@ class Records:
         return parsed if genuine and job in (None, parsed.job) else None
 
     def whole(self, read: Callable[[int], T]) -> T:
-        """Return what ``read`` makes of the partition from its base on, while others may delete more of it."""
+        """Return the result of ``read`` for the partition from its base on, while others may delete more of it."""
         for attempt in count(1):
             try:
                 return read(self._log.control_base())
@@ -83,16 +83,16 @@ class Records:
         return fold(records, base, apply, self.snapshot_part, serving=self._serving)
 
     def fetch(self, places: Mapping[MarkerId, Place]) -> dict[MarkerId, bytes]:
-        """The COMMITs that stand there.
+        """Read the COMMITs at the given places.
 
         Raises:
-            MarkerNotFoundError: one was given up since, and what it stood in is gone.
-            CorruptionError: another record stands there now.
+            MarkerNotFoundError: a COMMIT was given up since, and the record that contained it was deleted.
+            CorruptionError: another record is at its place now.
             LogUnavailableError: the log does not answer.
         """
         wanted = {place >> _CRC_BITS: marker for marker, place in places.items()}
         last, found = max(wanted), dict[MarkerId, bytes]()
-        with suppress(PrunedError):  # what was deleted is in a snapshot
+        with suppress(PrunedError):  # deleted records are in a snapshot
             for offset, record in self.read(min(wanted)):
                 if offset in wanted and place_of(offset, crc32c(record)) == places[wanted[offset]]:
                     found[wanted[offset]] = record
@@ -102,12 +102,12 @@ class Records:
         return found | self._fetch_anew({marker: places[marker] for marker in missing}) if missing else found
 
     def _fetch_anew(self, places: Mapping[MarkerId, Place]) -> dict[MarkerId, bytes]:
-        """The same, from whatever says it now."""
+        """Return COMMITs as :meth:`fetch`, from the records that contain them now."""
         lineage = self.fold_again().lineage
         found = {}
         for marker, place in places.items():
             if marker in lineage.given_up:
-                lineage.find(marker)  # since this one read on
+                lineage.find(marker)  # it was given up after this object's last read
             frame = lineage.commits[marker].to_frame() if marker in lineage.commits else b""
             if place_of(place >> _CRC_BITS, crc32c(frame)) != place:
                 raise CorruptionError(
@@ -120,7 +120,7 @@ class Records:
         return found
 
     def fold_again(self, upto: int | None = None) -> Folded:
-        """The control partition read anew, as far as the record at offset ``upto``; this one stays as it is."""
+        """Read the control partition again, up to the record at offset ``upto``. This object does not change."""
 
         def read(base: int) -> Folded:
             records = self.read(base)
@@ -129,11 +129,11 @@ class Records:
         return self.whole(read)
 
     def raw(self) -> list[tuple[int, bytes]]:
-        """(offset, record) of all that is left."""
+        """Return (offset, record) of all remaining records."""
         return self.whole(lambda base: list(self.read(base)))
 
     def apply(self, folded: Folded, offset: int, record: bytes, *, spare: bool) -> bool:
-        """Fold one record; whether it counts."""
+        """Fold one record. Returns True if it counts."""
         lineage, crc = folded.lineage, crc32c(record)
         parsed, stale = self._accept(lineage, record, offset), lineage.stale
         if parsed is not None:
@@ -142,7 +142,7 @@ class Records:
         return parsed is not None and lineage.stale == stale
 
     def _accept(self, lineage: Lineage, record: bytes, offset: int) -> ControlRecord | PackedCommit | None:
-        """The record, or None if there is a key that does not vouch for it."""
+        """Parse a record. Returns None if there is a key that does not vouch for it."""
         if self._key is None:
             return read_record(record, offset, serving=self._serving, glance=self._glance)
         try:
@@ -157,7 +157,7 @@ class Records:
         return None
 
     def snapshot_part(self, record: bytes) -> Snapshot | None:
-        """A part of a snapshot of this very log, if it is whole and there is no key, or one that vouches for it."""
+        """Parse a part of a snapshot. Returns None if it is damaged, of another log, or not vouched for by the key."""
         try:
             part = parse_control(record)
         except CorruptionError as error:
@@ -170,12 +170,12 @@ class Records:
 
 
 def place_of(offset: int, crc: int) -> Place:
-    """Where a COMMIT stands, and which one it is."""
+    """Encode the place of a COMMIT, with its checksum as identity."""
     return offset << _CRC_BITS | crc
 
 
 def _generation_of(record: bytes) -> int:
-    """Read the generation in a header; 0 if it is not one."""
+    """Read the generation in a header. Returns 0 if it is not a header."""
     try:
         return parse_header(record).generation
     except CorruptionError:

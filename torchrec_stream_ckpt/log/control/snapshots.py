@@ -1,7 +1,7 @@
-"""Keeping the control partition short: a snapshot of it is appended, and what the one before it covers is deleted.
+"""Keep the control partition short: append a snapshot of it, and delete the records that the previous one covers.
 
-This is done where log is trimmed, by ``stream-ckpt trim``, in no trainer: a log that is not trimmed grows by its rows
-anyway, and what a snapshot spares are above all the COMMITs that a TRIM gives up. So no commit waits for it.
+``stream-ckpt trim`` does this when it trims the log; no trainer does. A log that is not trimmed grows by its rows
+anyway, and a snapshot saves above all the COMMITs that a TRIM gives up. So no commit waits for it.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.util.failpoints import failpoint
 
 LEAST_BYTES = 2**20
-"""So much has to stand behind the newest snapshot, and as much as it has itself, before there is another one."""
+"""Minimum bytes of records after the newest snapshot before another one is made. They must also exceed that snapshot's
+size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shortened:
-    """What was done to a control partition."""
+    """Result of shortening a control partition."""
 
     upto: int | None
-    """The new snapshot covers all up to this offset; None: it was not time for one."""
+    """Last offset that the new snapshot covers. None if it was not time for one."""
     base: int
-    """Where the control partition begins now."""
+    """Current first offset of the control partition."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Standing:
-    """A snapshot that stands in the control partition whole."""
+    """A complete snapshot in the control partition."""
 
     upto: int
     num_bytes: int
-    """Of its records."""
+    """Bytes of its records."""
 
     @classmethod
     def of(cls, parts: list[Snapshot]) -> _Standing:
@@ -45,21 +46,21 @@ class _Standing:
 
 
 def shorten_control(log: Log, control: Control, *, at_once: bool = False) -> Shortened:
-    """Append a snapshot if it is time, and delete what the second-newest one covers.
+    """Append a snapshot if it is time, and delete the records that the second-newest one covers.
 
-    Trainers may write and readers read meanwhile, and several may do this at once.
+    Trainers may write and readers read meanwhile, and several callers may do this at once.
 
     Args:
         log: The log.
-        control: Its control partition; with the commit key if the job has one.
-        at_once: Do not wait until it is worth it.
+        control: Its control partition, with the commit key if the job has one.
+        at_once: True to make the snapshot even if it is not worth it yet.
 
     Raises:
         ConfigError: the job has a commit key, and ``control`` has none.
-        CorruptionError: what was written is not what was read back. Nothing was deleted.
-        UnsupportedError: the snapshot would be larger than a reader takes.
-        LogUnavailableError: the log does not answer, or does not let us delete. Do it again.
-        CommitUnknownError: whether a part of it is there is unknown. Do it again.
+        CorruptionError: the data read back differs from the data written. Nothing was deleted.
+        UnsupportedError: the snapshot would be larger than a reader accepts.
+        LogUnavailableError: the log does not answer, or refuses the deletion. Do it again.
+        CommitUnknownError: it is unknown whether a part of it was appended. Do it again.
     """
     lineage = control.refresh()
     if not lineage.claims:
@@ -80,7 +81,7 @@ def shorten_control(log: Log, control: Control, *, at_once: bool = False) -> Sho
 
 
 def _write(log: Log, control: Control) -> _Standing:
-    """Append a snapshot of what is there now, computed twice, and see that it is there."""
+    """Append a snapshot of the current records, computed twice, and check that it was written."""
     folded = control.records.fold_again()
     again = control.records.fold_again(folded.upto)
     now = log.incarnation()
@@ -112,7 +113,7 @@ def _read_back(control: Control, written: Snapshot) -> bytes:
 
 
 def _look(control: Control) -> tuple[list[_Standing], int]:
-    """The snapshots that are whole, oldest first, and how many bytes of records none of them covers."""
+    """Return the complete snapshots, oldest first, and the bytes of records that none of them covers."""
     found: dict[tuple[int, int, int, str], Parts] = {}
     whole: dict[int, _Standing] = {}
     sizes: dict[int, int] = {}

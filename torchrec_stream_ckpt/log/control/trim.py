@@ -1,7 +1,7 @@
-"""Delete log up to a marker that a store holds: a TRIM record in the control partition first, then the data.
+"""Delete log up to a marker that a store holds: append a TRIM record to the control partition, then delete the data.
 
-The TRIM record comes first, so a reader that misses data in the log finds there that it was deleted on purpose. The
-control partition alone decides what may go and what must stay: the next trim finishes one that was killed.
+The TRIM record is first, so a reader that misses data in the log learns that it was deleted on purpose. The control
+partition alone decides which data may be deleted and which must stay. The next trim completes one that was killed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.units import size
 
 MAX_GIVEN_UP = 30_000
-"""Markers that one TRIM gives up; more go with the next one."""
+"""Limit of markers that one TRIM gives up. The next one gives up the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class Trimmed:
     trim: Trim
     """The TRIM record."""
     appended: bool
-    """True if the record is new: False if an earlier trim had said all of it, and in a dry run."""
+    """True if the record is new. False in a dry run, or if earlier TRIMs already contain everything."""
     freed: Freed
 
     def describe(self) -> str:
-        """The result as one line of text."""
+        """Return the result as one line of text."""
         bytes_ = "" if self.freed.num_bytes is None else f", {size(self.freed.num_bytes)}"
         markers = ", ".join(map(str, self.trim.markers))
         return f"{self.freed.count} {self.freed.what}{bytes_} of the log up to {markers}, which {self.trim.store} holds"
@@ -52,25 +52,25 @@ def trim_log(
     given_up: Iterable[MarkerId] = (),
     dry_run: bool = False,
 ) -> Trimmed:
-    """Delete the log data up to ``marker``, and that of dead generations. The caller has looked into the store.
+    """Delete the log data up to ``marker``, and that of dead generations. The caller has checked the store.
 
     Trainers may write, readers read, and other trims run meanwhile.
 
     Args:
         log: The job's log.
-        control: Its control partition; with the commit key if the job has one.
+        control: Its control partition, with the commit key if the job has one.
         marker: A committed marker, which the store holds with every generation on its path.
-        store_url: Where. It is written into the log, and printed: without secrets.
-        others: Markers of other branches that the store holds as well, or that are given up: their data goes, too.
-        given_up: Markers that the store gave up and needs for no other one: their COMMITs need not be kept, either.
-        dry_run: Say what would be freed, and change nothing.
+        store_url: URL of the store. It is written into the log and printed, so it must contain no secrets.
+        others: Markers of other branches that the store also holds, or that are given up. Their data is deleted, too.
+        given_up: Markers that the store gave up and that no other marker needs. Their COMMITs need not be kept.
+        dry_run: Report what would be freed, and change nothing.
 
     Raises:
         MarkerNotFoundError: a marker is not committed.
         CorruptionError: the second copy of the control records has newer ones: the log has lost its end.
         ConfigError: the job has a commit key, and ``control`` has none; or the store has no printable URL.
-        LogUnavailableError: the log does not answer, or does not let us delete. Run it again.
-        CommitUnknownError: whether the record is there is unknown. Nothing was deleted. Run it again.
+        LogUnavailableError: the log does not answer, or refuses the deletion. Run it again.
+        CommitUnknownError: it is unknown whether the record was appended. Nothing was deleted. Run it again.
     """
     if not store_url or not store_url.isprintable() or len(store_url) > MAX_PLACE_CHARS:
         raise ConfigError(f"{store_url!r:.80} is not the URL of a store", hint="use file://DIR or s3://BUCKET/PREFIX")
@@ -104,7 +104,7 @@ def _incarnation(log: Log) -> Incarnation:
 
 
 def _trim_of(lineage: Lineage, commits: Iterable[Commit], store_url: str) -> Trim:
-    """The record for a store that holds all of ``commits``, the first of them above all."""
+    """Make the record for a store that holds all of ``commits``. The first one is the marker of the record."""
     first, *others = commits
     reach = _furthest(step.id for commit in (first, *others) for step in lineage.path(commit.id))
     marker = reach[first.generation]
@@ -113,7 +113,7 @@ def _trim_of(lineage: Lineage, commits: Iterable[Commit], store_url: str) -> Tri
 
 
 def _giving_up(lineage: Lineage, trim: Trim, given_up: Iterable[MarkerId]) -> Trim:
-    """The record, with those of these markers older than what may be gone, on which no generation stands."""
+    """Add to the record those markers that are older than its reach and not the parent of any generation."""
     parents = {claim.parent for claim in lineage.claims.values()}
     gone = [
         marker
@@ -127,13 +127,13 @@ def _giving_up(lineage: Lineage, trim: Trim, given_up: Iterable[MarkerId]) -> Tr
 
 
 def _furthest(*markers: Iterable[MarkerId]) -> dict[int, MarkerId]:
-    """The newest marker of each generation."""
+    """Return the newest marker of each generation."""
     return {marker.generation: marker for marker in sorted(chain(*markers))}
 
 
 def _said(lineage: Lineage, trim: Trim) -> bool:
-    """Return whether the control partition says all of that already, or more."""
-    if trim.given_up:  # they are there
+    """Return whether the control partition already covers everything in ``trim``."""
+    if trim.given_up:  # they are still in the control partition
         return False
     for marker in trim.markers:
         known = lineage.trims.of(marker.generation)
@@ -144,13 +144,13 @@ def _said(lineage: Lineage, trim: Trim) -> bool:
 
 
 def trim_range(lineage: Lineage, reach: Mapping[int, MarkerId], incarnation: Incarnation) -> TrimRange:
-    """Return what is no longer needed once the streams up to ``reach`` are elsewhere.
+    """Return the data that is no longer needed once another place holds the streams up to ``reach``.
 
     Args:
-        lineage: The control partition.
-        reach: For each generation of which data may go, the marker up to which.
-        incarnation: The log as it is now. Generations that wrote to another one have no data in it: at their offsets,
-            which ``recover`` brings back with their COMMITs, lie frames of others.
+        lineage: Lineage of the control partition.
+        reach: For each generation whose data may be deleted, the marker up to which.
+        incarnation: Current identity of the log. Generations that wrote to another log have no data in it. ``recover``
+            restores their COMMITs, but frames of others are at their offsets.
     """
     here = {generation for generation, claim in lineage.claims.items() if incarnation.holds_rows_of(claim.incarnation)}
     newest = {commit.generation: commit for commit in lineage.commits.values() if commit.generation in here}

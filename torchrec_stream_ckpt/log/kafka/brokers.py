@@ -1,6 +1,6 @@
-"""What the brokers of a log say: which topics there are, where partitions begin and end, and who leads them.
+"""Queries to the brokers of a log: existing topics, ends of partitions, and leaders.
 
-Of several brokers, one that is cut off from the others answers all the same. So the word of the newest leader counts.
+A broker that is cut off from the others still answers. So the answer of the newest leader counts.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from torchrec_stream_ckpt.util.uris import KafkaUri
 
 ANSWER_TIMEOUT_S = 7.0
 _AGAIN_AFTER_S = (2.0, 2.0)
-"""So long the first clients wait, where there are several brokers."""
+"""Timeouts of the first clients in seconds, if there are several brokers."""
 _EACH_TIMEOUT_S = 3.0
-"""What each broker gets where all of several are asked."""
+"""Timeout of each broker in seconds, if all of several are asked."""
 PROBE_AFTER_S = 2.0
 PROPAGATION_S = 3.0
 
-# What a partition's ends are answered with for a moment, after creation and while it has no leader.
+# Errors about a partition's ends shortly after creation, or while it has no leader.
 _NO_LEADER = frozenset(
     {
         ck.KafkaError.LEADER_NOT_AVAILABLE,
@@ -49,14 +49,14 @@ _NO_LEADER = frozenset(
 
 
 class Edge(NamedTuple):
-    """Where a partition begins and ends, as its leader says."""
+    """Beginning and end of a partition, as its leader reports them."""
 
     low: int
-    """First offset that is still there."""
+    """First offset that still exists."""
     high: int
-    """End of what is durable."""
+    """End of the durable records."""
     epoch: int
-    """Number of the leader: one that follows has a higher one."""
+    """Epoch of the leader. A later leader has a higher one."""
 
     @classmethod
     def of(cls, low: Any, high: Any) -> Edge:
@@ -64,21 +64,21 @@ class Edge(NamedTuple):
 
 
 class Brokers:
-    """Asks the brokers of one log. For any thread.
+    """Queries the brokers of one log. Can be used from any thread.
 
     Args:
-        uri: Those that are known at first, and the job.
+        uri: Initially known brokers, and the job.
         options: Client settings of the user, security included.
-        timeout_s: For an answer.
+        timeout_s: Timeout for an answer.
     """
 
     def __init__(self, uri: KafkaUri, options: Mapping[str, str], timeout_s: float | None = None) -> None:
         self.uri = uri
         self.options = dict(options)
         self.asked = uri
-        """The brokers that new clients ask: of several, those that knew the newest leaders at the last look."""
+        """Brokers that new clients ask. If there are several: those that knew the newest leaders at the last check."""
         self._epochs: dict[tuple[str, int], int] = {}
-        """The newest leader of each partition that was heard of: the word of an older one does not count."""
+        """Newest known leader epoch of each partition. Answers of older leaders do not count."""
         self._topic_ids: dict[str, str] = {}
         self._timeout_s = ANSWER_TIMEOUT_S if timeout_s is None else timeout_s
         self._asking = threading.Lock()
@@ -89,16 +89,16 @@ class Brokers:
         with self._asking:
             self._admin = None
 
-    # Questions.
+    # Queries.
 
     def ask(self, doing: str, call: Callable[[Any], Mapping[Any, Future[Any]]]) -> dict[Any, Any]:
         """Run one admin call and wait for all of its answers, which may be KafkaErrors.
 
-        A client stays with the broker that it has chosen for a question. So where there are several, one that does not
-        answer is left for another client; whatever is asked may be asked twice.
+        A client asks the broker that it has chosen and no other. So if there are several brokers and one does not
+        answer, another client asks again. Any call may therefore be made twice.
 
         Raises:
-            LogUnavailableError: no answer, with the reason that the client has whispered meanwhile.
+            LogUnavailableError: there is no answer; the error has the cause that the client logged meanwhile.
         """
         for timeout_s in _AGAIN_AFTER_S if "," in self.uri.brokers else ():
             if (answers := self._ask_once(doing, call, timeout_s)) is not None:
@@ -111,7 +111,7 @@ class Brokers:
     def _ask_once(
         self, doing: str, call: Callable[[Any], Mapping[Any, Future[Any]]], timeout_s: float
     ) -> dict[Any, Any] | None:
-        """The answers; None where there is none in time."""
+        """Return the answers. Returns None if there are none in time."""
         with self._asking:
             admin, reasons = self._client(), self._reasons
             admin.poll(0)
@@ -126,14 +126,14 @@ class Brokers:
                     if cause is not None:
                         raise reasons.found(self.uri, doing, cause)
                 if reasons.hopeless() or waited_s > timeout_s:
-                    self._admin, self.asked = None, self.uri  # the next one may find a broker that answers
+                    self._admin, self.asked = None, self.uri  # the next client may find a broker that answers
                     if reasons.hopeless():
                         raise reasons.unavailable(self.uri, doing, "no answer")
                     return None
             return {key: outcome(future) for key, future in futures.items()}
 
     def answers(self, doing: str, call: Callable[[Any], Mapping[Any, Future[Any]]]) -> dict[Any, Any]:
-        """As :meth:`ask`; an answer that is an error is raised."""
+        """Return answers as :meth:`ask`, but raise an answer that is an error."""
         answers = self.ask(doing, call)
         for answer in answers.values():
             if isinstance(answer, ck.KafkaError):
@@ -141,7 +141,7 @@ class Brokers:
         return answers
 
     def _silent(self) -> str:
-        """Those of several brokers that cannot be reached, as words."""
+        """Return a phrase that lists the unreachable brokers. Empty if there are none or only one broker."""
         brokers = self.uri.brokers.split(",")
         silent = [broker for broker in brokers if not knock(broker)[0]] if len(brokers) > 1 else []
         return f"; {', '.join(silent)} cannot be reached from here" if silent else ""
@@ -153,13 +153,14 @@ class Brokers:
         return self._admin
 
     def unavailable(self, doing: str, error: Any) -> LogUnavailableError:
-        """The error to raise for what the client answered."""
+        """Return the error to raise for a client's error."""
         return self._reasons.unavailable(self.uri, doing, plain(error))
 
     # Topics.
 
     def describe(self, *, rights: bool = False) -> dict[str, Any]:
-        """Descriptions of those of the two topics that exist; if asked for, with what this user may do."""
+        """Return descriptions of the existing ones of the two topics. With ``rights``, includes this user's
+        permissions."""
         names = ck.TopicCollection([self.uri.data_topic, self.uri.control_topic])
         asked = partial(ck_admin.AdminClient.describe_topics, topics=names, include_authorized_operations=rights)
         answers = self.ask("find the job's topics", lambda admin: asked(admin))
@@ -169,7 +170,7 @@ class Brokers:
         found = {name: answer for name, answer in answers.items() if not isinstance(answer, ck.KafkaError)}
         for name, description in found.items():
             made = str(description.topic_id)
-            if self._topic_ids.setdefault(name, made) != made:  # made anew: its leaders are counted from 0 again
+            if self._topic_ids.setdefault(name, made) != made:  # recreated: its leader epochs start at 0 again
                 self._topic_ids[name] = made
                 self._epochs = {each: epoch for each, epoch in self._epochs.items() if each[0] != name}
         return found
@@ -177,7 +178,7 @@ class Brokers:
     def require(
         self, topic: str, partition: int, doing: str, error: type[CorruptionError | LogUnavailableError]
     ) -> None:
-        """Raise ``error`` unless the partition exists; ``doing`` is what is to be done with it."""
+        """Raise ``error`` unless the partition exists. ``doing`` names the intended operation."""
         description = self._await_topic(topic)
         if description is None:
             raise error(f"cannot {doing} topic '{topic}': it does not exist", hint=DESTROYED_HINT)
@@ -185,7 +186,8 @@ class Brokers:
             raise error(f"cannot {doing} topic '{topic}': no such partition", hint=DESTROYED_HINT, partition=partition)
 
     def _await_topic(self, topic: str) -> Any:
-        """The topic's description, or None when it does not turn up: a broker may learn of it late."""
+        """Return the topic's description. Waits for a while, because a broker may learn of it late; then returns
+        None."""
         deadline = time.monotonic() + PROPAGATION_S
         while True:
             description = self.describe().get(topic)
@@ -196,10 +198,10 @@ class Brokers:
     # Ends of partitions.
 
     def edges(self, topic: str, partitions: Collection[int]) -> dict[int, Edge]:
-        """Both ends of partitions of a topic, all asked for at once.
+        """Return both ends of partitions of a topic, all queried at once.
 
         Raises:
-            LogUnavailableError: a leader does not answer, or only one that a newer one has followed.
+            LogUnavailableError: a leader does not answer, or only an outdated leader does.
         """
         doing, deadline = f"find the ends of {topic}", time.monotonic() + self._timeout_s
 
@@ -220,13 +222,13 @@ class Brokers:
                 self._ask_others(doing, deadline)
             elif error.code() in _NO_LEADER and time.monotonic() < deadline:
                 time.sleep(0.1)
-                self.describe()  # the client goes on asking the leader that it knows, unless it is told of another one
+                self.describe()  # otherwise the client keeps asking the leader that it knows
             else:
                 raise self.unavailable(doing, error)
         return {}
 
     def _ask_others(self, doing: str, deadline: float) -> None:
-        """A broker has answered that has not heard of the newest leader: the next question goes to another client."""
+        """Ask another broker next time, because the one that answered does not know the newest leader."""
         if time.monotonic() > deadline:
             raise LogUnavailableError(
                 f"Kafka at {self.uri.brokers}: cannot {doing}: the broker that answers does not know the newest leader",
@@ -237,21 +239,21 @@ class Brokers:
             self._admin = None
 
     def edge(self, topic: str, partition: int, wanted: int = 0) -> Edge:
-        """Both ends; where the partition is said to end before ``wanted``, as the newest leader knows them."""
+        """Return both ends. If the partition seems to end before ``wanted``, asks the newest leader."""
         self.require(topic, partition, "read", CorruptionError)
         edges = self.edges(topic, [partition])
         return (self.newest_edges(topic, edges) if edges[partition].high < wanted else edges)[partition]
 
     def look_around(self, topic: str, partitions: Collection[int]) -> None:
-        """Let new clients ask the brokers, of several, that know who leads these partitions now."""
+        """Let new clients ask those brokers that know the current leaders of these partitions, if there are several."""
         if "," in self.uri.brokers:
             self.newest_edges(topic, dict.fromkeys(partitions, Edge(0, 0, -1)))
 
     def newest_edges(self, topic: str, edges: Mapping[int, Edge]) -> dict[int, Edge]:
-        """Edges as each broker knows them that the URI names: the word of the newest leader counts.
+        """Return edges after asking each broker that the URI names. The answer of the newest leader counts.
 
-        A leader that is cut off from its peers does not know that another one has followed it, and a client goes on
-        asking it, as does a new one that has met it first. What it lacks is not lost.
+        A leader that is cut off from its peers does not know that another leader has replaced it. A client that knows
+        it, or a new one that finds it first, keeps asking it. Records that it lacks are not lost.
         """
         found: dict[str, dict[int, Edge]] = {}
         for broker in self.uri.brokers.split(","):
@@ -274,7 +276,7 @@ class Brokers:
         return newest
 
     def _are_of_the_newest(self, topic: str, edges: Mapping[int, Edge]) -> bool:
-        """Return whether no newer leader of these partitions was heard of before."""
+        """Return whether these edges are from the newest leaders known so far."""
         for partition, edge in edges.items():
             newest = self._epochs.get((topic, partition), edge.epoch)
             if edge.epoch < newest:

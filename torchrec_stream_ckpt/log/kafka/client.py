@@ -1,4 +1,4 @@
-"""Clients of ``confluent_kafka``: how they are made, and what they raise as errors of ours.
+"""Creation of ``confluent_kafka`` clients, and conversion of their exceptions to our errors.
 
 The package is untyped: its objects are ``Any`` here and in the other modules of this package, and nowhere else.
 """
@@ -16,13 +16,13 @@ from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.log.kafka.reasons import Reasons
 from torchrec_stream_ckpt.util.uris import KafkaUri
 
-# What the client raises: a fatal producer error inside a poll that served a delivery callback comes out
+# Exceptions of the client. A fatal producer error inside a poll that served a delivery callback is raised
 # as SystemError, with the KafkaException as its cause.
 CLIENT_ERRORS = (ck.KafkaException, SystemError)
 
 
 def make_client(kind: Callable[[dict[str, Any]], Any], settings: Mapping[str, Any], reasons: Reasons) -> Any:
-    """Make a client whose complaints go to ``reasons`` and to logging, not to stderr.
+    """Make a client whose complaints are sent to ``reasons`` and to logging, not to stderr.
 
     Raises:
         ConfigError: an option is unknown or has a bad value.
@@ -39,7 +39,7 @@ def make_client(kind: Callable[[dict[str, Any]], Any], settings: Mapping[str, An
 
 @contextmanager
 def surfacing(reasons: Reasons, uri: KafkaUri, doing: str) -> Iterator[None]:
-    """Turn what the client raises into our error."""
+    """Convert exceptions of the client to our error."""
     try:
         yield
     except CLIENT_ERRORS as error:
@@ -49,7 +49,7 @@ def surfacing(reasons: Reasons, uri: KafkaUri, doing: str) -> Iterator[None]:
 
 
 def outcome(future: Future[Any]) -> Any:
-    """Result of an admin call, or its KafkaError."""
+    """Return the result of an admin call, or its KafkaError."""
     try:
         return future.result()
     except ck.KafkaException as error:
@@ -61,7 +61,7 @@ def has_code(error: Any, code: int) -> bool:
 
 
 def plain(error: Any) -> str:
-    """A client error as words."""
+    """Return a client error as text."""
     if isinstance(error, ck.KafkaException):
         error = error.args[0]
     return f"{error.str()} ({error.name()})" if isinstance(error, ck.KafkaError) else str(error)

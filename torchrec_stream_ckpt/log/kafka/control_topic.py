@@ -1,4 +1,4 @@
-"""The control topic: one partition of records, of which snapshots may replace the first ones."""
+"""Control topic: one partition of records, the first of which may be replaced by snapshots."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torchrec_stream_ckpt.log.kafka.settings import control_settings
 
 
 class ControlTopic:
-    """Appends and reads control records. For any thread.
+    """Appends and reads control records. Can be used from any thread.
 
     Args:
-        brokers: Of the log.
-        reader: Of the same.
+        brokers: Brokers of the log.
+        reader: Reader of the same log.
     """
 
     def __init__(self, brokers: Brokers, reader: Reader) -> None:
@@ -32,19 +32,19 @@ class ControlTopic:
         self._appending = threading.Lock()
         self._sender: KafkaSender | None = None
         self._made_for = brokers.asked
-        """The brokers that this sender asks."""
+        """Brokers that the current sender asks."""
         self._has_sent = False
-        """True if it has appended a record."""
+        """True if the current sender has appended a record."""
         self._doubtful = True
         """True if the leader of the partition has not been looked up, or the last append failed."""
 
     def expect_append(self) -> None:
-        """As :meth:`Log.expect_append`.
+        """Prepare for an append, as :meth:`Log.expect_append`.
 
-        A new idempotent producer asks for its number before it has a connection, and then again after 500 ms. The first
-        record waits for that.
+        A new idempotent producer requests its id before it has a connection, and again only after 500 ms. Without this
+        call, the first record would wait for that.
         """
-        with self._appending, suppress(ConfigError):  # the append tells
+        with self._appending, suppress(ConfigError):  # the append reports errors
             if self._sender is None:
                 self._sender = self._make_sender()
 
@@ -52,12 +52,12 @@ class ControlTopic:
         """Append one record; see :meth:`Log.append_control`.
 
         Raises:
-            LogUnavailableError: it is certainly not in the log.
-            CommitUnknownError: whether it arrived is unknown.
+            LogUnavailableError: the record is certainly not in the log.
+            CommitUnknownError: it is unknown whether the record arrived.
         """
         with self._appending:
             if not self._has_sent:
-                # Also tells a dead broker from a lost answer: here nothing has been sent yet.
+                # This also distinguishes a dead broker from a lost answer, because nothing has been sent yet.
                 self._brokers.require(self._topic, 0, "write", LogUnavailableError)
                 self._check_leader()
                 if self._made_for != self._brokers.asked:
@@ -69,20 +69,20 @@ class ControlTopic:
                 self._has_sent = True
                 return offset
             except BaseException:
-                # A producer that has failed once may be fatally ill: the next append takes another.
+                # A producer that has failed once may be unusable. The next append makes another one.
                 self._drop_sender()
                 self._doubtful = True
                 raise
 
     def waits_for(self) -> str:
-        """As :meth:`Log.waits_for`; for a thread that does not wait for :meth:`append` itself."""
+        """Describe the pending broker, as :meth:`Log.waits_for`. For a thread other than the one in :meth:`append`."""
         sender = self._sender
         if sender is None:
             return f"a leader of {self._topic}[0], of the brokers {self._brokers.uri.brokers}"
         return sender.waits_for()
 
     def read(self, start: int = 0) -> Iterator[tuple[int, bytes]]:
-        """Records from ``start`` to what is the end now; none while there is no topic yet."""
+        """Read records from ``start`` to the current end. Yields nothing if there is no topic yet."""
         if not start and self._topic not in self._brokers.describe():
             return iter(())
         self._check_leader()
@@ -94,7 +94,7 @@ class ControlTopic:
         return self._reader.records(self._topic, 0, start, high)
 
     def base(self) -> int:
-        """The topic's first offset."""
+        """Return the topic's first offset."""
         if self._topic not in self._brokers.describe():
             return 0
         return self._brokers.edge(self._topic, 0).low
@@ -118,7 +118,8 @@ class ControlTopic:
         return KafkaSender(self._brokers, self._topic, 0, settings)
 
     def _check_leader(self) -> None:
-        """A reader that begins at a broker which is cut off would take an older marker for the newest."""
+        """Find a current leader. A reader that starts at a broker that is cut off would take an older marker for the
+        newest."""
         if self._doubtful:
             self._brokers.look_around(self._topic, [0])
             self._doubtful = False

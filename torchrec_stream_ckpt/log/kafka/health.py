@@ -1,4 +1,4 @@
-"""What the safety of a topic rests on, judged from what its brokers say. Imports no Kafka client."""
+"""Checks of the topic settings that safety depends on, from the brokers' answers. Imports no Kafka client."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from torchrec_stream_ckpt.log.api import Finding, Severity
 from torchrec_stream_ckpt.log.kafka.settings import LEAST_MESSAGE_BYTES, TOPIC_SETTINGS, alter_command
 
 NEEDED_RIGHTS = frozenset({"READ", "WRITE", "DESCRIBE", "DESCRIBE_CONFIGS"})
-"""What a trainer does with both topics of its job."""
+"""Operations of a trainer on both topics of its job."""
 TRIM_RIGHT = "DELETE"
-"""What a trim does with the data topic, beside what a reader does: no trainer needs it."""
+"""Operation of a trim on the data topic, in addition to those of a reader. No trainer needs it."""
 
 
 def examine_topic(
     topic: str, settings: Mapping[str, str], replicas: Sequence[tuple[int, int]], rights: set[str]
 ) -> Iterator[Finding]:
-    """Findings about one topic.
+    """Yield findings about one topic.
 
     Args:
         topic: Its name.
         settings: Its effective settings.
         replicas: (replicas, those in sync) of each partition.
-        rights: Names of the operations that this user may do; empty where the brokers do not say.
+        rights: Names of the operations that this user may do. Empty if the brokers do not report them.
     """
     yield from _copies(topic, settings, replicas)
     yield from _retention(topic, settings)
@@ -89,6 +89,6 @@ def _retention(topic: str, settings: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def acl_command(user: str | None, topic: str, operations: Sequence[str]) -> str:
-    """The command that gives a user rights."""
+    """Return the command that grants a user permissions."""
     rights = " ".join(f"--operation {operation}" for operation in operations)
     return f"kafka-acls.sh --add --allow-principal User:{user or 'NAME'} --topic {topic} {rights}"

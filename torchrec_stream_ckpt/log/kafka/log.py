@@ -1,10 +1,10 @@
-"""The Kafka log: topics ``JOB.data`` (one partition a rank) and ``JOB.control`` (one partition).
+"""Kafka log: topics ``JOB.data`` (one partition per rank) and ``JOB.control`` (one partition).
 
-Offsets are Kafka's own. Exactness does not rest on Kafka's transactions, but on what is in the frames;
-this module sees to it that no frame is dropped, reordered or skipped without an error. The modules beside it have one
-role each: `brokers` asks who leads and where partitions end, `topics` makes them, `producer` sends, `reader` reads,
-`presence` looks for what was acknowledged, `control_topic` keeps control records, `client` makes clients, `settings`
-configures them, `reasons` and `probe` say why there is no answer, `health` judges.
+Offsets are Kafka's own. Exactness does not depend on Kafka's transactions, but on the contents of the frames.
+This module ensures that no frame is dropped, reordered or skipped without an error. The other modules of the package
+have one role each: `brokers` finds leaders and ends of partitions, `topics` creates topics, `producer` sends, `reader`
+reads, `presence` checks acknowledged data, `control_topic` keeps control records, `client` makes clients, `settings`
+configures them, `reasons` and `probe` explain why there is no answer, and `health` judges settings.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class KafkaLog:
         options: Client settings of the user, security included.
 
     Raises:
-        ConfigError: an option would break a promise.
+        ConfigError: an option would break a guarantee.
     """
 
     def __init__(self, uri: KafkaUri, options: Mapping[str, str]) -> None:
@@ -50,36 +50,36 @@ class KafkaLog:
         self._control = ControlTopic(self._brokers, self._reader)
 
     def prepare(self, partitions: int, identity: str | None = None) -> Incarnation:
-        """As :func:`topics.prepare`."""
+        """Create missing topics and partitions, as :func:`topics.prepare`."""
         return topics.prepare(self._brokers, partitions)
 
     def preflight(self) -> None:
-        """As :func:`topics.preflight`."""
+        """Check access, as :func:`topics.preflight`."""
         topics.preflight(self._brokers)
 
     def examine(self) -> Iterator[Finding]:
-        """As :func:`topics.examine`."""
+        """Check the topics, as :func:`topics.examine`."""
         return topics.examine(self._brokers)
 
     def incarnation(self) -> Incarnation | None:
-        """The ids of both topics, None unless both exist."""
+        """Return the ids of both topics. Returns None unless both exist."""
         return topics.incarnation(self._brokers)
 
     def open_writer(self, generation: int, partition: int, resume_at: int, *, again: bool = False) -> KafkaWriter:
-        """A writer of one partition; a generation needs no place of its own here, readers go by offsets.
+        """Return a writer of one partition. Generations share a partition, because readers use offsets.
 
         Raises:
             StreamLostError: the partition ends before ``resume_at``.
         """
         self._brokers.require(self._data_topic, partition, "write", LogUnavailableError)
         if resume_at:
-            self._brokers.look_around(self._data_topic, [partition])  # the last writer gave up
+            self._brokers.look_around(self._data_topic, [partition])  # the last writer failed
             self._presence.check_ends([LogSpan(generation, partition, resume_at, resume_at)])
         settings = data_settings(self._brokers.asked, self._brokers.options)
         return KafkaWriter(KafkaSender(self._brokers, self._data_topic, partition, settings))
 
     def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
-        """Frames of ``span``; the brokers are asked at once, frames are fetched as they are asked for."""
+        """Return the frames of ``span``. The brokers are queried at once; frames are fetched during iteration."""
         records = self._reader.read(self._data_topic, span.partition, span.begin, span.end)
         return ((offset, memoryview(value)) for offset, value in records)
 
@@ -104,18 +104,18 @@ class KafkaLog:
         return f"{self._data_topic}[{span.partition}]", span.begin
 
     def check_there(self, spans: Sequence[LogSpan]) -> None:
-        """As :meth:`Presence.check_there`."""
+        """Check spans, as :meth:`Presence.check_there`."""
         self._presence.check_there(spans)
 
     def check_marks(self, marks: Sequence[MarkPlace]) -> None:
-        """As :meth:`Presence.check_marks`."""
+        """Check MARKs, as :meth:`Presence.check_marks`."""
         self._presence.check_marks(marks)
 
     def trim(self, range_: TrimRange, *, dry_run: bool = False) -> Freed:
-        """Kafka deletes from the front of a partition alone: up to the first offset there that anybody needs.
+        """Delete records. Kafka deletes only from the front of a partition, here up to the first offset still needed.
 
-        What a dead generation sent goes as far as it lies before that. A generation that has committed nothing
-        lies after all that was committed when it was claimed, so never before the end of what is gone.
+        Records of a dead generation are deleted as far as they are before that offset. A generation that has committed
+        nothing is after everything that was committed when it was claimed, so never before the end of the deleted data.
         """
         topic = self._data_topic
         self._brokers.require(topic, 0, "trim", LogUnavailableError)
@@ -134,23 +134,23 @@ class KafkaLog:
         return Freed("records", sum(end - lows[partition] for partition, end in ends.items()), None)
 
     def expect_append(self) -> None:
-        """As :meth:`ControlTopic.expect_append`."""
+        """Prepare for an append, as :meth:`ControlTopic.expect_append`."""
         self._control.expect_append()
 
     def append_control(self, record: bytes, *, garbage: bool = False) -> int:
-        """As :meth:`ControlTopic.append`."""
+        """Append a record, as :meth:`ControlTopic.append`."""
         return self._control.append(record)
 
     def waits_for(self) -> str:
-        """As :meth:`ControlTopic.waits_for`."""
+        """Describe the pending broker, as :meth:`ControlTopic.waits_for`."""
         return self._control.waits_for()
 
     def read_control(self, start: int = 0, *, garbage: bool = False) -> Iterator[tuple[int, bytes]]:
-        """As :meth:`ControlTopic.read`."""
+        """Read records, as :meth:`ControlTopic.read`."""
         return self._control.read(start)
 
     def control_base(self) -> int:
-        """The topic's first offset."""
+        """Return the topic's first offset."""
         return self._control.base()
 
     def control_next(self, offset: int, record: bytes) -> int:

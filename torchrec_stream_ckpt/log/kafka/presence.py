@@ -1,4 +1,4 @@
-"""Whether the data partitions still hold what they have acknowledged. Imports no Kafka client."""
+"""Check that the data partitions still hold acknowledged data. Imports no Kafka client."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class Presence:
-    """Looks for spans and MARKs in the data topic. For any thread.
+    """Looks for spans and MARKs in the data topic. Can be used from any thread.
 
     Args:
-        brokers: Of the log.
-        reader: Of the same.
+        brokers: Brokers of the log.
+        reader: Reader of the same log.
     """
 
     def __init__(self, brokers: Brokers, reader: Reader) -> None:
@@ -29,10 +29,10 @@ class Presence:
         self._reader = reader
 
     def check_there(self, spans: Sequence[LogSpan]) -> None:
-        """One look at both ends of all partitions: a retention eats from the front, a failure takes the tail.
+        """Check both ends of all partitions in one query: retention deletes the front, a failure loses the tail.
 
         Raises:
-            StreamLostError: a partition ends, or has ended, before what was acknowledged.
+            StreamLostError: a partition ends, or once ended, before the end of acknowledged data.
         """
         lows = self.check_ends(spans)
         for span in spans:
@@ -46,9 +46,9 @@ class Presence:
         self._check_order(spans)
 
     def check_marks(self, marks: Sequence[MarkPlace]) -> None:
-        """One fetch from all partitions; another one for each further MARK in a partition.
+        """Check MARKs with one fetch from all partitions, and another one for each further MARK in a partition.
 
-        A partition loses its end and nothing else. So a MARK that is there shows that all of before it is.
+        A partition can lose only its end. So if a MARK exists, everything before it does.
 
         Raises:
             StreamLostError: another frame is there, or none.
@@ -70,7 +70,7 @@ class Presence:
                     )
 
     def check_ends(self, spans: Sequence[LogSpan]) -> dict[int, int]:
-        """See whether each partition still ends where its spans do, or later; returns the partitions' first offsets."""
+        """Check that no partition ends before its spans do. Returns the partitions' first offsets."""
         edges = self._brokers.edges(self._data_topic, {span.partition for span in spans})
         short = self._short(spans, edges)
         if short is not None:
@@ -87,11 +87,11 @@ class Presence:
 
     @staticmethod
     def _short(spans: Sequence[LogSpan], edges: Mapping[int, Edge]) -> LogSpan | None:
-        """A span that ends after its partition."""
+        """Return a span that ends after its partition. Returns None if there is none."""
         return next((span for span in spans if edges[span.partition].high < span.end), None)
 
     def _check_order(self, spans: Sequence[LogSpan]) -> None:
-        """Offsets go through all generations: one that begins before an older one ends was written over a lost tail."""
+        """Check the order of generations. If one begins before an older one ends, it was written over a lost tail."""
         ends: dict[int, LogSpan] = {}
         for span in sorted(spans, key=lambda span: span.generation):
             older = ends.get(span.partition)

@@ -1,7 +1,8 @@
-"""Why a broker gives no answer, found by knocking at its port: TLS or not, which certificate, which login.
+"""Find why a broker gives no answer by connecting to its port: TLS or not, which certificate, which login.
 
-librdkafka says nothing at all of some mismatches, plaintext to a TLS port among them, and of others only that TLS
-failed. This asks the listener itself, with a handshake and one request. No secret is sent. Imports no Kafka client.
+librdkafka reports nothing at all about some mismatches, such as plaintext to a TLS port, and about others only that TLS
+failed. This module asks the listener itself, with a handshake and one request. It sends no secret. Imports no Kafka
+client.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ _MAX_ANSWER_BYTES = 2**16
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why the broker gives no answer, and what to try."""
+    """Cause of a missing answer, and what to try."""
 
     what: str
     hint: str
 
 
 def find_cause(uri: KafkaUri, options: Mapping[str, str]) -> Cause | None:
-    """Compare what the client is told to do with what the first broker that can be reached does; None: no mismatch.
+    """Compare the client's settings with the first reachable broker. Returns None if there is no mismatch.
 
     Takes at most a few times ``TIMEOUT_S``.
     """
@@ -48,18 +49,18 @@ def find_cause(uri: KafkaUri, options: Mapping[str, str]) -> Cause | None:
 
 @dataclass(frozen=True, slots=True)
 class Leader:
-    """The broker that takes the records of a partition."""
+    """Broker that accepts the records of a partition."""
 
     number: int
     place: str
-    """HOST:PORT."""
+    """Address as HOST:PORT."""
 
     def __str__(self) -> str:
         return f"broker {self.number} at {self.place}"
 
 
 def leader_in(statistics: str, topic: str, partition: int) -> Leader | None:
-    """Who leads a partition, by what librdkafka says of itself; None where it knows no leader."""
+    """Return the leader of a partition from librdkafka's statistics. Returns None if they name none."""
     try:
         said = json.loads(statistics)
         number = said["topics"][topic]["partitions"][str(partition)]["leader"]
@@ -70,13 +71,13 @@ def leader_in(statistics: str, topic: str, partition: int) -> Leader | None:
 
 
 def address_of(place: str) -> tuple[str, int]:
-    """(host, port) of HOST:PORT."""
+    """Return (host, port) of HOST:PORT."""
     host, _, port = place.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def knock(place: str) -> tuple[bool, str]:
-    """Return whether the port HOST:PORT can be reached from here within a second, and that in words."""
+    """Return whether HOST:PORT can be reached from this host within a second, and a phrase that says so."""
     try:
         socket.create_connection(address_of(place), _KNOCK_S).close()
     except OSError as error:
@@ -117,7 +118,7 @@ def _compare(address: tuple[str, int], options: Mapping[str, str]) -> Cause | No
 
 
 def _speaks_tls(address: tuple[str, int]) -> bool | None:
-    """Return whether a handshake is answered; None where there is no answer, or one that does not tell."""
+    """Return whether a TLS handshake is answered. Returns None if there is no answer, or an inconclusive one."""
     try:
         with socket.create_connection(address, TIMEOUT_S) as raw, _blind().wrap_socket(raw):
             return True
@@ -130,7 +131,7 @@ def _speaks_tls(address: tuple[str, int]) -> bool | None:
 
 
 def _blind() -> ssl.SSLContext:
-    """Looks at no certificate: nothing that must be kept from anybody is sent through it."""
+    """Make a context that checks no certificate. Nothing confidential is sent through it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -138,7 +139,7 @@ def _blind() -> ssl.SSLContext:
 
 
 def _certificate(address: tuple[str, int], options: Mapping[str, str]) -> Cause | None:
-    """Tell what is wrong with the broker's certificate, by the client's own settings."""
+    """Return the fault of the broker's certificate under the client's own settings. Returns None if there is none."""
     if options.get("enable.ssl.certificate.verification", "true").lower() == "false":
         return None
     place, pem = options.get("ssl.ca.location"), options.get("ssl.ca.pem")
@@ -176,7 +177,7 @@ def _untrusted(error: ssl.SSLCertVerificationError, host: str, ca: str | None) -
 
 
 def _mechanisms(address: tuple[str, int], *, tls: bool) -> list[str] | None:
-    """SASL mechanisms that the listener has, none if it takes no login; None where it does not say."""
+    """Return the listener's SASL mechanisms. Empty if it accepts no login. Returns None if it does not say."""
     body = _string("STREAM-CKPT-PROBE")
     request = struct.pack(">hhi", _SASL_HANDSHAKE, 1, 1) + _string("stream-ckpt") + body
     try:

@@ -1,4 +1,4 @@
-"""Sending to one partition: frames of a rank, and control records."""
+"""Send to one partition: frames of a rank, and control records."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ _REFUSED = frozenset(
         "_UNKNOWN_PARTITION",
     }
 )
-# A broker that knows less of this producer than it has acknowledged has lost the partition's tail, or what it knew.
+# A broker that knows less of this producer than it acknowledged has lost the partition's tail or its own state.
 _FORGOTTEN = ("OUT_OF_ORDER_SEQUENCE_NUMBER", "UNKNOWN_PRODUCER_ID")
 
 
 class KafkaSender:
-    """An idempotent producer of one partition. One thread at a time; an error is final."""
+    """Idempotent producer of one partition. For one thread at a time. An error is final."""
 
     def __init__(self, brokers: Brokers, topic: str, partition: int, settings: Mapping[str, Any]) -> None:
         self._uri = brokers.uri
         self._topic = topic
         self._partition = partition
         self._reasons = Reasons(brokers.options)
-        # (number of the record, error or None, offset); the callback does nothing but append.
+        # (number of the record, error or None, offset). The callback only appends.
         self._done: deque[tuple[int, Any, int]] = deque()
         self._sent = 0
         self._reported = 0
         self._failure: LogUnavailableError | None = None
         self._statistics = ""
-        """What the client last said of itself: without asking anybody, who leads the partition."""
+        """Last statistics of the client. They contain the partition's leader, so no query is needed."""
         telling = {"statistics.interval.ms": _STATISTICS_MS, "stats_cb": self._note}
         self._producer = make_client(ck.Producer, {**settings, **telling}, self._reasons)
 
@@ -61,7 +61,7 @@ class KafkaSender:
         """Queue one record.
 
         Raises:
-            LogUnavailableError: it was not taken.
+            LogUnavailableError: it was not accepted.
         """
         deadline = time.monotonic() + QUEUE_FULL_TIMEOUT_S
         with self._guard():
@@ -77,7 +77,7 @@ class KafkaSender:
         self._sent += 1
 
     def reports(self, timeout_s: float) -> list[tuple[Any, int]]:
-        """(error, offset) of what was delivered or given up, in the order of ``send``."""
+        """Return (error, offset) of records that were delivered or given up, in the order of ``send``."""
         with self._guard():
             self._producer.poll(0 if self._done else timeout_s)
         reports = []
@@ -90,16 +90,16 @@ class KafkaSender:
         return reports
 
     def failed(self, doing: str, error: Any) -> LogUnavailableError:
-        """The error of this sender, from now on."""
+        """Set and return the error of this sender, which is permanent."""
         self._failure = self._reasons.unavailable(self._uri, f"{doing} {self._topic}/{self._partition}", plain(error))
         return self._failure
 
     def reason(self) -> LogUnavailableError:
-        """Why there is no answer, without ending this sender."""
+        """Return the reason why there is no answer, without ending this sender."""
         return self._reasons.unavailable(self._uri, f"write {self._topic}/{self._partition}", "no answer")
 
     def waits_for(self) -> str:
-        """The broker that leads the partition, as the client knows it, and whether it can be reached."""
+        """Describe the partition's leader, as the client knows it, and whether it can be reached."""
         leader = leader_in(self._statistics, self._topic, self._partition)
         if leader is None:
             return f"a leader of {self._topic}[{self._partition}], of the brokers {self._uri.brokers}"
@@ -114,7 +114,7 @@ class KafkaSender:
         return f"; {len(found.isrs)} of {len(found.replicas)} copies are in sync"
 
     def close(self) -> None:
-        """Drop what is queued; what is on the wire may still arrive."""
+        """Drop queued records. Records that were already sent may still arrive."""
         try:
             self._producer.purge(blocking=False)
             self._producer.poll(0)
@@ -145,7 +145,7 @@ class KafkaSender:
 def append(sender: KafkaSender, record: bytes) -> int:
     """Send one control record and wait for its offset."""
     sender.send(record)
-    # The client gives up after CONTROL_TIMEOUT_S; beyond that it is the client itself that hangs.
+    # The client gives up after CONTROL_TIMEOUT_S. After more time, the client itself hangs.
     deadline = time.monotonic() + CONTROL_TIMEOUT_S + 5
     while time.monotonic() < deadline:
         try:
@@ -171,14 +171,14 @@ def _unknown(reason: str) -> CommitUnknownError:
 
 
 class KafkaWriter:
-    """One rank's end of a data partition; see :class:`DataWriter`."""
+    """Writer of one rank to a data partition; see :class:`DataWriter`."""
 
     def __init__(self, sender: KafkaSender) -> None:
         self._sender = sender
 
     def send(self, frame: memoryview) -> None:
         with _telling_lost():
-            # The client takes an array, not a memoryview; it copies the bytes into its own queue.
+            # The client accepts an array, not a memoryview. It copies the bytes into its own queue.
             self._sender.send(np.frombuffer(frame, np.uint8))
 
     def poll(self, timeout_s: float) -> list[Ack]:
@@ -189,11 +189,11 @@ class KafkaWriter:
         acks: list[Ack] = []
         for error, offset in self._sender.reports(timeout_s):
             if error is not None or offset < 0:
-                # A duplicate that the broker no longer remembers has no offset: it is sent again.
+                # A duplicate that the broker no longer remembers has no offset. It is sent again.
                 failure = self._sender.failed("write", error or "a frame was acknowledged without its offset")
                 if not acks:
                     raise failure
-                # What came before is durable; the next call raises.
+                # The earlier frames are durable. The next call raises.
                 break
             acks.append(Ack(offset, offset + 1))
         return acks
@@ -207,7 +207,7 @@ class KafkaWriter:
 
 @contextmanager
 def _telling_lost() -> Iterator[None]:
-    """An idempotent producer that its broker has forgotten may have lost what was acknowledged."""
+    """Raise StreamLostError if the broker has lost its state of this producer: acknowledged frames may be lost."""
     try:
         yield
     except LogUnavailableError as error:

@@ -1,4 +1,4 @@
-"""Reading partitions: records in a span of offsets, or at one offset of each."""
+"""Read partitions: records in a span of offsets, or at one offset of each."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _BATCH_FRAMES = 32
 
 
 class Reader:
-    """Reads the partitions of one log; each call has a client of its own. For any thread.
+    """Reads the partitions of one log. Each call has a separate client. Can be used from any thread.
 
     Args:
-        brokers: Of the log.
+        brokers: Brokers of the log.
     """
 
     def __init__(self, brokers: Brokers) -> None:
         self._brokers = brokers
 
     def read(self, topic: str, partition: int, begin: int, end: int | None) -> Iterator[tuple[int, bytes]]:
-        """(offset, record) in [begin, end), or up to what is the end now; the brokers are asked at once.
+        """Return (offset, record) in [begin, end), or up to the current end. The brokers are queried at once.
 
         Raises:
             CorruptionError: the partition does not have all of them.
@@ -41,7 +41,8 @@ class Reader:
         return self.records(topic, partition, begin, end)
 
     def records(self, topic: str, partition: int, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
-        """All records in [begin, end). A client that a broker kept waiting is followed by one that knows the leader."""
+        """Yield all records in [begin, end). If a broker does not answer, a new client asks one that knows the
+        leader."""
         several = "," in self._brokers.uri.brokers
         try:
             idle_s = ANSWER_TIMEOUT_S if several else READ_IDLE_TIMEOUT_S
@@ -57,7 +58,7 @@ class Reader:
         yield from self._read_on(topic, partition, begin, end, READ_IDLE_TIMEOUT_S)
 
     def _read_on(self, topic: str, partition: int, begin: int, end: int, idle_s: float) -> Iterator[tuple[int, bytes]]:
-        """Records in [begin, end); offsets may have gaps, so the position decides, not a count."""
+        """Yield records in [begin, end). Offsets may have gaps, so the position decides, not a count."""
         if begin >= end:
             return
         reasons = Reasons(self._brokers.options)
@@ -73,7 +74,7 @@ class Reader:
                     raise reasons.unavailable(self._brokers.uri, f"read {topic}/{partition}", "no answer")
                 for message in batch:
                     if message.error() is not None:
-                        # The end of the partition, as far as the broker has it.
+                        # The end of the partition in this broker.
                         position = max(position, message.offset())
                         continue
                     if message.offset() >= end:
@@ -84,9 +85,10 @@ class Reader:
             consumer.close()
 
     def records_at(self, offsets: Mapping[int, int]) -> dict[int, bytes | None]:
-        """The record at one offset of each data partition; None where the partition ends before, or has a gap.
+        """Return the record at one offset of each data partition. None if the partition ends before it or has a gap.
 
-        Of several brokers, one that is cut off may lack it: then those are asked that know the newest leader.
+        If there are several brokers, one that is cut off may lack the record. Then the brokers that know the newest
+        leader are asked.
         """
         several = "," in self._brokers.uri.brokers
         try:
@@ -116,11 +118,11 @@ class Reader:
             consumer.close()
 
     def _consume(self, consumer: Any, count: int, reasons: Reasons, topic: str) -> list[Any]:
-        """Records and ends of the partition; anything else is raised."""
+        """Return records and ends of the partition. Raises all other results."""
         doing = f"read {topic}"
         with surfacing(reasons, self._brokers.uri, doing):
             batch = consumer.consume(count, timeout=0.2)
-        # The client looks for the group that it was made to name. Nothing is asked of it, so no right to it is needed.
+        # The client looks for the group that we had to name. We use no group, so no permission for it is needed.
         batch = [each for each in batch if not has_code(each.error(), ck.KafkaError.GROUP_AUTHORIZATION_FAILED)]
         for message in batch:
             error = message.error()
@@ -134,7 +136,8 @@ class Reader:
         return batch
 
     def _out_of_range(self, topic: str, partition: int, offset: int) -> CorruptionError | LogUnavailableError:
-        """Why a broker has no record at ``offset``: it is gone, or this broker has not been given it."""
+        """Return the error for a broker without a record at ``offset``: it was deleted, or this broker has not received
+        it."""
         edge = self._brokers.newest_edges(topic, self._brokers.edges(topic, [partition]))[partition]
         if edge.low <= offset <= edge.high:
             return LogUnavailableError(
@@ -142,13 +145,13 @@ class Reader:
                 f"offset {offset}, the partition has [{edge.low}, {edge.high})",
                 hint="check whether a broker is cut off from the others; then try again",
             )
-        # Of the control topic, whoever appends snapshots may delete the front: its readers begin anew.
+        # Any appender of snapshots may delete the front of the control topic. Its readers then start again.
         kind = PrunedError if topic == self._brokers.uri.control_topic else CorruptionError
         return kind(f"topic '{topic}' lost offsets while it was read", hint=DESTROYED_HINT, offset=offset)
 
 
 def not_there(topic: str, partition: int, there: tuple[int, int], asked: tuple[int, int]) -> CorruptionError:
-    """The error for offsets that a partition does not have."""
+    """Return the error for offsets that a partition does not have."""
     return CorruptionError(
         f"the log has offsets [{there[0]}, {there[1]}), not [{asked[0]}, {asked[1]}): "
         "retention deleted them, or the topic was deleted and made again",
@@ -159,6 +162,6 @@ def not_there(topic: str, partition: int, there: tuple[int, int], asked: tuple[i
 
 
 def _value(message: Any) -> bytes:
-    """A record's bytes; none for one without a value, which no frame is."""
+    """Return a record's bytes. Empty for a record without a value, which is not a frame."""
     value = message.value()
     return value if isinstance(value, bytes) else b""

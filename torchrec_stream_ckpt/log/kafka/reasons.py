@@ -1,4 +1,4 @@
-"""Why a Kafka client has no luck, in plain words. Imports no Kafka client."""
+"""Reasons of a Kafka client's failures, in plain words. Imports no Kafka client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DESTROYED_HINT = (
 SECURITY_GRACE_S = 1.5
 _SECRET_WORDS = ("password", "secret", "token", "key.pem", "jaas", "oauthbearer.config", "credentials")
 
-# (piece of the code or text, rank, what it means, what to try); the highest rank is the true reason.
+# (part of the code or text, rank, meaning, what to try). The highest rank is the true reason.
 _MEANINGS = (
     (
         "_AUTHENTICATION",
@@ -65,15 +65,15 @@ _MEANINGS = (
 )
 _FINAL_RANK = 4
 _UNREACHABLE_RANK = 2
-# Errors that say only that there was no answer: what the client has complained about is the better reason.
+# Errors that say only that there was no answer. The client's complaints are a better reason.
 _VAGUE = ("TIMED_OUT", "_ALL_BROKERS_DOWN", "_TRANSPORT", "no answer", "stays full")
 
 
 class Reasons:
-    """Remembers why a client has no luck: librdkafka itself only reports a timeout.
+    """Remembers why a client fails, because librdkafka itself only reports a timeout.
 
     Args:
-        options: The user's client options, whose secrets must not show.
+        options: The user's client options. Their secrets must not be shown.
     """
 
     def __init__(self, options: dict[str, str]) -> None:
@@ -84,7 +84,7 @@ class Reasons:
         self.clear()
 
     def clear(self) -> None:
-        """Forget: another operation begins."""
+        """Forget the reasons at the beginning of another operation."""
         self._rank, self._what, self._hint = 0, "", ""
         self._since = 0.0
 
@@ -94,7 +94,7 @@ class Reasons:
         return text
 
     def note(self, error: Any) -> None:
-        """The client's ``error_cb``."""
+        """Callback for the client's ``error_cb``."""
         code, text = error.name(), self.redact(error.str())
         if code == "GROUP_AUTHORIZATION_FAILED":  # no group is used, see KafkaLog
             return
@@ -104,12 +104,12 @@ class Reasons:
             self._since = time.monotonic()
 
     def log(self, level: int, pattern: str, *arguments: object) -> None:
-        """The client's ``logger``: a refused connection is tried ten times a second, and told once."""
+        """Callback for the client's ``logger``. A refused connection is retried ten times a second, but logged once."""
         text = self.redact(pattern % arguments)
         if "will be ignored by this" in text or text.endswith("retrying"):
-            # One set of options serves producers and consumers; a fresh broker lets a producer try twice.
+            # Producers and consumers share one set of options. A fresh broker lets a producer try twice.
             level = logging.DEBUG
-        # The same but for how long it took.
+        # Remove the duration, so that repeated messages are equal.
         gist = re.sub(r"\(after \d+ms in state \w+.*\)", "", text)
         with self._lock:
             known = gist in self._seen
@@ -118,24 +118,24 @@ class Reasons:
         log.log(logging.DEBUG if known else min(level, logging.WARNING), "%s", text)
 
     def hopeless(self) -> bool:
-        """Return whether waiting cannot help: wrong security settings stay wrong.
+        """Return whether waiting cannot help, because wrong security settings stay wrong.
 
-        Not at the first complaint, for one broker of several may be the odd one.
+        Not at the first complaint, because only one of several brokers may be affected.
         """
         return self._rank >= _FINAL_RANK and time.monotonic() - self._since > SECURITY_GRACE_S
 
     def unreachable(self) -> bool:
-        """Return whether the client has reached no broker: there is no port to ask."""
+        """Return whether the client has reached no broker, so that there is no port to probe."""
         return self._rank == _UNREACHABLE_RANK
 
     def found(self, uri: KafkaUri, doing: str, cause: Cause) -> LogUnavailableError:
-        """The error for a cause that the broker's port has given away."""
+        """Return the error for a cause that was found at the broker's port."""
         return LogUnavailableError(
             f"Kafka at {uri.brokers}: cannot {doing}: {self.redact(cause.what)}", hint=self.redact(cause.hint)
         )
 
     def unavailable(self, uri: KafkaUri, doing: str, error: str) -> LogUnavailableError:
-        """The error to raise: what the client was told, or what it complained about while it waited."""
+        """Return the error to raise: the client's error, or its complaint during the wait if that says more."""
         _, meaning, hint = _meaning(error)
         what = f"{meaning} ({error})" if meaning else error
         if self._rank and any(word in error for word in _VAGUE):
@@ -145,6 +145,6 @@ class Reasons:
 
 
 def _meaning(text: str) -> tuple[int, str, str]:
-    """(rank, meaning, hint) of a complaint; rank 0 when it is none that we know."""
+    """Return (rank, meaning, hint) of a complaint. The rank is 0 if the complaint is unknown."""
     known = [(rank, meaning, hint) for key, rank, meaning, hint in _MEANINGS if key in text]
     return max(known, key=lambda entry: entry[0], default=(0, "", ""))

@@ -9,7 +9,7 @@ from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
 from torchrec_stream_ckpt.util.uris import KafkaUri
 
-# Of both topics: they must keep what they hold until we trim it, and take a whole frame with its framing.
+# For both topics: they must keep their records until we trim them, and accept a whole frame with its framing.
 TOPIC_SETTINGS = {"retention.ms": "-1", "retention.bytes": "-1", "cleanup.policy": "delete"}
 LEAST_MESSAGE_BYTES = MAX_FRAME_BYTES + 1000
 CONTROL_TIMEOUT_S = 15.0
@@ -18,15 +18,15 @@ _COMMON = {
     "client.id": "torchrec_stream_ckpt",
     "socket.keepalive.enable": "true",
     "reconnect.backoff.ms": "100",
-    # The default of 10 s would keep a trainer waiting long after its broker is back.
+    # With the default of 10 s, a trainer would wait long after its broker is back.
     "reconnect.backoff.max.ms": "1000",
-    # The default of 30 s would wait for a silent broker for longer than for an answer, and not ask another one.
+    # The default of 30 s is longer than the timeout of an answer, so no other broker would be asked.
     "socket.connection.setup.timeout.ms": "4000",
 }
 _PRODUCER = {
     # Rows of fp32 do not compress.
     "compression.type": "none",
-    # One record of MAX_FRAME_BYTES with its framing, and below what a broker takes by default (1,048,588).
+    # One record of MAX_FRAME_BYTES with its framing, and below a broker's default limit (1,048,588).
     "message.max.bytes": "1040000",
 }
 _DATA = {"linger.ms": "2"}
@@ -34,27 +34,27 @@ _CONTROL = {"linger.ms": "0"}
 _CONSUMER = {
     "fetch.message.max.bytes": str(4 << 20),
     "fetch.wait.max.ms": "100",
-    # Once 64 MB wait to be read, the client fetches nothing for this long. At its default of 1 s, a reader that takes
-    # 2 ms a frame had emptied the queue after 0.15 s and waited for the rest: 105 MB/s in place of 390.
+    # When 64 MB are queued, the client fetches nothing for this long. At its default of 1 s, a reader that takes
+    # 2 ms per frame emptied the queue in 0.15 s and waited for the rest: 105 MB/s instead of 390.
     "fetch.queue.backoff.ms": "5",
 }
 
-# What correctness rests on; laid over the user's options.
+# Settings that correctness depends on. They override the user's options.
 _PRODUCER_FIXED = {
     "acks": "all",
     "enable.idempotence": "true",
-    # A producer may else make a deleted topic anew, with the broker's retention.
+    # Otherwise a producer may recreate a deleted topic, with the broker's retention.
     "allow.auto.create.topics": "false",
 }
-# A finite timeout would drop a frame and go on after it.
+# A finite timeout would drop a frame and continue after it.
 _DATA_FIXED = {"message.timeout.ms": "0"}
 _CONTROL_FIXED = {"message.timeout.ms": str(int(CONTROL_TIMEOUT_S * 1000))}
 _CONSUMER_FIXED = {
-    # Anything else would jump over rows that retention ate.
+    # Any other value would skip rows that retention deleted.
     "auto.offset.reset": "error",
     "enable.auto.commit": "false",
     "enable.partition.eof": "true",
-    # We write no transactions, and someone else's open one must not hide our rows.
+    # We write no transactions, and an open one of another program must not hide our rows.
     "isolation.level": "read_uncommitted",
     "check.crcs": "true",
 }
@@ -71,10 +71,10 @@ _FILES = ("ssl.ca.location", "ssl.certificate.location", "ssl.key.location", "ss
 
 
 def check_options(options: dict[str, str]) -> None:
-    """Refuse client options that would break a promise.
+    """Refuse client options that would break a guarantee.
 
     Raises:
-        ConfigError: names the option.
+        ConfigError: an option is refused; the error names it.
     """
     for name in options:
         if name in _RESERVED:
@@ -108,6 +108,6 @@ def control_settings(uri: KafkaUri, options: dict[str, str]) -> dict[str, Any]:
 
 
 def consumer_settings(uri: KafkaUri, options: dict[str, str]) -> dict[str, Any]:
-    # The client wants a group, though nothing is ever committed to it.
+    # The client requires a group, although nothing is ever committed to it.
     group = {"group.id": f"{uri.job}.readers"}
     return _CONSUMER | group | admin_settings(uri, options) | _CONSUMER_FIXED

@@ -1,4 +1,4 @@
-"""The two topics of a log: making them, what they must be set to, and the rights that a trainer needs."""
+"""The two topics of a log: creation, required settings, and permissions that a trainer needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.log.kafka.settings import LEAST_MESSAGE_BYTES, TOPIC_S
 
 
 def incarnation(brokers: Brokers) -> Incarnation | None:
-    """The ids of both topics, None unless both exist."""
+    """Return the ids of both topics. Returns None unless both exist."""
     topics = brokers.describe()
     data, control = topics.get(brokers.uri.data_topic), topics.get(brokers.uri.control_topic)
     if data is None or control is None:
@@ -26,11 +26,11 @@ def incarnation(brokers: Brokers) -> Incarnation | None:
 
 
 def prepare(brokers: Brokers, partitions: int) -> Incarnation:
-    """Create the topics or add partitions; refuses topics that would lose rows by themselves.
+    """Create the topics or add partitions. Refuses topics whose settings would lose rows.
 
     Raises:
-        ConfigError: a topic has a retention, is compacted, or takes no whole frame.
-        LogUnavailableError: the brokers do not answer, or do not allow it.
+        ConfigError: a topic has a retention, is compacted, or does not accept a whole frame.
+        LogUnavailableError: the brokers do not answer, or do not permit it.
     """
     preflight(brokers)
     topics, uri = brokers.describe(), brokers.uri
@@ -46,10 +46,10 @@ def prepare(brokers: Brokers, partitions: int) -> Incarnation:
 
 
 def preflight(brokers: Brokers) -> None:
-    """See that this user may do what a trainer does; asks for nothing to be made.
+    """Check that this user has a trainer's permissions. Creates nothing.
 
     Raises:
-        LogUnavailableError: the brokers do not answer or a right is missing; says why, or which.
+        LogUnavailableError: the brokers do not answer, or a permission is missing; the error says why, or which.
     """
     topics = brokers.describe(rights=True)
     for name, description in topics.items():
@@ -59,16 +59,16 @@ def preflight(brokers: Brokers) -> None:
 
 
 def check_right(brokers: Brokers, topic: str, right: str) -> None:
-    """See that this user may do one thing with a topic that exists.
+    """Check that this user may do one operation on an existing topic.
 
     Raises:
-        LogUnavailableError: he may not, or the brokers do not answer.
+        LogUnavailableError: the permission is missing, or the brokers do not answer.
     """
     _check_rights(brokers, topic, brokers.describe(rights=True)[topic], {right})
 
 
 def examine(brokers: Brokers) -> Iterator[Finding]:
-    """Yield what the brokers say of themselves, of both topics, and of this user's rights."""
+    """Yield findings about the brokers, both topics, and this user's permissions."""
     (cluster,) = brokers.ask("describe the cluster", lambda admin: {"": admin.describe_cluster()}).values()
     yield Finding("brokers", f"{len(cluster.nodes)} in cluster {cluster.cluster_id}")
     for name, description in brokers.describe(rights=True).items():
@@ -98,7 +98,7 @@ def _try_creating(brokers: Brokers, topic: str) -> None:
 
 
 def _create(brokers: Brokers, topic: str, topics: Mapping[str, Any], partitions: int) -> None:
-    """Make the topic or let it grow; another rank 0 may be doing the same."""
+    """Create the topic or add partitions. Another rank 0 may be doing the same."""
     known = topics.get(topic)
     if known is None:
         # Replication factor -1: the cluster's own default.
@@ -121,7 +121,8 @@ def _check_created(brokers: Brokers, doing: str, answers: Mapping[Any, Any], tol
 
 
 def _await_partitions(brokers: Brokers, partitions: int) -> Incarnation:
-    """Creation is acknowledged before every broker knows of it."""
+    """Wait until the brokers report all partitions, because creation is acknowledged before every broker knows of
+    it."""
     deadline = time.monotonic() + ANSWER_TIMEOUT_S
     while True:
         now = incarnation(brokers)
@@ -137,7 +138,7 @@ def _await_partitions(brokers: Brokers, partitions: int) -> Incarnation:
 
 
 def _settings(brokers: Brokers, topic: str) -> Any:
-    """The topic's settings; waits for a broker that has not heard of a new topic yet."""
+    """Return the topic's settings. Waits for a broker that does not know a new topic yet."""
     resource = ck_admin.ConfigResource(ck_admin.ConfigResource.Type.TOPIC, topic)
     deadline = time.monotonic() + PROPAGATION_S
     while True:
