@@ -9,8 +9,7 @@ TORCH_HINT = (
     "pip install 'torchrec_stream_ckpt[cuda]', or without a GPU: "
     "pip install 'torchrec_stream_ckpt[cpu]' && pip install --no-deps torchrec==1.9.2"
 )
-"""Commands that install torch and TorchRec. A CPU needs two, because torchrec alone installs the CUDA build of
-FBGEMM."""
+"""Commands that install torch and TorchRec. A CPU needs two, since torchrec alone installs FBGEMM's CUDA build."""
 
 
 def printable(text: str) -> str:
@@ -61,8 +60,7 @@ class ConfigError(StreamCkptError, ValueError):
 
 
 class UnsupportedError(StreamCkptError):
-    """A model that cannot be captured exactly, refused at attach, or a store of a newer format. Use what the hint
-    names."""
+    """A model that cannot be captured exactly, refused at attach; or a store of a newer format. Follow the hint."""
 
 
 class SchemaMismatchError(StreamCkptError):
@@ -78,17 +76,15 @@ class ColumnResplitError(SchemaMismatchError):
 
 
 class LogUnavailableError(StreamCkptError):
-    """The log cannot be reached or written at the moment. Repair the broker, disk or credentials and retry."""
+    """The log cannot be reached or written now. Repair the broker, disk or credentials and retry."""
 
 
 class StoreUnavailableError(StreamCkptError):
-    """The store cannot be reached or written at the moment. Repair the disk, permissions, credentials or network and
-    retry."""
+    """The store cannot be reached or written now. Repair the disk, permissions, credentials or network and retry."""
 
 
 class ScratchUnavailableError(StoreUnavailableError):
-    """Temporary files cannot be written on this host; the store itself works. Free space or set ``TMPDIR``, and
-    retry."""
+    """Temporary files cannot be written here; the store itself works. Free space or set ``TMPDIR``, and retry."""
 
 
 class EngineUnavailableError(StreamCkptError):
@@ -123,8 +119,7 @@ class TrimmedError(StreamCkptError):
 
 
 class RankLostError(StreamCkptError):
-    """Another rank did not answer in time: it is frozen, dead or slow. Inspect it; if it stays silent, restart the
-    job."""
+    """Another rank did not answer in time: it is frozen, dead or slow. If it stays silent, restart the job."""
 
 
 class FencedError(StreamCkptError):
@@ -132,8 +127,7 @@ class FencedError(StreamCkptError):
 
 
 class JobFinishedError(StreamCkptError):
-    """The job is finished, so a spare has nothing to take over. Stop the spare, or continue training with
-    ``restore()``."""
+    """The job is finished; a spare has nothing to take over. Stop the spare, or train on with ``restore()``."""
 
 
 class MarkerNotFoundError(StreamCkptError):
@@ -153,8 +147,7 @@ class MarkerFailedError(StreamCkptError):
 
 
 class ReplicaMismatchError(MarkerFailedError):
-    """Ranks hold different values of state that one of them saves for all. Make them equal, or declare that they
-    differ."""
+    """Ranks differ in state that one of them saves for all. Make it equal, or declare that it differs."""
 
 
 class CaptureMismatchError(StreamCkptError):
@@ -162,8 +155,7 @@ class CaptureMismatchError(StreamCkptError):
 
 
 class ProofMismatchError(StreamCkptError):
-    """Rows differ from those that a marker proved at its cut. Restore a marker older than the loss, or accept the
-    rows."""
+    """Rows differ from those that a marker proved at its cut. Restore an older, intact marker, or accept the rows."""
 
 
 class CommitUnknownError(StreamCkptError):

@@ -32,8 +32,7 @@ class ClaimChanges:
     text: str | None = None
     """Canonical JSON of the declared changes. None if it is too large."""
     origin: str | None = None
-    """``JOB GENERATION:MARKER`` of another job that the first rows came from. None if they came from the generation's
-    parent."""
+    """``JOB GENERATION:MARKER`` of another job that the first rows came from. None if from the generation's parent."""
     earlier: tuple[ClaimChanges, ...] | None = None
     """Changes made after the parent and before these, newest first. None if there are none.
 
@@ -76,7 +75,7 @@ class ClaimChanges:
         """Refuse values that no writer produces.
 
         Raises:
-            CorruptionError: a field is not as docs/format.md says.
+            CorruptionError: a field does not match docs/format.md.
         """
         if not _DIGEST.fullmatch(self.digest):
             raise CorruptionError(f"{what}.digest is {self.digest!r:.80}, expected {_DIGEST.pattern}")
@@ -109,8 +108,7 @@ class TableChange(Enum):
 
 
 def goes_on(before: TableSpec, now: TableSpec) -> bool:
-    """Return whether two tables at one index of a lineage are the same table, even if renamed. Its rows then stay
-    deltas."""
+    """Return whether two tables at one index of a lineage are the same, even if renamed. Then its rows stay deltas."""
     if before.dropped or now.dropped:
         return False
     if before.id is None or now.id is None:  # before version 2: the name is the id

@@ -95,8 +95,7 @@ class Mark:
     proof: Proof | None = None
     """Digests of live rows, taken at the cut. None in version 1, or if proofs are switched off."""
     dense_proof: DenseProof | None = None
-    """Digests of dense state and of the scalars, taken at the cut. None before version 4, or if proofs are switched
-    off."""
+    """Digests of dense state and scalars, taken at the cut. None before version 4, or if proofs are switched off."""
 
     @property
     def version(self) -> int:
@@ -220,8 +219,7 @@ class Serve(Claim):
 
 @dataclass(frozen=True, slots=True)
 class Commit(Record):
-    """Record that makes a marker exist, from the moment it is in the control partition and if its writer owns the
-    job."""
+    """Record that makes a marker exist once it is in the control partition, if its writer owns the job."""
 
     KIND: ClassVar[Kind] = Kind.COMMIT
 
@@ -333,8 +331,7 @@ class Trim(Record):
     marker: int
     """Together with the generation: the marker that the store holds whole."""
     markers: tuple[MarkerId, ...]
-    """For each generation whose data may be missing, the last marker affected. Sorted by generation; includes this
-    marker."""
+    """For each generation whose data may be missing, the last marker affected. By generation, including this marker."""
     store: str
     """Place of that data, for people and for errors. A reader may name another place."""
     nonce: str
@@ -358,8 +355,7 @@ class Trim(Record):
         return day(self.time_s)
 
     def reach(self, generation: int) -> MarkerId | None:
-        """Return the marker up to which data of ``generation`` may be missing. Returns None if that data was not
-        trimmed."""
+        """Return the marker up to which data of ``generation`` may be missing. Returns None if it was not trimmed."""
         return next((marker for marker in self.markers if marker.generation == generation), None)
 
     def body(self) -> dict[str, Any]:

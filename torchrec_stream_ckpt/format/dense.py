@@ -101,8 +101,7 @@ def verify_dense(store: Path, commit: Commit) -> None:
 
 
 def _unreadable(error: OSError, path: Path) -> StreamCkptError:
-    """Return the error for an unreadable file. It proves a loss only if the file is absent, not if disk or permissions
-    fail."""
+    """Return the error for an unreadable file. Only an absent file proves a loss, not failed disks or permissions."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL):
         return MissingObjectError(f"dense state is gone: {error.strerror}", path=path)
     return StoreUnavailableError(

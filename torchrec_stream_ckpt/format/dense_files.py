@@ -69,8 +69,7 @@ def by_folder(sizes: Mapping[str, int]) -> dict[str, dict[str, int]]:
 
 
 def whole(said: DenseList | None, files: Sequence[DenseFile]) -> tuple[DenseFile, ...]:
-    """Return all files that a dense directory must hold, the list last. A copy of the directory must contain them
-    all."""
+    """Return all files that a dense directory must hold, the list last. A copy of it must contain them all."""
     return tuple(files) if said is None else (*files, said.file)
 
 
@@ -103,7 +102,7 @@ def check_files(files: Sequence[DenseFile], what: str) -> None:
     """Check that every file has a plain, unique name and a digest.
 
     Raises:
-        CorruptionError: a file has not; the error names ``what``.
+        CorruptionError: a name is not plain or not unique, or a digest is invalid; the error names ``what``.
     """
     if len({file.name for file in files}) != len(files):
         raise CorruptionError(f"{what} names a file twice")

@@ -23,8 +23,7 @@ _SMALL_ROWS = 16
 
 
 def words_per_element(itemsize: int) -> int:
-    """Return the number of words in an element of ``itemsize`` bytes. Elements of 8 and 16 bytes are words of 4
-    bytes."""
+    """Return the number of words in an element of ``itemsize`` bytes. Those of 8 and 16 bytes are words of 4 bytes."""
     return max(1, itemsize // 4)
 
 

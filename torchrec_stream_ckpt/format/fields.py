@@ -222,8 +222,7 @@ _hints: Callable[[type], dict[str, Any]] = cache(get_type_hints)
 
 
 def _record(item: object, kind: type[T], what: str, **given: object) -> T:
-    """Make an instance of the dataclass ``kind`` from a JSON object that has exactly its fields, except those
-    ``given``."""
+    """Make an instance of the dataclass ``kind`` from a JSON object with exactly its fields, except those ``given``."""
     raw = _typed(item, dict, what)
     hints = _hints(kind)
     if given:

@@ -49,8 +49,7 @@ class Interval:
 
 
 def intervals_of(claim: Claim, commit: Commit, previous: Commit | None) -> Iterator[Interval]:
-    """Yield the interval of each rank between two markers of a generation. Without ``previous`` it begins with
-    HELLO."""
+    """Yield the interval of each rank between two markers of a generation, or from HELLO without ``previous``."""
     for end in commit.ranks:
         yield Interval(claim, commit, end, previous.ranks[end.rank] if previous is not None else None)
 

@@ -59,8 +59,7 @@ class Lineage:
     _ordered: tuple[tuple[int, MarkerId | None], dict[int, list[MarkerId]]] = field(
         default=((-1, None), {}), compare=False, repr=False
     )
-    """(state of :attr:`commits`, its markers by generation). Rebuilt if the number of markers or the newest one
-    differs."""
+    """((number, newest) of :attr:`commits`, its markers by generation). Updated if number or newest changes."""
 
     _job: bytes | None = field(default=None, init=False, compare=False, repr=False)
     """Job of the first CLAIM."""
@@ -238,7 +237,7 @@ def _of_generation(lineage: Lineage, generation: int) -> list[MarkerId]:
     if lineage._ordered[0] != state:
         (count, newest), ordered = lineage._ordered
         grown = list(islice(reversed(lineage.commits), max(0, state[0] - count) + 1))[::-1]
-        if not count or len(grown) <= 1 or grown[0] != newest:  # other markers, or the same ones without new ones
+        if not count or len(grown) <= 1 or grown[0] != newest:  # not the known markers plus new ones
             grown, ordered = [*lineage.commits], {}
         else:
             del grown[0]

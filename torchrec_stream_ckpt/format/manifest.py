@@ -163,8 +163,7 @@ class Dropped:
 
     @property
     def lost(self) -> bool:
-        """True if its rows were lost. Markers that depend on it are then lost as well, unless the rows arrived after
-        all."""
+        """True if its rows were lost. Dependent markers are then lost, too, unless the rows arrived after all."""
         return self.reason == _LOST_ROWS
 
     @property

@@ -100,8 +100,7 @@ class CommitHead(NamedTuple):
 
 
 def head_of(data: Buffer) -> CommitHead | None:
-    """Read the header at the beginning of ``data``. Returns None unless it is an intact COMMIT header of this
-    version."""
+    """Read the header at the start of ``data``. Returns None unless it is an intact COMMIT header of this version."""
     if len(data) < HEADER_LEN:
         return None
     front, job, generation, table, step, marker, rows, length, raw, payload_crc, chain, crc = _HEAD.unpack_from(data)

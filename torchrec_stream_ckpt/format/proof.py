@@ -175,8 +175,7 @@ def positions(table_id: int, blocks: Ints) -> Ints:
 
 
 def words_of(values: npt.NDArray[Any]) -> Words:
-    """Return the bits of (rows, columns) elements as signed integers. An element of 8 bytes is two words, low half
-    first."""
+    """Return the bits of (rows, columns) elements as signed integers. 8-byte elements are two words, low half first."""
     values = np.ascontiguousarray(values)
     if values.dtype.itemsize == 8:
         return values.view("<i4")

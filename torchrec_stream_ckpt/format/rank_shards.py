@@ -170,7 +170,6 @@ def _ranges(counts: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _neighbors(counts: Sequence[int]) -> list[tuple[slice, slice]]:
-    """Return, for each pair of adjacent ranks, the shards of the first that have a counterpart by position, and
-    those."""
+    """Return, for each pair of adjacent ranks, (earlier, later) ranges of shards with the same positions."""
     both = [(begin, at, min(at - begin, end - at)) for (begin, at), (_, end) in pairwise(_ranges(counts))]
     return [(slice(begin, begin + same), slice(at, at + same)) for begin, at, same in both if same]

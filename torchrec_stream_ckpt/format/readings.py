@@ -158,8 +158,7 @@ class Reading:
     """Readings at that time of clocks that are never set, by name, in seconds."""
     units: tuple[ReadUnit, ...]
     store: str = ""
-    """Identity of the store; a copy elsewhere is another store. Empty in records of older programs, which name no
-    store."""
+    """Identity of the store; a copy elsewhere is another store. Empty in records of older programs."""
 
     def to_bytes(self) -> bytes:
         body: dict[str, Any] = {"time_s": self.time_s, "clocks": dict(self.clocks)}

@@ -21,8 +21,7 @@ REFUSED = "refused"
 EVENT_S = "event_s"
 """Metadata name of the event time up to which all ranks had trained, Unix time."""
 _SIGNED = "torchrec_stream_ckpt {kind} version 1\n"
-"""Prefix of the signed bytes, so that an HMAC of one kind of record, or of anything else, is not valid for another
-kind."""
+"""Prefix of the signed bytes, so that an HMAC of one kind, or of anything else, is not valid for another kind."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 Meta: TypeAlias = tuple[tuple[str, str | int | float], ...]

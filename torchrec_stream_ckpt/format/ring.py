@@ -95,8 +95,7 @@ class FrameRing:
                 self._changed.wait(remaining)
 
     def borrow(self, num_bytes: int) -> FrameBuffer | None:
-        """Return a marker's buffer: one of exactly ``num_bytes`` from its budget, or else a ring buffer. Never
-        waits."""
+        """Return a buffer for a marker: ``num_bytes`` from its budget, or otherwise a ring buffer. Never waits."""
         with self._changed:
             return self._lend(num_bytes) or self._take()
 

@@ -64,8 +64,7 @@ class Schema:
 
     @cached_property
     def is_sorted(self) -> bool:
-        """True if no table is dropped and they are sorted by name. A payload of version 2 can express only such
-        schemas."""
+        """True if no table is dropped and they are sorted by name, as in every payload of version 2."""
         names = [table.name for table in self.tables]
         return all(names) and names == sorted(names)
 
@@ -138,8 +137,7 @@ NO_TABLES = Schema(())
 
 
 def _new_id(job: bytes, generation: int, name: str, taken: set[int | None]) -> int:
-    """Make an id below 2^53 that is not among ``taken``. It depends only on the arguments, so a retried claim has the
-    same."""
+    """Make an id below 2^53, not among ``taken``. It depends only on the arguments, so a retried claim has the same."""
     for salt in count():
         text = f"{job.hex()} {generation} {salt} {name}".encode()
         id_ = int.from_bytes(hashlib.sha256(text).digest()[:8], "little") % MAX_ID

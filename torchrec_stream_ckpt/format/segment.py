@@ -25,9 +25,7 @@ from torchrec_stream_ckpt.util.types import MarkerId
 
 MAGIC = b"TRSS"
 VERSION = 3
-"""Newest version. A writer uses 3 if the notes have a dense proof, 2 if they have only a proof, otherwise 1, for older
-readers.
-"""
+"""Newest version. Writers use 3 for notes with a dense proof, 2 with only a proof, otherwise 1, for older readers."""
 HEADER_LEN = 128
 
 _HEADER = struct.Struct(
@@ -226,8 +224,7 @@ def parse_front(data: Buffer, where: str) -> Front:
 
 
 def parse_fronts(parts: Sequence[tuple[Buffer, str]]) -> list[Front]:
-    """Read many fronts as :func:`parse_front`. All directories are checked at once, which takes hardly longer than
-    one."""
+    """Read many fronts as :func:`parse_front`. Checking all directories at once takes hardly longer than one."""
     fronts = [_parse_front(data, where) for data, where in parts]
     return fronts if _are_sound(fronts) else [parse_front(data, where) for data, where in parts]
 

@@ -122,7 +122,7 @@ def _parse_header(data: memoryview, where: str) -> tuple[bytes, int, int, int]:
 def _unpacked(packed: memoryview, length: int, where: str) -> bytes:
     unpacker = zlib.decompressobj()
     try:
-        body = unpacker.decompress(packed, length + 1)  # never more than the declared length
+        body = unpacker.decompress(packed, length + 1)  # at most one byte more than declared
     except zlib.error as error:
         raise CorruptionError(f"summary cannot be unpacked: {error}", name=where) from None
     if len(body) != length or not unpacker.eof or unpacker.unused_data:

@@ -18,8 +18,7 @@ class Trims:
     def __init__(self, trims: Iterable[Trim] = ()) -> None:
         self._trims: list[Trim] = []
         self._taken: dict[int, tuple[MarkerId, int]] = {}
-        """For each generation whose data may be missing: the marker up to which, and the index of the last TRIM for
-        it."""
+        """For each generation whose data may be missing: the marker up to which, and the index of its last TRIM."""
         for trim in trims:
             self.add(trim)
 

@@ -24,8 +24,7 @@ class Incarnation:
     partitions: int
 
     def holds_rows_of(self, incarnation: str) -> bool:
-        """Return whether rows written to ``incarnation`` are in this log. A control topic alone may have been
-        recreated."""
+        """Return whether rows written to ``incarnation`` are in this log, even if its control topic was recreated."""
         return incarnation.partition("+")[0] == self.id.partition("+")[0]
 
 
@@ -150,8 +149,7 @@ class LogReader(Protocol):
         """
 
     def place(self, span: LogSpan) -> tuple[str, int]:
-        """Return the place of the first byte of ``span``, for a message: a file or a partition, and the offset
-        there."""
+        """Return the place of the first byte of ``span``, for a message: file or partition, and the offset there."""
 
 
 class Log(LogReader, Protocol):

@@ -62,8 +62,7 @@ class ControlFile:
         self._path = root / CONTROL_FILE
         self._lock = root / CONTROL_LOCK
         self._end = 0
-        """Offset up to which the file has been read. It never decreases, because whole records are not removed at the
-        end."""
+        """Offset up to which the file has been read. Whole records before it are never removed from the end."""
 
     def append(self, record: bytes, *, garbage: bool = False) -> int:
         """Append one record; see :meth:`Log.append_control`."""
@@ -135,8 +134,7 @@ class ControlFile:
                 return 0
 
     def following(self, offset: int, record: bytes) -> int:
-        """Return the offset at which to continue after a record. After garbage it is unknown, so the garbage is read
-        again."""
+        """Return the offset at which to continue after a record. Garbage is read again, because its end is unknown."""
         try:
             whole = len(record) == HEADER_LEN + parse_header(record).payload_len
         except CorruptionError:
@@ -249,8 +247,7 @@ class _Pieces:
 
 
 def _check_head(path: Path, record: bytes, *, headless: bool) -> None:
-    """Refuse a snapshot after garbage at the very beginning. That may have been a BASE, so all offsets would be
-    wrong."""
+    """Refuse a snapshot after garbage at the beginning. It may have been a BASE, so all offsets would be wrong."""
     if headless and parse_header(record).kind is Kind.SNAPSHOT:
         raise CorruptionError(
             "the control log begins with bytes that are not a record, and holds snapshots: its first offset is lost",

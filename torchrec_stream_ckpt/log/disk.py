@@ -1,5 +1,4 @@
-"""Checks of a folder for a log (permissions, file system, free space, sync time), and errors of the operating
-system."""
+"""Checks of a folder for a log (permissions, file system, free space, sync time), and its system errors."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ def _file_system(what: str, folder: Path) -> Finding:
 
 
 def file_system(folder: Path) -> str:
-    """Return the type of the file system that holds ``folder``, as the kernel names it. "unknown" if it cannot be
-    found."""
+    """Return the kernel's name for the type of the file system that holds ``folder``. "unknown" if it is not found."""
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:

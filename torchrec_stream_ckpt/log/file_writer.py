@@ -140,7 +140,7 @@ class FileWriter:
             self._written = []
 
     def _synced(self, timeout_s: float | None) -> list[Ack]:
-        """Return the frames that the running sync has made durable. Waits up to ``timeout_s``, or to its end if
+        """Return the frames that the running sync has made durable. Waits up to ``timeout_s``, without limit if
         None."""
         if self._syncing is None:
             return []

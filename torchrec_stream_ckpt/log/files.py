@@ -56,8 +56,7 @@ class FileLog:
         self._control = ControlFile(root)
         self._names = SegmentNames()
         self._folders: dict[int, str] = {}
-        """Folders by partition. They are used tens of thousands of times, and making a path takes longer than the
-        disk."""
+        """Folders by partition, cached because making a path tens of thousands of times takes longer than the disk."""
         self._reached: dict[tuple[int, int], int] = {}
         """Start of the last segment that was needed, for streams (generation, partition) that have several."""
         self._begun: set[tuple[int, int]] = set()

@@ -1,5 +1,4 @@
-"""Frames in flight, and the position of the stream. Frames are sealed, sent, and kept until the log acknowledges
-them."""
+"""Frames in flight (sealed, sent, and kept until the log acknowledges them), and the position of the stream."""
 
 from __future__ import annotations
 
@@ -100,8 +99,7 @@ class Flight:
         self._chain = header.header_crc
 
     def _compare(self, ack: Ack) -> None:
-        """Compare the position of the oldest frame, durable at ``ack``, with the stream's end, which must never
-        decrease."""
+        """Compare the oldest frame's position ``ack`` with the stream's end, which must never decrease."""
         acked = self.acked
         if not acked.frames or ack.offset == acked.end:
             return

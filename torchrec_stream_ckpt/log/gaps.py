@@ -32,8 +32,7 @@ class Gap:
     """header_crc of that frame and of those that were sent after it, before it was acknowledged."""
 
     def expects(self, header: Header) -> bool:
-        """Return whether a frame of this stream may be in the gap: one that readers have passed, or one that was
-        sent."""
+        """Return whether a frame of this stream may be in the gap: readers have passed it, or it was sent."""
         place = header.seq - self.seq
         return place < 0 or (place < len(self.sent) and self.sent[place] == header.header_crc)
 

@@ -34,8 +34,7 @@ _PAUSE_S = 0.01
 """Rows are sent once this many frames are queued, or no frame was queued for this many seconds."""
 _BACKOFF_S = (0.1, 5.0)
 _SILENT_S = 5.0
-"""Seconds without acknowledgments, while some are due, after which the log counts as failing. It may never report
-it."""
+"""Seconds without a due acknowledgment after which the log counts as failing. It may never report an error."""
 _DEAF_S = 15.0
 """Seconds after which another writer is opened. The old one may hang on a broker that is cut off without knowing it."""
 

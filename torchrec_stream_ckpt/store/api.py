@@ -123,8 +123,7 @@ class KeepsTime(Protocol):
     """Server or account, if settings name one. Empty for the service's default."""
 
     def put_at(self, name: str) -> float | None:
-        """Return the time when an object was put, in seconds since some epoch. Returns None if the store does not
-        report it."""
+        """Return the time when an object was put, in seconds since some epoch. None if the store does not report it."""
 
 
 def open_store(url: str, options: Options = None) -> Objects:

@@ -45,8 +45,7 @@ MOST_REFS = 2**18
 
 
 class Kept:
-    """Bounded cache of objects by name. If it is full, the oldest entries are dropped. Safe to use from several
-    threads."""
+    """Bounded cache of objects by name. If it is full, the oldest entries are dropped. Safe on several threads."""
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[object, int]] = {}
@@ -377,8 +376,7 @@ class Catalog:
         return FoldName(self.job, end, start).name if step in self.folds else manifest_name(self.job, end)
 
     def read_ahead(self, steps: Iterable[Stride]) -> None:
-        """Read the objects that name the segments of pieces, concurrently if there are many. Damage is reported
-        later."""
+        """Read the objects that name the segments of pieces, concurrently if many. Damage is reported later."""
 
         def read(step: Stride) -> None:
             with suppress(CorruptionError):
@@ -445,8 +443,7 @@ def follow(
 
 
 def _grown(names: Set[H], name: H) -> Set[H]:
-    """Return the names with one more. A set that was grown before is extended in place, at the cost of one
-    insertion."""
+    """Return the names with one more. A set that was grown before is extended in place, by one insertion."""
     grown = names if isinstance(names, set) else set(names)
     grown.add(name)
     return grown

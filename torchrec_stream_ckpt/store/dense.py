@@ -102,8 +102,7 @@ class DenseStore(Protocol):
         """
 
     def local(self, commit: Commit) -> Path:
-        """Return a folder with the marker's dense files, after one rank has called :meth:`verify`. Raises as
-        ``verify``."""
+        """Return a folder with the marker's dense files, after :meth:`verify` on one rank. Raises as ``verify``."""
 
     def why_not(self, commit: Commit) -> str:
         """Describe what is wrong with a marker's dense files, judging by names and sizes. Empty if nothing is."""
@@ -182,8 +181,7 @@ def _view(file: BinaryIO) -> memoryview:
 
 
 def open_dense(url: str, options: Options = None) -> DenseStore:
-    """Return the dense state of the store at ``url``. As with :func:`open_store`, nothing is accessed until it is
-    used."""
+    """Return the dense state of the store at ``url``. Like :func:`open_store`, accesses nothing until it is used."""
     return dense_in(open_store(url, options))
 
 

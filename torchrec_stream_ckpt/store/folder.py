@@ -145,7 +145,7 @@ class FolderObjects:
             for name in files:
                 if name.startswith(TEMPORARY_PREFIX):
                     path = Path(folder, name)
-                    not_ours = contextlib.suppress(PermissionError)  # the file does not disturb anyone
+                    not_ours = contextlib.suppress(PermissionError)  # the file is harmless
                     with contextlib.suppress(MissingObjectError), self._errors("delete", path), not_ours:
                         cleared += _clear(path)
         return cleared
@@ -202,7 +202,7 @@ class FolderObjects:
         while above != self._root:
             above = above.parent
             fsync_dir(above)
-        with contextlib.suppress(PermissionError):  # no right to read it: not the user who made the store
+        with contextlib.suppress(PermissionError):  # this user may not read it, so did not make the store
             fsync_dir(self._root.parent)
         self._durable.add(folder)
 

@@ -93,8 +93,7 @@ class HeadFolder:
             raise
 
     def lock(self, *, exclusive: bool, wait_s: float) -> bool:
-        """Exclude writers, or with ``exclusive`` everybody, until this is closed. Returns False if the wait is too
-        long."""
+        """Exclude writers, or with ``exclusive`` readers too, until this is closed. Returns False after a timeout."""
         return await_lock(self._lock, wait_s, exclusive=exclusive, poll_s=_POLL_S)
 
     def state(self) -> HeadState | None:
@@ -156,8 +155,7 @@ class HeadFolder:
 
 
 def _open_own(name: str, parent: int, path: Path) -> int:
-    """Open the folder ``name`` in ``parent``, and close ``parent``. No other user may be able to write in the
-    folder."""
+    """Open the folder ``name`` in ``parent``, and close ``parent``. No other user may have write access to it."""
     try:
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | _FLAGS, dir_fd=parent)
     except NotADirectoryError:  # or a link

@@ -1,5 +1,4 @@
-"""A store in an object store, through fsspec. The only module that uses fsspec; imported when such a store is
-opened."""
+"""A store in an object store, through fsspec. No other module uses fsspec; imported when such a store is opened."""
 
 from __future__ import annotations
 

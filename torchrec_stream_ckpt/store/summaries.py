@@ -24,7 +24,7 @@ from torchrec_stream_ckpt.util.layout import SUMMARIES_DIR, SummaryName, parse_s
 from torchrec_stream_ckpt.util.types import MarkerId
 
 WORTH_IT = 32
-"""Number of markers, whose manifests a plan needs, from which on summaries are used."""
+"""Summaries are used if a plan needs the manifests of at least this many markers."""
 _WITHIN_FOLDS = 128
 """Number of newest markers whose notes a plan reads, even if a fold has their rows."""
 

@@ -107,14 +107,12 @@ class Copies:
             return bool(self._missing)
 
     def begin(self, base: int, before: int) -> None:
-        """Start after a read of the control partition, which begins at ``base``. Records after ``before`` are passed
-        next."""
+        """Start after the control partition was read from ``base`` on. Records after ``before`` are passed next."""
         with self._lock:
             self._base, self._before = base, max(before, self._before)
 
     def heard(self, offset: int, record: bytes, *, counts: bool, snapshot: bool = False) -> None:
-        """Take a record that was read from the control partition, in order. After a snapshot all is copied again, and
-        shorter."""
+        """Take the next record of the control partition. After a snapshot all is copied again, and shorter."""
         with self._lock:
             if offset <= self._seen:
                 return

@@ -236,8 +236,7 @@ class Control:
         self._copy()
 
     def _refresh_to(self, offset: int) -> Lineage:
-        """Refresh until the record at ``offset`` is included. A broker that is cut off from its peers does not have
-        it."""
+        """Refresh until the record at ``offset`` is included. A broker that is cut off from its peers lacks it."""
         deadline = time.monotonic() + _READ_BACK_S
         while True:
             lineage = self.refresh()

@@ -107,7 +107,7 @@ class Records:
         found = {}
         for marker, place in places.items():
             if marker in lineage.given_up:
-                lineage.find(marker)  # it was given up after this object's last read
+                lineage.find(marker)  # raises: it was given up after this object's last read
             frame = lineage.commits[marker].to_frame() if marker in lineage.commits else b""
             if place_of(place >> _CRC_BITS, crc32c(frame)) != place:
                 raise CorruptionError(

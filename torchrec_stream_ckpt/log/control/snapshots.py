@@ -18,8 +18,7 @@ from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.util.failpoints import failpoint
 
 LEAST_BYTES = 2**20
-"""Minimum bytes of records after the newest snapshot before another one is made. They must also exceed that snapshot's
-size."""
+"""Bytes of records after the newest snapshot that justify another one, if they also reach that snapshot's size."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,8 +159,7 @@ class Brokers:
     # Topics.
 
     def describe(self, *, rights: bool = False) -> dict[str, Any]:
-        """Return descriptions of the existing ones of the two topics. With ``rights``, includes this user's
-        permissions."""
+        """Return descriptions of the topics that exist. With ``rights``, includes this user's permissions."""
         names = ck.TopicCollection([self.uri.data_topic, self.uri.control_topic])
         asked = partial(ck_admin.AdminClient.describe_topics, topics=names, include_authorized_operations=rights)
         answers = self.ask("find the job's topics", lambda admin: asked(admin))
@@ -186,8 +185,7 @@ class Brokers:
             raise error(f"cannot {doing} topic '{topic}': no such partition", hint=DESTROYED_HINT, partition=partition)
 
     def _await_topic(self, topic: str) -> Any:
-        """Return the topic's description. Waits for a while, because a broker may learn of it late; then returns
-        None."""
+        """Return the topic's description, or None after a short wait. A broker may learn of a topic late."""
         deadline = time.monotonic() + PROPAGATION_S
         while True:
             description = self.describe().get(topic)

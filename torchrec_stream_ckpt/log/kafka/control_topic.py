@@ -118,8 +118,7 @@ class ControlTopic:
         return KafkaSender(self._brokers, self._topic, 0, settings)
 
     def _check_leader(self) -> None:
-        """Find a current leader. A reader that starts at a broker that is cut off would take an older marker for the
-        newest."""
+        """Find the current leader. A reader that starts at a broker that is cut off would miss the newest marker."""
         if self._doubtful:
             self._brokers.look_around(self._topic, [0])
             self._doubtful = False

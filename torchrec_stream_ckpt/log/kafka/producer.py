@@ -95,7 +95,7 @@ class KafkaSender:
         return self._failure
 
     def reason(self) -> LogUnavailableError:
-        """Return the reason why there is no answer, without ending this sender."""
+        """Return an error with the reason why there is no answer, without ending this sender."""
         return self._reasons.unavailable(self._uri, f"write {self._topic}/{self._partition}", "no answer")
 
     def waits_for(self) -> str:

@@ -41,8 +41,7 @@ class Reader:
         return self.records(topic, partition, begin, end)
 
     def records(self, topic: str, partition: int, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
-        """Yield all records in [begin, end). If a broker does not answer, a new client asks one that knows the
-        leader."""
+        """Yield all records in [begin, end). If a broker does not answer, another client asks the current leader."""
         several = "," in self._brokers.uri.brokers
         try:
             idle_s = ANSWER_TIMEOUT_S if several else READ_IDLE_TIMEOUT_S
@@ -136,8 +135,8 @@ class Reader:
         return batch
 
     def _out_of_range(self, topic: str, partition: int, offset: int) -> CorruptionError | LogUnavailableError:
-        """Return the error for a broker without a record at ``offset``: it was deleted, or this broker has not received
-        it."""
+        """Return the error for a broker without a record at ``offset``: it was deleted, or did not reach this
+        broker."""
         edge = self._brokers.newest_edges(topic, self._brokers.edges(topic, [partition]))[partition]
         if edge.low <= offset <= edge.high:
             return LogUnavailableError(

@@ -94,7 +94,7 @@ class Reasons:
         return text
 
     def note(self, error: Any) -> None:
-        """Callback for the client's ``error_cb``."""
+        """Handle the client's ``error_cb``."""
         code, text = error.name(), self.redact(error.str())
         if code == "GROUP_AUTHORIZATION_FAILED":  # no group is used, see KafkaLog
             return
@@ -104,7 +104,7 @@ class Reasons:
             self._since = time.monotonic()
 
     def log(self, level: int, pattern: str, *arguments: object) -> None:
-        """Callback for the client's ``logger``. A refused connection is retried ten times a second, but logged once."""
+        """Handle the client's ``logger`` calls. A refused connection is retried ten times a second, but logged once."""
         text = self.redact(pattern % arguments)
         if "will be ignored by this" in text or text.endswith("retrying"):
             # Producers and consumers share one set of options. A fresh broker lets a producer try twice.

@@ -121,8 +121,7 @@ def _check_created(brokers: Brokers, doing: str, answers: Mapping[Any, Any], tol
 
 
 def _await_partitions(brokers: Brokers, partitions: int) -> Incarnation:
-    """Wait until the brokers report all partitions, because creation is acknowledged before every broker knows of
-    it."""
+    """Wait until the brokers report all partitions. Creation is acknowledged before every broker knows of it."""
     deadline = time.monotonic() + ANSWER_TIMEOUT_S
     while True:
         now = incarnation(brokers)
