@@ -155,7 +155,7 @@ class CaptureMismatchError(StreamCkptError):
 
 
 class ProofMismatchError(StreamCkptError):
-    """Rows differ from those that a marker proved at its cut. Restore an older, intact marker, or accept the rows."""
+    """Rows differ from those that a marker proved at its cut. Restore a marker older than the loss, or accept them."""
 
 
 class CommitUnknownError(StreamCkptError):
