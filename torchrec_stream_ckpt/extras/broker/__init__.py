@@ -1,1 +1,2 @@
-"""One Kafka broker on this machine, for tests and for trying things out. Loopback only, nothing replicated."""
+"""A Kafka broker on this machine, for tests and for first experiments. It listens on loopback only and replicates
+nothing."""

@@ -1,12 +1,12 @@
-"""A single KRaft node (broker and controller in one process) that lives in one folder.
+"""A single KRaft node (broker and controller in one process) that keeps its files in one folder.
 
 The folder holds::
 
-    server.properties   made by the first start: ports and cluster stay for good
+    server.properties   written by the first start; ports and cluster id never change afterwards
     log4j2.properties
-    data/               Kafka's own
-    broker.log          output of the broker, appended to
-    broker.json         what runs: pid, birth of that pid, address
+    data/               Kafka's own files
+    broker.log          output of the broker; each start appends to it
+    broker.json         the running process: pid, birth of that pid, address
     broker.pid          the pid alone, for people
     broker.lock         held while starting and stopping
     clients/, security/ of a secure broker: see :mod:`~torchrec_stream_ckpt.extras.broker.security`
@@ -45,7 +45,7 @@ _PORT_TAKEN = b"Address already in use"
 _TETHER = Path(__file__).with_name("tether.py")
 _JVM = ("-Xms128m", "-Xmx512m", "-XX:+UseSerialGC", "-Xshare:auto", "-Djava.awt.headless=true")
 
-# A killed broker is let in again only when its old session has run out: by default that is after 9 s.
+# A killed broker can register again only after its old session has expired: by default after 9 s.
 _PROPERTIES = """\
 process.roles=broker,controller
 node.id=1
@@ -84,33 +84,34 @@ _RIGHTS = [
     *(Right(TRAINER, operation) for operation in OPERATIONS),
     *(Right(READER, operation) for operation in ("READ", "DESCRIBE", "DESCRIBE_CONFIGS")),
 ]
-"""What users may do on every topic from the first start on."""
+"""Rights of the users on every topic, granted by the first start."""
 
 
 @dataclass(frozen=True, slots=True)
 class BrokerStatus:
-    """What is known of the broker of one folder."""
+    """State of the broker of one folder."""
 
     directory: Path
     running: bool
     pid: int | None
     bootstrap: str | None
-    """HOST:PORT of the clients' listener; known from the first start on. The one with TLS and login, if secure."""
+    """HOST:PORT of the clients' listener, known after the first start. For a secure broker, the listener with TLS and
+    login."""
     listeners: dict[str, str] = field(default_factory=dict)
-    """Protocol -> HOST:PORT of all listeners for clients."""
+    """HOST:PORT of every listener for clients, by protocol."""
     clients: Path | None = None
-    """Folder of the files of client options, if secure."""
+    """Folder of the client option files of a secure broker."""
 
     def uri(self, job: str = "JOB") -> str:
-        """The log's URI for a job on this broker."""
+        """Return the log URI of a job on this broker."""
         return f"kafka://{self.bootstrap}/{job}"
 
 
 class Broker:
-    """The broker of one folder. Any process may start, ask and stop it.
+    """The broker of one folder. Any process may start, query and stop it.
 
     Args:
-        directory: Its folder; made by the first start.
+        directory: The broker's folder; the first start creates it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -128,7 +129,7 @@ class Broker:
         self._security = Security(self._dir)
 
     def status(self) -> BrokerStatus:
-        """Return whether it runs, and where."""
+        """Return whether the broker runs, and its addresses."""
         process = self._process()
         running = process is not None and process.alive()
         listeners = {protocol: f"{HOST}:{port}" for protocol, port in self._ports().items()}
@@ -149,17 +150,17 @@ class Broker:
         die_with: int | None = None,
         timeout_s: float = START_TIMEOUT_S,
     ) -> BrokerStatus:
-        """Start it and wait until it answers.
+        """Start the broker and wait until it answers.
 
         Args:
-            port: Port of the clients' listener; by default a free one, and from then on the same.
-            secure: (first start) With TLS, logins and rights, on three listeners: SASL_SSL, SASL_PLAINTEXT and SSL.
+            port: Port of the clients' listener. The default is a free port, which later starts use again.
+            secure: (first start) Use TLS, logins and rights, on three listeners: SASL_SSL, SASL_PLAINTEXT and SSL.
             die_with: Pid of a process that the broker must not outlive, such as ``os.getpid()``.
             timeout_s: Longest wait for an answer.
 
         Raises:
-            ConfigError: it runs already, Java or Maven is missing, or the port is taken.
-            LogUnavailableError: it ended or does not answer; the message holds the end of its log.
+            ConfigError: the broker already runs, Java or Maven is missing, or the port is in use.
+            LogUnavailableError: the broker ended or does not answer; the message holds the end of its log.
         """
         with self._locked():
             if (status := self.status()).running:
@@ -170,7 +171,7 @@ class Broker:
                     pid=status.pid,
                 )
             java, first = find_java(), not self._ports()
-            # A first start that was broken off may have left the one and not the other: it is made whole.
+            # An interrupted first start may have written only one of the two: complete them.
             self._configure(port, java if secure or (self._security.exists() and not self._ports()) else None)
             kafka = [java, *_JVM, f"-Dlog4j2.configurationFile={self._dir / 'log4j2.properties'}"]
             kafka += ["-cp", f"{KAFKA.fetched()}/*"]
@@ -182,16 +183,16 @@ class Broker:
                     self._await_ready(process, timeout_s)
                     break
                 except LogUnavailableError:
-                    # Between our look and its own, another process may take a free port.
+                    # Another process may take a free port between our check and the broker's bind.
                     if not races_left or _PORT_TAKEN not in self._log.read_bytes()[began:]:
                         raise
                     self._choose_ports_anew(port)
             return self.status()
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> bool:
-        """Stop it: SIGTERM, a bounded wait, SIGKILL. Returns whether there was something to stop.
+        """Stop the broker: SIGTERM, a bounded wait, SIGKILL. Returns whether there was a process to stop.
 
-        A pid that another process has taken meanwhile is left alone.
+        If another process has taken the pid in the meantime, it is left alone.
         """
         if not self._dir.is_dir():
             return False
@@ -220,7 +221,7 @@ class Broker:
         return True
 
     def _process(self) -> ProcessId | None:
-        """The process that the last start left, dead or alive."""
+        """Return the process of the last start, dead or alive."""
         try:
             state = json.loads(self._state.read_text())
             return ProcessId(int(state["pid"]), str(state["birth"]))
@@ -234,7 +235,7 @@ class Broker:
             ) from None
 
     def _ports(self) -> dict[str, int]:
-        """Port of each listener for clients, the one to prefer first; empty before the first start."""
+        """Return the port of each listener for clients, the preferred one first; empty before the first start."""
         try:
             match = re.search(r"^listeners=(.*)$", self._properties.read_text(), re.MULTILINE)
         except FileNotFoundError:
@@ -243,11 +244,11 @@ class Broker:
         return {protocol: int(port) for protocol, port in found if protocol != "CONTROLLER"}
 
     def _configure(self, port: int | None, secured_by: str | None) -> None:
-        """Write the settings once: a later start finds its data and its address again.
+        """Write the settings once, so that a later start finds the same data and address.
 
         Args:
-            port: Of the first listener.
-            secured_by: A Java whose keytool makes the certificates; None for a broker without security.
+            port: Port of the first listener.
+            secured_by: Path of a Java whose keytool makes the certificates; None for a broker without security.
         """
         known = self._ports()
         if known:
@@ -255,7 +256,7 @@ class Broker:
             return
         protocols = PROTOCOLS if secured_by else ("PLAINTEXT",)
         with ExitStack() as held:
-            # All at once: the second must not be given the port of the first.
+            # Reserve all ports at once, so that the second listener is not given the port of the first.
             ports = [_reserve(held, 0 if number else port or 0) for number in range(len(protocols))]
             controller = _reserve(held, 0)
         text = _PROPERTIES.format(
@@ -269,7 +270,7 @@ class Broker:
         _write(self._properties, text + (self._security.make(secured_by) if secured_by else ""))
 
     def _choose_ports_anew(self, kept: int | None) -> None:
-        """(first start) Other ports than those that were chosen; the one that the caller named stays."""
+        """(first start) Choose other ports than before, except for the one that the caller named."""
         text = self._properties.read_text()
         ports = re.compile(rf"(?<={re.escape(HOST)}:)\d+")
         old = set(map(int, ports.findall(text))) - {kept}
@@ -296,7 +297,7 @@ class Broker:
         if (self._dir / "data" / "meta.properties").exists():
             return
         cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
-        # An id that begins with a dash would be taken for an option.
+        # An id that begins with a dash would be read as an option.
         arguments = ["format", f"--cluster-id={cluster}", "--config", str(self._properties)]
         if self._security.exists():
             arguments += self._security.format_arguments()
@@ -325,9 +326,9 @@ class Broker:
         raise self._failed(f"the broker did not answer within {timeout_s:.0f} s and was stopped")
 
     def _answers(self) -> bool:
-        """Return whether the broker answers a Metadata request and counts itself among the living.
+        """Return whether the broker answers a Metadata request and lists itself as alive.
 
-        The listener accepts connections long before requests are served, so an open port says little.
+        The listener accepts connections long before requests are served, so an open port proves little.
         """
         ports = self._ports()
         try:
@@ -336,7 +337,7 @@ class Broker:
                     connection.log_in(ADMIN, self._security.options(ADMIN)["sasl.password"])
                 alive = connection.brokers() > 0
                 if alive and self._security.is_new():
-                    # Once: a right that an operator takes away later stays taken away.
+                    # Only once: a right that an operator revokes later stays revoked.
                     connection.allow(_RIGHTS)
                     self._security.forget_arguments()
                 return alive
@@ -366,7 +367,7 @@ def _reserve(held: ExitStack, port: int) -> int:
             probe.bind((HOST, port))
             break
         except OSError as error:
-            # A broker that was killed a moment ago holds its sockets until the kernel has taken it apart.
+            # A broker that was just killed holds its sockets until the kernel has cleaned it up.
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 raise ConfigError(
                     f"port {port} on {HOST} cannot be used: {error.strerror}", hint="name another one with --port"
@@ -382,7 +383,7 @@ def _check_free(port: int) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Replace a file as a whole: a reader sees the old text or the new one."""
+    """Replace a file atomically: a reader sees the old text or the new one."""
     scratch = path.with_name(path.name + ".tmp")
     write_secret(scratch, text)
     os.replace(scratch, path)

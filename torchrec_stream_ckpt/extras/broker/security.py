@@ -1,6 +1,6 @@
-"""TLS, logins and rights of a broker of one's own: its certificates, its users, their files of client options.
+"""TLS, logins and rights of a private broker: its certificates, its users, and their files of client options.
 
-The broker's folder holds, besides what :mod:`~torchrec_stream_ckpt.extras.broker.kraft` writes::
+In addition to the files of :mod:`~torchrec_stream_ckpt.extras.broker.kraft`, the broker's folder holds::
 
     security/broker.p12             key and certificate of the broker, signed by a CA whose key is thrown away
     clients/ca.pem                  certificate of that CA
@@ -8,8 +8,8 @@ The broker's folder holds, besides what :mod:`~torchrec_stream_ckpt.extras.broke
     clients/trainer-tls.properties  client options: SSL with a client certificate
     clients/trainer.p12             that certificate, with its key
 
-The folder has mode 0700 and all of its files that hold a secret mode 0600. Secrets go by files and by the
-environment of a child, never by a command line, which every user of a machine can read.
+The folder has mode 0700, and each of its files that holds a secret has mode 0600. Secrets are passed in files and in
+the environment of a child, never on a command line, which every user of a machine can read.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from pathlib import Path
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
 
 PROTOCOLS = ("SASL_SSL", "SASL_PLAINTEXT", "SSL")
-"""Listeners for clients, the one to prefer first."""
+"""Protocols of the listeners for clients, the preferred one first."""
 ADMIN, TRAINER, READER = USERS = ("admin", "trainer", "reader")
-"""May do all; may make topics, read and write; may read."""
+"""Users of the broker: ADMIN may do everything; TRAINER may create, read and write topics; READER may read."""
 _BROKER = "broker"
 _VALID_DAYS = 3650
 _KEYTOOL_TIMEOUT_S = 60
 _JAAS = "org.apache.kafka.common.security"
 
-# The broker talks to itself by TLS with its own certificate, so that no listener is open to strangers.
+# The broker talks to itself by TLS with its own certificate, so no listener is open to strangers.
 _PROPERTIES = """\
 listener.security.protocol.map=CONTROLLER:SSL,SSL:SSL,SASL_SSL:SASL_SSL,SASL_PLAINTEXT:SASL_PLAINTEXT
 ssl.keystore.type=PKCS12
@@ -71,7 +71,7 @@ ssl.keystore.password={password}
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """What secures the broker of one folder.
+    """Certificates, users and secrets of the broker of one folder.
 
     Args:
         directory: The broker's folder.
@@ -81,20 +81,20 @@ class Security:
 
     @property
     def clients(self) -> Path:
-        """Folder of the files that clients take."""
+        """Folder of the client files."""
         return self.directory / "clients"
 
     def exists(self) -> bool:
-        """Return whether this folder's broker is a secure one."""
+        """Return whether this folder's broker is secure."""
         return self.clients.is_dir()
 
     def options(self, user: str) -> dict[str, str]:
-        """The client options of a user, from the file."""
+        """Read the client options of a user from its file."""
         lines = (self.clients / f"{user}.properties").read_text().splitlines()
         return dict(line.split("=", 1) for line in lines)
 
     def make(self, java: str) -> str:
-        """Make certificates, users and their files; returns what they add to ``server.properties``.
+        """Make certificates, users and their files; returns the lines to add to ``server.properties``.
 
         Raises:
             ConfigError: the folder of that Java has no keytool.
@@ -102,7 +102,7 @@ class Security:
         """
         self.directory.chmod(0o700)
         scratch = self.directory / "security"
-        for old in (scratch, self.clients):  # of a start that was broken off
+        for old in (scratch, self.clients):  # left by an interrupted start
             shutil.rmtree(old, ignore_errors=True)
         made = scratch / "clients"
         made.mkdir(parents=True)
@@ -132,7 +132,7 @@ class Security:
         )
 
     def format_arguments(self) -> list[str]:
-        """Return the arguments that tell the storage tool of the users: the name of a file that holds the arguments."""
+        """Return the arguments that pass the users to the storage tool: the name of a file that holds the arguments."""
         arguments = [
             line
             for user in USERS
@@ -147,12 +147,12 @@ class Security:
         return (self.directory / "security" / "users.arguments").exists()
 
     def forget_arguments(self) -> None:
-        """The rights are given: the passwords stand with the clients, and need not stand twice."""
+        """Delete the file of arguments. The rights are given, and the passwords are already in the client files."""
         (self.directory / "security" / "users.arguments").unlink(missing_ok=True)
 
 
 class _Authority:
-    """A CA that signs some certificates and is gone: its key need not be kept safe."""
+    """A CA that signs some certificates and is then discarded, so its key need not be kept safe."""
 
     def __init__(self, java: str, store: Path, password: str) -> None:
         self._keytool = Path(java).resolve().with_name("keytool")
@@ -166,7 +166,7 @@ class _Authority:
         self._generate("ca", store, ["-dname", "CN=CA of a broker of one's own", *extensions])
 
     def certify(self, name: str, store: Path, password: str) -> None:
-        """A key with a certificate ``CN=name`` for this machine's loopback, in a store of its own."""
+        """Create a key with a certificate ``CN=name`` for this machine's loopback, in a separate store."""
         with_ca = self._store.with_name("with-ca.p12")
         shutil.copy(self._store, with_ca)
         names = ["-ext", "san=ip:127.0.0.1,dns:localhost"]
@@ -178,7 +178,7 @@ class _Authority:
         store.chmod(0o600)
 
     def certificate(self) -> str:
-        """The CA's own certificate as PEM."""
+        """Return the CA's own certificate as PEM."""
         arguments = ["-exportcert", "-rfc", "-alias", "ca", "-keystore", str(self._store)]
         return self._run([*arguments, "-storepass:env", "STORE_PASSWORD"])
 
@@ -208,12 +208,12 @@ class _Authority:
 
 
 def write_secret(path: Path, text: str) -> None:
-    """Write a file that its owner alone can read, from its first byte on."""
+    """Write a file that only its owner can read, from its first byte on."""
     path.unlink(missing_ok=True)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
 
 
 def _password() -> str:
-    # Letters and digits: it stands in files of three syntaxes.
+    # Letters and digits only: the password is written to files of three syntaxes.
     return secrets.token_hex(20)

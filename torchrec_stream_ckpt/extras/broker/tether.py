@@ -1,9 +1,9 @@
 """Run a command that must not outlive another process.
 
-Usage: ``python -I tether.py PID BIRTH COMMAND...``. A watcher is forked off, then this process becomes
-COMMAND, so that the caller's child is COMMAND itself. The kernel's own parent-death signal is not used:
-it fires when the *thread* that forked ends, which in a threaded starter is long before the process does.
-Standard library only: it is run by its path.
+Usage: ``python -I tether.py PID BIRTH COMMAND...``. A watcher is forked off, then this process becomes COMMAND, so the
+caller's child is COMMAND itself. The kernel's parent-death signal is not used: it fires when the *thread* that forked
+ends, which in a threaded starter is long before the process ends. Uses the standard library only, because it is run by
+its path.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _birth(pid: int) -> str:
 
 
 def _watch(master: int, servant: int) -> None:
-    """Wait for either to end; when it is the master, kill the servant."""
+    """Wait for either process to end; if the master ends, kill the servant."""
     ended, _, _ = select.select([master, servant], [], [])
     if master in ended and servant not in ended:
         signal.pidfd_send_signal(servant, signal.SIGKILL)

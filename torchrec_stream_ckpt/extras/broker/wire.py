@@ -1,6 +1,6 @@
-"""The few requests of Kafka's protocol that starting a broker needs, so that this room needs no client library.
+"""The few requests of Kafka's protocol that starting a broker needs, so that this package needs no client library.
 
-All are of versions without tagged fields: numbers are big-endian, strings have a length of two bytes.
+All requests use versions without tagged fields: numbers are big-endian, and strings have a length of two bytes.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _ANSWER_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Right:
-    """A user may do something with every topic."""
+    """Permission of a user for one operation on every topic."""
 
     user: str
     operation: str
 
 
 class Connection:
-    """One connection to a listener without TLS; every failure is an ``OSError``."""
+    """A connection to a listener without TLS. Every failure is an ``OSError``."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._socket = socket.create_connection(address, timeout=1)
@@ -41,13 +41,13 @@ class Connection:
         self._socket.close()
 
     def log_in(self, user: str, password: str) -> None:
-        """SASL, mechanism PLAIN."""
+        """Log in by SASL, mechanism PLAIN."""
         self._check(self._ask(_SASL_HANDSHAKE, 1, _string("PLAIN")), "SASL handshake")
         token = f"\0{user}\0{password}".encode()
         self._check(self._ask(_SASL_AUTHENTICATE, 0, struct.pack(">i", len(token)) + token), "login")
 
     def brokers(self) -> int:
-        """How many brokers count as alive."""
+        """Return the number of brokers that are alive."""
         answer = self._ask(_METADATA, 1, struct.pack(">i", 0))
         return int(struct.unpack_from(">i", answer)[0]) if len(answer) >= 4 else 0
 
@@ -63,7 +63,7 @@ class Connection:
             for right in rights
         ]
         answer = self._ask(_CREATE_ACLS, 1, struct.pack(">i", len(entries)) + b"".join(entries))
-        at = 8  # throttle time, number of results; each: error code, message
+        at = 8  # throttle time, number of results; each result: error code, message
         for _ in entries:
             self._check(answer[at : at + 4], "ACL")
             (length,) = struct.unpack_from(">h", answer, at + 2)
@@ -71,7 +71,7 @@ class Connection:
 
     @staticmethod
     def _check(answer: bytes, what: str) -> None:
-        """Raise unless an answer begins with error code 0."""
+        """Raise OSError unless an answer begins with error code 0."""
         code = struct.unpack_from(">h", answer)[0] if len(answer) >= 4 else -1
         if code:
             raise OSError(f"{what} was refused: error code {code}")

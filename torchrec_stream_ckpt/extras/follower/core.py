@@ -1,7 +1,4 @@
-"""Follow a job's stream: from its newest marker on, only what changed. No torch.
-
-Begin to follow a job. No torch.
-"""
+"""Follow a running job: read its newest marker, then only the changes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -46,7 +43,8 @@ AtChange = Literal["load", "stop"]
 
 
 class Follower:
-    """Follows one job's stream; see :func:`follow`. For one thread, but for :meth:`stop` and ``stats``."""
+    """A reader that follows one job's stream; see :func:`follow`. Single-threaded, except for :meth:`stop` and
+    ``stats``."""
 
     def __init__(
         self, source: FollowedJob, mode: FollowMode, poll_s: float, outage_s: float, at_change: AtChange = "load"
@@ -54,21 +52,22 @@ class Follower:
         self._source = source
         self._at_change = at_change
         self.mode = mode
-        """``markers`` or ``rows``, as given to :func:`follow`."""
+        """``markers`` or ``rows``, as passed to :func:`follow`."""
         self._poll_s = poll_s
         self.outage_s = outage_s
-        """How long log and store may not answer."""
+        """How long log and store may fail to answer."""
         self._stop = threading.Event()
         self._at: Commit | None = None
         self._towards: MarkerId | None = None
-        """The marker of an update that was handed out and has not ended: some of its rows may have been applied."""
+        """Marker of an update that was handed out and has not ended. Some of its rows may have been applied."""
         self._schema: Schema | None = None
         self._tail: Tail | None = None
         self._anew = ""
-        """Why all rows are to be loaded at the next look, whatever the replica has: until a load has been applied."""
+        """Reason to load all rows at the next look, whatever the replica holds. It is cleared when a load has been
+        applied."""
         self._aim = Aim()
         self.stats = FollowStats()
-        """Counts and positions so far; may be read on any thread."""
+        """Counts and positions so far. Any thread may read them."""
         self._outages = Outages(self.stats)
 
     def __enter__(self) -> Follower:
@@ -81,24 +80,24 @@ class Follower:
 
     @property
     def marker(self) -> MarkerId | None:
-        """The newest marker whose updates have all been handed out."""
+        """The newest marker whose updates have all been handed out; None before the first one."""
         return self._at.id if self._at is not None else None
 
     @property
     def uri(self) -> str:
-        """The job's log, as given to :func:`follow`."""
+        """The job's log, as passed to :func:`follow`."""
         return self._source.job.uri
 
     def wants(self, table: TableSpec) -> bool:
-        """Return whether a table is one of those that were asked for."""
+        """Return whether a table is one of those that were requested."""
         return self._source.wants(table)
 
     def load_anew(self, why: str, first: MarkerId | None = None) -> None:
-        """Load every row at the next look instead of what has changed; of the update that is being applied, too.
+        """Load every row at the next look instead of the changes only. This includes the update that is being applied.
 
         Args:
-            why: For people.
-            first: A marker to load before newer ones, if it can be; None: nothing is said of that.
+            why: The reason, for people.
+            first: A marker to load before newer ones, if possible; None for no preference.
         """
         if why != self._anew:
             log.warning("all rows are loaded again: %s", why)
@@ -107,41 +106,44 @@ class Follower:
             self._aim.load_first(first)
 
     def passes(self, marker: MarkerId) -> bool:
-        """Return whether the next look goes to another marker than this one, which could not be loaded."""
+        """Return whether the next look goes to a marker other than this one, which could not be loaded."""
         return self._aim.passes(marker)
 
     def pause(self) -> bool:
-        """Wait as between two looks at the log; whether it was stopped."""
+        """Wait as long as between two looks at the log. Returns whether the follower was stopped."""
         return self._stop.wait(self._poll_s)
 
     def stop(self) -> None:
-        """End :meth:`updates` soon; safe on any thread and in a signal handler."""
+        """End :meth:`updates` soon. Safe on any thread and in a signal handler."""
         self._stop.set()
 
     def close(self) -> None:
-        """Let go of log and store."""
+        """Close log and store."""
         self._stop.set()
         self._source.close()
 
     def updates(
         self, timeout_s: float | None = None, *, once: bool = False, until_closed: bool = False
     ) -> Iterator[Update]:
-        """Yield what changes, one update after the other. An update counts as applied once the next is asked for; one
-        at which the loop was left, or that could not be read, comes again, as a whole. If the trainer has gone on from
-        an older marker since, all rows come instead.
+        """Yield the changes, one update after the other.
+
+        An update counts as applied once the next one is requested. If the loop is left during an update, or the update
+        cannot be read, it is yielded again as a whole. If the trainer has since continued from an older marker, all
+        rows are yielded instead.
 
         Args:
-            timeout_s: End when nothing has come for so long; 0: when all that is there now has come. None: never.
-            once: Once something has come, end when all that is there then has come.
-            until_closed: End when the trainer has said that the job is finished, and all of it has come.
+            timeout_s: End if no update has arrived for this long. 0: end when everything that exists now was yielded.
+                None: never end.
+            once: After the first update, end when everything that exists then was yielded.
+            until_closed: End when the trainer has recorded that the job is finished, and everything was yielded.
 
         Raises:
-            SchemaMismatchError: a new generation has other tables, and does not stand on the one that was followed;
-                or the model has changed, and ``at_change`` is ``stop``.
-            CorruptionError: what is needed is damaged or missing, in the log and in the store; or the log was deleted
-                and made again, or is another job's now.
-            LogUnavailableError, StoreUnavailableError: there was no answer for ``outage_s``; with a timeout of 0 at
-                once.
+            SchemaMismatchError: a new generation has other tables, and is not based on the followed one; or the model
+                has changed, and ``at_change`` is ``stop``.
+            CorruptionError: required data is damaged or missing, in the log and in the store; or the log was deleted
+                and recreated, or now belongs to another job.
+            LogUnavailableError, StoreUnavailableError: there was no answer for ``outage_s``; with a timeout of 0,
+                raised at once.
             MarkerNotFoundError: (a timeout of 0) there is no log, or nothing is committed yet.
         """
         idle, came = time.monotonic(), False
@@ -171,7 +173,7 @@ class Follower:
                 return
             self._stop.wait(self._poll_s)
 
-    # One look at the log.
+    # A single look at the log.
 
     def _round(self) -> Iterator[Update]:
         lineage = self._source.look()
@@ -193,11 +195,11 @@ class Follower:
 
     @property
     def _is_whole(self) -> bool:
-        """True if the replica holds what it says: no update was left half way, and no load is due."""
+        """True if the replica holds the complete marker: no update was left half way, and no load is due."""
         return self._towards is None and not self._anew
 
     def _target(self, lineage: Lineage) -> Commit | None:
-        """The marker to go to; None: the replica is there, or has to wait for another one."""
+        """Return the marker to go to; None if the replica is already there, or has to wait for another one."""
         if lineage.newest is None:
             return None
         if self._at is None:
@@ -205,7 +207,7 @@ class Follower:
         return self._aim.next(lineage, self._at.id, is_whole=self._is_whole)
 
     def _move(self, lineage: Lineage, target: Commit) -> Iterator[Update]:
-        """From where the replica stands to a marker."""
+        """Yield the updates that lead from the replica's position to a marker."""
         schema = lineage.claims[target.generation].schema
         changed = self._check_tables(lineage, target.id, schema)
         why = "the first marker"
@@ -219,13 +221,13 @@ class Follower:
                 return
         with self._source.whole(lineage, target) as given:
             if self._at is not None:
-                self.load_anew(why)  # if it breaks off, the next one has to be a load, wherever that leads
+                self.load_anew(why)  # if it breaks off, the next update has to be a load, whatever its marker
             holds = partial(includes, lineage.way(target.id))
             update = self._update(UpdateKind.LOAD, target, schema, given.changes, why, given.proof, includes=holds)
             yield replace(update, older_proofs=given.older)
 
     def _change(self, lineage: Lineage, at: Commit, target: Commit, schema: Schema) -> Generator[Update, None, str]:
-        """Go to a marker by what has changed. Returns why that cannot be; empty: it is done."""
+        """Go to a marker by its changes. Returns the reason if that is impossible; empty on success."""
         if why := astray(lineage, target.id, at.id, self._towards):
             return why
         if (yield from self._reach(lineage, at, target, schema)):
@@ -233,7 +235,8 @@ class Follower:
         return self._anew or (yield from self._go_on(lineage, at.id, target, schema))
 
     def _check_tables(self, lineage: Lineage, target: MarkerId, schema: Schema) -> str:
-        """As :func:`changed_tables`; raises ConfigError if the tables are others, and none of them is wanted."""
+        """Return the result of :func:`changed_tables`; raises ConfigError if the tables have changed, and none of them
+        is wanted."""
         changed = ""
         if self._at is not None and self._schema is not None:
             stop = self._at_change == "stop"
@@ -243,7 +246,8 @@ class Follower:
         return changed
 
     def _go_on(self, lineage: Lineage, start: MarkerId, target: Commit, schema: Schema) -> Generator[Update, None, str]:
-        """Yield what was sent between two markers: from the log, or from a store. Returns why not; empty: it did."""
+        """Yield the rows sent between two markers, from the log or from a store. Returns the reason if neither has
+        them; empty on success."""
         why = ""
         for stored in (False, True):
             with contextlib.ExitStack() as stack:
@@ -260,7 +264,7 @@ class Follower:
 
     def _follow_rows(self, lineage: Lineage, at: Commit) -> Iterator[Update]:
         if at.generation != lineage.newest_generation or lineage.ended is not None:
-            return  # its trainer is gone; the next one's rows come with its first marker
+            return  # its trainer is gone; the rows of the next one arrive with its first marker
         if self._tail is None or not self._tail.stands_on(at):
             self._tail = Tail(self._source.job.log, lineage.claims[at.generation], at)
         if self._tail.is_undone:
@@ -269,7 +273,7 @@ class Follower:
         try:
             update = self._read_on(lineage, at)
         except StreamLostError as error:
-            if self._tail.is_fresh:  # it is the marker itself that is gone
+            if self._tail.is_fresh:  # the marker itself is gone
                 raise
             log.warning("%s", error.headline)
             yield from self._take_back(lineage, at)
@@ -278,7 +282,7 @@ class Follower:
             yield update
 
     def _read_on(self, lineage: Lineage, at: Commit) -> Update | None:
-        """Read what the tail has to give now."""
+        """Read the rows that the tail has now; returns None if there are none."""
         assert self._tail is not None
         rows = self._tail.read()
         schema = lineage.claims[at.generation].schema
@@ -298,7 +302,8 @@ class Follower:
         return any(self._source.wants(schema.tables[table]) for table in self._tail.tables_after(commit))
 
     def _reach(self, lineage: Lineage, at: Commit, target: Commit, schema: Schema) -> Generator[Update, None, bool]:
-        """(``rows`` mode) Hand out the rest of a marker's rows as they came; else take back what no marker has."""
+        """(``rows`` mode) Hand out the rest of a marker's rows as they were sent. If that fails, undo the rows that no
+        marker has."""
         if self._tail is None:
             return False
         if target.generation == at.generation and not self._tail.is_undone:
@@ -315,19 +320,20 @@ class Follower:
         return False
 
     def _end_generation(self, lineage: Lineage, at: Commit) -> Iterator[Update]:
-        """The generation is over: what no marker of the old one has will be in none."""
+        """Finish a generation that is over: rows that none of its markers has will be in no marker."""
         assert self._tail is not None
         mine = [each for each in lineage.commits if each.generation == at.generation and each not in self._aim.passed]
         if mine and mine[-1] > at.id and not self._tail.is_undone:
             try:
                 yield from self._move(lineage, lineage.commits[mine[-1]])
-            except UNREADABLE as error:  # the trainer may have gone on just for that: its next marker tells
+            except UNREADABLE as error:  # the trainer may have continued because of it: its next marker shows that
                 log.warning("marker %s cannot be followed: %s", mine[-1], error.headline)
         if self._tail is not None and self._at is not None:
             yield from self._take_back(lineage, self._at)
 
     def _take_back(self, lineage: Lineage, at: Commit) -> Iterator[Update]:
-        """Rows that no marker has become again what the newest marker says of them; else all rows are due."""
+        """Reset rows that no marker has to their values at the newest marker. If that fails, a load of all rows is
+        due."""
         assert self._tail is not None
         self._tail.undo()
         schema = lineage.claims[at.generation].schema
@@ -349,12 +355,12 @@ class Follower:
         self._tail = None
 
     def _cannot_undo(self, at: MarkerId, error: StreamCkptError) -> None:
-        """Rows that no marker has stay until all rows of a newer marker are loaded."""
+        """Keep rows that no marker has until all rows of a newer marker are loaded."""
         self.load_anew(f"rows after marker {at} cannot be undone: {error.headline}")
         self._aim.pass_over([at])
 
     def _is_last(self, marker: MarkerId) -> bool:
-        """Return whether the job is finished at a marker: no newer one will come."""
+        """Return whether the job is finished at a marker, so that no newer one will follow."""
         end = self.stats.ended
         return end is not None and end.outcome == Outcome.FINISHED and self.stats.newest == marker
 
@@ -387,7 +393,7 @@ class Follower:
         return Update(kind, commit, handed_out(schema), why, counted, dense, proof, is_provisional, includes)
 
     def _broke_off(self, kind: UpdateKind, marker: MarkerId, error: StreamCkptError) -> None:
-        """Rows of an update cannot be read: it would break off there again."""
+        """Handle rows of an update that cannot be read: a repeated attempt would fail at the same place."""
         if kind is UpdateKind.ROLLBACK and not self._is_last(marker):
             self._cannot_undo(marker, error)
         elif kind is UpdateKind.LOAD:
@@ -396,7 +402,7 @@ class Follower:
             self.load_anew(f"what has changed cannot be read: {error.headline}")
 
     def _took(self, update: Update) -> None:
-        """The caller has applied it."""
+        """Record that the caller has applied the update."""
         stats = self.stats
         if update.kind is UpdateKind.ROWS:
             assert self._tail is not None
@@ -434,20 +440,20 @@ def follow(
     kafka_options: Options = None,
     commit_key_file: Path | str | None = None,
 ) -> Follower:
-    """Follow a job's stream; reads only, touches nothing until :meth:`Follower.updates` is used.
+    """Follow a job's stream. It is read-only, and opens nothing until :meth:`Follower.updates` is used.
 
     Args:
-        uri: ``file://DIR`` or ``kafka://HOST:PORT/JOB``. The log need not be there yet.
-        store: The job's store, as of ``StreamConfig``. None: where the job says that it keeps it.
-        mode: ``markers``: after each update the tables are those of a committed marker, bit for bit. ``rows``: rows
-            as they come, also those that no marker has yet and that may never be in one (read uncommitted).
-        tables: Globs of the tables that are wanted, such as ``sparse.ebc.t_*``.
+        uri: ``file://DIR`` or ``kafka://HOST:PORT/JOB``. The log need not exist yet.
+        store: The job's store, as of ``StreamConfig``. None: the place that the job has recorded.
+        mode: ``markers``: after each update the tables are those of a committed marker, bit for bit. ``rows``: rows as
+            they are sent, including rows that no marker has yet and that may never be in one (read uncommitted).
+        tables: Globs of the wanted tables, such as ``sparse.ebc.t_*``.
         states: Hand out optimizer states, too.
         poll_s: Seconds between two looks at the log.
-        outage_s: How long log or store may not answer before :meth:`Follower.updates` raises.
-        at_change: What to do where the job goes on with a changed model: ``load`` every row of the new tables at the
-            first marker of its generation, or ``stop`` with :class:`SchemaMismatchError`.
-        scratch: A folder for what only the log has, while it is handed out; default: that of the system.
+        outage_s: How long log or store may fail to answer before :meth:`Follower.updates` raises.
+        at_change: Action if the job continues with a changed model: ``load`` every row of the new tables at the first
+            marker of its generation, or ``stop`` with :class:`SchemaMismatchError`.
+        scratch: A folder for rows that only the log has, while they are handed out; default: the system's folder.
         store_options: As of ``StreamConfig``.
         kafka_options: As of ``StreamConfig``.
         commit_key_file: As of ``StreamConfig``.

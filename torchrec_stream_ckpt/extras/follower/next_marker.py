@@ -1,6 +1,6 @@
-"""Which marker a follower goes to next. No I/O.
+"""Choose the marker that a follower goes to next. No I/O.
 
-Whether what a replica holds leads to a marker, and whether its tables are those of the marker. No I/O.
+Also checks whether the rows of a replica lead to a marker, and whether its tables are those of the marker.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torchrec_stream_ckpt.util.types import MarkerId
 
 
 def astray(lineage: Lineage, target: MarkerId, at: MarkerId, towards: MarkerId | None) -> str:
-    """Say why what a replica holds does not lead to a marker; empty: it does.
+    """Return why the rows of a replica do not lead to a marker; empty if they do.
 
     Args:
         lineage: The control partition.
-        target: The marker.
-        at: What the replica holds.
-        towards: What it may hold rows of besides; None: nothing.
+        target: The marker to go to.
+        at: The marker that the replica holds.
+        towards: Another marker of which the replica may hold some rows; None if there is none.
     """
     leading = lineage.leading_to(target)
     if at not in leading:
@@ -36,26 +36,25 @@ def astray(lineage: Lineage, target: MarkerId, at: MarkerId, towards: MarkerId |
 
 
 def includes(way: Iterable[MarkerId], marker: MarkerId) -> bool:
-    """Return whether a marker is on a way (:meth:`Lineage.way`). Its COMMIT may be gone, as after a trim."""
+    """Return whether a marker is on a path (:meth:`Lineage.way`). Its COMMIT may be gone, as after a trim."""
     return any(each.generation == marker.generation and marker <= each for each in way)
 
 
 def changed_tables(lineage: Lineage, at: MarkerId, held: Schema, target: MarkerId, *, may_change: bool) -> str:
-    """How the tables of a marker differ from those that a replica has, in words; empty: they do not.
+    """Return how the tables of a marker differ from those of a replica, in words; empty if they do not.
 
     Args:
         lineage: The control partition.
-        at: What the replica holds.
-        held: Its tables, as they were handed out.
-        target: The marker.
-        may_change: Whether they may differ at all.
+        at: The marker that the replica holds.
+        held: Tables of the replica, as they were handed out.
+        target: The marker to go to.
+        may_change: Whether the tables may differ at all.
 
     Raises:
-        SchemaMismatchError: they differ, and are not those of a model that has changed along one lineage; or they may
-            not differ.
+        SchemaMismatchError: the tables differ, and the model has not changed along one lineage; or they may not differ.
     """
     schema = lineage.claims[target.generation].schema
-    newest = [lineage.newest_of(each.generation) for each in (at, target)]  # the one held may have been given up
+    newest = [lineage.newest_of(each.generation) for each in (at, target)]  # the held marker may have been given up
     roots = [lineage.way(each)[0].generation for each in newest]
     if roots[0] != roots[1] and lineage.claims[roots[1]].changes is None:
         check_schema(held, handed_out(schema))
@@ -72,37 +71,37 @@ def changed_tables(lineage: Lineage, at: MarkerId, held: Schema, target: MarkerI
 
 
 class Aim:
-    """The newest marker, with two exceptions: markers that are passed over, and one that is to be loaded first."""
+    """Chooses the newest marker, with two exceptions: markers to pass over, and a marker to load first."""
 
     def __init__(self) -> None:
         self.passed: frozenset[MarkerId] = frozenset()
-        """Markers that were given up, or to which nothing can be taken back: the follower goes to a newer one."""
+        """Markers that were given up, or to which rows cannot be reset. The follower goes to a newer one."""
         self._first: MarkerId | None = None
-        """A marker to load before newer ones: it has proved rows that these perhaps do not prove."""
+        """A marker to load before newer ones: it has proved rows that newer markers perhaps do not prove."""
         self._detour: MarkerId | None = None
-        """That marker, while the follower goes to it."""
+        """The marker to load first, while the follower goes to it."""
         self._skips = False
-        """True if the next look skips it, because it could not be read."""
+        """True if the next look skips the marker to load first, because it could not be read."""
 
     def pass_over(self, markers: Iterable[MarkerId]) -> None:
-        """Go to none of these markers any more."""
+        """Never go to these markers again."""
         self.passed |= frozenset(markers)
 
     def load_first(self, marker: MarkerId) -> None:
-        """Go to a marker before newer ones, if it is on the way to them."""
+        """Go to a marker before newer ones, if it is on the path to them."""
         self._first = marker
 
     def loaded(self) -> None:
-        """A load was applied: of the marker to load first, or of a newer one in its place."""
+        """Note that a load was applied: of the marker to load first, or of a newer one in its place."""
         self._first = None
 
     def next(self, lineage: Lineage, at: MarkerId, *, is_whole: bool) -> Commit | None:
-        """The marker to go to; None: the replica is there, or has to wait for another one.
+        """Return the marker to go to; None if the replica is already there, or has to wait for another one.
 
         Args:
-            lineage: The control partition; something is committed.
-            at: Where the replica stands.
-            is_whole: Whether it holds all that it says.
+            lineage: The control partition; it has at least one COMMIT.
+            at: The marker that the replica holds.
+            is_whole: Whether the replica holds all rows of that marker.
         """
         newest = next((each for each in reversed(lineage.commits) if each not in self.passed), None)
         if newest is None or (newest < at and newest != lineage.commits.newest):
@@ -114,7 +113,7 @@ class Aim:
         return lineage.commits[newest] if newest != at or not is_whole else None
 
     def _leads_to(self, lineage: Lineage, newest: MarkerId) -> bool:
-        """Return whether the marker to load first can be loaded, and is on the way to the newest one."""
+        """Return whether the marker to load first can be loaded, and is on the path to the newest one."""
         first = self._first
         if first is None or first == newest or first in self.passed or first not in lineage.commits:
             return False
@@ -124,7 +123,7 @@ class Aim:
             return False
 
     def skip(self, marker: MarkerId) -> bool:
-        """Skip a marker that cannot be read at the next look, if it is the one to load first; returns whether it is."""
+        """Skip an unreadable marker at the next look, if it is the one to load first. Returns whether it is."""
         self._skips = marker == self._detour
         return self._skips
 

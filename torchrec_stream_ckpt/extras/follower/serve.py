@@ -1,6 +1,7 @@
-"""Publish a serving stream: each marker of a job again, lossy and small, for replicas. No restore takes it.
+"""Publish a serving stream: each marker of a job again, lossy and small, for replicas. A restore does not accept it.
 
-It is a log of one rank, whose generations are opened by SERVE instead of CLAIM: who does not follow refuses it by name.
+A serving stream is a log of one rank. SERVE opens its generations instead of CLAIM, so a program that does not follow
+serving streams refuses it with a clear error.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from torchrec_stream_ckpt.util.types import RankEnd, TableShard, TableSpec
 from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri
 
 ANSWER_S = 60.0
-"""How long the serving log may not answer."""
+"""How long the serving log may fail to answer."""
 _IN_FLIGHT = 32
-"""Frames that are not acknowledged."""
+"""Number of frames that may be unacknowledged."""
 
 
 @dataclass(slots=True)
 class _Generation:
-    """What is open in the serving log."""
+    """The generation that is open in the serving log."""
 
     claim: Serve
     writer: DataWriter
@@ -54,13 +55,13 @@ class _Generation:
 
 
 class ServingWriter:
-    """Writes what a follower of markers hands out into a serving log. For one thread.
+    """Writes the updates of a follower of markers to a serving log. Single-threaded.
 
-    It holds all tables in memory, as float32: where a job cuts tables by columns, a changed slice makes the whole row
-    be encoded again.
+    It holds all tables in memory, as float32: if a job cuts tables by columns, a changed slice requires encoding the
+    whole row again.
 
     Args:
-        uri: Where to: a log of its own.
+        uri: The serving log, used for nothing else.
         encoding: ``int8`` or ``bf16``.
         kafka_options: Client settings for that log.
     """
@@ -83,16 +84,16 @@ class ServingWriter:
         self._job.close()
 
     def put(self, update: Update) -> int:
-        """Publish one update; behind it, followers of the serving stream can see it.
+        """Publish one update. On return, followers of the serving stream can see it.
 
         Returns:
-            Bytes that were written.
+            Number of bytes written.
 
         Raises:
-            ConfigError: the log is a trainer's; or the update is no marker.
+            ConfigError: the log is a trainer's; or the update is not a marker.
             FencedError: another publisher has taken over this log.
             LogUnavailableError: the serving log does not answer.
-            ProofMismatchError: rows are not as the marker proved them; nothing of it is published.
+            ProofMismatchError: rows differ from the marker's proof; nothing of it is published.
             UnsupportedError: a row cannot be encoded.
         """
         if update.kind is UpdateKind.LOAD:
@@ -144,10 +145,10 @@ class ServingWriter:
         self._send(json_frame(self._header(Kind.HELLO, 0, 0), Hello(1, self._schema, shards).to_json()))
 
     def _take(self, update: Update) -> Mapping[int, npt.NDArray[np.int64]]:
-        """Put what has changed into the tables; the rows to publish, by table.
+        """Put the changes into the tables. Returns the rows to publish, by table.
 
         Raises:
-            ProofMismatchError: rows are not as the marker proved them.
+            ProofMismatchError: rows differ from the marker's proof.
         """
         index = self._schema.index()
         touched: dict[int, list[npt.NDArray[np.int64]]] = {}
@@ -232,7 +233,7 @@ class ServingWriter:
         self._settle(_IN_FLIGHT)
 
     def _settle(self, left: int) -> None:
-        """Wait until at most so many frames are not acknowledged."""
+        """Wait until at most ``left`` frames are unacknowledged."""
         generation = self._open
         assert generation is not None
         deadline = time.monotonic() + ANSWER_S
@@ -247,7 +248,7 @@ class ServingWriter:
 
 
 def _as_trained(table: TableSpec, held: npt.NDArray[np.float32], ids: npt.NDArray[np.int64]) -> Array:
-    """Rows as the trainer has them: what became float32 exactly becomes itself again."""
+    """Return rows with the trainer's values. Types that float32 holds exactly are converted back without loss."""
     rows = held[ids]
     if table.dtype == "bfloat16":
         return (rows.view(np.uint32) >> 16).astype(np.uint16)

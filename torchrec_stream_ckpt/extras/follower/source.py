@@ -1,4 +1,4 @@
-"""Where a follower's rows come from: the log, a store behind it, and the dense state of markers."""
+"""Sources of a follower's rows: the log, a store, and the dense state of markers."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
 from torchrec_stream_ckpt.util.uris import check_store_url
 
 UNREADABLE = (CorruptionError, TrimmedError, MarkerNotFoundError)
-"""Rows are damaged, gone or given up: to wait does not help."""
+"""Errors of rows that are damaged, gone or given up: waiting does not help."""
 Ids = Mapping[int, npt.NDArray[np.int64]]
 """Rows by table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """What log and store give for one update, while they are open for it."""
+    """Data of one update from log and store, readable while they are open for it."""
 
     changes: Callable[[], Iterator[Changed]]
-    """Rows, in their order."""
+    """Rows, in order."""
     proof: Callable[[], WeightProof | None]
-    """What the marker proves of the weights."""
+    """The marker's proof of its weights; None if it has none."""
     older: Callable[[], Iterator[WeightProof]] = lambda: iter(())
-    """(all rows) What markers before it prove of weights that were not sent or proved since."""
+    """(all rows) Proofs of older markers, for weights that were not sent or proved since."""
 
 
 class FollowedJob:
-    """One job's log, its store and its dense state, as one replica reads them. For one thread.
+    """One job's log, its store and its dense state, as one replica reads them. Single-threaded.
 
     Args:
         uri: The job's log.
-        store: Its store; None: where the job kept the marker, else inside the file log.
+        store: Its store; None: the place where the job kept the marker, otherwise inside the file log.
         store_options, kafka_options, commit_key_file: As of ``StreamConfig``.
-        tables: Globs of the tables that are wanted.
+        tables: Globs of the wanted tables.
         states: Whether optimizer states are wanted.
-        scratch: A folder with room for what only the log has; None: that of the system.
+        scratch: A folder with room for rows that only the log has; None: the system's folder.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class FollowedJob:
             serving=True,
         )
         self._incarnation: str | None = None
-        """Of the log that is followed."""
+        """Id of the incarnation of the followed log; None before the log exists."""
         self._globs = tuple(tables)
         self._states = states
         self._scratch = Path(scratch) if scratch is not None else Path(tempfile.gettempdir())
@@ -91,13 +91,13 @@ class FollowedJob:
     def close(self) -> None:
         self.job.close()
 
-    # What the job says.
+    # Control partition and markers.
 
     def look(self) -> Lineage:
-        """The control partition as of now; an empty one while there is no log.
+        """Return the control partition as of now; an empty one while there is no log.
 
         Raises:
-            CorruptionError: the log is another one than before.
+            CorruptionError: the log is not the same one as before.
         """
         now = self.job.log.incarnation()
         if now is None and self._incarnation is None:
@@ -113,14 +113,14 @@ class FollowedJob:
         return lineage
 
     def newest_offered(self, lineage: Lineage, passed: Set[MarkerId] = frozenset()) -> Commit | None:
-        """The newest marker that was not given up, and is none of those that were passed over."""
+        """Return the newest marker that was neither given up nor passed over; None if there is none."""
         newest = lineage.newest
         catalog = load_catalog(self.objects(newest), lineage) if newest is not None else None
         left = (each for each in reversed(lineage.commits.values()) if each.id not in passed)
         return next((each for each in left if catalog is None or not _was_given_up(catalog, each)), None)
 
     def given_up(self, lineage: Lineage, after: Commit | None) -> frozenset[MarkerId]:
-        """Markers that are newer than another one, and that the store of the newest one has given up."""
+        """Return the markers newer than ``after`` that the store of the newest marker has given up."""
         newest = lineage.newest
         catalog = load_catalog(self.objects(newest), lineage) if newest is not None else None
         if catalog is None:
@@ -132,7 +132,7 @@ class FollowedJob:
         )
 
     def nothing(self) -> MarkerNotFoundError:
-        """Why there is no marker."""
+        """Return the error that explains why there is no marker."""
         if self.job.log.incarnation() is None:
             return MarkerNotFoundError(
                 "there is no log here", hint="check the URI; a job makes its log", uri=self.job.uri
@@ -141,7 +141,7 @@ class FollowedJob:
             return MarkerNotFoundError("every committed marker was given up", hint="let the job run on")
         return MarkerNotFoundError("no marker is committed yet", hint="let the job run on")
 
-    # Which tables, and where they lie.
+    # Wanted tables, and the places of rows and dense state.
 
     def check_wanted(self, schema: Schema) -> None:
         """Raises ConfigError if none of the tables is wanted."""
@@ -155,34 +155,34 @@ class FollowedJob:
         return [index for index, table in schema.live if self.wants(table)]
 
     def objects(self, commit: Commit) -> Objects | None:
-        """The store that may hold a marker's rows; None if no setting and no COMMIT says where it is."""
+        """Return the store that may hold a marker's rows; None if no setting and no COMMIT names it."""
         return self.job.objects_of(commit) if self.job.says_where(commit) else None
 
     def dense(self, commit: Commit) -> Path:
-        """A folder with the marker's dense files, their digests compared; raises as :meth:`Job.dense_folder`."""
+        """Return a folder with the marker's dense files, their digests compared; raises as :meth:`Job.dense_folder`."""
         if any(map(is_served, self.job.lineage.claims[commit.generation].schema.tables)):
             raise ConfigError("a serving stream has no dense state", hint="take it from the trainer's: follow its log")
         self.job.check_vouched(commit)
-        self.job.dense_of(commit).release()  # of the marker before
+        self.job.dense_of(commit).release()  # of the previous marker
         return self.job.dense_folder(commit)
 
     # Rows.
 
     @contextlib.contextmanager
     def whole(self, lineage: Lineage, commit: Commit) -> Iterator[Delivered]:
-        """Every row of a marker, from the store and the log behind it; raises as :func:`open_rows`."""
+        """Yield every row of a marker, from the store and from the log after it; raises as :func:`open_rows`."""
         with self._open(lineage, commit, self.objects(commit), proofs=True) as rows:
             yield Delivered(partial(self._windows, rows), partial(_proof, rows), partial(older_proofs, rows))
 
     @contextlib.contextmanager
     def since(self, lineage: Lineage, start: MarkerId, commit: Commit, *, stored: bool) -> Iterator[Delivered]:
-        """Yield what was sent after a marker on the path to another one. The log is read and checked before it yields.
+        """Yield the rows sent after a marker on the path to another one. The log is read and checked before it yields.
 
         Args:
             lineage: The control partition.
-            start: Where the replica stands.
-            commit: Where it shall stand.
-            stored: Let a store serve what it has, too.
+            start: The marker that the replica holds.
+            commit: The marker to go to.
+            stored: Let a store serve rows that it has, too.
         """
         objects = self.objects(commit) if stored else None
         with self._open(lineage, commit, objects, start) as rows:
@@ -190,7 +190,7 @@ class FollowedJob:
 
     @contextlib.contextmanager
     def some(self, lineage: Lineage, commit: Commit, ids: Ids) -> Iterator[Callable[[], Iterator[Changed]]]:
-        """Some rows as a marker has them: for when newer ones are taken back."""
+        """Yield some rows as a marker has them, to replace newer ones that are undone."""
         with self._open(lineage, commit, self.objects(commit)) as rows:
             yield lambda: self._picked(rows, ids)
 
@@ -227,7 +227,8 @@ class FollowedJob:
         ids: npt.NDArray[np.int64],
         places: npt.NDArray[np.int64] | slice,
     ) -> Iterator[Changed]:
-        """Rows of a window; with states of one value a row, by the column slices that these belong to."""
+        """Yield rows of a window. With states of one value a row, they are split by the column slices that these belong
+        to."""
         if is_served(reader.spec):
             states = tuple(
                 state[0, places] if spec.per_row else state[places]
@@ -248,19 +249,19 @@ class FollowedJob:
             yield Changed(reader.spec, col0, ids, window.weights[places, columns], states)
 
     def _sent(self, rows: MarkerRows) -> Iterator[Changed]:
-        """Yield what was sent, oldest first."""
+        """Yield the sent rows, oldest first."""
         for entry, view in rows.sent(self._wanted(rows.schema)):
             yield self.changed(rows.schema.tables[entry.table], entry.col0, view)
 
     def changed(self, table: TableSpec, col0: int, view: RowsView) -> Changed:
-        """Rows as they are handed out."""
+        """Convert rows to the form that is handed out."""
         if is_served(table):
             return Changed(decoded_table(table), col0, view.ids, decode(table, view))
         return Changed(table, col0, view.ids, view.weights, view.states if self._states else ())
 
 
 def _was_given_up(catalog: Catalog, commit: Commit) -> bool:
-    """Return whether a marker was given up, also by a record that cannot be read: that is never taken back."""
+    """Return whether a marker was given up. An unreadable record counts, too: giving up is never revoked."""
     try:
         return catalog.is_dropped(commit)
     except OtherLogError:
@@ -275,5 +276,5 @@ def _proof(rows: MarkerRows) -> WeightProof | None:
 
 
 def handed_out(schema: Schema) -> Schema:
-    """The tables as followers are given them."""
+    """Return the tables in the form that followers get."""
     return Schema(tuple(map(decoded_table, schema.tables)))

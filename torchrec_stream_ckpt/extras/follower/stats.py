@@ -1,4 +1,4 @@
-"""Where a replica stands, as a value and as metrics; and its patience with what does not answer."""
+"""Position of a replica as a value and as metrics, and its patience with outages."""
 
 from __future__ import annotations
 
@@ -20,41 +20,41 @@ RATE_S = 10.0
 
 @dataclass(slots=True)
 class FollowStats:
-    """Where a replica stands. Written by the thread that follows, read by any."""
+    """Position of a replica. The following thread writes it; any thread may read it."""
 
     marker: MarkerId | None = None
     """The newest marker that is wholly applied."""
     step: int = 0
     committed_s: float = 0.0
-    """When it was committed, by the trainer's wall clock."""
+    """When that marker was committed, by the trainer's wall clock."""
     newest: MarkerId | None = None
-    """The newest one that is committed, as of the last look."""
+    """The newest committed marker, as of the last look."""
     rows: int = 0
-    """Row records handed out."""
+    """Number of row records handed out."""
     markers: int = 0
-    """Updates of kind LOAD and MARKER."""
+    """Number of updates of kind LOAD and MARKER."""
     reloads: int = 0
-    """LOADs after the first one."""
+    """Number of LOADs after the first one."""
     rollbacks: int = 0
     outages: int = 0
-    """Times that log or store did not answer."""
+    """Number of times that log or store did not answer."""
     proofs: int = 0
-    """Markers whose weights were compared with their proof."""
+    """Number of markers whose weights were compared with their proof."""
     unproved: int = 0
-    """Blocks of rows that were not as their marker proved them, each counted when it was found."""
+    """Number of blocks of rows that differed from their marker's proof, each counted when it was found."""
     doubted: int = 0
-    """Of these, blocks that the tables hold still; nothing is served until there are none."""
+    """Number of these blocks that the tables still hold. Nothing is served until there are none."""
     uncompared: int = 0
-    """Markers that were applied without a comparison: they have no proof, or it cannot be read."""
+    """Number of markers applied without a comparison, because they have no proof, or it cannot be read."""
     ended: End | None = None
-    """The last word of the job's trainer, as of the last look; None while there is none."""
+    """The END record of the job's trainer, as of the last look; None while there is none."""
     heard_s: float = field(default_factory=time.time)
     """When the log last answered."""
     _recent: deque[tuple[float, int]] = field(default_factory=deque)
 
     @property
     def age_s(self) -> float:
-        """Seconds since the applied marker was committed: what a reader sees is no older. Infinite without one."""
+        """Seconds since the applied marker was committed; readers see no older data. Infinite without a marker."""
         return max(0.0, time.time() - self.committed_s) if self.marker is not None else float("inf")
 
     @property
@@ -64,7 +64,7 @@ class FollowStats:
         return sum(rows for when, rows in list(self._recent) if now - when <= RATE_S) / RATE_S
 
     def count(self, rows: int) -> None:
-        """Some rows were handed out."""
+        """Count rows that were handed out."""
         self.rows += rows
         now = time.monotonic()
         self._recent.append((now, rows))
@@ -73,22 +73,22 @@ class FollowStats:
 
 
 class Outages:
-    """Outlasts log and store that do not answer; says so once."""
+    """Waits while log and store do not answer, and logs that once."""
 
     def __init__(self, stats: FollowStats) -> None:
         self._stats = stats
         self._since: float | None = None
-        """Since when log or store do not answer, on the monotonic clock."""
+        """Time since which log or store has not answered, on the monotonic clock; None if they answer."""
 
     def over(self) -> None:
-        """Log and store have answered."""
+        """Note that log and store have answered."""
         if self._since is not None:
             log.warning("the log and the store answer again")
         self._since = None
         self._stats.heard_s = time.time()
 
     def outlast(self, error: StreamCkptError, longest_s: float) -> None:
-        """One of them did not answer; raises ``error`` once that has lasted ``longest_s``."""
+        """Note that log or store did not answer; raises ``error`` once that has lasted ``longest_s``."""
         now = time.monotonic()
         if self._since is None:
             self._since = now

@@ -1,7 +1,4 @@
-"""Tables of a replica as plain torch tensors, of which no reader sees half of an update.
-
-A gate that lets no reader see half of an update. No torch.
-"""
+"""Tables of a replica as plain torch tensors. A gate keeps readers from seeing half of an update."""
 
 from __future__ import annotations
 
@@ -45,7 +42,7 @@ from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
 
 
 class Gate:
-    """Many readers or one writer; a writer that waits goes before new readers."""
+    """Many readers or one writer. A waiting writer goes before new readers."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -55,7 +52,7 @@ class Gate:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Not to be entered twice by one thread: a writer may wait in between."""
+        """Hold the gate for reading. One thread must not enter it twice: a writer may wait in between."""
         with self._changed:
             self._changed.wait_for(lambda: not self._writers)
             self._readers += 1
@@ -88,17 +85,17 @@ _JOIN_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What readers see, for as long as they read."""
+    """View of the tables for a reader, valid while it reads."""
 
     marker: MarkerId
-    """The newest marker that is wholly there."""
+    """The newest marker that is wholly applied."""
     step: int
     committed_s: float
     """When it was committed, by the trainer's wall clock."""
     provisional: bool
-    """(``rows`` mode) Whether there are rows that are newer than the marker."""
+    """(``rows`` mode) True if some rows are newer than the marker."""
     tables: Mapping[str, torch.Tensor]
-    """Weights by ``TableSpec.name``, shape (rows that are held, dim). Only to be read."""
+    """Weights by ``TableSpec.name``, shape (rows that are held, dim). Read-only."""
 
     @property
     def age_s(self) -> float:
@@ -106,17 +103,17 @@ class Served:
 
 
 class FollowedTables:
-    """The tables of a replica: weights alone, as the job's logical tables or as a block of their rows.
+    """The tables of a replica: weights only, as the job's logical tables or as a block of their rows.
 
-    Call :meth:`advance` where it suits, or :meth:`start` a thread; and read within :meth:`reading`.
+    Call :meth:`advance` at a suitable point, or :meth:`start` a thread; read within :meth:`reading`.
 
     Args:
-        follower: Whose updates are applied; closed by :meth:`close`.
+        follower: Source of the updates; :meth:`close` closes it.
         into: Tensors to write, by table name (``TableSpec.name``, such as ``sparse.ebc.t_user``), for instance
             :func:`weights_of` a module; None: new ones on ``device``.
         shard: (number, count): hold block ``number`` of ``count`` of the rows of each table.
-        device: Of new tensors. Tested on a CPU and on one H100.
-        accept_unproved: Serve rows that are not as their marker proved them: they are named and counted.
+        device: Device of new tensors. Tested on a CPU and on one H100.
+        accept_unproved: Serve rows even if they differ from their marker's proof. They are named and counted.
     """
 
     def __init__(
@@ -139,18 +136,18 @@ class FollowedTables:
         self._tensors: dict[str, torch.Tensor] = {}
         self._planes: dict[str, Plane] = {}
         self._schema: Schema | None = None
-        """What the tensors are for."""
+        """Schema that the tensors match."""
         self._newest: Update | None = None
         self._proof: WeightProof | None = None
-        """Of that update."""
+        """Proof of that update."""
         self._accept = accept_unproved
         self._doubts = Doubts()
         self._half = ""
-        """Why the tables are no marker's; empty: they are."""
+        """Why the tables are not those of a marker; empty if they are."""
         self._closing = contextlib.ExitStack()
         self._thread: threading.Thread | None = None
         self.failure: BaseException | None = None
-        """What has ended the thread of :meth:`start`. What was applied before can still be read."""
+        """The error that ended the thread of :meth:`start`. Updates applied before it can still be read."""
 
     @property
     def follower(self) -> Follower:
@@ -158,22 +155,23 @@ class FollowedTables:
         return self._follower
 
     def rows_of(self, table: TableSpec) -> tuple[int, int]:
-        """(first row, rows) of a table that are held."""
+        """Return (first row, rows) of the part of a table that is held."""
         number, count = self._shard
         first, last = (table.rows * each // count for each in (number, number + 1))
         return first, last - first
 
     def advance(self, timeout_s: float = 0.0) -> list[Update]:
-        """Apply what there is, waiting for the first of it at most ``timeout_s``. Raises as :meth:`Follower.updates`.
+        """Apply all available updates; wait at most ``timeout_s`` for the first one. Raises as
+        :meth:`Follower.updates`.
 
-        Readers are held off while one update is applied, never between two.
+        Readers wait while one update is applied, never between two.
 
         Returns:
-            What was applied, in order; their rows cannot be read any more.
+            The applied updates, in order. Their rows cannot be read any more.
 
         Raises:
-            ProofMismatchError: rows are not as the marker proved them, and nothing is served. Call it again: then all
-                rows are loaded anew, and where log and store themselves have other rows, newer ones are waited for.
+            ProofMismatchError: rows differ from the marker's proof, and nothing is served. Call this again: it then
+                loads all rows again, and if log and store themselves have the differing rows, it waits for newer ones.
         """
         applied = []
         for update in self._follower.updates(timeout_s, once=True):
@@ -184,11 +182,11 @@ class FollowedTables:
         return applied
 
     def _refused(self) -> Unproved | None:
-        """Why nothing is served, though an update was applied to its end."""
+        """Return why nothing is served although an update was applied to its end; None if the tables are served."""
         return self._doubts.unproved if not self._accept else None
 
     def start(self) -> None:
-        """Apply updates on a thread of its own, until :meth:`close`; see :attr:`failure`."""
+        """Apply updates on a separate thread, until :meth:`close`; see :attr:`failure`."""
         if self._thread is not None:
             raise ConfigError("these tables follow already")
         self._thread = threading.Thread(target=self._run, name="stream-ckpt-follow", daemon=True)
@@ -214,13 +212,14 @@ class FollowedTables:
             except ProofMismatchError as error:
                 log.warning("%s", error.headline)  # nothing is served until all rows were loaded again
             except (LogUnavailableError, StoreUnavailableError):
-                # In the middle of an update; what the follower itself waited for in vain is raised.
+                # This is an outage in the middle of an update. After an outage that the follower waited for in vain,
+                # raise.
                 broken_s = broken_s or time.monotonic()
                 if not self._half or time.monotonic() - broken_s >= self._follower.outage_s or self._follower.pause():
                     raise
 
     def _applies(self, update: Update) -> bool:
-        """Apply an update; returns False if its rows cannot be read, and the next one loads all rows of a marker."""
+        """Apply an update. Returns False if its rows cannot be read; the next one then loads all rows of a marker."""
         try:
             self._apply(update)
         except UNREADABLE as error:
@@ -231,7 +230,7 @@ class FollowedTables:
         return True
 
     def serve_metrics(self, port: int, host: str = "127.0.0.1") -> int:
-        """Answer ``GET http://host:port/metrics`` until :meth:`close`; returns the port, a free one for 0.
+        """Answer ``GET http://host:port/metrics`` until :meth:`close`. Returns the port; 0 chooses a free one.
 
         Raises:
             ConfigError: ``prometheus_client`` is not installed, or it cannot listen there.
@@ -244,7 +243,7 @@ class FollowedTables:
         return endpoint.port
 
     def close(self) -> None:
-        """End the thread, and the follower. What was applied can still be read."""
+        """End the thread, and the follower. Applied updates can still be read."""
         self._closing.close()
         self._follower.stop()
         if self._thread is not None:
@@ -261,11 +260,11 @@ class FollowedTables:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Served]:
-        """The tables, which stay as they are inside. Keep it short: an update waits for it.
+        """Yield the tables, which do not change inside the block. Keep it short: an update waits for it.
 
         Raises:
-            ReplicaNotReadyError: nothing was loaded yet, the last update broke off half way, or rows are not as a
-                marker proved them; it names these.
+            ReplicaNotReadyError: nothing was loaded yet, the last update broke off half way, or rows differ from their
+                marker's proof; the error names these.
         """
         with self._gate.reading():
             update = self._newest
@@ -283,11 +282,12 @@ class FollowedTables:
             yield Served(commit.id, commit.step, commit.time_s, update.is_provisional, self._tensors)
 
     def dense(self) -> DenseTensors:
-        """The dense state of the marker that is applied, and opens its files only now. On the thread of ``advance``.
+        """Return the dense state of the applied marker; its files are opened only now. Call it on the thread of
+        ``advance``.
 
         Raises:
             ReplicaNotReadyError: no marker was loaded yet.
-            ProofMismatchError: a replicated table is not as the marker proved it.
+            ProofMismatchError: a replicated table differs from the marker's proof.
             ConfigError, CorruptionError, StoreUnavailableError: as :meth:`Update.dense`.
         """
         if self._newest is None:
@@ -317,7 +317,7 @@ class FollowedTables:
             self._doubts.keep(table for _, table in update.schema.live if table.name in self._planes)
             for changed in update.changes():
                 self._put(changed)
-                if update.kind is not UpdateKind.LOAD:  # whose rows may be older than the proof
+                if update.kind is not UpdateKind.LOAD:  # rows of a load may be older than the proof
                     self._doubts.sent(changed, update.marker)
             if update.kind is UpdateKind.LOAD:
                 self._doubts.loaded(update.includes)
@@ -334,10 +334,10 @@ class FollowedTables:
             log.error("%s: %s", what, refusal(doubted, update.marker).headline)
 
     def _check(self, update: Update) -> None:
-        """Compare the weights that are held with what the marker proves of them.
+        """Compare the held weights with the marker's proof.
 
         Raises:
-            ProofMismatchError: they differ, and log and store may have them otherwise: nothing is served, and the next
+            ProofMismatchError: they differ, and log and store may have other values: nothing is served, and the next
                 update loads all of them.
         """
         stats, self._proof = self._follower.stats, None
@@ -350,10 +350,10 @@ class FollowedTables:
         differing = self._differing(proof, update.schema)
         blocks = tuple(block for _, unproved in differing for block in unproved.blocks)
         stats.unproved += len(blocks)
-        # What a load has not brought either, another one does not bring.
+        # If a load has not repaired a block, another load does not either.
         known = all(self._doubts.has(table, unproved.blocks) for table, unproved in differing)
         if not (update.kind is UpdateKind.LOAD or self._accept or known):
-            for table, unproved in differing:  # the next load may be of a marker that proves others
+            for table, unproved in differing:  # the next load may be of a marker that proves other blocks
                 self._doubts.add(table, unproved.blocks)
             stats.doubted = len(self._doubts)
             error = refusal(Unproved(len(blocks), blocks, tuple(table.name for table, _ in differing)), update.marker)
@@ -367,7 +367,7 @@ class FollowedTables:
         stats.proofs += 1
 
     def _loaded(self, proof: WeightProof, schema: Schema) -> None:
-        """Compare weights that were just loaded with what an older marker proves of them."""
+        """Compare weights that were just loaded with the proof of an older marker."""
         differing = self._differing(proof, schema)
         self._doubts.proved(proof, is_load=True)
         for table, unproved in differing:
@@ -375,14 +375,14 @@ class FollowedTables:
             self._doubts.add(table, unproved.blocks)
 
     def _differing(self, proof: WeightProof, schema: Schema) -> list[tuple[TableSpec, Unproved]]:
-        """The tables of which blocks that are held are not as a marker proves them."""
+        """Return the tables whose held blocks differ from a marker's proof."""
         found = [
             (table, self._compare(proof, table).unproved) for _, table in schema.live if table.name in self._planes
         ]
         return [(table, unproved) for table, unproved in found if unproved is not None]
 
     def _compare(self, proof: WeightProof, table: TableSpec) -> Compared:
-        """Compare the blocks of one table that are held whole."""
+        """Compare those blocks of one table that are held whole."""
         first, rows = self.rows_of(table)
         tensor = self._tensors[table.name]
 
@@ -406,7 +406,7 @@ class FollowedTables:
             plane.put(local, np.ascontiguousarray(weights), changed.col0)
 
     def _others(self, schema: Schema) -> dict[str, torch.Tensor] | None:
-        """Tensors for the first tables, and for those of a model that has changed; None: those that are there fit."""
+        """Return tensors for the first tables, or for those of a changed model; None if the existing ones fit."""
         named = {table.name: table for _, table in schema.live if self._follower.wants(table)}
         if self._schema is not None and named.items() <= {each.name: each for _, each in self._schema.live}.items():
             return None if named.keys() == self._planes.keys() else {name: self._tensors[name] for name in named}
@@ -444,11 +444,11 @@ def _dtype(table: TableSpec) -> torch.dtype:
 
 
 def weights_of(module: torch.nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
-    """The weights of all embedding collections in an unsharded module, by the names that tables have in a log.
+    """Return the weights of all embedding collections in an unsharded module, by the names that tables have in a log.
 
     Args:
         module: Built as the trainer's model was, before sharding.
-        prefix: Path of ``module`` in that model, where it is a part of it.
+        prefix: Path of ``module`` in that model, if it is a part of it.
     """
     found: dict[str, torch.Tensor] = {}
     for key, parameter in module.named_parameters(prefix=prefix):
@@ -459,7 +459,7 @@ def weights_of(module: torch.nn.Module, prefix: str = "") -> dict[str, torch.Ten
 
 
 def load_dense(module: torch.nn.Module, dense: DenseTensors) -> None:
-    """Put a marker's dense parameters and buffers into an unsharded module, whose tables are followed.
+    """Put a marker's dense parameters and buffers into an unsharded module whose tables are followed.
 
     Raises:
         SchemaMismatchError: the marker lacks an entry of the module, or has another shape for it.

@@ -1,4 +1,4 @@
-"""Rows of one generation behind a committed marker, as the log takes them: no COMMIT vouches for them yet."""
+"""Read rows of one generation after a committed marker, as the log receives them. No COMMIT vouches for them yet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.log.stream import data_header
 from torchrec_stream_ckpt.util.types import LogSpan
 
 BATCH_BYTES = 64 * 2**20
-"""Frames that one :meth:`Tail.read` hands out at most."""
+"""Most bytes of frames that one :meth:`Tail.read` hands out."""
 
 Rows = tuple[int, int, RowsView]
 """Table, first column, rows."""
@@ -26,13 +26,13 @@ Rows = tuple[int, int, RowsView]
 
 @dataclass(slots=True)
 class _Stream:
-    """One rank's stream, as far as it was read."""
+    """Read position in one rank's stream."""
 
     partition: int
     offset: int
-    """Where reading goes on: at a frame that was read, or at the first one that was not."""
+    """Offset at which reading continues: of a frame that was read, or of the first one that was not."""
     seq: int
-    """The next one."""
+    """Sequence number of the next frame."""
     chain: int
     has_read: bool = False
     """True if a frame at ``offset`` was read."""
@@ -43,11 +43,11 @@ class _Stream:
 
 
 class Tail:
-    """Reads on behind a marker. A frame counts once it is there whole; what is torn is looked at again.
+    """Reads the log after a marker. A frame counts once it is complete; a torn frame is read again later.
 
     Args:
         log: The job's log.
-        claim: Of the generation.
+        claim: CLAIM of the generation.
         at: A committed marker of it.
     """
 
@@ -62,7 +62,7 @@ class Tail:
         """Rows that were read and not taken, some of which may have been applied: (table, ids) by rank, seq and
         header_crc of their frame."""
         self.is_undone = False
-        """True if rows that it has handed out are being taken back: some may be as the marker has them."""
+        """True if the rows that it has handed out are being undone: some may already have the marker's values."""
 
     @property
     def is_fresh(self) -> bool:
@@ -70,24 +70,24 @@ class Tail:
         return not self._given and not any(stream.has_read for stream in self._streams.values())
 
     def undo(self) -> None:
-        """Note that what it has handed out is being taken back: from here on it reaches no marker."""
+        """Note that the rows that it has handed out are being undone. From here on it reaches no marker."""
         self.is_undone = True
 
     def stands_on(self, commit: Commit) -> bool:
         return self._at.id == commit.id
 
     def is_over(self, lineage: Lineage) -> bool:
-        """Return whether it has ended, or a newer one has been claimed: nothing more of it will be committed."""
+        """Return whether the generation has ended, or a newer one has been claimed: it will commit nothing more."""
         generation = self._claim.generation
         return lineage.newest_generation != generation or generation in lineage.ends
 
     def reaches(self, commit: Commit) -> bool:
-        """Return whether all rows of a marker have been handed out by this tail, and are those that it commits."""
+        """Return whether this tail has handed out all rows of a marker, and they are the ones that it commits."""
         is_mine = commit.generation == self._claim.generation and not self._given and not self.is_undone
         return is_mine and all(self._streams[end.rank].marks.get(end.frames - 1) == end.chain for end in commit.ranks)
 
     def committed(self, commit: Commit) -> None:
-        """A marker that this tail reaches exists: its rows are not provisional any more."""
+        """Note that a marker that this tail reaches exists: its rows are no longer provisional."""
         self._at = commit
         tops: dict[int, int] = {}
         for end in commit.ranks:
@@ -96,17 +96,17 @@ class Tail:
             stream = self._streams[end.rank]
             stream.sent = [each for each in stream.sent if each[0] >= end.frames]
             stream.marks = {seq: crc for seq, crc in stream.marks.items() if seq >= end.frames}
-            if stream.offset < tops[end.partition]:  # at a frame of the marker, which a trim may take from now on
+            if stream.offset < tops[end.partition]:  # at a frame of the marker, which a trim may delete from now on
                 stream.offset, stream.has_read = tops[end.partition], False
 
     def tables_after(self, commit: Commit) -> set[int]:
-        """Tables of which rows were handed out that are newer than a marker of this generation."""
+        """Return the tables of which rows newer than a marker of this generation were handed out."""
         frames = {end.rank: end.frames for end in commit.ranks}
         found = {each[1] for rank, stream in self._streams.items() for each in stream.sent if each[0] >= frames[rank]}
         return found | {table for (rank, seq, _), (table, _) in self._given.items() if seq >= frames[rank]}
 
     def provisional(self) -> dict[int, npt.NDArray[np.int64]]:
-        """Rows that were handed out and that no marker has, by table; each once."""
+        """Return the rows that were handed out and that no marker has, by table; each once."""
         found: dict[int, list[npt.NDArray[np.int64]]] = {}
         taken = ((table, ids) for stream in self._streams.values() for _, table, ids in stream.sent)
         for table, ids in (*taken, *self._given.values()):
@@ -114,10 +114,11 @@ class Tail:
         return {table: np.unique(np.concatenate(ids)) for table, ids in found.items()}
 
     def read(self) -> list[Rows]:
-        """Rows that have come since those that were :meth:`taken`, in order; the same again until they are.
+        """Return the rows that have arrived since those that were :meth:`taken`, in order. They are returned again
+        until they are taken.
 
         Raises:
-            StreamLostError: what was read is not in the log any more.
+            StreamLostError: rows that were read are no longer in the log.
             CorruptionError: frames are out of order, or of another schema.
             LogUnavailableError: the log does not answer.
         """
@@ -135,7 +136,8 @@ class Tail:
         return [(header.table, header.col0, view) for _, header, view in rows]
 
     def _check_end(self, partition: int, streams: Mapping[int, _Stream], end: int) -> None:
-        """See that what was read is there: a log that has lost its tail may grow past it again with something else."""
+        """Check that the rows that were read still exist: a log that has lost its tail may later grow past it with
+        other data."""
         reach = max(stream.offset for stream in streams.values())
         if end < reach or (end == reach and any(stream.has_read for stream in streams.values())):
             raise StreamLostError(
@@ -151,7 +153,7 @@ class Tail:
         return bool(self._pending)
 
     def taken(self) -> None:
-        """Note that what :meth:`read` has given is applied."""
+        """Note that the rows of the last :meth:`read` are applied."""
         for rank, header, view in self._pending:
             stream = self._streams[rank]
             stream.seq, stream.chain = header.seq + 1, header.header_crc
@@ -187,12 +189,13 @@ class Tail:
         except _OutOfOrderError:
             raise
         except CorruptionError:
-            # A frame that is being written looks like one that is damaged. A damaged one ends in no marker that a
-            # reader applies: reading that marker says where.
+            # A frame that is being written looks like a damaged one. No marker that a reader applies can end after a
+            # damaged frame: reading that marker reports the place.
             return
 
     def _header_of(self, frame: memoryview) -> Header | None:
-        """None for a record that is not a frame of this job: what is missing then, seq tells."""
+        """Return the header of a frame; None for a record that is not a frame of this job. A gap in seq reveals a
+        missing frame."""
         try:
             return data_header(frame, self._claim.job)
         except CorruptionError:
@@ -206,7 +209,7 @@ class Tail:
             return None
         if header.table >= len(self._claim.schema.tables):
             raise _OutOfOrderError(f"table {header.table} is not in the schema", **header.place())
-        # A copy: a frame is good until the next one only.
+        # A copy: a frame is valid only until the next one is read.
         return decode_rows(header, memoryview(bytes(payload)), self._claim.schema.tables[header.table])
 
     def _check(self, header: Header, seq: int, chain: int) -> None:
@@ -221,4 +224,4 @@ class Tail:
 
 
 class _OutOfOrderError(CorruptionError):
-    """What no half-written frame looks like."""
+    """An error that a half-written frame cannot cause."""

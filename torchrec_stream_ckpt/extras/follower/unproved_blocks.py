@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Doubt:
-    """A block that a marker proved otherwise. It stays known once it is settled."""
+    """A block that differs from a marker's proof. It stays known after it is settled."""
 
     named: UnprovedBlock
     dim: int
     missing: npt.NDArray[np.bool_] | None = None
-    """The cells that have not come again, shape (rows, dim); None: it is settled."""
+    """Cells that have not been sent again, shape (rows, dim); None if the block is settled."""
     by: MarkerId | None = None
-    """The newest marker whose rows or proof have taken from the doubt; None: nothing was taken from it."""
+    """The newest marker whose rows or proof have settled a part of the block; None if there is none."""
 
     def reopen(self) -> None:
         self.missing, self.by = np.ones((self.named.end - self.named.begin, self.dim), np.bool_), None
@@ -39,24 +39,25 @@ _Blocks = dict[int, dict[int, _Doubt]]
 
 
 class Doubts:
-    """Blocks that log and store give with other bits than the marker proved. For one thread at a time.
+    """Blocks whose bits in log and store differ from the marker's proof. For one thread at a time.
 
-    Newer rows or a newer proof settle a block for as long as the replica stays on their branch. If the trainer goes on
-    from before them, all rows are loaded anew, and log and store give the block as they did: it is in doubt again.
-    Tables go by their ids: a name may pass to another table, and a branch may bring back a table that was dropped.
+    Newer rows or a newer proof settle a block for as long as the replica stays on their branch. If the trainer
+    continues from an older marker, all rows are loaded again, and log and store return the block as before: it is in
+    doubt again. Tables are identified by id, because a name may pass to another table, and a branch may bring back a
+    table that was dropped.
     """
 
     def __init__(self) -> None:
         self._open: _Blocks = {}
         self._settled: _Blocks = {}
         self._names: dict[int, str] = {}
-        """Of the tables that the replica holds. Blocks of others stay known and count for nothing."""
+        """Names, by id, of the tables that the replica holds. Blocks of other tables stay known but do not count."""
 
     def __len__(self) -> int:
         return sum(len(self._open.get(table, ())) for table in self._names)
 
     def keep(self, tables: Iterable[TableSpec]) -> None:
-        """The replica holds these tables now, and no other ones: call it before the other methods."""
+        """Set the tables that the replica holds from now on. Call it before the other methods."""
         self._names = {table.id: table.name for table in tables if table.id is not None}
 
     def add(self, table: TableSpec, found: Iterable[UnprovedBlock]) -> None:
@@ -69,12 +70,13 @@ class Doubts:
             doubt.reopen()
 
     def has(self, table: TableSpec, found: Iterable[UnprovedBlock]) -> bool:
-        """Return whether all of these blocks of a table are in doubt already."""
+        """Return whether all of these blocks of a table are already in doubt."""
         known = self._open.get(table.id, {}) if table.id is not None else {}
         return all(each.begin // BLOCK_ROWS in known for each in found)
 
     def sent(self, changed: Changed, marker: MarkerId) -> None:
-        """Note rows of ``marker`` that are newer than the proof: a block with all rows new is as it was sent."""
+        """Note rows of ``marker`` that are newer than the proof. If all rows of a block are new, the block is as it was
+        sent."""
         table = changed.table.id
         if table is None or not (known := self._open.get(table)):
             return
@@ -88,12 +90,12 @@ class Doubts:
                 self._settle(table, block, marker)
 
     def proved(self, proof: WeightProof, *, is_load: bool) -> None:
-        """Settle all blocks that a marker proves: call :meth:`add` after it for those that do not fit.
+        """Settle all blocks that a marker proves. Call :meth:`add` after it for those that differ.
 
         Args:
-            proof: What the marker proves. All of these blocks were compared.
-            is_load: Whether all rows have just been loaded. If a block fits the very proof that it did not fit before,
-                log and store have it, the replica alone had not, and it is forgotten.
+            proof: The marker's proof. All of its blocks were compared.
+            is_load: Whether all rows have just been loaded. If a block now matches the same proof that it did not match
+                before, only the replica was wrong, not log and store, and the block is forgotten.
         """
         for table, name in self._names.items():
             blocks, _ = proof.tables.get(name, (np.empty(0, np.int64), None))
@@ -105,10 +107,10 @@ class Doubts:
                     self._settle(table, block, proof.marker)
 
     def loaded(self, includes: Callable[[MarkerId], bool]) -> None:
-        """All rows were loaded anew: what newer rows or a proof have taken from a doubt holds only on their branch.
+        """Note that all rows were loaded again: newer rows or a proof settle a block only on their own branch.
 
         Args:
-            includes: Whether the rows of another marker are among those that were loaded.
+            includes: Returns whether the loaded rows include those of another marker.
         """
         for table, blocks in self._settled.items():
             for block, doubt in list(blocks.items()):
@@ -149,13 +151,14 @@ IN_A_STREAM = (
 
 
 def refusal(unproved: Unproved, marker: MarkerId, hint: str = IN_TABLES) -> ProofMismatchError:
-    """The error of a replica that does not serve ``marker``."""
+    """Return the error of a replica that does not serve ``marker``."""
     error = unproved.error(marker)
     return ProofMismatchError(error.message, hint=hint, **error.where)
 
 
 def proof_of(update: Update) -> WeightProof | None:
-    """The proof of the update's marker; None if it has none, or it cannot be read: the reason is logged."""
+    """Return the proof of the update's marker. Returns None if it has none, or if it cannot be read; the reason is then
+    logged."""
     try:
         return update.proof()
     except (CorruptionError, TrimmedError) as error:
@@ -164,7 +167,7 @@ def proof_of(update: Update) -> WeightProof | None:
 
 
 def older_proofs_of(update: Update) -> Iterator[WeightProof]:
-    """Yield those of the update's older proofs that can be read; the reason for which one cannot is logged."""
+    """Yield the update's older proofs that can be read. If one cannot be read, the reason is logged."""
     try:
         yield from update.older_proofs()
     except (CorruptionError, TrimmedError) as error:

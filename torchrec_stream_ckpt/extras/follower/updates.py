@@ -1,4 +1,4 @@
-"""What a follower hands out: one update after the other, each with the rows that it changes."""
+"""Updates that a follower hands out, each with the rows that it changes."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from torchrec_stream_ckpt.proofs.weights import WeightProof
 from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
 
 _MARKER = re.compile(r"\d+:\d+")
-"""What COMMIT.dense is in a serving stream."""
+"""Form of COMMIT.dense in a serving stream."""
 
 
 class UpdateKind(StrEnum):
-    """What an update makes of the tables."""
+    """Effect of an update on the tables."""
 
     LOAD = "load"
-    """Every row of a marker: the first one, or again because what lies between is gone or on an abandoned branch, or
-    the model has changed: the update's schema has other tables then."""
+    """Every row of a marker. It is the first update, or follows if the changes since the last marker are gone or on an
+    abandoned branch, or if the model has changed: the update's schema then has other tables."""
     MARKER = "marker"
-    """What changed since the marker before: after it the tables are those of the marker, bit for bit. (``rows`` mode)
-    Newer rows may have come already: ``Update.is_provisional`` says so."""
+    """Changes since the previous marker: after it the tables are those of the marker, bit for bit. In ``rows`` mode,
+    newer rows may already have arrived: ``Update.is_provisional`` reports that."""
     ROWS = "rows"
     """(``rows`` mode) Rows that no marker has yet. Some of them, or none, may never be in one."""
     ROLLBACK = "rollback"
-    """(``rows`` mode) The trainer that sent such rows is gone: they are what the newest marker says again."""
+    """(``rows`` mode) The trainer that sent such rows is gone: they get their values at the newest marker again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Rows of one table, or of a slice of its columns. Arrays are good until the next ones are asked for."""
+    """Rows of one table, or of a slice of its columns. The arrays are valid until the next ones are requested."""
 
     table: TableSpec
     col0: int
@@ -46,7 +46,7 @@ class Changed:
     ids: npt.NDArray[np.int64]
     """Rows of the logical table, shape (n,)."""
     weights: Array
-    """Shape (n, cols). bfloat16 is there as its bits, uint16."""
+    """Shape (n, cols). bfloat16 is represented by its bits, as uint16."""
     states: tuple[Array, ...] = ()
     """(``states=True``) In the order of ``table.states``: (n,) or (n, cols)."""
 
@@ -60,22 +60,24 @@ class Update:
     """The newest marker that is wholly applied after this update."""
     schema: Schema
     why: str
-    """LOAD, ROLLBACK: the reason, for people; else empty."""
+    """(LOAD, ROLLBACK) The reason, for people; otherwise empty."""
     changes: Callable[[], Iterator[Changed]]
-    """In order: of a row that comes more than once the last one counts. To be read while the update is the newest."""
+    """Changed rows, in order: if a row occurs more than once, the last one counts. Read them while the update is the
+    newest."""
     dense: Callable[[], Path]
-    """A folder with the marker's dense state, a DCP checkpoint, digests compared. Raises as a restore would."""
+    """Returns a folder with the marker's dense state, a DCP checkpoint, digests compared. Raises as a restore would."""
     proof: Callable[[], WeightProof | None] = lambda: None
-    """(LOAD, MARKER) What the marker proves of the weights; None: nothing. To be asked while the update is the newest.
-    Raises CorruptionError, TrimmedError: it is damaged or gone; StoreUnavailableError, LogUnavailableError."""
+    """(LOAD, MARKER) Returns the marker's proof of its weights; None if it has none. Call it while the update is
+    the newest. Raises CorruptionError or TrimmedError if it is damaged or gone; StoreUnavailableError,
+    LogUnavailableError."""
     is_provisional: bool = False
-    """(``rows`` mode) Whether after this update the tables hold rows that are newer than its marker: no marker had
-    them when they were handed out."""
+    """(``rows`` mode) True if after this update the tables hold rows newer than its marker, which no marker had when
+    they were handed out."""
     includes: Callable[[MarkerId], bool] = lambda marker: True
-    """(LOAD) Whether the rows of another marker are among these: it is this one, or on the way to it."""
+    """(LOAD) Returns whether these rows include those of another marker: it is this one, or on the path to it."""
     older_proofs: Callable[[], Iterator[WeightProof]] = lambda: iter(())
-    """(LOAD) What markers before this one prove of weights that were not sent or proved since, newest first: one round
-    of windows back. To be asked, and raises, as :attr:`proof`."""
+    """(LOAD) Returns the proofs of older markers for weights that were not sent or proved since, newest first, back to
+    one round of windows. Call it, and expect errors, as for :attr:`proof`."""
 
     @property
     def marker(self) -> MarkerId:
@@ -83,7 +85,7 @@ class Update:
 
     @property
     def origin(self) -> str:
-        """The trainer's marker: of a serving stream, the one that is served."""
+        """The trainer's marker; in a serving stream, the one that is served."""
         return self.commit.dense if _MARKER.fullmatch(self.commit.dense) else str(self.marker)
 
     @property

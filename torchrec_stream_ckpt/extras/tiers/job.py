@@ -1,4 +1,4 @@
-"""Tiers as a trainer uses them: opening a generation on both, the relay beside rank 0."""
+"""Tiers of a trainer: open a generation on both logs, and run the relay next to rank 0."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ log = logging.getLogger(__name__)
 
 
 class Tiered(TieredJob):
-    """The outer tier of one rank's job, beside the inner one that it writes to.
+    """The outer tier of one rank's job, in addition to the inner tier that it writes to.
 
     Args:
-        config: The job's.
+        config: The job's configuration.
         tiers: Both logs, open.
     """
 
@@ -35,10 +35,10 @@ class Tiered(TieredJob):
 
     @classmethod
     def open(cls, config: StreamConfig, inner: Tier, team: Team) -> Tiered | None:
-        """(all ranks) None for a job with a single log.
+        """(all ranks) Open the outer tier; returns None for a job with a single log.
 
         Raises:
-            LogUnavailableError, StoreUnavailableError: the outer tier does not answer: nothing can be claimed.
+            LogUnavailableError, StoreUnavailableError: the outer tier does not answer, so nothing can be claimed.
         """
         outer = config.outer
         if outer is None:
@@ -61,33 +61,34 @@ class Tiered(TieredJob):
         layout: RankShards | None,
         changes: ClaimChanges | None = None,
     ) -> Claim:
-        """(rank 0) Own the next generation on both tiers; the inner CLAIM.
+        """(rank 0) Own the next generation on both tiers; returns the inner CLAIM.
 
         Raises:
             FencedError: another trainer was first.
             LogUnavailableError, StoreUnavailableError: a tier does not answer.
         """
-        self._let_go(self._config.commit_timeout_s)  # (reshard) what it has not copied of the parent is copied below
+        self._let_go(self._config.commit_timeout_s)  # (reshard) the rest of the parent is copied below
         mine, _ = claim_both(self.logs, schema, world, parent, swept, self.seen, layout=layout, changes=changes)
         self.seen = mine.generation
         return mine
 
     def start_relay(self) -> None:
-        """(rank 0) Copy from here on, in a process of its own."""
+        """(rank 0) Start copying, in a separate process."""
         self._relay = RelayProcess(self._config)
 
     @property
     def relay_pid(self) -> int | None:
-        """(rank 0) Of the relay."""
+        """(rank 0) Process id of the relay; None if there is none."""
         return self._relay.pid if self._relay is not None else None
 
     def _let_go(self, timeout_s: float) -> bool:
-        """Let the relay copy what is there and end; whether it has."""
+        """Let the relay copy what exists and end. Returns whether it has ended."""
         relay, self._relay = self._relay, None
         return relay is None or relay.close(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Let go of the outer tier; the relay may take ``timeout_s`` to copy the rest, and goes on by itself then."""
+        """Close the outer tier. The relay may take ``timeout_s`` to copy the rest; after that it continues by
+        itself."""
         if not self._let_go(timeout_s):
             log.warning("the outer tier does not have all of this job yet: stream-ckpt relay tells, and copies it")
         self.logs.outer.close()

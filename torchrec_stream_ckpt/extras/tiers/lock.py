@@ -1,4 +1,5 @@
-"""One at a time copies an inner log, or opens a generation on both tiers; each knows whether it was the last one."""
+"""Lock for copying an inner log or opening a generation on both tiers. Each holder knows whether it was the last
+one."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from torchrec_stream_ckpt.util.locks import held
 
 
 class RelayLock:
-    """A ``flock`` in the inner log's folder: it goes with the process that holds it.
+    """A ``flock`` in the inner log's folder; it is released when the process that holds it ends.
 
     Args:
-        folder: Of the inner log.
+        folder: Folder of the inner log.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -26,10 +27,10 @@ class RelayLock:
 
     @contextlib.contextmanager
     def hold(self, timeout_s: float) -> Iterator[bool]:
-        """Hold the lock; gives whether no other process has held it since this one did.
+        """Hold the lock. Yields True if no other process has held it since this one did.
 
         Raises:
-            LogUnavailableError: another process holds it for so long, or it cannot be made.
+            LogUnavailableError: another process holds it for ``timeout_s``, or it cannot be created.
         """
         path = self._folder / RELAY_LOCK
         with contextlib.ExitStack() as stack:
@@ -55,7 +56,7 @@ class RelayLock:
 
 
 def _holder(path: Path) -> str | None:
-    """Process id that the holder of the lock has left in its file."""
+    """Return the process id that the holder of the lock has written to its file."""
     try:
         return path.read_text("ascii", "replace").strip().rpartition(" ")[2] or None
     except OSError:

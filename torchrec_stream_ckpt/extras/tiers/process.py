@@ -1,9 +1,12 @@
-"""The relay as a process of its own, beside the trainer's rank 0: started, and again if it dies; let go at the end.
+"""Run the relay as a separate process next to the trainer's rank 0: start it, restart it if it dies, release it at the
+end.
 
-What rank 0 starts: ``python -m torchrec_stream_ckpt.extras.tiers.process``. One line of JSON on stdin says what to do.
+Rank 0 starts ``python -m torchrec_stream_ckpt.extras.tiers.process`` and sends its settings as one line of JSON on
+stdin.
 
-Standard input is the tether, and so is the parent: when either is gone, the trainer has ended, and what it has captured
-is copied yet, for a bounded time. Secrets among the options so stand on no command line. Imports no torch.
+The relay watches its standard input and its parent. If either is gone, the trainer has ended. The relay then still
+copies what the trainer has captured, for a bounded time. Because the settings arrive on stdin, secrets among the
+options appear on no command line. Imports no torch.
 """
 
 from __future__ import annotations
@@ -31,21 +34,22 @@ from torchrec_stream_ckpt.util.service import Event
 log = logging.getLogger(__name__)
 
 FENCED = 3
-"""Exit status of a relay: another trainer owns the job."""
+"""Exit status of a relay if another trainer owns the job."""
 LINGER_S = 120.0
-"""How long a relay goes on behind its trainer's end."""
+"""How long a relay continues after its trainer has ended."""
 _POLL_S = 0.5
 _RESTART_S = (0.5, 30.0)
 _STABLE_S = 60.0
 _left: list[subprocess.Popen[bytes]] = []
-"""Relays that still copy when their trainer has let go: no finalizer shall complain about them."""
+"""Relays that still copy when their trainer has released them. They are kept so that no finalizer complains about
+them."""
 
 
 class RelayProcess:
     """Keeps one relay running until :meth:`close`.
 
     Args:
-        config: The job's, with both tiers.
+        config: The job's configuration, with both tiers.
     """
 
     def __init__(self, config: StreamConfig) -> None:
@@ -61,15 +65,16 @@ class RelayProcess:
 
     @property
     def pid(self) -> int:
-        """Of the relay that runs now, or ran last."""
+        """Process id of the relay that runs now, or ran last."""
         return self._process.pid
 
     def close(self, timeout_s: float) -> bool:
-        """Let it copy what is there, and end; whether it has, in ``timeout_s``. Else it goes on by itself, bounded."""
+        """Let the relay copy what exists, and end. Returns whether it ended within ``timeout_s``. If not, it continues
+        by itself for a bounded time."""
         with self._starting:
             self._closing.set()
             if self._process.poll() not in (None, 0, FENCED):
-                self._process = self._spawn()  # it died, and what it had not copied yet would stay here
+                self._process = self._spawn()  # it died, and data that it had not copied would stay here
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -89,7 +94,7 @@ class RelayProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=environment,
-            start_new_session=True,  # a signal for the trainer's group ends the trainer alone
+            start_new_session=True,  # a signal for the trainer's group ends only the trainer
         )
         _say(process.stdin, self._order)
         return process
@@ -119,11 +124,11 @@ def _say(pipe: IO[bytes] | None, order: bytes) -> None:
     try:
         pipe.write(order + b"\n")
     except BrokenPipeError:
-        return  # it has ended already: whoever watches it sees that
+        return  # it has already ended: the watcher notices that
 
 
 def _plain(config: StreamConfig) -> dict[str, Any]:
-    """The configuration as JSON; options are read here, so that relative paths mean the same."""
+    """Return the configuration as JSON. Options are read here, so that relative paths keep their meaning."""
     fields: dict[str, Any] = asdict(config)
     fields["uri"] = list(config.uris)
     fields["commit_key_file"] = os.path.abspath(config.commit_key_file) if config.commit_key_file else None
@@ -138,7 +143,8 @@ log = logging.getLogger("torchrec_stream_ckpt.relay")
 
 
 def main() -> int:
-    """Run until the trainer is gone and all is copied; 0 then, ``FENCED``, or 1 if something is wrong."""
+    """Run until the trainer is gone and everything is copied. Returns 0 then, ``FENCED`` if fenced, or 1 on an
+    error."""
     said: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     try:
@@ -158,7 +164,7 @@ def main() -> int:
 
 
 def _gone(parent: int) -> Callable[[], bool]:
-    """Return a function that tells whether the trainer has ended, or has let go."""
+    """Return a function that returns whether the trainer has ended or has released the relay."""
 
     def gone() -> bool:
         if os.getppid() != parent:

@@ -1,8 +1,8 @@
-"""Copy what the inner log has committed to the outer one: frames as they are, then dense state, then COMMIT.
+"""Copy committed data from the inner log to the outer one: frames unchanged, then dense state, then COMMIT.
 
-A relay has no state of its own: where it goes on, the outer log's newest COMMIT of the generation says. What was sent
-behind that and is sent again bears the same seq and checksums, so readers drop it. It copies the newest generation
-alone, since no other one can commit anything any more.
+A relay has no state of its own: it resumes at the outer log's newest COMMIT of the generation. If frames after that
+COMMIT were sent before and are sent again, they carry the same seq and checksums, so readers drop them. It copies only
+the newest generation, since no other generation can commit any more.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ log = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S = 60.0
 PATIENCE_S = 20.0
-"""How long the outer log may acknowledge nothing before the relay says so, and begins again."""
+"""How long the outer log may acknowledge nothing before the relay reports it and starts over."""
 COMMIT_TIMEOUT_S = 60.0
 _IN_FLIGHT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Lag:
-    """What the outer log does not have yet of what counts."""
+    """Committed data that the outer log does not have yet."""
 
     markers: int
     num_bytes: int
-    """Frames."""
+    """Bytes of frames."""
     oldest_s: float | None
     """When the oldest of those markers was committed, by the trainer's wall clock."""
 
@@ -65,12 +65,12 @@ class Lag:
 
 @dataclass(frozen=True, slots=True)
 class _Delivered:
-    """How far one rank's stream has been copied."""
+    """Progress of copying one rank's stream."""
 
     inner: RankEnd
     begin: int
     end: int
-    """In the outer log."""
+    """End of the copied frames, as an offset in the outer log."""
 
 
 def say_passed(commit: Commit, error: StreamCkptError) -> None:
@@ -83,8 +83,9 @@ class Relay:
 
     Args:
         tiers: Both logs.
-        going_on: Called again and again; ends the work where it stands by raising.
-        pass_over: Called once with each marker that the outer log cannot get, and why; the ones after it can.
+        going_on: Called repeatedly; raises to stop the work where it is.
+        pass_over: Called once with each marker that the outer log cannot get, and the reason. Later markers can still
+            be copied.
     """
 
     def __init__(
@@ -98,30 +99,30 @@ class Relay:
         self._pass_over = pass_over
         self._passed: set[MarkerId] = set()
         self._noted: MarkerId | None = None
-        """How far the inner store says that the outer log is."""
+        """Newest marker that the note in the inner store reports as copied to the outer log."""
         self._lock = RelayLock(tiers.folder)
         self._generation: Claim | None = None
-        """On the outer log."""
+        """CLAIM of the generation on the outer log."""
         self._sent: dict[int, _Delivered] = {}
         self._reached: MarkerId | None = None
-        """Up to here rows were sent, by this relay without a break."""
+        """Marker up to which this relay has sent rows without a break."""
         self._writers: dict[int, DataWriter] = {}
         self._older = Older()
-        """What the generation stands on, on the outer log."""
+        """The lineage on which the generation is based, on the outer log."""
         self.frames_bytes = 0
-        """Bytes of frames that it has sent."""
+        """Bytes of frames that the relay has sent."""
         self.dense_bytes = 0
 
     def catch_up(self, *, upto: MarkerId | None = None, everything: bool = False) -> Iterator[Commit]:
-        """Copy what there is now; gives each marker that the outer log has got.
+        """Copy all that exists now. Yields each marker that the outer log has received.
 
         Args:
-            upto: Nothing behind this marker, and this one in any case.
-            everything: The newest marker in any case.
+            upto: Copy this marker in any case, and nothing after it.
+            everything: Copy the newest marker in any case.
 
         Raises:
-            FencedError: another trainer has claimed the job on the outer log; the inner one has been told.
-            CorruptionError: the inner log is damaged, or one of them lacks what it had.
+            FencedError: another trainer has claimed the job on the outer log; the claim was copied to the inner log.
+            CorruptionError: the inner log is damaged, or one of the logs lacks data that it had.
             LogUnavailableError, StoreUnavailableError, CommitUnknownError: try again.
         """
         with self._lock.hold(LOCK_TIMEOUT_S) as undisturbed:
@@ -134,7 +135,7 @@ class Relay:
                 raise
 
     def state(self) -> TierState:
-        """Both control partitions as of now."""
+        """Read both control partitions as of now."""
         return TierState.read(self._tiers)
 
     @staticmethod
@@ -151,7 +152,7 @@ class Relay:
         self._forget()
 
     def _forget(self) -> None:
-        """Rows sent after the outer log's newest COMMIT count as never sent."""
+        """Forget the rows sent after the outer log's newest COMMIT: they count as never sent."""
         for writer in self._writers.values():
             writer.close()
         self._writers, self._sent, self._reached, self._generation = {}, {}, None, None
@@ -186,7 +187,7 @@ class Relay:
                 yield commit
 
     def _copy_notes(self, state: TierState) -> None:
-        """Copy what was said after its COMMIT of each marker that the outer log has."""
+        """Copy the records that follow the COMMIT of each marker that the outer log has."""
         for marker in state.inner.notes:
             if marker not in state.outer.commits or not state.owns(marker.generation):
                 continue
@@ -199,9 +200,9 @@ class Relay:
                     self._tiers.outer.control.note(note, COMMIT_TIMEOUT_S)
 
     def _note(self, job: bytes, reached: MarkerId) -> None:
-        """Tell a gc of the inner store how far the outer log is: what it does not have yet must stay.
+        """Note in the inner store how far the outer log is, so that gc keeps what the outer log does not have yet.
 
-        Where that store takes nothing, the note before this one stands, and gc keeps more.
+        If that store accepts no writes, the previous note stays valid, and gc keeps more.
         """
         if reached == self._noted:
             return
@@ -213,9 +214,9 @@ class Relay:
         self._noted = reached
 
     def _has_dense(self, commit: Commit) -> bool:
-        """Bring the dense state of a marker to the outer store; False where it is given up, or damaged.
+        """Copy the dense state of a marker to the outer store. Returns False if it was given up or is damaged.
 
-        No later marker stands on it. So the ones after it go on, and this one is named.
+        No later marker depends on it, so the relay reports this marker and continues with the next ones.
         """
         if commit.id in self._passed:
             return False
@@ -235,7 +236,8 @@ class Relay:
             Catalog.load(objects, commit.job).check_offered(commit.id)
 
     def _tell_fenced(self, state: TierState) -> None:
-        """A claim of another trainer, on the outer log alone: bring it to the inner log, whose trainer looks there."""
+        """Copy a claim of another trainer, which only the outer log has, to the inner log, where the inner trainer
+        looks for it."""
         if not state.inner.claims or state.generation <= state.inner.newest_generation:
             return
         for number in sorted(state.outer.claims):
@@ -248,7 +250,7 @@ class Relay:
         )
 
     def _begin(self, state: TierState) -> None:
-        """Where this generation stands on the outer log, unless it is known."""
+        """Find where this generation starts on the outer log, unless that is known."""
         claim = state.outer.claims[state.generation]
         if self._generation == claim:
             return
@@ -272,13 +274,13 @@ class Relay:
             self._send_stream(commit, end)
 
     def _send_stream(self, commit: Commit, end: RankEnd) -> None:
-        """One rank's frames up to a marker, as they are; all of them are durable on return."""
+        """Send one rank's frames up to a marker, unchanged. All of them are durable on return."""
         inner, sent = self._tiers.inner.log, self._sent.get(end.rank)
         writer = self._writer(end.rank, sent.end if sent is not None else 0)
         begin, stop = (sent.begin, sent.end) if sent is not None else (-1, 0)
         waiting = 0
         for header, frame in read_stream(inner, commit, end, sent.inner if sent is not None else None):
-            checked_payload(header, frame, commit, end)  # nothing damaged is copied
+            checked_payload(header, frame, commit, end)  # raises if damaged, so no damaged frame is copied
             writer.send(memoryview(bytes(frame)))
             failpoint("relay.sent")
             self.frames_bytes += len(frame)
@@ -290,7 +292,7 @@ class Relay:
         self._sent[end.rank] = _Delivered(end, begin, stop)
 
     def _acknowledged(self, writer: DataWriter, begin: int, stop: int, waiting: int) -> tuple[int, int, int]:
-        """Wait for some of ``waiting`` frames to be durable: where the stream begins and ends then."""
+        """Wait until some of ``waiting`` frames are durable. Returns where the stream then begins and ends."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             self._going_on()
@@ -313,7 +315,7 @@ class Relay:
         return self._writers[rank]
 
     def _send_dense(self, commit: Commit) -> None:
-        """Put the dense state into the outer store, every file compared with COMMIT."""
+        """Put the dense state into the outer store; every file is compared with COMMIT."""
         source, objects = self._tiers.inner.dense, self._tiers.outer.objects
         absent = lacking(objects, commit, whole(commit.dense_list, source.files(commit)))
         for file in copy_dense(source, commit, absent, objects, self._going_on):
@@ -321,7 +323,7 @@ class Relay:
             failpoint("relay.dense")
 
     def _commit(self, commit: Commit) -> None:
-        """The same marker, where its streams stand on the outer log."""
+        """Commit the same marker on the outer log, with the positions of its streams there."""
         outer, claim = self._tiers.outer, self._generation
         assert claim is not None
         ends = tuple(

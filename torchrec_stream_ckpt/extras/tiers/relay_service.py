@@ -1,4 +1,4 @@
-"""Keep the outer tier up to date with the inner one until told to stop, and outlast what is away."""
+"""Keep the outer tier up to date with the inner one until stopped, and wait out outages."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from torchrec_stream_ckpt.util.types import MarkerId
 FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 15.0
 FENCE_EVERY_S = 5.0
-"""How often the outer log is asked for a claim of another trainer when there is nothing to copy."""
+"""How often the outer log is checked for a claim of another trainer if there is nothing to copy."""
 _TRANSIENT = (LogUnavailableError, StoreUnavailableError, CommitUnknownError)
 
 
 class RelayService(Service):
-    """One relay that follows its inner log.
+    """A relay that follows its inner log.
 
     Args:
         tiers: Both logs.
         report: Takes events, on the thread of :meth:`run`.
-        last_call: Whether nothing more is to come: it copies what is there, the newest marker in any case, and ends.
-        linger_s: How long it goes on from the last call on.
+        last_call: Returns whether no more data will come. The relay then copies what exists, the newest marker in any
+            case, and ends.
+        linger_s: How long the relay continues after the last call.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class RelayService(Service):
         self._last_call = last_call
         self._linger_s = linger_s
         self.passed = 0
-        """Markers that were passed over."""
+        """Number of markers that were passed over."""
         self._relay = Relay(tiers, self.going_on, self._pass_over)
         self._deadline: float | None = None
         self._seen: MarkerId | None = None
@@ -66,7 +67,7 @@ class RelayService(Service):
             raise Stopped
 
     def _wait(self, seconds: float) -> None:
-        """Sleep, not through a last call."""
+        """Sleep, unless a last call is pending."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and not self._stop.wait(min(0.2, seconds)):
             self.going_on()
@@ -74,11 +75,11 @@ class RelayService(Service):
                 return
 
     def _round(self, *, once: bool, last: bool) -> None:
-        """Copy what there is now.
+        """Copy all that exists now.
 
         Raises:
             MarkerNotFoundError: (``once``) there is no inner log.
-            FencedError: another trainer owns the job; the inner log has been told.
+            FencedError: another trainer owns the job; the claim was copied to the inner log.
         """
         if self._tiers.inner.log.incarnation() is None:
             if once:
@@ -91,7 +92,7 @@ class RelayService(Service):
         try:
             self._copy(everything=last)
         except FencedError:
-            # Found out by a COMMIT: the next look brings the other trainer's claim to the inner log.
+            # A COMMIT has detected it: the next pass copies the other trainer's claim to the inner log.
             self._copy(everything=False)
             raise
         self._seen, self._looked_s = now, time.monotonic()
@@ -115,7 +116,7 @@ class RelayService(Service):
 
 
 def state_of(tiers: Tiers) -> dict[str, Any]:
-    """How far the outer tier is behind, for people and programs."""
+    """Return how far the outer tier lags, for people and programs."""
     state = TierState.read(tiers)
     lag = Relay.lag(state)
     outer = state.outer.newest

@@ -1,11 +1,11 @@
-"""Open a generation on both tiers: the outer log first, for its order is the fence; then the same on the inner one.
+"""Open a generation on both tiers: first on the outer log, whose order is the fence, then the same on the inner one.
 
-A generation stands on its parent on both logs, or on none of them:
+A generation is based on its parent on both logs, or on neither:
 
-- a parent that only the inner log has is copied to the outer one before anything is claimed;
-- for a parent that only the outer log has, the inner one gets the control records, and a TRIM that says that the rows
-  up to there are on the outer tier: so it is a log like any other one, and says by itself what it lacks;
-- if neither is possible, the generation begins a new base: it stands on nothing, and sends every table whole.
+- If only the inner log has the parent, it is copied to the outer one before anything is claimed.
+- If only the outer log has the parent, the inner one gets the control records, and a TRIM that states that the rows up
+  to there are on the outer tier. The inner log is then a log like any other, and records itself what it lacks.
+- If neither is possible, the generation begins a new base: it has no parent, and sends every table whole.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ def claim_both(
     Args:
         tiers: Both logs.
         schema: The job's tables.
-        world: Ranks.
-        parent: The marker on which the generation is to stand.
-        swept: Tables that it sends whole, if it does.
-        seen: The newest generation when ``parent`` was chosen; None: whatever it was.
-        layout: Which shards each rank holds; None where they are too many for a CLAIM.
-        changes: What the restore was told of a changed model; None: the tables are those of the parent.
+        world: Number of ranks.
+        parent: The marker on which the generation is to be based.
+        swept: Tables that the generation sends whole if it has the parent.
+        seen: The newest generation at the time ``parent`` was chosen; None if any is accepted.
+        layout: Shards that each rank holds; None if there are too many for a CLAIM.
+        changes: Changes to the model that the restore declared; None if the tables are those of the parent.
 
     Returns:
-        The inner and the outer CLAIM. Without a parent where one was asked for, all tables are ``swept``.
+        The inner and the outer CLAIM. If a parent was requested but neither has one, all tables are ``swept``.
 
     Raises:
         FencedError: another trainer was first.
@@ -109,14 +109,15 @@ def relay_parent(tiers: Tiers, parent: MarkerId) -> None:
 
 
 def _why_no_parent(state: TierState, parent: MarkerId) -> str:
-    """Why a generation cannot stand on ``parent`` on both logs; empty when it can."""
+    """Return why a generation cannot be based on ``parent`` on both logs; empty if it can."""
     if parent not in state.outer.commits:
         return "it was never copied to the outer tier, which has gone on"
     return _for_each_missing(state, parent, lambda _: None)
 
 
 def _for_each_missing(state: TierState, parent: MarkerId, do: Callable[[Claim | Commit], None]) -> str:
-    """Call ``do`` with what the inner log lacks of the way to ``parent``, in order. Why it cannot take it, or ""."""
+    """Call ``do`` with each record on the path to ``parent`` that the inner log lacks, in order. Returns why the inner
+    log cannot take them, or ""."""
     newest, last = state.inner.newest_generation, state.inner.newest
     taken: set[int] = set()
     for commit in state.outer.chain(parent):
@@ -131,7 +132,7 @@ def _for_each_missing(state: TierState, parent: MarkerId, do: Callable[[Claim | 
         if commit.id in state.inner.commits:
             continue
         if state.owns(claim.generation):
-            # Its own rows up to there are gone, or were never there: a COMMIT for them would be false.
+            # Its own rows up to there are gone, or never existed: a COMMIT for them would be false.
             if commit.id in {each.id for each in state.outer.path(parent)}:
                 return f"the inner log has lost marker {commit.id}"
             continue
@@ -142,7 +143,7 @@ def _for_each_missing(state: TierState, parent: MarkerId, do: Callable[[Claim | 
 
 
 def _adopt(tiers: Tiers, state: TierState, parent: MarkerId) -> None:
-    """Write the control records that lead to ``parent`` into the inner log, as far as it lacks them."""
+    """Write the control records that lead to ``parent`` into the inner log, if it lacks them."""
     inner = tiers.inner
     path = state.outer.path(parent)
     # A reader that looks for missing rows must find an empty partition.
@@ -160,5 +161,5 @@ def _adopt(tiers: Tiers, state: TierState, parent: MarkerId) -> None:
 
 
 def _append(tiers: Tiers, record: Claim | Commit) -> None:
-    """As it stands on the outer log, its signature included."""
+    """Append a record exactly as it is on the outer log, including its signature."""
     tiers.inner.log.append_control(record.to_frame(), garbage=tiers.inner.control.signs)
