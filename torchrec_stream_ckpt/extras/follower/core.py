@@ -55,7 +55,7 @@ class Follower:
         """``markers`` or ``rows``, as passed to :func:`follow`."""
         self._poll_s = poll_s
         self.outage_s = outage_s
-        """How long log and store may fail to answer."""
+        """Longest outage of log or store, in seconds."""
         self._stop = threading.Event()
         self._at: Commit | None = None
         self._towards: MarkerId | None = None

@@ -34,7 +34,7 @@ from torchrec_stream_ckpt.util.types import RankEnd, TableShard, TableSpec
 from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri
 
 ANSWER_S = 60.0
-"""How long the serving log may fail to answer."""
+"""Longest wait for an answer of the serving log, in seconds."""
 _IN_FLIGHT = 32
 """Number of frames that may be unacknowledged."""
 

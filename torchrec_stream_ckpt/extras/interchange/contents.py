@@ -1,6 +1,7 @@
-"""What a checkpoint holds of a TorchRec job, by its metadata: tables, fused states, dense entries.
+"""Sort a TorchRec checkpoint by its metadata: tables, fused states, dense entries.
 
-A checkpoint of another kind, as an import reads it: entries by name, tensors in parts.
+Also defines the interface through which an import reads a checkpoint of another kind: entries by name, tensors in
+parts.
 """
 
 from __future__ import annotations
@@ -26,71 +27,72 @@ Part = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 class Checkpoint(Protocol):
-    """What ``dcp_checkpoint.py`` and ``torch_checkpoint.py`` open."""
+    """Interface of an open checkpoint; see ``dcp_checkpoint.py`` and ``torch_checkpoint.py``."""
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """Path of the checkpoint."""
 
     @property
     def metadata(self) -> Metadata:
-        """Its entries, as DCP describes them; ``planner_data`` has the path of keys to each, if it is known."""
+        """Its entries, as DCP describes them. ``planner_data`` has the path of keys to each entry, if it is known."""
 
     @property
     def sharded(self) -> Collection[str]:
-        """Entries that were sharded when they were saved, as far as the checkpoint says it."""
+        """Entries that were sharded when they were saved, if the checkpoint records it."""
 
     @property
     def unread(self) -> Sequence[str]:
-        """What stands in it besides the entries, and has no place in a marker."""
+        """Names of other contents, which have no place in a marker."""
 
     def check(self, names: Sequence[str]) -> None:
-        """Refuse entries of which ranks have saved different values, where there can be one.
+        """Refuse entries of which ranks have saved different values, if the format allows that.
 
         Raises:
             ConfigError: names the first one.
         """
 
     def parts(self, wanted: Sequence[Part]) -> list[torch.Tensor]:
-        """These parts of entries, on the CPU; not to be written.
+        """Return parts of entries, on the CPU. The caller must not write to them.
 
         Raises:
-            CorruptionError: a file is gone or damaged.
+            CorruptionError: a file is missing or damaged.
         """
 
     def whole(self, names: Sequence[str]) -> dict[str, Any]:
-        """Whole tensors and plain values, on the CPU; not to be written.
+        """Return whole tensors and plain values, on the CPU. The caller must not write to them.
 
         Raises:
-            CorruptionError: a file is gone or damaged.
+            CorruptionError: a file is missing or damaged.
         """
 
 
 NO_OPTIMIZER = "none"
-"""Of a table that was imported without states: a restore has to be told which optimizer goes on with it."""
+"""Optimizer name of a table that was imported without states. A restore requires the optimizer to continue with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportSource:
-    """What is known of a checkpoint besides its bytes."""
+    """Facts about a checkpoint that its bytes do not contain."""
 
     optimizer: str
-    """The fused optimizer, such as ``exact_rowwise_adagrad``: a checkpoint does not name it. :data:`NO_OPTIMIZER`:
-    weights alone."""
+    """The fused optimizer, such as ``exact_rowwise_adagrad``, which a checkpoint does not name. :data:`NO_OPTIMIZER`:
+    weights only."""
     model_key: str = ""
-    """Where the model's state dict stands; empty: at the top."""
+    """Key of the model's state dict; empty if it is at the top."""
     optimizer_key: str = ""
-    """Where that of the optimizer stands."""
+    """Key of the optimizer's state dict."""
     data_parallel: tuple[str, ...] = ()
-    """(an optimizer without state) Tables that are replicated, by name: otherwise those without fused state are."""
+    """(an optimizer without state) Names of replicated tables. Without such an optimizer, the tables without fused
+    state are the replicated ones."""
     sharded: tuple[str, ...] = ()
-    """Tables that are known to be sharded: one without fused state comes as weights alone."""
+    """Tables that are known to be sharded. If one has no fused state, only its weights are imported."""
     of_model: frozenset[str] = frozenset()
-    """Those of ``data_parallel`` that a model names: the checkpoint need not have them."""
+    """Tables of ``data_parallel`` that a model names; they may be missing from the checkpoint."""
     renamed: tuple[tuple[str, str], ...] = ()
-    """Patterns of whole names of parameters and buffers, and what becomes of them, in this order."""
+    """Patterns of whole names of parameters and buffers, and their replacements, applied in this order."""
     step: int = 0
-    """Steps that the job had made."""
+    """Steps that the job had done."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.step < 2**63:
@@ -110,10 +112,10 @@ class SavedTable:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a checkpoint holds, by its metadata."""
+    """Contents of a checkpoint, sorted by its metadata."""
 
     tables: tuple[SavedTable, ...]
-    """Sorted by name."""
+    """Tables, sorted by name."""
     dense: dict[str, str]
     """Entry by name of a parameter or buffer."""
     dense_states: dict[tuple[str, str], str]
@@ -123,7 +125,7 @@ class Contents:
 
     @property
     def schema(self) -> Schema:
-        """Its tables, in this order."""
+        """Schema of the tables, in this order."""
         return Schema(tuple(table.spec for table in self.tables))
 
     @property
@@ -137,8 +139,8 @@ def read_contents(checkpoint: Checkpoint, source: ImportSource) -> Contents:
     """Sort the entries of a checkpoint: tables, their fused states, the dense model, its optimizers.
 
     Raises:
-        ConfigError: the keys, or what is said of the optimizer, do not fit the checkpoint.
-        UnsupportedError: it holds what cannot be brought over.
+        ConfigError: the keys, or the settings for the optimizer, do not fit the checkpoint.
+        UnsupportedError: the checkpoint holds entries that cannot be imported.
     """
     entries = checkpoint.metadata.state_dict_metadata
     _check_keys(checkpoint.metadata, source)
@@ -167,11 +169,11 @@ def read_contents(checkpoint: Checkpoint, source: ImportSource) -> Contents:
         fused = _fused_states(states, name, before) if before is not None else {}
         sharded = parsed.spec_name in source.sharded or model[name] in checkpoint.sharded
         if not fused and known and not sharded:
-            continue  # a replicated table is trained by a dense optimizer
+            continue  # a dense optimizer trains a replicated table
         optimizer = source.optimizer if fused or not known else NO_OPTIMIZER
         fused = fused if optimizer != NO_OPTIMIZER else {}
         others |= {model[name], *fused.values()}
-        if parsed.spec_name not in tables:  # our own exports have each table under two names
+        if parsed.spec_name not in tables:  # our own exports list each table under two names
             tables[parsed.spec_name] = _table(entries, parsed, model[name], fused, optimizer)
     if not tables or (known and all(table.spec.optimizer == NO_OPTIMIZER for table in tables.values())):
         raise _no_tables(model)
@@ -179,10 +181,10 @@ def read_contents(checkpoint: Checkpoint, source: ImportSource) -> Contents:
 
 
 def states_of(optimizer: str) -> tuple[str, ...]:
-    """Names of the states that rows have under a fused optimizer, or under none.
+    """Return the names of the states that rows have under a fused optimizer, or under none.
 
     Raises:
-        ConfigError: it is not captured.
+        ConfigError: this optimizer is not supported.
     """
     return () if optimizer == NO_OPTIMIZER else optimizer_states(optimizer)
 
@@ -198,7 +200,7 @@ def _no_tables(model: Mapping[str, str]) -> ConfigError:
 
 
 def _renamed(model: Mapping[str, str], renamed: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """New name by name in the checkpoint, of all parameters and buffers."""
+    """Return the new name of each parameter and buffer, by its name in the checkpoint."""
     names = {name: name for name in model}
     for pattern, template in renamed:
         try:
@@ -254,7 +256,7 @@ def _contents(
 
 
 def _check_keys(metadata: Metadata, source: ImportSource) -> None:
-    """A table below a key that was not named would become one of another name."""
+    """Check the keys. A table below a key that was not named would become a table of another name."""
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
     for name, path in paths.items():
         parsed = TorchRecName.parse(str(path[-1])) if isinstance(path, tuple) and path else None
@@ -267,7 +269,8 @@ def _check_keys(metadata: Metadata, source: ImportSource) -> None:
 
 
 def _fused_states(states: Mapping[str, str], weight: str, name: TorchRecName) -> dict[str, str]:
-    """Entry by state: ``<weight>.<table>.<state>``, after the name that a CombinedOptimizer may give it."""
+    """Return the entry of each state: ``<weight>.<table>.<state>``, which a CombinedOptimizer may prefix with a
+    name."""
     pattern = re.compile(rf"(?:.+\.)?{re.escape(weight)}\.{re.escape(name.table)}\.([^.]+)")
     return {match[1]: entry for key, entry in states.items() if (match := pattern.fullmatch(key)) is not None}
 
@@ -312,7 +315,7 @@ def _table(
 
 
 def _edges(slices: tuple[tuple[int, int], ...]) -> list[int]:
-    """Where each slice has to begin when they lie side by side."""
+    """Return the first column that each slice must have if they lie side by side."""
     edges = [0]
     for _, cols in slices:
         edges.append(edges[-1] + cols)
@@ -320,12 +323,12 @@ def _edges(slices: tuple[tuple[int, int], ...]) -> list[int]:
 
 
 def _states_of(optimizer: str, found: set[str], name: TorchRecName) -> tuple[str, ...]:
-    """The states' names in the schema, in order; TorchRec calls the first one ``momentum1``."""
+    """Return the states' names in the schema, in order; TorchRec calls the first one ``momentum1``."""
     known = states_of(optimizer)
     for more in ((), ("prev_iter", "row_counter"), ("prev_iter",), ("row_counter",)):
         states = (*known, *more)
         if more and not known:
-            break  # these come after the states of an optimizer that has some
+            break  # these follow the states of an optimizer that has some
         if {"momentum1" if position == 0 else state for position, state in enumerate(states)} == found:
             return states
     raise ConfigError(
@@ -336,7 +339,7 @@ def _states_of(optimizer: str, found: set[str], name: TorchRecName) -> tuple[str
 
 
 def tensor_entry(metadata: Metadata, name: str) -> TensorStorageMetadata:
-    """Return what the metadata says of a tensor."""
+    """Return the metadata of a tensor."""
     entry = metadata.state_dict_metadata[name]
     assert isinstance(entry, TensorStorageMetadata)
     return entry

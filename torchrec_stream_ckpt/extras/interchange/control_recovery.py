@@ -1,9 +1,9 @@
-"""Put back what is lost of a log whose rows are there: its identity, its control partition, or the end of that.
+"""Recover the lost part of a log whose rows exist: its identity, its control partition, or the end of that.
 
-The records come from what is left of the control partition, from the second copy, and from the manifests of the store,
-as they were written. No COMMIT is made of anything else: rows that only MARKs speak of were never committed, as far as
-is known. A CLAIM above every generation that is named anywhere comes last: it fences a trainer that still writes, and
-no number is used twice. A TRIM says where rows are that the log lacks and the store holds.
+The records come from the rest of the control partition, from the second copy, and from the manifests of the store,
+exactly as they were written. No COMMIT is made from anything else: rows that only MARKs mention count as never
+committed. The last record is a CLAIM above every generation that is named anywhere: it fences a trainer that still
+writes, and no number is used twice. A TRIM states where to find rows that the log lacks and the store holds.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri, parse_uri
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The records of one job that are still found somewhere, and count."""
+    """The valid records of one job that still exist somewhere."""
 
     there: Lineage
-    """What the log says."""
+    """Records in the log."""
     copied: list[ControlRecord]
     """Records of the second copy."""
     stored: list[ControlRecord]
@@ -61,7 +61,7 @@ class Known:
         except CorruptionError:
             if not (there.claims or copied):
                 raise
-            lineage = Lineage()  # it has a gap: then it knows nothing that the others do not
+            lineage = Lineage()  # it has a gap, so it knows nothing that the others do not
         return cls(there, copied, list(in_order(lineage)))
 
     @property
@@ -70,16 +70,16 @@ class Known:
         return [each for each in known if isinstance(each, Claim)]
 
     def put_into(self, lineage: Lineage, uri: FileUri | KafkaUri) -> list[ControlRecord]:
-        """Apply what the log at ``uri`` lacks to what it says; returns that, in order.
+        """Apply the records that the log at ``uri`` lacks to its lineage. Returns them, in order.
 
         Raises:
-            ConfigError: they are of several histories.
+            ConfigError: the records are of several histories.
         """
         known = _unique(self.copied, self.stored)
         if len(known) > len(self.copied):
             placed = sorted((each for each in known if _place(each)), key=lambda each: _place(each) or (0, 0, 0))
             known = placed + [each for each in known if not _place(each)]
-        # What was given up is in no lineage: what the log lacks comes after the last record that it has.
+        # No lineage has records that were given up: the missing records follow the last record that the log has.
         last = max((place for place, each in enumerate(known) if knows(lineage, each)), default=-1)
         missing, stale = known[last + 1 :], lineage.stale
         for record in missing:
@@ -94,7 +94,7 @@ class Known:
 
 
 def _copied(log: Log, control: Control, objects: Objects, job: bytes) -> list[ControlRecord]:
-    """The second copy; where the log has lost its identity, of the log whose copy has the newest generation."""
+    """Return the second copy. If the log has lost its identity, use the log whose copy has the newest generation."""
     logs = copied_logs(objects, job)
     if (mine := identity(log)) is not None and copied_log(mine.id) in logs:
         logs = [copied_log(mine.id)]
@@ -104,25 +104,25 @@ def _copied(log: Log, control: Control, objects: Objects, job: bytes) -> list[Co
 
 
 def identity(log: Log) -> Incarnation | None:
-    """Which log it is; None where it is new, or has lost its identity."""
+    """Return the log's identity; None if the log is new, or has lost its identity."""
     with contextlib.suppress(CorruptionError):
         return log.incarnation()
     return None
 
 
 def put_back(log: Log, control: Control, objects: Objects, uri: str, known: Known) -> int:
-    """Make the log whole again, as far as anybody knows; returns how many records were written.
+    """Restore all of the log's records that are known; returns the number of records written.
 
     Args:
         log: The log.
         control: Its control partition, with the commit key if the job has one.
         objects: The store.
-        uri: Where the log is.
-        known: What is still found somewhere.
+        uri: URI of the log.
+        known: The records that still exist somewhere.
 
     Raises:
-        MarkerNotFoundError: no place has a record.
-        ConfigError: what is there contradicts what is known.
+        MarkerNotFoundError: no record exists anywhere.
+        ConfigError: the existing records contradict the known ones.
         LogUnavailableError, StoreUnavailableError: one of them does not answer.
     """
     lineage = known.there
@@ -154,10 +154,10 @@ def put_back(log: Log, control: Control, objects: Objects, uri: str, known: Know
 
 
 def taken_away(log: Log, lineage: Lineage, objects: Objects) -> Trim | None:
-    """A TRIM for rows that the log lacks, no record speaks of, and the store holds; None: there are none.
+    """Return a TRIM for rows that the log lacks, no record mentions, and the store holds; None if there are none.
 
-    The TRIM that took them may be lost with the end of the control partition. Without one, no new marker could be
-    committed: what it stands on would look lost.
+    The TRIM that deleted them may be lost with the end of the control partition. Without a TRIM, no new marker could be
+    committed, because the rows that it depends on would seem lost.
     """
     now = log.incarnation()
     newest = {commit.generation: commit for commit in lineage.commits.values()}
@@ -182,19 +182,19 @@ def taken_away(log: Log, lineage: Lineage, objects: Objects) -> Trim | None:
 
 
 def _newest_held(holdings: Holdings, generation: int) -> MarkerId | None:
-    """The newest marker of a generation of which the store alone gives all rows."""
+    """Return the newest marker of a generation of which the store alone has all rows; None if there is none."""
     markers = (marker for marker in reversed(holdings.lineage.commits) if marker.generation == generation)
     return next((marker for marker in markers if holdings.look(marker).reach == marker), None)
 
 
 def _fence(lineage: Lineage, generation: int, incarnation: Incarnation) -> Claim:
-    """A CLAIM that no rank will write rows for."""
+    """Return a CLAIM under which no rank will write rows."""
     place = {"partitions": incarnation.partitions, "incarnation": incarnation.id}
     return nobodys(lineage, generation, uuid.uuid4().hex, time.time(), **place)
 
 
 def copy_anew(log: Log, control: Control, objects: Objects, uri: str) -> None:
-    """The second copy of the control partition as it is now, in the place of the one of before."""
+    """Replace the second copy of the control partition by one of its current records."""
     incarnation, now = log.incarnation(), folded(control)
     assert incarnation is not None
     job, mine = now.lineage.job, copied_log(incarnation.id)
@@ -220,7 +220,7 @@ def folded(control: Control) -> Folded:
 
 
 def in_order(lineage: Lineage) -> Iterator[Claim | Commit]:
-    """CLAIMs of generations that have committed, and all COMMITs, in an order in which all of them count."""
+    """Yield the CLAIMs of generations that have committed, and all COMMITs, in an order in which all of them count."""
     claimed = set()
     for commit in lineage.commits.values():
         if commit.generation not in claimed:
@@ -230,7 +230,7 @@ def in_order(lineage: Lineage) -> Iterator[Claim | Commit]:
 
 
 def generations_in(objects: Objects, job: bytes) -> Iterator[int]:
-    """Generations that objects in the store are named after."""
+    """Yield the generations that names of objects in the store contain."""
     for entry in objects.list(f"{SEGMENTS_DIR}/{job.hex()}/"):
         segment = parse_store_segment(entry.name)
         if segment is not None:
@@ -242,7 +242,7 @@ def generations_in(objects: Objects, job: bytes) -> Iterator[int]:
 
 
 def _named(log: Log, objects: Objects, lineage: Lineage) -> Iterator[int]:
-    """Generations that rows and objects are named after."""
+    """Yield the generations that rows and names of objects contain."""
     rows = log.newest_rows(_ends(list(lineage.commits.values())))
     if rows is not None:
         yield rows.generation
@@ -250,7 +250,7 @@ def _named(log: Log, objects: Objects, lineage: Lineage) -> Iterator[int]:
 
 
 def _ends(commits: Sequence[Commit]) -> dict[int, int]:
-    """Where what was committed ends, by partition."""
+    """Return the end of the committed data, by partition."""
     ends: dict[int, int] = {}
     for end in (end for commit in commits for end in commit.ranks):
         ends[end.partition] = max(end.end, ends.get(end.partition, 0))
@@ -258,12 +258,12 @@ def _ends(commits: Sequence[Commit]) -> dict[int, int]:
 
 
 def _unique(*records: Sequence[ControlRecord]) -> list[ControlRecord]:
-    """All of them, each once."""
+    """Return all records, each once."""
     return list({record.to_frame(): record for record in chain(*records)}.values())
 
 
 def _place(record: ControlRecord) -> tuple[int, int, int] | None:
-    """Where a record has to stand; None: anywhere after what it speaks of."""
+    """Return the sort key of a record; None if it may follow anywhere after the record that it refers to."""
     if isinstance(record, Claim):
         return record.generation, 0, 0
     if isinstance(record, Commit):

@@ -3,14 +3,14 @@
 ==========================================  =============================================================
 ``<module>.embedding_bags.<table>.weight``  a table, in chunks; ``<module>.embeddings.<table>.weight`` is
                                             another name of the same bytes
-``state.<table's name>.<table>.momentum1``  first fused state, of the others by name: as
-                                            ``dmp.fused_optimizer.state_dict()`` has them; under both names, too
+``state.<table's name>.<table>.momentum1``  first fused state; the others by name, as in
+                                            ``dmp.fused_optimizer.state_dict()``; also under both names
 ``<parameter>``                             the dense model, buffers included
-``state.<parameter>.<state>``               dense optimizers, as a ``KeyedOptimizer`` has them
+``state.<parameter>.<state>``               dense optimizers, as in a ``KeyedOptimizer``
 ==========================================  =============================================================
 
-A row-wise state is one vector for TorchRec, the column shards' values one after the other: it loads where a table is
-split into as many columns as in the marker.
+TorchRec stores a row-wise state as one vector, the column shards' values one after the other. It can be loaded if a
+table is split into as many columns as in the marker.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from torchrec_stream_ckpt.extras.interchange.names import TorchRecName
 from torchrec_stream_ckpt.extras.interchange.rows import TableReader, TableWindow
 
 Path_ = tuple[str, ...]
-"""Where an entry stands in the nested state dict."""
+"""Path of an entry in the nested state dict."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Under which keys a job keeps its state dicts: ``{"model": ..., "optim": ...}``; empty: all in one."""
+    """Keys of a job's state dicts: ``{"model": ..., "optim": ...}``; empty if all entries are in one."""
 
     model: str = ""
     optimizer: str = ""
@@ -54,7 +54,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A part of one entry, and which part of which window it is."""
+    """A part of one entry, and its position in a window of a table."""
 
     path: Path_
     dtype: torch.dtype
@@ -67,9 +67,9 @@ class _Chunk:
     rows: int
     """Rows of the window."""
     shard: int
-    """Which column shard of the table."""
+    """Number of the column shard of the table."""
     state: int | None
-    """Which state; None: the weights."""
+    """Number of the state; None for the weights."""
 
     @property
     def key(self) -> str:
@@ -82,7 +82,7 @@ class _Chunk:
         return WriteItem(MetadataIndex(self.key, self.offsets), WriteItemType.SHARD, tensor_data=data)
 
     def tensor(self, window: TableWindow) -> torch.Tensor:
-        """A copy of the chunk's part of its window."""
+        """Return a copy of the chunk's part of its window."""
         array = window.weights if self.state is None else window.states[self.state]
         if len(self.size) == 1:
             array = array[self.shard]
@@ -108,8 +108,8 @@ def write_dcp(
         folder: An empty folder.
         readers: The tables.
         dense: The dense state.
-        states: Whether fused and dense optimizer states are written.
-        keys: Where state dicts stand.
+        states: Whether to write fused and dense optimizer states.
+        keys: Keys of the state dicts.
         progress: Called with the bytes of each window.
 
     Returns:
@@ -129,7 +129,7 @@ def write_dcp(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             save(nested(dense, keys, states=states), storage_writer=writer, planner=planner, no_dist=True)
-    except CheckpointException as error:  # a BaseException that no handler of errors would see
+    except CheckpointException as error:  # a BaseException, which no handler of errors would see
         causes = [cause for cause, _ in error.failures.values()]
         for cause in causes:
             if isinstance(cause, (StreamCkptError, OSError)):
@@ -139,7 +139,7 @@ def write_dcp(
 
 
 def nested(dense: DenseTensors, keys: Keys, *, states: bool) -> dict[str, Any]:
-    """The dense state as the state dicts of a job."""
+    """Return the dense state as the state dicts of a job."""
     entries = {keys.of_model(name): value for name, value in dense.model.items()}
     for parameter, values in dense.optimizer.items() if states else ():
         entries |= {keys.of_state(parameter, state): value for state, value in values.items()}
@@ -153,7 +153,8 @@ def nested(dense: DenseTensors, keys: Keys, *, states: bool) -> dict[str, Any]:
 
 
 def _chunks(reader: TableReader, keys: Keys, *, states: bool) -> Iterator[_Chunk]:
-    """Window by window. A table with row-wise state is cut at its column shards, so that they can be told later."""
+    """Yield the chunks, window by window. A table with row-wise state is cut at its column shards, to keep them
+    distinguishable."""
     spec, name = reader.spec, TorchRecName.of(reader.spec)
     weight = name.keys[0]
     slices = reader.slices or ((0, spec.dim),)
@@ -172,7 +173,7 @@ def _chunks(reader: TableReader, keys: Keys, *, states: bool) -> Iterator[_Chunk
 
 
 class _Planner(DefaultSavePlanner):
-    """DCP's own, with chunks whose tensors are made when the writer asks for them."""
+    """DCP's planner, with chunks whose tensors are made when the writer asks for them."""
 
     def __init__(self, chunks: Sequence[_Chunk], progress: Callable[[int], None]) -> None:
         super().__init__()
@@ -193,7 +194,7 @@ class _Planner(DefaultSavePlanner):
         return super().resolve_data(write_item) if chunk is None else chunk.tensor(self._read(chunk))
 
     def _read(self, chunk: _Chunk) -> TableWindow:
-        """The chunk's window: the writer takes the items in their order, so all chunks of one come in a row."""
+        """Read the chunk's window. The writer takes the items in order, so all chunks of a window follow each other."""
         if self._window is None or self._window[0] is not chunk.reader or self._window[1].row0 != chunk.row0:
             self._window = None
             self._window = (chunk.reader, chunk.reader.read(chunk.row0, chunk.rows))
@@ -202,10 +203,10 @@ class _Planner(DefaultSavePlanner):
 
 
 class _TableWriter(FileSystemWriter):
-    """DCP's own, in the order of the plan, and with second names for some entries."""
+    """DCP's writer, in the order of the plan, and with second names for some entries."""
 
     def __init__(self, folder: Path, aliases: Mapping[str, Path_]) -> None:
-        # Copying ahead would sort the items by size: each window would be read once for each of them.
+        # Copying ahead would sort the items by size: each window would be read once for each of its items.
         super().__init__(folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)
         self._aliases = aliases
 

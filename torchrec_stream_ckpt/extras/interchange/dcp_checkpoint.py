@@ -19,14 +19,14 @@ from torchrec_stream_ckpt.extras.interchange.dense_state import load_here, read_
 
 
 class DcpCheckpoint:
-    """A folder that ``dcp.save`` has written. Its metadata is a pickle: opening it runs what is in it.
+    """A folder that ``dcp.save`` has written. Its metadata is a pickle: opening it runs the code in it.
 
     Args:
         folder: The checkpoint.
 
     Raises:
-        ConfigError: there is none.
-        CorruptionError: its metadata cannot be read, or a file is gone or shorter than the metadata say.
+        ConfigError: the folder holds no checkpoint.
+        CorruptionError: its metadata cannot be read, or a file is missing or shorter than the metadata states.
     """
 
     sharded: Collection[str] = ()
@@ -39,16 +39,16 @@ class DcpCheckpoint:
         self._check_files()
 
     def check(self, names: Sequence[str]) -> None:
-        """DCP keeps one value of each."""
+        """Do nothing: DCP keeps one value of each entry."""
 
     def parts(self, wanted: Sequence[Part]) -> list[torch.Tensor]:
-        """As :class:`Checkpoint` has it."""
+        """Implement :meth:`Checkpoint.parts`."""
         planner = _PartPlanner(self.metadata, wanted)
         load_here({}, self._reader, planner)
         return [planner.tensors[name, offsets] for name, offsets, _ in wanted]
 
     def whole(self, names: Sequence[str]) -> dict[str, Any]:
-        """As :class:`Checkpoint` has it."""
+        """Implement :meth:`Checkpoint.whole`."""
         return read_entries(self._reader, self.metadata, list(names))
 
     def _read_metadata(self) -> Metadata:
@@ -56,11 +56,11 @@ class DcpCheckpoint:
             return self._reader.read_metadata()
         except FileNotFoundError:
             raise ConfigError("there is no checkpoint of DCP here: no .metadata", path=self.path) from None
-        except Exception as error:  # whatever reading raises if it is not a pickle
+        except Exception as error:  # any error: the file may not be a pickle
             raise CorruptionError(f"the checkpoint's metadata cannot be read: {error}", path=self.path) from None
 
     def _check_files(self) -> None:
-        """Compare the lengths of its files, before an import writes anything."""
+        """Compare the lengths of the files before an import writes anything."""
         ends: dict[str, int] = {}
         stored = self.metadata.storage_data
         for info in stored.values() if isinstance(stored, dict) else ():

@@ -1,4 +1,4 @@
-"""The dense state of a marker, a file at a time: each is compared with its digest before anything in it is opened."""
+"""Read the dense state of a marker, one file at a time. Each file is compared with its digest before it is opened."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.util.layout import dense_file_name
 
 METADATA = ".metadata"
-"""DCP's own file, a pickle."""
+"""DCP's metadata file, a pickle."""
 
 
 class DenseFiles:
-    """The dense files of one marker. Reads a file when something in it is asked for, and holds one at a time.
+    """The dense files of one marker. A file is read when one of its entries is requested; one file is held at a time.
 
     Args:
-        job: Whose store has them.
+        job: The job whose store has the files.
         commit: The marker.
     """
 
@@ -49,11 +49,11 @@ class DenseFiles:
         self._last: tuple[str, memoryview] | None = None
 
     def check_sizes(self) -> None:
-        """See that all files are there, as long as COMMIT says.
+        """Check that all files exist and have the length that COMMIT records.
 
         Raises:
-            MissingObjectError: one is not there.
-            CorruptionError: one has another length.
+            MissingObjectError: a file is missing.
+            CorruptionError: a file has another length.
             StoreUnavailableError: the store does not answer.
         """
         for file in self._files.values():
@@ -70,7 +70,7 @@ class DenseFiles:
         return CorruptionError("dense state was altered since it was committed", path=f"{self._place}/{name}")
 
     def data(self, name: str) -> memoryview:
-        """All bytes of a file, compared with its digest.
+        """Return all bytes of a file, compared with its digest.
 
         Raises:
             CorruptionError: it is missing or altered, or COMMIT does not vouch for it.
@@ -90,31 +90,32 @@ class DenseFiles:
 
     @cached_property
     def metadata(self) -> Metadata:
-        """What DCP says of the entries. A pickle, vouched for by the digest in COMMIT; raises as :meth:`data`."""
+        """DCP's metadata of the entries, a pickle. The digest in COMMIT vouches for it. Raises as :meth:`data`."""
         data = self.data(METADATA)
-        with tempfile.TemporaryDirectory(prefix="stream-ckpt-dense-") as folder:  # what is opened is what was compared
+        with tempfile.TemporaryDirectory(prefix="stream-ckpt-dense-") as folder:  # opens the compared bytes
             (Path(folder) / METADATA).write_bytes(data)
             return FileSystemReader(folder).read_metadata()
 
     def sorted(self, indices: Sequence[MetadataIndex]) -> list[MetadataIndex]:
-        """These parts of entries in the order in which each file is read once."""
+        """Sort parts of entries so that each file is read once."""
         return [index for _, group in groupby(sorted(indices, key=self._file_of), self._file_of) for index in group]
 
     def _file_of(self, index: MetadataIndex) -> str:
         return str(self.metadata.storage_data[index].relative_path)
 
     def read(self, index: MetadataIndex) -> Any:
-        """One part of an entry: a tensor, or what a plain value was; raises as :meth:`data`."""
+        """Return one part of an entry: a tensor, or a plain value. Raises as :meth:`data`."""
         where = self.metadata.storage_data[index]
         data = self.data(where.relative_path)[where.offset : where.offset + where.length]
         plain = not isinstance(self.metadata.state_dict_metadata[index.fqn], TensorStorageMetadata)
-        # Only our own trainer or import has written it, and the digest is compared: as ``restore`` reads it.
+        # Only our own trainer or import has written it, and the digest is compared, as in ``restore``.
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not plain)
 
     def outline(self) -> tuple[DenseTensors, dict[int, str]]:
-        """The dense state with meta tensors for what is not read, and the entry of each of these by its ``id()``.
+        """Return the dense state with meta tensors for the entries that are not read, and their entry names by
+        ``id()``.
 
-        Buffers, and what optimizers keep besides tensors, are read: they stand in two entries of rank 0.
+        Buffers, and values of optimizers other than tensors, are read: they are in two entries of rank 0.
 
         Raises:
             UnsupportedError: the marker has id maps of managed collision.

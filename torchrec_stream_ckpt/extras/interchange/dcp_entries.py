@@ -1,4 +1,5 @@
-"""The entries of a marker as DCP knows a checkpoint: the names that an export has, and where the bytes of each are."""
+"""Entries of a marker in the form of a DCP checkpoint: the names that an export has, and the place of the bytes of
+each."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class TableEntry:
     table: int
     """Index in the schema."""
     state: int | None
-    """Which state; None: the weights."""
+    """Number of the state; None for the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,24 +45,24 @@ class MarkerEntries:
 
     metadata: Metadata
     tables: Mapping[str, TableEntry]
-    """By key; a table has two of each."""
+    """Entries by key. A table has two keys for each."""
     slices: Mapping[int, Slices]
-    """Column shards of each table, ascending; a row-wise state has the values of one after those of the other."""
+    """Column shards of each table, ascending. A row-wise state has the values of one shard after those of the other."""
     dense: Mapping[str, str]
     """Key -> entry of the dense files."""
     values: Mapping[str, Any]
-    """Key -> what was read: buffers, and what optimizers keep besides tensors."""
+    """Key -> value that was read: buffers, and values of optimizers other than tensors."""
 
 
 class _Keys(dict[str, Any]):
-    """The entries by key. DCP refuses a state dict with another key; this adds the keys that look like it."""
+    """The entries by key. DCP refuses a state dict with an unknown key; this class adds similar keys to the error."""
 
     marker = ""
 
     def __contains__(self, key: object) -> bool:
         if super().__contains__(key):
             return True
-        # ``strict`` is an argument of create_default_local_load_plan, which says "Missing key" itself otherwise.
+        # ``strict`` is an argument of create_default_local_load_plan, which would otherwise raise "Missing key" itself.
         if isinstance(key, str) and sys._getframe(1).f_locals.get("strict") is True:
             raise RuntimeError(
                 f"Missing key in checkpoint state_dict: {key}. Marker {self.marker} has {nearest(key, self)}"
@@ -70,7 +71,7 @@ class _Keys(dict[str, Any]):
 
 
 class _RowStateSize(tuple[int, ...]):
-    """Size of a row-wise state: one value a row and column shard. Another number of shards has no exact value."""
+    """Size of a row-wise state: one value per row and column shard. Another number of shards has no exact value."""
 
     name: str
     rows: int
@@ -82,7 +83,8 @@ class _RowStateSize(tuple[int, ...]):
 
 
 def no_exact_state(table: str, here: str, there: str) -> ColumnResplitError:
-    """Why a row-wise state, or what else belongs to a column shard, is not loaded under other column shards."""
+    """Return the error for a state of column shards, such as a row-wise one, that is loaded under other column
+    shards."""
     return ColumnResplitError(
         f"the state of column shards has no exact value under {here}: the marker has {there}",
         hint="keep the column split of this table, or restore the marker with StreamCheckpointer and "
@@ -94,17 +96,17 @@ def no_exact_state(table: str, here: str, there: str) -> ColumnResplitError:
 def entries_of(
     marker: str, schema: Schema, shards: Iterable[TableShard], dense: DenseFiles, keys: Keys
 ) -> MarkerEntries:
-    """Name all that a marker holds.
+    """Name all entries of a marker.
 
     Args:
         marker: Its name, for errors.
         schema: Its tables.
-        shards: What the ranks of its generation held.
+        shards: Shards that the ranks of its generation held.
         dense: Its dense files.
-        keys: Where state dicts stand.
+        keys: Keys of the state dicts.
 
     Raises:
-        UnsupportedError: it has id maps of managed collision.
+        UnsupportedError: the marker has id maps of managed collision.
         CorruptionError, StoreUnavailableError: a dense file is damaged, or cannot be read.
     """
     outline, entries = dense.outline()
@@ -163,13 +165,13 @@ class _TableEntries:
 
 
 def _saved(spec: TableSpec, position: int | None, slices: Slices) -> TensorStorageMetadata:
-    """Size and chunks of an entry: a chunk for each column shard."""
+    """Return the size and chunks of an entry: a chunk for each column shard."""
     state = spec.states[position] if position is not None else None
     dtype = getattr(torch, state.dtype if state is not None else spec.dtype)
     if state is not None and state.per_row:
         row_size = _RowStateSize((spec.rows * len(slices),))
         row_size.name, row_size.rows = spec.name, max(1, spec.rows)
-        size = cast(torch.Size, row_size)  # no class can be a torch.Size
+        size = cast(torch.Size, row_size)  # torch.Size cannot be subclassed
         places: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
             ((number * spec.rows,), (spec.rows,)) for number in range(len(slices))
         ]

@@ -1,6 +1,6 @@
 """A marker as a checkpoint that ``dcp.load`` reads from its log and store, with no export in between.
 
-Fill regions of tables with the rows of a marker: on the ways of a restore, without a model.
+Regions of tables are filled with the rows of a marker in the same way as in a restore, but without a model.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from torchrec_stream_ckpt.util.types import MarkerId, TableShard, TableSpec
 
 @dataclass(slots=True)
 class Region:
-    """A block of rows and columns of one table, and where its weights and states go."""
+    """A block of rows and columns of one table, and the tensors for its weights and states."""
 
     shard: TableShard
     wanted: dict[int | None, list[torch.Tensor]] = field(default_factory=dict)
-    """By state, None for the weights: tensors of the region's shape, or of its rows for a row-wise state."""
+    """Tensors by state, None for the weights. They have the region's shape, or one value a row for a row-wise state."""
 
     def add(self, state: int | None, tensor: torch.Tensor) -> None:
-        """One more place for the weights or a state."""
+        """Add a tensor to fill with the weights or a state."""
         self.wanted.setdefault(state, []).append(tensor)
 
     def firsts(self, spec: TableSpec) -> list[torch.Tensor | Unwanted]:
-        """One tensor for the weights and each state, which can be written by rows."""
+        """Return one tensor for the weights and each state that can be written by rows."""
         sections = [None, *range(len(spec.states))]
         return [self._first(spec, section) for section in sections]
 
@@ -70,7 +70,7 @@ class Region:
         return torch.empty(tensor.shape, dtype=getattr(torch, dtype))
 
     def spread(self, firsts: Sequence[torch.Tensor | Unwanted]) -> None:
-        """Copy what has come to the tensors that were not written themselves."""
+        """Copy the rows that were read to the tensors that were not written directly."""
         for section, tensors in self.wanted.items():
             first = firsts[0 if section is None else section + 1]
             assert isinstance(first, torch.Tensor)
@@ -87,10 +87,11 @@ def _is_written_by_rows(tensor: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def fill(route: Route, job: Job | Tiers, regions: Iterable[Region]) -> None:
-    """Read the rows of some regions, each at most once from the store, and all that the log has of their tables.
+    """Read the rows of some regions. Rows in the store are read at most once; of the log, all rows of the tables are
+    read.
 
     Raises:
-        CorruptionError: the log or the store is damaged or incomplete; the tensors are half written then.
+        CorruptionError: the log or the store is damaged or incomplete; the tensors are then half written.
         LogUnavailableError, StoreUnavailableError: one of them does not answer.
     """
     by_shard = {region.shard: region for region in regions if region.shard.rows}
@@ -142,7 +143,7 @@ class _Look:
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """(in a plan of DCP) What rank 0 reads: every rank reads the same."""
+    """(in a plan of DCP) The marker that rank 0 reads; every rank reads the same one."""
 
     job: bytes
     marker: MarkerId
@@ -157,25 +158,25 @@ class StreamReader(StorageReader):
         dcp.load(state, storage_reader=StreamReader("file:///ckpt/job", "2:7"))
         dmp.load_state_dict(state)
 
-    Keys are those of ``stream-ckpt export --to dcp://``. Every rank reads what its own tensors need, from the store
-    and from the log, and compares the checksums of all that it reads; it compares no proofs. With ``latest`` all ranks
-    read the marker that rank 0 has found, and a reader that is used again reads the same marker, until :meth:`reset`.
+    Keys are those of ``stream-ckpt export --to dcp://``. Every rank reads the data that its own tensors need, from the
+    store and from the log, and compares the checksums of all that it reads; it compares no proofs. With ``latest`` all
+    ranks read the marker that rank 0 has found. A reader that is used again reads the same marker, until :meth:`reset`.
 
     Args:
-        uri: The job's log; of a job with two tiers both of them, nearest first.
-        marker: ``GENERATION:MARKER``, or ``latest`` for the newest one that is whole as far as names and directories
-            tell.
-        store: The job's store; None: where the job keeps it. Dense state holds pickles: where the log alone names the
-            store, name it here, or give the commit key.
+        uri: The job's log; for a job with two tiers both of them, nearest first.
+        marker: ``GENERATION:MARKER``, or ``latest`` for the newest one that is complete, judging by names and
+            directories.
+        store: The job's store; None: the place where the job keeps it. Dense state holds pickles: if only the log names
+            the store, name it here, or give the commit key.
         model_key: Key of the model in the state dict that is loaded, such as ``model`` for ``{"model":
-            dmp.state_dict()}``; empty: its entries stand at the top.
+            dmp.state_dict()}``; empty if its entries are at the top.
         optimizer_key: Key of the optimizer.
         store_options: Options of the store's client, as of :class:`StreamConfig`.
         kafka_options: Options of Kafka's client, as of :class:`StreamConfig`.
         commit_key_file: The job's commit key, as of :class:`StreamConfig`.
 
     Raises:
-        ConfigError: one of these is not what it should be.
+        ConfigError: one of these arguments is not valid.
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class StreamReader(StorageReader):
         self._columns: dict[int, set[tuple[int, int]]] = {}
         """Columns of the shards into which weights were loaded last, by table."""
         self._states: set[int] = set()
-        """Tables of which row-wise state was loaded."""
+        """Tables whose row-wise state was loaded."""
 
     @property
     def marker(self) -> MarkerId | None:
@@ -208,13 +209,13 @@ class StreamReader(StorageReader):
 
     @property
     def step(self) -> int | None:
-        """Steps that the job had made at the marker; None before the first load."""
+        """Steps that the job had done at the marker; None before the first load."""
         return self._look.route.commit.step if self._look is not None else None
 
-    # What DCP calls, in this order.
+    # Methods that DCP calls, in this order.
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Look again at the next load: for another marker, or for the newest one of then.
+        """Search again at the next load: for another marker, or for the marker that is then the newest.
 
         Args:
             checkpoint_id: The other marker, ``GENERATION:MARKER`` or ``latest``; None: as before.
@@ -236,9 +237,8 @@ class StreamReader(StorageReader):
         return False
 
     def read_metadata(self) -> Metadata:
-        """(all ranks) Find the marker and name its entries. What fails here is raised by the next call: DCP takes an
-        error of this one, or a ``kwargs`` in its signature, for a checkpoint of another kind.
-        """
+        """(all ranks) Find the marker and name its entries. The next call raises the errors of this one, because DCP
+        takes an error here, or a ``kwargs`` in this signature, as a sign of a checkpoint of another kind."""
         self._failure = None  # of a load that ended before it was raised
         try:
             return self._looked().entries.metadata
@@ -247,11 +247,11 @@ class StreamReader(StorageReader):
             return Metadata({})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """(all ranks) Raise what finding the marker has raised.
+        """(all ranks) Raise the error of finding the marker, if there was one.
 
         Raises:
             MarkerNotFoundError: there is no such marker, or none at all.
-            ConfigError: nobody vouches for the place of the dense state, which holds pickles.
+            ConfigError: nothing vouches for the place of the dense state, which holds pickles.
             CorruptionError: the marker is damaged.
             UnsupportedError: it has id maps of managed collision.
             LogUnavailableError, StoreUnavailableError: the log or the store does not answer.
@@ -266,13 +266,14 @@ class StreamReader(StorageReader):
         return replace(plan, storage_data=_Chosen(route.lineage.job, route.marker))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """(rank 0) Let all ranks read the marker of rank 0: a newer one may have come while they looked."""
+        """(rank 0) Make all ranks read the marker of rank 0: a newer one may have been committed while they
+        searched."""
         return [replace(plan, storage_data=plans[0].storage_data) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """(all ranks) Read what the plan names into the tensors of the planner; done on return.
+        """(all ranks) Read the items of the plan into the tensors of the planner; done on return.
 
-        What is damaged in the store is read around where other pieces or the log have its rows.
+        If data in the store is damaged, its rows are read from other pieces or the log, if these have them.
 
         Raises:
             CorruptionError: the marker is damaged, or incomplete.
@@ -305,7 +306,7 @@ class StreamReader(StorageReader):
         return _Look(route, entries_of(str(route.marker), route.schema, route.own_shards, dense, self._keys))
 
     def _agreed(self, plan: LoadPlan) -> _Look:
-        """The marker that rank 0 reads."""
+        """Return the marker that rank 0 reads."""
         look, chosen = self._looked(), plan.storage_data
         mine = _Chosen(look.route.lineage.job, look.route.marker)
         if not isinstance(chosen, _Chosen) or chosen == mine:
@@ -327,7 +328,7 @@ class StreamReader(StorageReader):
         return other
 
     def _forget_columns(self) -> None:
-        """Forget the columns: what is loaded from here on is of another marker."""
+        """Forget the columns: later loads are of another marker."""
         self._columns.clear()
         self._states.clear()
 
@@ -356,7 +357,7 @@ class StreamReader(StorageReader):
             planner.commit_tensor(item, tensor)
 
     def _check_columns(self, look: _Look, items: Iterable[ReadItem]) -> None:
-        """Refuse what belongs to column shards where the tensors are cut in another way, as far as they tell."""
+        """Refuse state of column shards if the tensors are visibly cut in another way."""
         pieces: dict[tuple[MetadataIndex, int], list[tuple[int, int]]] = {}
         states: dict[int, set[int]] = {}
         for item in items:
@@ -369,7 +370,7 @@ class StreamReader(StorageReader):
                 slices = look.entries.slices[entry.table]
                 states.setdefault(entry.table, set()).add(slices.index((shard.col0, shard.cols)))
         for table in {table for _, table in pieces}:
-            self._columns[table] = set()  # of another model, perhaps, into which this reader has loaded before
+            self._columns[table] = set()  # perhaps of another model, into which this reader has loaded before
         for (_, table), of_one in pieces.items():
             begin, end = min(first for first, _ in of_one), max(last for _, last in of_one)
             self._columns[table].add((begin, end - begin))
@@ -406,12 +407,12 @@ class StreamReader(StorageReader):
 
 
 def fqn_of(item: ReadItem) -> str:
-    """The key of what an item reads."""
+    """Return the key of the entry that an item reads."""
     return str(item.storage_index.fqn)
 
 
 def region_of(look: _Look, item: ReadItem) -> TableShard:
-    """The rows and columns of its table that an item reads; of a row-wise state the columns of its shard."""
+    """Return the rows and columns of its table that an item reads; for a row-wise state, the columns of its shard."""
     entry = look.entries.tables[fqn_of(item)]
     offset = item.storage_index.offset
     assert offset is not None
@@ -441,12 +442,12 @@ def _hand_over(item: ReadItem, value: Any, planner: LoadPlanner) -> None:
 
 
 def check_dense_sizes(job: Job, commit: Commit) -> None:
-    """See that a marker's dense files are there; those that are asked for are compared when they are read."""
+    """Check that a marker's dense files exist. The requested ones are compared when they are read."""
     verify_dense_state(job.dense, commit, lambda commit: DenseFiles(job, commit).check_sizes())
 
 
 def check_vouched(job: Job | Tiers, commit: Commit) -> None:
-    """See that a setting or a key vouches for the place of the dense state; raises as :meth:`Job.check_vouched`."""
+    """Check that a setting or a key vouches for the place of the dense state; raises as :meth:`Job.check_vouched`."""
     if isinstance(job, Tiers):
         return  # a tier reads from the store that the caller has named
     for each in (commit, job.lineage.newest):

@@ -1,6 +1,6 @@
-"""The dense state of a marker without a model: what its files say of parameters, buffers and dense optimizers.
+"""The dense state of a marker without a model: parameters, buffers and dense optimizers in its files.
 
-Compare a marker's dense files with what its ranks proved of them, without a model.
+Also compares a marker's dense files with the proofs of its ranks, without a model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torchrec_stream_ckpt.restore.proof_check import compare_replicated
 from torchrec_stream_ckpt.store.dense import DenseStore
 
 OF_RANK_0 = ("rank0.buffers", "rank0.optimizers")
-"""Entries of which the ranks may differ, and others get those of rank 0."""
+"""Entries that may differ between ranks. Readers without a model get those of rank 0."""
 _NUMPY: tuple[Any, ...] = (
     np.ndarray,
     np.dtype,
@@ -42,12 +42,12 @@ _NUMPY: tuple[Any, ...] = (
     np.empty(0).__reduce__()[0],
     np.float64(0).__reduce__()[0],
 )
-"""What pickles of arrays and NumPy's numbers name: none of it runs code of the pickle."""
+"""Names in pickles of arrays and NumPy's numbers. None of them runs code of the pickle."""
 
 
 @dataclass(frozen=True, slots=True)
 class DenseTensors:
-    """Whole tensors, and nested and plain values where an optimizer keeps such."""
+    """Whole tensors, and the nested and plain values that an optimizer keeps."""
 
     model: dict[str, Any]
     """Parameters, data-parallel tables and buffers of rank 0, by name."""
@@ -67,7 +67,7 @@ def read_dense(folder: Path) -> DenseTensors:
 
 
 def entries_for_others(metadata: Metadata) -> list[str]:
-    """The entries of a dense directory that say something to a program without this project.
+    """Return the entries of a dense directory that are useful to a program without this project.
 
     Raises:
         UnsupportedError: it has id maps of managed collision.
@@ -83,7 +83,7 @@ def entries_for_others(metadata: Metadata) -> list[str]:
 
 
 def put_together(values: dict[str, Any]) -> DenseTensors:
-    """The dense state of these entries: those of :data:`OF_RANK_0` are read, the others may be meta tensors."""
+    """Combine entries into the dense state. Those of :data:`OF_RANK_0` are read; the others may be meta tensors."""
     model = {name.removeprefix("model."): value for name, value in values.items() if name.startswith("model.")}
     if "rank0.buffers" in values:
         model |= _buffers(values["rank0.buffers"].numpy().tobytes())
@@ -91,7 +91,7 @@ def put_together(values: dict[str, Any]) -> DenseTensors:
 
 
 def _buffers(data: bytes) -> dict[str, Any]:
-    """Buffers, and the extra state of modules: tensors, plain values and NumPy arrays; no code of theirs is run.
+    """Read buffers, and the extra state of modules: tensors, plain values and NumPy arrays. None of their code is run.
 
     Raises:
         UnsupportedError: extra state holds an object of another class.
@@ -110,7 +110,7 @@ def _buffers(data: bytes) -> dict[str, Any]:
 
 
 def _optimizer_states(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Optimizer states, by parameter and state; of rank 0 where ranks may differ."""
+    """Return optimizer states, by parameter and state; those of rank 0 if ranks may differ."""
     if "rank0.optimizers" in values:
         saved = read(read_json(values["rank0.optimizers"], "rank0.optimizers"), values, {})
         return {
@@ -128,29 +128,30 @@ def _optimizer_states(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def read_entries(reader: FileSystemReader, metadata: Metadata, names: list[str]) -> dict[str, Any]:
-    """Entries of a checkpoint as whole tensors on the CPU, or as what they are; raises as :func:`load_here`."""
+    """Read entries of a checkpoint as whole tensors on the CPU, or as plain values; raises as :func:`load_here`."""
     state = {name: _empty(metadata.state_dict_metadata[name]) for name in names}
     load_here(state, reader)
     return state
 
 
 def load_here(state: dict[str, Any], reader: FileSystemReader, planner: LoadPlanner | None = None) -> None:
-    """DCP's own load, in this process alone, in place.
+    """Run DCP's load in this process alone, in place.
 
     Raises:
-        CorruptionError: a file is gone or cannot be read.
+        CorruptionError: a file is missing or cannot be read.
     """
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             load(state, storage_reader=reader, planner=planner, no_dist=True)
-    except CheckpointException as error:  # a BaseException that no handler of errors would see
+    except CheckpointException as error:  # a BaseException, which no handler of errors would see
         said = "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
         raise CorruptionError(f"the checkpoint cannot be read: {said}", path=reader.checkpoint_id) from None
 
 
 def digest_entries(folder: Path) -> dict[str, str]:
-    """SHA-256 of each entry of a dense directory whose digests have been compared, by name. Holds one at a time."""
+    """Return the SHA-256 of each entry of a dense directory whose digests have been compared, by name. Holds one at a
+    time."""
     reader = FileSystemReader(folder)
     metadata = reader.read_metadata()
     return {
@@ -173,20 +174,20 @@ def _empty(saved: Any) -> Any:
 
 
 _READ_BYTES = 64 * 2**20
-"""Entries that are read at once have so many bytes, or are one."""
+"""Most bytes of entries that are read at once, unless a single entry is larger."""
 
 
 def compare_dense(dense: DenseStore, commit: Commit, proof: Proof | None, proofs: Mapping[int, DenseProof]) -> Compared:
     """Read the dense state of a marker whose files were verified; holds a part of it at a time.
 
     Args:
-        dense: Where the files lie.
-        commit: The marker's.
-        proof: What its rank 0 said of replicated tables; None: nothing.
-        proofs: What ranks said of entries.
+        dense: Store of the files.
+        commit: The marker's COMMIT.
+        proof: The proof of its rank 0 for replicated tables; None if there is none.
+        proofs: Proofs of entries, by rank.
 
     Raises:
-        CorruptionError: a file cannot be read, or an entry is not as it was at the cut.
+        CorruptionError: a file cannot be read, or an entry differs from its value at the cut.
     """
     reader = FileSystemReader(dense.local(commit))
     metadata = reader.read_metadata()
@@ -198,7 +199,7 @@ def compare_dense(dense: DenseStore, commit: Commit, proof: Proof | None, proofs
         tensors = read_entries(reader, metadata, [each.name]) if held else {}
         compared += compare_replicated(tensors, alone, commit.id)
     marks = DenseMarks(proofs, len(commit.ranks))
-    if compared.unproved is None:  # which says more of the same tensors
+    if compared.unproved is None:  # which reports more of the same tensors
         _compare_entries(reader, metadata, marks, commit)
     return compared
 
@@ -214,7 +215,7 @@ def _compare_entries(reader: FileSystemReader, metadata: Metadata, marks: DenseM
 
 
 def _groups(metadata: Metadata, marks: DenseMarks) -> Iterator[Sequence[str]]:
-    """Names of entries that are proved, some at a time: each load of DCP's has a fixed price."""
+    """Yield groups of names of proved entries: each load of DCP's has a fixed cost."""
     group: list[str] = []
     size = 0
     for name, saved in sorted(metadata.state_dict_metadata.items()):

@@ -1,4 +1,4 @@
-"""What changed between two markers, on whatever branches: their bytes side by side, window by window."""
+"""Compare two markers, on the same or different branches, byte by byte and window by window."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class TableDiff:
     rows: int
     """Rows of the table."""
     changed: int | None
-    """Rows of which any byte differs: weights, or a state that can be compared, row by row of one number. None: the
+    """Rows of which any byte differs: weights, or a state that can be compared, row by row of one number. None if the
     markers do not both have a table of this shape."""
     weights: int | None
     """Rows whose weights differ."""
     states: dict[str, int | None]
-    """Rows that differ, by state; None where it holds one value a row under two column splits: that has no
-    answer."""
+    """Rows that differ, by state. None if a state holds one value a row under two different column splits, so that no
+    comparison is possible."""
     note: str = ""
-    """How the model has changed between the markers, as far as this table is concerned."""
+    """Changes of the model between the markers that concern this table; empty if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +48,18 @@ class DenseDiff:
     changed: tuple[str, ...]
     """Entries that differ."""
     only: tuple[str, ...]
-    """Entries that one of them has."""
+    """Entries that only one of them has."""
     same: int
-    """Entries that do not differ; files, where all of them are the same."""
+    """Number of equal entries; number of files if all of them are equal."""
 
 
 def pairs(first: Schema, second: Schema, patterns: Sequence[str]) -> list[tuple[int | None, int | None]]:
-    """(index under the first marker, index under the second) of tables that one of the patterns fits under either.
+    """Return (index under the first marker, index under the second) of the tables that match a pattern under either.
 
-    Tables are told by id, and then by name; None: that marker does not have it.
+    Tables are matched by id, and then by name. An index is None if that marker does not have the table.
 
     Raises:
-        ConfigError: a pattern fits none.
+        ConfigError: a pattern matches no table.
     """
     ids, names = {table.id: index for index, table in first.live if table.id is not None}, first.index()
     found: list[tuple[int | None, int | None]] = []
@@ -92,7 +92,7 @@ def diff_tables(
 
     Args:
         first, second: The rows of the markers.
-        tables: Which, as :func:`pairs` gives them.
+        tables: The tables, as :func:`pairs` returns them.
         progress: Called with the bytes that were read.
 
     Raises:
@@ -112,7 +112,7 @@ def diff_tables(
 
 
 def _note(first: MarkerRows, second: MarkerRows, before: TableSpec, now: TableSpec) -> str:
-    """Of two tables of one shape."""
+    """Return the note on two tables of one shape."""
     said = [f"{before.name} was renamed"] if before.name != now.name else []
     if before.id is not None and now.id is not None and before.id != now.id:
         sides = ((first.marker, before.id), (second.marker, now.id))
@@ -121,10 +121,10 @@ def _note(first: MarkerRows, second: MarkerRows, before: TableSpec, now: TableSp
 
 
 def sent_whole(lineage: Lineage, marker: MarkerId, id_: int) -> tuple[int, str]:
-    """The generation in which a table got its id, and in words why it got one.
+    """Return the generation in which a table got its id, and the reason in words.
 
     Args:
-        lineage: The job's.
+        lineage: The job's lineage.
         marker: A marker that has the table.
         id_: Its id there.
     """
@@ -149,7 +149,7 @@ def _diff_table(first: TableReader, second: TableReader, progress: Callable[[int
     resplit = first.slices != second.slices
     comparable = [not (state.per_row and resplit) for state in spec.states]
     values = [0 if state.per_row else 1 for state in spec.states]
-    """Which axis of a state's array goes through the values of one row."""
+    """Axis of a state's array along which the values of one row lie."""
     changed = weights = 0
     states = [0] * len(spec.states)
     for row0, rows in first.windows():
@@ -170,13 +170,14 @@ def _diff_table(first: TableReader, second: TableReader, progress: Callable[[int
 
 
 def _differ(one: Array, other: Array) -> Flags:
-    """Bit by bit: a NaN equals itself, and 0 is not -0."""
+    """Compare bit by bit: a NaN equals itself, and 0 is not -0."""
     bits = f"u{one.dtype.itemsize}"
     return np.asarray(one.view(bits) != other.view(bits))
 
 
 def diff_dense(first: tuple[Commit, Path], second: tuple[Commit, Path]) -> DenseDiff | None:
-    """Compare dense entries by their digests; None if files differ and there is no torch to say in what.
+    """Compare dense entries by their digests. Returns None if files differ and torch is not installed to compare their
+    entries.
 
     Args:
         first: A marker, and its dense directory, digests compared.

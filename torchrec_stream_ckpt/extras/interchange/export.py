@@ -1,4 +1,4 @@
-"""Write a marker for others: choose tables, open what holds their rows, hand them to a format."""
+"""Export a marker: choose tables, open their rows, pass them to a format."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from torchrec_stream_ckpt.format.schema import Schema
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions:
-    """What an export takes along."""
+    """Contents and layout of an export."""
 
     tables: Sequence[str] = ("*",)
-    """Patterns, of which a table's name must fit one."""
+    """Patterns, one of which a table's name must match."""
     states: bool | None = None
-    """True if optimizer states are written; None: to all formats but Parquet."""
+    """True if optimizer states are written; None: in all formats but Parquet."""
     shard_bytes: int = 5 * 10**9
-    """(safetensors) What a file holds at most."""
+    """(safetensors) Most bytes that a file holds."""
     model_key: str = ""
     """(dcp) The key under which the job saves ``dmp.state_dict()``; empty: none."""
     optimizer_key: str = ""
     """(dcp) The key under which the job saves the state dict of its optimizer."""
     force: bool = False
-    """Replace a folder that holds something."""
+    """Replace a folder that is not empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written."""
+    """Result of an export."""
 
     marker: str
     step: int
@@ -51,10 +51,10 @@ class Exported:
 
 
 def chosen_tables(schema: Schema, patterns: Sequence[str]) -> list[int]:
-    """Indices of the tables that one of the patterns fits.
+    """Return the indices of the tables that match one of the patterns.
 
     Raises:
-        ConfigError: a pattern fits none.
+        ConfigError: a pattern matches no table.
     """
     names = schema.index()
     for pattern in patterns:
@@ -71,20 +71,21 @@ def export(
     options: ExportOptions,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Exported:
-    """Write one marker to ``target``, which is there at the end as a whole, or not at all.
+    """Write one marker to ``target``, which then exists as a whole, or not at all.
 
     Args:
         commit: The marker.
-        open_rows: Opens where its rows are.
-        dense: Its dense directory, digests compared; asked for by DCP alone.
-        target: Where to.
-        options: What to take along.
+        open_rows: Opens its rows.
+        dense: Returns its dense directory, digests compared; only DCP calls it.
+        target: Format and folder of the export.
+        options: Contents and layout of the export.
         progress: Called with the bytes of each window.
 
     Raises:
-        ConfigError: the folder is taken, a pattern fits no table, or what the format needs is not installed.
+        ConfigError: the folder is not empty, a pattern matches no table, or a package that the format needs is not
+            installed.
         CorruptionError: the marker is damaged.
-        StoreUnavailableError: the disk does not take it.
+        StoreUnavailableError: the disk does not accept it.
     """
     _require(target.format)
     with new_folder(target.folder, force=options.force) as folder, open_rows() as rows:
@@ -127,7 +128,7 @@ def _write_dcp(
 
 
 def _require(format_: str) -> None:
-    """Say what is not installed, before anything is read."""
+    """Report missing packages before anything is read."""
     hints = {
         "dcp": ("torch", TORCH_HINT),
         "parquet": ("pyarrow", "pip install 'torchrec_stream_ckpt[export]'"),

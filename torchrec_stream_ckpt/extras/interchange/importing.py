@@ -1,10 +1,10 @@
-"""A checkpoint of another kind as the first marker of a new log.
+"""Import a checkpoint of another kind as the first marker of a new log.
 
-The tables become rows of generation 1, with their fused optimizer state as far as there is one. The dense model and
-dense optimizers go into the marker's dense directory. What such a checkpoint does not hold, a restore leaves as the job
-has made it: random state, loaders and schedules, param groups, learning rates, and what the kernels count.
+The tables become rows of generation 1, with their fused optimizer state if there is one. The dense model and dense
+optimizers go into the marker's dense directory. Such a checkpoint lacks random state, loaders and schedules, param
+groups, learning rates, and the counters of the kernels: a restore leaves these as the job has made them.
 
-The model that an imported checkpoint is meant for: compared with it before anything is written.
+If the model for the imported checkpoint is known, the checkpoint is compared with it before anything is written.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class IntoModel:
-    """A model, and in what it is declared to differ from the checkpoint."""
+    """A model, and its declared differences from the checkpoint."""
 
     model: ModelSchema
     changes: Changes
 
     def place(self, source: ImportSource) -> ImportSource:
-        """Return the source with what the model says of its tables: which are sharded, and which data-parallel."""
+        """Return the source with the model's facts about its tables: which are sharded, and which are data-parallel."""
         old_names = {new: old for old, new in self.changes.renamed.items()}
         dense_names = {new: old for old, new in self.changes.dense.renamed.items()}
         sharded = {old_names.get(table.name, table.name) for table in self.model.tables if not table.dropped}
@@ -82,22 +82,24 @@ class IntoModel:
         )
 
     def compare(self, held: ModelSchema, states: Mapping[str, Collection[str]]) -> EvolutionReport:
-        """Find what becomes of the checkpoint in the model.
+        """Find how the checkpoint maps onto the model.
 
         Args:
-            held: What the marker will hold.
+            held: Schema that the marker will have.
             states: Names of the states that it has of dense optimizers, by parameter.
 
         Raises:
             ChangesError: declarations are wrong; names all of them.
-            SchemaMismatchError: something differs that was not declared; names all of it, and what accepts it.
+            SchemaMismatchError: something differs that was not declared; names all differences, and the declarations
+                that accept them.
             ConfigError: all names of the checkpoint have another prefix than those of the model.
         """
         self._check_prefix(held)
         return EvolutionReport.of(evolve(held, self.model, self.changes, imported=states))
 
     def _check_prefix(self, held: ModelSchema) -> None:
-        """A prefix would look like other tables, and accepting that would begin all of them anew."""
+        """Refuse another prefix of names. It would look like other tables, and accepting that would initialize all of
+        them again."""
         here, there = _names(self.model), _names(held)
         if not here or not there or here & there or not self.changes.is_empty:
             return
@@ -123,34 +125,33 @@ LOST = (
     "param groups and learning rates",
     "what the fused kernels count (iterations)",
 )
-"""What such a checkpoint does not hold, and so a restore does not bring back."""
+"""State that such a checkpoint lacks, so that a restore does not bring it back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What was written."""
+    """Result of an import."""
 
     marker: str
     step: int
     uri: str
     unfinished: int | None
-    """The generation of an import into this log that had not ended, in whose place this one stands; None: the log was
-    empty."""
+    """The generation of an unfinished import into this log that this one replaces; None if the log was empty."""
     tables: tuple[str, ...]
     rows: int
     num_bytes: int
     """Bytes of rows in the log."""
     dense: int
-    """Entries of the dense model."""
+    """Number of entries of the dense model."""
     dense_states: int
-    """Entries of dense optimizers."""
+    """Number of entries of dense optimizers."""
     not_taken: tuple[str, ...]
-    """Entries of the checkpoint that nothing here takes."""
+    """Entries of the checkpoint that were not imported."""
     without_states: tuple[str, ...]
-    """Tables whose weights came alone."""
+    """Tables of which only the weights were imported."""
     lost: tuple[str, ...] = LOST
     becomes: tuple[str, ...] = ()
-    """(with a model) What becomes of it in that model: a line for each difference, and one of totals."""
+    """(with a model) How the checkpoint maps onto that model: a line for each difference, and one of totals."""
 
 
 def import_checkpoint(
@@ -166,27 +167,27 @@ def import_checkpoint(
 ) -> Imported:
     """Write a checkpoint as the first marker of a log that is empty. Holds one saved chunk, and the dense model.
 
-    A log that an import has begun, and no import has ended, counts as empty: the next generation begins anew there. The
-    import before, if it is still at work, is fenced.
+    A log that holds only an unfinished import counts as empty: the next generation starts from the beginning. If the
+    earlier import is still running, it is fenced.
 
     Args:
-        checkpoint: What is imported.
-        log: Where to.
+        checkpoint: The checkpoint to import.
+        log: The log to write to.
         control: Its control partition.
-        dense: Where the dense state goes.
-        objects: The store in which that is.
+        dense: Destination of the dense state.
+        objects: The store that holds it.
         config: The URI and store of both, as the job will have them.
-        source: What the checkpoint does not say.
-        into: The model that goes on with it; None: it is not compared.
+        source: Facts that the checkpoint does not contain.
+        into: The model that continues with it; None: it is not compared.
         progress: Called with the bytes of each chunk.
 
     Raises:
         ConfigError: the log is not empty, or ``source`` does not fit the checkpoint.
-        FencedError: another import has begun in this log meanwhile.
-        ChangesError, SchemaMismatchError: the model of ``into`` differs from it in what was not declared.
-        UnsupportedError: the checkpoint holds what cannot be brought over.
+        FencedError: another import has started in this log in the meantime.
+        ChangesError, SchemaMismatchError: the model of ``into`` differs from it, and the difference was not declared.
+        UnsupportedError: the checkpoint holds entries that cannot be imported.
         CorruptionError: it cannot be read.
-        LogUnavailableError, StoreUnavailableError: one of them does not take it.
+        LogUnavailableError, StoreUnavailableError: one of them does not accept the data.
     """
     contents = read_contents(checkpoint, into.place(source) if into is not None else source)
     report = into.compare(held(checkpoint, contents), states_by_parameter(contents)) if into is not None else None
@@ -254,7 +255,7 @@ def _entry(checkpoint: Checkpoint, name: str, entry: str) -> DenseEntry:
 
 
 def states_by_parameter(contents: Contents) -> dict[str, set[str]]:
-    """Names of the states that dense optimizers had for each parameter."""
+    """Return the names of the states that dense optimizers had for each parameter."""
     found: dict[str, set[str]] = {}
     for parameter, state in contents.dense_states:
         found.setdefault(parameter, set()).add(state)
@@ -264,7 +265,7 @@ def states_by_parameter(contents: Contents) -> dict[str, set[str]]:
 def _batches(
     checkpoint: Checkpoint, tables: tuple[SavedTable, ...], progress: Callable[[int], None]
 ) -> Iterator[Batch]:
-    """The rows of each saved chunk, with their states."""
+    """Yield the rows of each saved chunk, with their states."""
     for index, table in enumerate(tables):
         rows = table.spec.rows
         for chunk in tensor_entry(checkpoint.metadata, table.weight).chunks:
@@ -290,7 +291,7 @@ def _array(tensor: torch.Tensor) -> Array:
 
 
 def _write_dense(values: dict[str, Any], contents: Contents, dense: DenseStore, claim: Claim) -> tuple[DenseFile, ...]:
-    """The marker's dense directory, as ``dense/dense_state.py`` reads one that was imported."""
+    """Write the marker's dense directory, in the form in which ``dense/dense_state.py`` reads an imported one."""
     optim: dict[str, dict[str, Any]] = {}
     for (parameter, kind), entry in contents.dense_states.items():
         optim.setdefault(parameter, {})[kind] = values[entry]
@@ -311,6 +312,6 @@ def _write_dense(values: dict[str, Any], contents: Contents, dense: DenseStore, 
 
 
 def _without_empty(state: dict[str, Any]) -> dict[str, Any]:
-    """DCP would take an empty mapping for a value of its own."""
+    """Remove empty mappings, which DCP would take as values of their own."""
     pruned = {key: _without_empty(value) if isinstance(value, dict) else value for key, value in state.items()}
     return {key: value for key, value in pruned.items() if value != {} or not isinstance(value, dict)}

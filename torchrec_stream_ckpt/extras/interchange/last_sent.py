@@ -1,4 +1,4 @@
-"""Which marker last sent a row of each block, and what markers say, while the rows of one are put together."""
+"""Record which marker last sent a row of each block, and the notes of markers, while the rows of one are assembled."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from torchrec_stream_ckpt.util.types import MarkerId, TableShard
 
 
 class LastSent:
-    """Of one marker, for a reader without a model, which holds each table whole.
+    """The last markers that sent rows of one marker, for a reader without a model that holds each table whole.
 
     Args:
-        route: Where the marker's rows are.
+        route: Places of the marker's rows.
     """
 
     def __init__(self, route: Route) -> None:
         self.met = Met(route.path)
-        """The markers' own words, too."""
+        """The last markers, and the notes of markers, too."""
         self.met.told(route.told)
         self._bases = route.bases
         self._shards = {
@@ -35,17 +35,17 @@ class LastSent:
         }
 
     def of(self, table: int) -> Places:
-        """The place of the last marker that sent a row of each block of a table; -1: none was met."""
+        """Return the place of the last marker that sent a row of each block of a table; -1 if there is none."""
         return self.met.begin(self._shards[table], None)
 
     def frame(self, schema: Schema, shards: tuple[TableShard, ...], header: Header, payload: memoryview) -> None:
-        """Note a frame of the log, which was checked.
+        """Record a frame of the log that was checked.
 
         Args:
-            schema: Of its generation.
-            shards: What its rank held.
+            schema: Schema of its generation.
+            shards: Shards that its rank held.
             header: Its header.
-            payload: What follows the header.
+            payload: The bytes after the header.
         """
         if header.kind is Kind.ROWS:
             view = decode_rows(header, payload, schema.tables[header.table])
@@ -54,12 +54,12 @@ class LastSent:
             self.met.mark(header, shards, Mark.from_json(payload, header.version))
 
     def chunks(self, piece: Piece, found: Iterable[tuple[ChunkEntry, RowsView]]) -> None:
-        """Note chunks of a piece of the store: all count as sent by its last marker."""
+        """Record chunks of a piece of the store. All count as sent by its last marker."""
         for entry, view in found:
             self._rows(entry.table, view.ids, piece.end)
 
     def whole(self, piece: Piece) -> None:
-        """Note a piece with every row."""
+        """Record a piece that has every row."""
         for table in self._shards:
             np.maximum(self.of(table), self.met.path.place(piece.end), out=self.of(table))
 

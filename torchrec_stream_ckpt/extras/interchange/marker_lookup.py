@@ -1,4 +1,4 @@
-"""One marker of a job, found as a restore finds it, and read without a job of its own."""
+"""Find one marker of a job as a restore does, and read it without a running job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchrec_stream_ckpt.util.uris import check_store_url, parse_uri
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A job, and what opens it: as of ``StreamConfig``."""
+    """A job, and the settings that open it, as of ``StreamConfig``."""
 
     uri: str | Sequence[str]
     store: str | None = None
@@ -46,7 +46,7 @@ class Where:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Job | Tiers]:
-        """The job's log, or both of its logs."""
+        """Open the job's log, or both of its logs."""
         job: Job | Tiers
         if isinstance(self.uri, str):
             job = Job.open(
@@ -63,7 +63,7 @@ class Where:
 
 
 def check_marker(marker: str) -> MarkerId | None:
-    """The name of a marker; None: ``latest``.
+    """Parse the name of a marker; returns None for ``latest``.
 
     Raises:
         ConfigError: it is neither.
@@ -79,13 +79,13 @@ def find_marker(
     damaged: Damaged,
     check_dense: CheckDense,
 ) -> Route:
-    """The marker, or the newest one that is whole as far as names and directories tell; raises as :func:`find`.
+    """Find the marker, or the newest complete one, judging by names and directories; raises as :func:`find`.
 
     Raises:
         MarkerNotFoundError: there is none.
     """
     if isinstance(job, Job) and job.log.incarnation() is not None:
-        newest = job.control.refresh().newest  # without a store of the caller's, it says where that is
+        newest = job.control.refresh().newest  # if the caller has named no store, this marker names it
         if job.says_where(newest) and (lost := job.lost_tail()) is not None:
             raise lost
     route = find(job, marker, no_head, damaged, check_dense)

@@ -40,28 +40,28 @@ def open_marker(
     commit_key_file: Path | str | None = None,
     scratch: Path | str | None = None,
 ) -> OpenMarker:
-    """Open a marker to look at single rows: nothing of its tables is read before rows are asked for.
+    """Open a marker to look at single rows. Nothing of its tables is read before rows are requested.
 
     ::
 
         with open_marker("file:///ckpt/job") as marker:
             marker.tables["sparse.ebc.t_user"][[3, 17]]
 
-    Of the store, only chunks that may have a row that is asked for are read. What only the log has is read once, whole:
-    a log has no index. Checksums are compared, proofs are not. The dense state is not opened.
+    From the store, only chunks that may have a requested row are read. Data that only the log has is read once, whole,
+    because a log has no index. Checksums are compared, proofs are not. The dense state is not opened.
 
     Args:
-        uri: The job's log; of a job with two tiers both of them, nearest first.
-        marker: ``GENERATION:MARKER``, or ``latest`` for the newest one that is whole as far as names and directories
-            tell.
-        store: The job's store; None: where the job keeps it.
+        uri: The job's log; for a job with two tiers both of them, nearest first.
+        marker: ``GENERATION:MARKER``, or ``latest`` for the newest one that is complete, judging by names and
+            directories.
+        store: The job's store; None: the place where the job keeps it.
         store_options: Options of the store's client, as of :class:`StreamConfig`.
         kafka_options: Options of Kafka's client, as of :class:`StreamConfig`.
         commit_key_file: The job's commit key, as of :class:`StreamConfig`.
-        scratch: A folder with room for what only the log has; None: that of the system.
+        scratch: A folder with room for rows that only the log has; None: the system's folder.
 
     Raises:
-        ConfigError: one of these is not what it should be.
+        ConfigError: one of these arguments is not valid.
         MarkerNotFoundError: there is no such marker, or none at all.
         CorruptionError: the marker is damaged.
         LogUnavailableError, StoreUnavailableError: the log or the store does not answer.
@@ -75,16 +75,16 @@ def open_marker(
 
 
 def _no_dense(_: Job, __: Commit) -> None:
-    """The dense state is not opened."""
+    """Skip the check: the dense state is not opened."""
 
 
 class _RowsOnDemand:
-    """The rows of a marker, looked for when some are first asked for.
+    """The rows of a marker, located when some are first requested.
 
     Args:
         job: Its log, or both of its logs.
-        route: To the marker.
-        scratch: A folder with room for what only the log has.
+        route: Route to the marker.
+        scratch: A folder with room for rows that only the log has.
     """
 
     def __init__(self, job: Job | Tiers, route: Route, scratch: Path) -> None:
@@ -98,7 +98,7 @@ class _RowsOnDemand:
         self.closed = False
 
     def of(self, table: int, read: Callable[[TableReader], V]) -> V:
-        """Return what ``read`` reads of a table: from the other tier, where the nearest one is damaged."""
+        """Return the result of ``read`` for a table. If the nearest tier is damaged, the other tier is read."""
         if self.closed:
             raise ConfigError("this marker was closed", hint="read its rows within the with statement, or open it anew")
         while True:
@@ -128,7 +128,8 @@ class _RowsOnDemand:
 
 
 class OpenMarker:
-    """A marker whose rows can be read, as :func:`open_marker` gives it. For one thread; close it, or use ``with``."""
+    """A marker whose rows can be read, as :func:`open_marker` returns it. Single-threaded; close it, or use
+    ``with``."""
 
     def __init__(self, route: Route, lazy: _RowsOnDemand, stack: ExitStack) -> None:
         self._route = route
@@ -145,11 +146,11 @@ class OpenMarker:
 
     @property
     def step(self) -> int:
-        """Steps that the job had made."""
+        """Steps that the job had done."""
         return self._route.commit.step
 
     def close(self) -> None:
-        """Close the log and the store, and take the scratch folder away."""
+        """Close the log and the store, and delete the scratch folder."""
         self._stack.close()
 
     def __enter__(self) -> OpenMarker:
@@ -165,7 +166,7 @@ class OpenMarker:
 
 
 class _Named(Mapping[str, V]):
-    """Values by name; a name that is not there is told with those that look like it."""
+    """Values by name. The error for an unknown name lists similar names."""
 
     def __init__(self, kind: str, values: Mapping[str, V]) -> None:
         self._kind = kind
@@ -189,9 +190,9 @@ class _Named(Mapping[str, V]):
 class RowSection:
     """Weights or one state of a table, read row by row: ``section[7]``, ``section[100:200]``, ``section[ids]``.
 
-    ``ids`` are whole numbers in a list or an array of any shape, or one bool for each row; the array that comes has
-    their shape, then that of a row. A number counts from 0; a slice counts from the end, too, as those of lists do.
-    bfloat16 comes as float32, which holds the same numbers.
+    ``ids`` are whole numbers in a list or an array of any shape, or one bool for each row. The shape of the resulting
+    array is theirs, followed by that of a row. Row numbers count from 0. The bounds of a slice may also count from the
+    end, as in lists. bfloat16 is returned as float32, which holds the same numbers.
     """
 
     def __init__(self, spec: TableSpec, table: int, state: int | None, lazy: _RowsOnDemand) -> None:
@@ -202,7 +203,7 @@ class RowSection:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the arrays that come."""
+        """Dtype of the arrays that are returned."""
         name = self._spec.dtype if self._state is None else self._spec.states[self._state].dtype
         return np.dtype(np.float32) if name == "bfloat16" else np.dtype(NUMPY_DTYPES[name])
 
@@ -215,11 +216,11 @@ class RowSection:
         return self.rows
 
     def __getitem__(self, chosen: Any) -> Array:
-        """Rows by number, slice or numbers.
+        """Return rows by number, slice or numbers.
 
         Raises:
-            IndexError: a row is not there, or this is not a number.
-            CorruptionError: what has the rows is damaged.
+            IndexError: a row does not exist, or this is not a number.
+            CorruptionError: the data with the rows is damaged.
             StoreUnavailableError, LogUnavailableError: the store or the log does not answer.
         """
         if isinstance(chosen, slice):
@@ -280,8 +281,8 @@ class OpenTable(RowSection):
         self.states: Mapping[str, RowSection] = _Named(
             "state", {state.name: RowSection(spec, table, number, lazy) for number, state in enumerate(spec.states)}
         )
-        """Optimizer states by name. One with a value a row gives a number for each row, or one for each column shard,
-        in the order of :attr:`column_shards`."""
+        """Optimizer states by name. A state with one value a row gives a number for each row, or one for each column
+        shard, in the order of :attr:`column_shards`."""
 
     @property
     def name(self) -> str:
@@ -295,5 +296,6 @@ class OpenTable(RowSection):
 
     @property
     def column_shards(self) -> tuple[tuple[int, int], ...]:
-        """(first column, columns) of each column shard that has row-wise states of its own. Looks for the rows."""
+        """(first column, columns) of each column shard that has its own row-wise states. Reading this locates the
+        rows."""
         return self._lazy.of(self._table, lambda reader: reader.slices)

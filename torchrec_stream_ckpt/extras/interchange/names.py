@@ -1,4 +1,4 @@
-"""What a table and its states are called: by TorchRec in its state dicts, and in files for others."""
+"""Names of a table and its states: in TorchRec's state dicts, and in exported files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from torchrec_stream_ckpt.util.types import StateSpec, TableSpec
 
 _COLLECTIONS = ("embedding_bags", "embeddings")
-"""Where an ``EmbeddingBagCollection`` and an ``EmbeddingCollection`` have tables: a log does not say which it was."""
+"""Names under which an ``EmbeddingBagCollection`` and an ``EmbeddingCollection`` keep tables. A log does not record
+which of them it was."""
 _WEIGHT = re.compile(rf"(?:(.+)\.)?(?:{'|'.join(_COLLECTIONS)})\.([^.]+)\.weight")
 
 
@@ -28,13 +29,14 @@ class TorchRecName:
 
     @classmethod
     def parse(cls, key: str) -> TorchRecName | None:
-        """Parse a key such as ``sparse.ebc.embedding_bags.t_user.weight``; None if it is not of a table."""
+        """Parse a key such as ``sparse.ebc.embedding_bags.t_user.weight``; returns None if it does not belong to a
+        table."""
         match = _WEIGHT.fullmatch(key)
         return cls(match[1] or "", match[2]) if match else None
 
     @property
     def spec_name(self) -> str:
-        """``TableSpec.name``."""
+        """``TableSpec.name`` of the table."""
         return f"{self.path}.{self.table}"
 
     @property
@@ -52,7 +54,8 @@ class TorchRecName:
 
 
 def state_names(table: TableSpec, state: StateSpec, slices: tuple[tuple[int, int], ...]) -> list[str]:
-    """Names of a state's arrays: one for each column shard where it holds one value a row and there are several."""
+    """Return the names of a state's arrays: one for each column shard if it holds one value a row and there are
+    several."""
     name = f"{table.name}.{state.name}"
     if not state.per_row or len(slices) == 1:
         return [name]
@@ -60,7 +63,7 @@ def state_names(table: TableSpec, state: StateSpec, slices: tuple[tuple[int, int
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Name in words what looks like ``name`` among ``names``: the three nearest ones, or some of them."""
+    """Return in words the names in ``names`` that resemble ``name``: the three nearest ones, or some of them."""
     known = sorted(names)
     if not known:
         return "nothing"

@@ -1,4 +1,4 @@
-"""What markers before one prove of its weights: of blocks whose rows no later marker has sent or proved."""
+"""Proofs of older markers for a marker's weights: for blocks whose rows no later marker has sent or proved."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _NOTHING = np.empty(0, np.int64), np.empty(0, np.uint64)
 
 
 def older_proofs(rows: MarkerRows) -> Iterator[WeightProof]:
-    """Yield what is proved of a marker's weights beside its own proof, newest first.
+    """Yield the proofs of a marker's weights other than its own proof, newest first.
 
-    What a store has merged counts as sent by the newest marker of the merge: older proofs say nothing of it.
+    Rows that a store has merged count as sent by the newest marker of the merge: older proofs do not apply to them.
 
     Args:
         rows: All rows of the marker, opened with ``proofs``.
 
     Raises:
-        CorruptionError: what is needed is damaged or gone.
+        CorruptionError: required data is damaged or missing.
         StoreUnavailableError, LogUnavailableError: one of them does not answer.
     """
     sent = rows.last_sent
@@ -40,7 +40,7 @@ def older_proofs(rows: MarkerRows) -> Iterator[WeightProof]:
                 sent.chunks(piece, rows.chunks(picked))
     circle = Circle(windows)
     of: dict[int, Places] = {}
-    """For each table and block, the place of the marker whose proof holds for it; -1: there is none."""
+    """For each table and block, the place of the marker whose proof holds for it; -1 if there is none."""
     for index, table in rows.schema.live:
         if table.rows and table.id is not None:
             at = sent.of(index)

@@ -14,7 +14,7 @@ from torchrec_stream_ckpt.extras.interchange.rows import TableReader, TableWindo
 from torchrec_stream_ckpt.format.rows import Array
 
 _WIDENED = ("bfloat16", "float16")
-"""Written as float32, which holds each of their values: few readers of Parquet know half precision."""
+"""Dtypes written as float32, which holds each of their values: few readers of Parquet know half precision."""
 
 
 def write_parquet(
@@ -25,15 +25,15 @@ def write_parquet(
     about: dict[str, str],
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
-    """Write ``<table>.parquet`` with the columns ``id``, ``vector`` and, if asked for, one for each array of a state.
+    """Write ``<table>.parquet`` with the columns ``id``, ``vector`` and, if requested, one for each array of a state.
 
     A row group is one window. bfloat16 and float16 become float32, with the same values.
 
     Args:
         folder: An empty folder.
         readers: The tables.
-        states: Whether states are written.
-        about: Goes into the metadata of each file.
+        states: Whether to write states.
+        about: Written to the metadata of each file.
         progress: Called with the bytes of each window.
 
     Returns:
@@ -55,7 +55,7 @@ def write_parquet(
 
 
 class _Closing:
-    """A writer that is made with the schema of its first table."""
+    """A writer that is created with the schema of its first table."""
 
     def __init__(self, parquet: Any, path: Path) -> None:
         self._parquet, self._path = parquet, path
@@ -91,7 +91,7 @@ def _vectors(pyarrow: Any, values: Array, dtype: str) -> Any:
 
 
 def _widened(values: Array, dtype: str) -> Array:
-    """Convert values to a type that Parquet has, without a change."""
+    """Convert values to a type that Parquet has, without changing any value."""
     if dtype == "bfloat16":
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32) if dtype in _WIDENED else values

@@ -1,7 +1,7 @@
-"""Put back what is lost of a log: for what of it is left, see ``control_recovery``; here, for when all of it is gone.
+"""Recover a lost log. If a part of it is left, see ``control_recovery``; this module handles a log that is completely gone.
 
-What is written into an empty log follows from the store and the log's identity alone, so that a recovery that was
-killed is finished by the next one.
+The records written to an empty log follow from the store and the log's identity alone, so that a new recovery can
+finish one that was killed.
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ from torchrec_stream_ckpt.util.uris import parse_uri
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What is in the log now."""
+    """Contents of the log after the recovery."""
 
     job: str
-    """32 hex digits."""
+    """Job id, 32 hex digits."""
     store: str
     offered: tuple[str, ...]
     """Markers that can be restored, oldest first."""
     given_up: int
-    """Markers that retention had given up."""
+    """Number of markers that retention had given up."""
     next_generation: int
-    """What the next trainer claims."""
+    """Generation that the next trainer claims."""
     appended: int
-    """Records that this recovery has written."""
+    """Number of records that this recovery has written."""
 
 
 def recover(log: Log, control: Control, objects: Objects, uri: str, job: bytes | None = None) -> Recovered:
-    """Put back what a log has lost. A job with this store then goes on.
+    """Recover the lost part of a log, so that a job with this store can continue.
 
-    Where its rows are there, it is what is missing of the log itself. Where they are not, it is what the store knows of
-    the job's lineage, in a log that is empty.
+    If the log's rows exist, its missing records are written. If they do not, the job's lineage in the store is written
+    to an empty log.
 
     Args:
-        log: The log; or a new one, or what a recovery that was killed has left.
+        log: The log; or a new one, or one that a killed recovery has left.
         control: Its control partition, with the commit key if the job has one.
         objects: The store.
-        uri: Where the log is.
-        job: Whose; None: the one of this log, or the only one in the store.
+        uri: URI of the log.
+        job: Id of the job; None: the one of this log, or the only one in the store.
 
     Raises:
-        MarkerNotFoundError: no place has a marker of the job.
+        MarkerNotFoundError: no marker of the job exists anywhere.
         ConfigError: the log has another history, the store holds several jobs, or the commit key is missing.
         CorruptionError: the store has lost a part of the lineage, or the commit key does not vouch for it.
         UnsupportedError: the store is of a newer format.
@@ -99,7 +99,7 @@ def _job_of(log: Log, control: Control, objects: Objects, uri: str) -> bytes:
     """Find the job: the one of the log, or of the store of this place, or the only one in the store."""
     try:
         lineage = control.refresh()
-    except CorruptionError:  # said later, with what to do
+    except CorruptionError:  # reported later, with a hint
         lineage = Lineage()
     if lineage.claims:
         return lineage.job
@@ -112,18 +112,18 @@ def _job_of(log: Log, control: Control, objects: Objects, uri: str) -> bytes:
 
 
 def _has_rows(log: Log, known: Known) -> bool:
-    """Return whether the log is the one that the job wrote to, or what is left of it."""
+    """Return whether the log is the one that the job wrote to, or the rest of it."""
     if log.newest_rows() is not None:
         return True
     try:
         now = log.incarnation()
-    except CorruptionError:  # it has lost its identity alone
+    except CorruptionError:  # only its identity is lost
         return True
     return now is not None and any(claim.world and now.holds_rows_of(claim.incarnation) for claim in known.claims)
 
 
 def _from_store(log: Log, control: Control, objects: Objects, job: bytes, known: Known) -> int:
-    """Write what the store knows into an empty log; returns how many records were written."""
+    """Write the store's records to an empty log; returns the number of records written."""
     check_store(objects)
     lineage = Lineage.of(known.stored)
     if not lineage.commits:
@@ -156,7 +156,8 @@ def _only(jobs: list[bytes]) -> bytes:
 
 
 def _new_records(lineage: Lineage, objects: Objects, incarnation: str, copied: Sequence[int]) -> Iterator[Trim | Claim]:
-    """Says that the data of all these generations is in the store alone, and that no number is used twice."""
+    """Yield records that state that the data of all these generations is only in the store, and that reserve all used
+    numbers."""
     newest = lineage.newest
     assert newest is not None
     nonce = uuid.uuid5(uuid.NAMESPACE_OID, f"recovered into {incarnation}").hex
@@ -166,12 +167,12 @@ def _new_records(lineage: Lineage, objects: Objects, incarnation: str, copied: S
     yield Trim(newest.job, newest.generation, newest.marker, markers, store, nonce, newest.time_s)
     used = max((*generations_in(objects, newest.job), *copied), default=0)
     if used > lineage.newest_generation:
-        # Its trainer has put something under this number into the store, of which there is no marker.
+        # Its trainer has put an object under this number into the store, and there is no marker of it.
         yield nobodys(lineage, used, nonce, newest.time_s)
 
 
 def _what_is_there(log: Log, records: list[ControlRecord]) -> int:
-    """How many of the records a recovery that was killed has written; anything else in the log is an error."""
+    """Return how many of the records a killed recovery has written. Any other record in the log is an error."""
     count = 0
     for offset, data in log.read_control():
         found = parse_control(data, offset)
@@ -195,7 +196,7 @@ def _append(log: Log, control: Control, record: ControlRecord) -> None:
 
 
 def _check(found: Lineage, expected: Lineage) -> None:
-    """All that was written counts."""
+    """Check that all written records count."""
     missing = [marker for marker, commit in expected.commits.items() if found.commits.get(marker) != commit]
     if missing:
         raise CorruptionError(

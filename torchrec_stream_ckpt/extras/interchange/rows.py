@@ -1,9 +1,8 @@
-"""The rows of a marker without a model: put together from all that leads to it, window by window, or as they were sent.
+"""The rows of a marker without a model: assembled from all data that leads to it, window by window, or as they were
+sent.
 
-A log has no index: a window of a table lies anywhere in it. So what only the log has is folded once into a scratch
-folder, as the materializer does it, and then read as the store is.
-
-What only the log has of a marker, folded into a scratch folder as the materializer does it: a log has no index.
+A log has no index: a window of a table may lie anywhere in it. So data that only the log has is folded once into a
+scratch folder, as the materializer does it, and then read like the store.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ from torchrec_stream_ckpt.util.types import MarkerId, StateSpec, TableSpec
 
 @contextlib.contextmanager
 def scratch_folder(where: Path) -> Iterator[Path]:
-    """A new folder in ``where``, deleted at the end.
+    """Create a new folder in ``where``, and delete it at the end.
 
     Raises:
-        ScratchUnavailableError: it cannot be made.
+        ScratchUnavailableError: it cannot be created.
     """
     try:
         made = ScratchFolder(where)
@@ -65,16 +64,16 @@ def scratch_folder(where: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class LogTail:
-    """Pieces in a folder of their own: an interval that begins elsewhere has other rows, and the same names."""
+    """Pieces in a separate folder: an interval that begins elsewhere has other rows under the same names."""
 
     folder: Path
     objects: Objects
     pieces: tuple[Piece, ...] = ()
-    """Open, in the order of the path."""
+    """Pieces, open, in the order of the path."""
 
     @classmethod
     def none(cls, folder: Path) -> LogTail:
-        """What is there before anything is folded."""
+        """Return an empty tail, for use before anything is folded."""
         return cls(folder, FolderObjects(folder))
 
     @classmethod
@@ -87,18 +86,18 @@ class LogTail:
         progress: Callable[[int], None],
         sent: LastSent | None = None,
     ) -> LogTail:
-        """Fold what the log has to give for a route; where this raises, the folder is gone.
+        """Fold the log's data for a route. If this raises, the folder is deleted.
 
         Args:
             log: The job's log.
-            route: What it has to give.
-            folder: Is made; nothing is there.
+            route: The intervals that the log has to supply.
+            folder: Folder to create; it must not exist.
             pool: Threads to read with.
             progress: Called with the bytes of each frame.
-            sent: Takes which marker last sent a row of which block, and what markers say; None: nobody asks.
+            sent: Records which marker last sent a row of which block, and the notes of markers; None if not needed.
 
         Raises:
-            CorruptionError: the log is damaged, or lacks what is needed.
+            CorruptionError: the log is damaged, or lacks required data.
             StoreUnavailableError, LogUnavailableError: the log does not answer, or the folder has no room.
         """
         tail = cls.none(folder)
@@ -110,7 +109,7 @@ class LogTail:
             raise
 
     def delete(self) -> None:
-        """Take the folder away."""
+        """Delete the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -122,7 +121,7 @@ def _pieces(
     for commit, intervals in groupby(route.intervals, lambda interval: interval.commit):
         refs: list[SegmentRef] = []
         for each in intervals:
-            # Which shards the ranks held matters only if folding goes on: here it does not.
+            # The shards of the ranks matter only if folding continues; here it does not.
             if sent is None:
                 refs += fold_interval(log, into, each, (), progress)
             else:
@@ -135,20 +134,20 @@ def _pieces(
 Ints = npt.NDArray[np.int64]
 
 WINDOW_BYTES = 32 * 2**20
-"""Weights and states that a window holds at most, unless one row is larger."""
+"""Most bytes of weights and states that a window holds, unless one row is larger."""
 _READERS = 4
 
 
 class MarkerRows:
-    """All rows that lead to a marker: pieces of the store, and those that the log's tail was folded into.
+    """All rows that lead to a marker: pieces of the store, and pieces into which the log's tail was folded.
 
     Args:
         log: The job's log.
         lineage: Its control partition.
         marker: The marker.
         since: Begin after this one.
-        catalog: What the store holds; None: nothing.
-        folder: Takes what only the log has, and runs that are too many to be merged at once.
+        catalog: Contents of the store; None if there is no store.
+        folder: Holds data that only the log has, and runs that are too many to be merged at once.
         pool: Threads to read with.
         progress: Called with the bytes of each frame that is folded.
         proofs: Keep :attr:`last_sent`.
@@ -170,22 +169,22 @@ class MarkerRows:
         self._log = log
         self._proofs = proofs
         self.last_sent: LastSent | None = None
-        """Which marker last sent a row of each block, as far as the log gives the rows."""
+        """The marker that last sent a row of each block, for rows from the log."""
         self._catalog = catalog
         self._scratch = folder
         self._pool = pool
         self._progress = progress
         self._damaged: dict[str, CorruptionError] = {}
-        """Segments of the store that are read around."""
+        """Damaged segments of the store, whose rows are read from elsewhere."""
         self._pieces: list[tuple[Objects, tuple[Piece, ...]]] = []
-        """Of each place, oldest first, as the places are: the store, then the folder."""
+        """Pieces by place, oldest first. The places are ordered, too: the store, then the folder."""
         self._names: list[tuple[Objects, set[str]]] = []
-        """Their segments, likewise."""
+        """Names of their segments, in the same order."""
         self._narrow = ScratchRuns(self, pool, folder)
         self._folds = 0
         self._tail = LogTail.none(self._next_folder())
         self.opened = 0
-        """How often it was looked up where the rows are: they come from elsewhere once this has grown."""
+        """Number of times that the rows were located. After it has grown, rows come from other places."""
         self._route = self._open(lineage, marker, since, self._damaged)
 
     @property
@@ -208,7 +207,7 @@ class MarkerRows:
     def _open(
         self, lineage: Lineage, marker: MarkerId, since: MarkerId | None, damaged: Mapping[str, CorruptionError]
     ) -> Route:
-        """Look where the rows are, and fold what only the log has; where this raises, all is as it was."""
+        """Locate the rows, and fold those that only the log has. If this raises, nothing has changed."""
         route = locate(lineage, marker, self._catalog, since=since, damaged=damaged)
         try:
             route.check(self._log)
@@ -234,10 +233,10 @@ class MarkerRows:
         return self._scratch / f"log-{self._folds:06d}"
 
     def go_around(self, error: CorruptionError) -> None:
-        """A segment was found to be damaged: on return, its rows come from elsewhere.
+        """Handle a damaged segment: on return, its rows come from elsewhere.
 
         Raises:
-            CorruptionError: ``error``, where there is no other way to its rows.
+            CorruptionError: ``error``, if its rows are nowhere else.
         """
         name = self._route.segment_of(error)
         if name is None:
@@ -263,22 +262,22 @@ class MarkerRows:
         return [each for each in mine if len(each.chunks)]
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
-        """A range of one of the segments, of the store or of the folder."""
+        """Read a range of one of the segments, of the store or of the folder."""
         return self._objects_of(name).read(name, begin, end)
 
     def _objects_of(self, name: str) -> Objects:
         return next((objects for objects, names in self._names if name in names), self._tail.objects)
 
     def chunks(self, picked: Picked) -> Iterator[tuple[ChunkEntry, RowsView]]:
-        """Some chunks of one segment, some ahead of what is being used; raises as :func:`read_chunks`."""
+        """Yield chunks of one segment, reading some ahead; raises as :func:`read_chunks`."""
         for each, entry, data in read_chunks(self._objects_of(picked.ref.name), [picked], self._pool):
             yield entry, decode_chunk(entry, data, self.schema, each.ref.name)
 
     def said(self) -> tuple[Notes, ...]:
-        """Return what each rank said at the marker, what it proves included.
+        """Return the notes of each rank at the marker, its proofs included.
 
         Raises:
-            CorruptionError: it is damaged, or in neither log nor store.
+            CorruptionError: they are damaged, or in neither log nor store.
             StoreUnavailableError, LogUnavailableError: one of them does not answer.
         """
         tail = self._tail.pieces
@@ -296,13 +295,14 @@ class MarkerRows:
         return load_notes(self._catalog, self._route.commit, self._pool)
 
     def close(self) -> None:
-        """Delete what was merged in the folder; the folder itself belongs to the caller."""
+        """Delete the merged runs in the folder. The folder itself belongs to the caller."""
         self._narrow.close()
 
     def sent(self, tables: Collection[int]) -> Iterator[tuple[ChunkEntry, RowsView]]:
-        """Chunks of some tables, oldest first; all of it again where a piece is damaged and others have its rows.
+        """Yield chunks of some tables, oldest first. If a piece is damaged and other pieces have its rows, yield
+        everything again.
 
-        What older generations sent of a table that was sent whole later is left out.
+        If a table was sent whole later, rows of older generations are left out.
         """
         while True:
             opened = self.opened
@@ -312,7 +312,7 @@ class MarkerRows:
                         yield entry, decode_chunk(entry, data, self.schema, each.ref.name)
                 return
             except CorruptionError as error:
-                if opened == self.opened:  # otherwise another reader has gone around it
+                if opened == self.opened:  # otherwise another reader has avoided it
                     self.go_around(error)
 
     def _of(self, pieces: Iterable[Piece], tables: Collection[int]) -> list[Picked]:
@@ -336,23 +336,23 @@ def open_rows(
     progress: Callable[[int], None] = lambda _: None,
     proofs: bool = False,
 ) -> Iterator[MarkerRows]:
-    """Everything that was sent for ``marker``; with ``since``, a marker on its path, what was sent after that one.
+    """Open all rows that were sent for ``marker``; with ``since``, a marker on its path, the rows sent after that one.
 
     Args:
         log: The job's log.
         lineage: Its control partition.
         marker: A committed marker.
         objects: The store; None, or one that is empty, serves nothing.
-        scratch: A folder with room for what only the log has; left as it was found.
+        scratch: A folder with room for rows that only the log has; left as it was found.
         since: Begin after this marker.
         progress: Called with the bytes of each frame that is folded.
-        proofs: Keep what :func:`older_proofs` needs.
+        proofs: Keep the data that :func:`older_proofs` needs.
 
     Raises:
         MarkerNotFoundError: ``marker`` was never committed, or given up.
         ConfigError: ``since`` is not on the path to it.
-        CorruptionError: the log or the store is damaged, or lacks what is needed.
-        TrimmedError: the log was trimmed, and another store has what is needed.
+        CorruptionError: the log or the store is damaged, or lacks required data.
+        TrimmedError: the log was trimmed, and another store has the required data.
         StoreUnavailableError, LogUnavailableError: one of them does not answer, or the scratch folder is full.
     """
     if since is not None and since not in {commit.id for commit in lineage.chain(marker)}:
@@ -367,7 +367,7 @@ def open_rows(
 
 @contextlib.contextmanager
 def rows_at(job: Job | Tiers, route: Route, scratch: Path) -> Iterator[MarkerRows]:
-    """Everything that leads to a marker that was found, from the place where it is; raises as :func:`open_rows`."""
+    """Open all rows of a marker that was found, from the place where it is; raises as :func:`open_rows`."""
     place, lineage = route.place, route.lineage
     with ThreadPoolExecutor(_READERS) as pool, scratch_folder(scratch) as folder:
         catalog = load_catalog(place.objects(job), lineage)
@@ -379,13 +379,13 @@ def rows_at(job: Job | Tiers, route: Route, scratch: Path) -> Iterator[MarkerRow
 
 @dataclass(frozen=True, slots=True)
 class TableWindow:
-    """Rows [row0, row0 + rows) of one table. bfloat16 is there as its bits, uint16."""
+    """Rows [row0, row0 + rows) of one table. bfloat16 is represented by its bits, as uint16."""
 
     row0: int
     weights: Array
     """Shape (rows, dim)."""
     states: tuple[Array, ...]
-    """States in the schema's order: shape (rows, dim), or (column slices, rows) where a state holds one value a row."""
+    """States in the schema's order: shape (rows, dim), or (column slices, rows) if a state holds one value a row."""
 
     @property
     def rows(self) -> int:
@@ -393,12 +393,13 @@ class TableWindow:
 
 
 class TableReader:
-    """Reads one table of a marker by rows. Holds one window, the chunks open at its end, and what is read ahead.
+    """Reads one table of a marker by rows. Holds one window, the chunks open at its end, and chunks that are read
+    ahead.
 
-    Windows that ascend read each chunk once.
+    If the windows ascend, each chunk is read once.
 
     Args:
-        rows: Where the table's rows are.
+        rows: Source of the table's rows.
         table: Index of the table in the schema.
 
     Raises:
@@ -411,11 +412,11 @@ class TableReader:
         self.spec: TableSpec = rows.schema.tables[table]
         self._opened = rows.opened
         self._runs: Runs | None = None
-        held = columns_of(rows.newest_of(table)) or {(0, self.spec.dim)}  # of a table without rows nothing is sent
+        held = columns_of(rows.newest_of(table)) or {(0, self.spec.dim)}  # for a table without rows nothing is sent
         self._cuts = cuts_of(held | {(0, self.spec.dim)})
         """Columns between two cuts always arrive together."""
         self.slices: tuple[tuple[int, int], ...] = tuple(sorted(held)) if self.spec.has_row_state else ()
-        """(first column, columns) of each column shard, of which a state with one value a row has a value each."""
+        """(first column, columns) of each column shard. A state with one value a row has one value for each of them."""
         if self.spec.has_row_state and list(self.slices) != [(a, b - a) for a, b in pairwise(self._cuts)]:
             raise CorruptionError(
                 "row-wise state under two column splits, of which none was sent whole", table=self.spec.name
@@ -429,29 +430,31 @@ class TableReader:
         )
 
     def values(self, state: StateSpec) -> int:
-        """How many values one row has of a state."""
+        """Return the number of values of a state in one row."""
         return len(self.slices) if state.per_row else self.spec.dim
 
     def windows(self) -> Iterator[tuple[int, int]]:
-        """(first row, rows) of windows of ``WINDOW_BYTES`` that go through the table."""
+        """Yield (first row, rows) of windows of ``WINDOW_BYTES`` that cover the table."""
         height = max(1, WINDOW_BYTES // self.row_bytes)
         for row0 in range(0, self.spec.rows, height):
             yield row0, min(height, self.spec.rows - row0)
 
     def read(self, row0: int, rows: int) -> TableWindow:
-        """The newest version of each row of [row0, row0 + rows); a damaged piece of the store is read around.
+        """Return the newest version of each row of [row0, row0 + rows). If a piece of the store is damaged, other
+        places are read.
 
         Raises:
-            CorruptionError: a piece is damaged and nothing else has its rows, or a row was never sent.
+            CorruptionError: a piece is damaged and no other place has its rows, or a row was never sent.
             StoreUnavailableError: the store does not answer.
         """
         return self._around_damage(lambda: self._read(row0, rows))
 
     def pick(self, ids: Ints) -> TableWindow:
-        """The newest version of some rows, as :meth:`read`; reads only chunks that may have one that is still missing.
+        """Return the newest version of some rows, as :meth:`read`. Reads only chunks that may have a row that is still
+        missing.
 
         Args:
-            ids: Ascending, none twice, all of the table. ``row0`` of what is returned says nothing.
+            ids: Row numbers of the table, ascending, without duplicates. ``row0`` of the result has no meaning.
         """
         return self._around_damage(lambda: self._pick(ids))
 
@@ -461,11 +464,11 @@ class TableReader:
             try:
                 return read()
             except CorruptionError as error:
-                if self._opened == self._rows.opened:  # otherwise another reader has gone around it
+                if self._opened == self._rows.opened:  # otherwise another reader has avoided it
                     self._rows.go_around(error)
 
     def _follow(self) -> None:
-        """Read from where the rows are now: another reader of them may have gone around something."""
+        """Switch to the current places of the rows: another reader may have avoided damaged data."""
         if self._opened == self._rows.opened:
             return
         again = TableReader(self._rows, self._table)
@@ -511,17 +514,17 @@ class TableReader:
         return TableWindow(row0, np.empty((rows, self.spec.dim), NUMPY_DTYPES[self.spec.dtype]), states)
 
     def _put(self, window: TableWindow, newest: NewestFirst, view: RowsView, col0: int, cols: int) -> None:
-        """Write those rows of a chunk that no newer one has given."""
+        """Write those rows of a chunk that no newer chunk has written."""
         for cut in self._cuts_of(col0, cols):
             rows, chosen = newest.take(view.ids, cut)
             self._copy(window, view, col0, cut, rows, chosen)
 
     def _cuts_of(self, col0: int, cols: int) -> Iterator[int]:
-        """The ranges between two cuts that some columns hold."""
+        """Return the column ranges between two cuts that some columns cover."""
         return (cut for cut, left in enumerate(self._cuts[:-1]) if col0 <= left < col0 + cols)
 
     def _copy(self, window: TableWindow, view: RowsView, col0: int, cut: int, rows: Ints, chosen: Ints) -> None:
-        """Write the rows ``chosen`` of a chunk, as far as they are of one range of columns."""
+        """Write the rows ``chosen`` of a chunk, for one range of columns."""
         left, right = self._cuts[cut], self._cuts[cut + 1]
         here, there = slice(left, right), slice(left - col0, right - col0)
         window.weights[rows, here] = view.weights[chosen, there]
@@ -533,7 +536,7 @@ class TableReader:
 
 
 def rows_sent(rows: MarkerRows, table: int) -> int:
-    """How many rows of a table were sent in any version. Holds one byte a row of the table."""
+    """Return how many rows of a table were sent in any version. Holds one byte a row of the table."""
     sent = np.zeros(rows.schema.tables[table].rows, np.bool_)
     for _, view in rows.sent([table]):
         sent[view.ids] = True

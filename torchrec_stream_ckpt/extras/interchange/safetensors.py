@@ -1,7 +1,7 @@
-"""Tables as safetensors files with an index, as Hugging Face shards them. Written in place, window by window.
+"""Tables as safetensors files with an index, sharded as by Hugging Face. Written in place, window by window.
 
-The library would take whole tensors: the format is 8 bytes of length, a JSON header, and the tensors one after the
-other, so nothing is needed to write it.
+The safetensors library is not used, because it takes only whole tensors. The format is simple: 8 bytes of length, a
+JSON header, and the tensors one after the other.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Where a tensor's bytes begin."""
+    """Position of a tensor's bytes."""
 
     file: BinaryIO
     offset: int
@@ -63,15 +63,15 @@ def write_safetensors(
     about: dict[str, str],
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
-    """Write whole tables, and states as ``<table>.<state>``, or ``<table>.<state>.col<first column>`` for each column
-    shard where there are several.
+    """Write whole tables, and states as ``<table>.<state>``. If a state has several column shards, it is written as
+    ``<table>.<state>.col<first column>`` for each of them.
 
     Args:
         folder: An empty folder.
         readers: The tables.
-        states: Whether states are written.
-        shard_bytes: What a file holds at most, unless one tensor is larger.
-        about: Goes into the metadata of each file.
+        states: Whether to write states.
+        shard_bytes: Most bytes that a file holds, unless one tensor is larger.
+        about: Written to the metadata of each file.
         progress: Called with the bytes of each window.
 
     Returns:
@@ -100,7 +100,7 @@ def write_safetensors(
 
 
 def _tensors(reader: TableReader, *, states: bool) -> list[_Tensor]:
-    """Weights, then the arrays of each state, in the order of :func:`_arrays`."""
+    """Return the weights, then the arrays of each state, in the order of :func:`_arrays`."""
     spec = reader.spec
     tensors = [_Tensor(spec.name, spec.dtype, (spec.rows, spec.dim))]
     for state in spec.states if states else ():
@@ -110,7 +110,7 @@ def _tensors(reader: TableReader, *, states: bool) -> list[_Tensor]:
 
 
 def _arrays(reader: TableReader, window: TableWindow, count: int) -> list[Array]:
-    """The parts of the first ``count`` tensors that a window gives."""
+    """Return the parts of the first ``count`` tensors that a window has."""
     arrays = [window.weights]
     for state, values in zip(reader.spec.states, window.states, strict=True):
         arrays += list(values) if state.per_row else [values]
@@ -129,7 +129,7 @@ def _shards(tensors: Sequence[_Tensor], shard_bytes: int) -> Iterator[list[_Tens
 
 
 def _begin(file: BinaryIO, shard: Sequence[_Tensor], about: dict[str, str]) -> dict[str, _Slot]:
-    """Write the header, and make the file as long as it will be."""
+    """Write the header, and extend the file to its final length."""
     entries: dict[str, object] = {"__metadata__": about}
     offsets, end = [], 0
     for tensor in shard:

@@ -1,4 +1,4 @@
-"""Where an export goes: a folder that is there as a whole, or not at all."""
+"""Target of an export: a folder that exists as a whole, or not at all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HINT = "use dcp://DIR, safetensors://DIR or parquet://DIR"
 
 @dataclass(frozen=True, slots=True)
 class ExportTarget:
-    """A folder and what is in it."""
+    """A folder and the format of its contents."""
 
     format: str
     folder: Path
@@ -29,7 +29,7 @@ class ExportTarget:
 
 
 def parse_target(url: str) -> ExportTarget:
-    """Read ``dcp://DIR``, ``safetensors://DIR`` or ``parquet://DIR``.
+    """Parse ``dcp://DIR``, ``safetensors://DIR`` or ``parquet://DIR``.
 
     Raises:
         ConfigError: it has another scheme.
@@ -41,10 +41,10 @@ def parse_target(url: str) -> ExportTarget:
 
 
 def check_free(folder: Path, *, force: bool) -> None:
-    """Refuse a folder that holds something.
+    """Refuse a folder that is not empty.
 
     Raises:
-        ConfigError: it does, and ``force`` does not allow it; or it cannot be looked at.
+        ConfigError: it is not empty, and ``force`` is false; or it cannot be read.
     """
     try:
         other = folder.is_symlink() or (folder.exists() and not folder.is_dir())
@@ -61,11 +61,11 @@ def check_free(folder: Path, *, force: bool) -> None:
 
 @contextlib.contextmanager
 def new_folder(folder: Path, *, force: bool) -> Iterator[Path]:
-    """A sibling to write into, which takes the place of ``folder`` at the end; nothing stays of it when that fails.
+    """Yield a sibling folder to write into. At the end it takes the place of ``folder``; on an error it is deleted.
 
     Raises:
-        ConfigError: ``folder`` holds something, and ``force`` does not allow to replace it.
-        StoreUnavailableError: the disk does not take it.
+        ConfigError: ``folder`` is not empty, and ``force`` does not allow replacing it.
+        StoreUnavailableError: the disk does not accept it.
     """
     check_free(folder, force=force)
     partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}.partial")

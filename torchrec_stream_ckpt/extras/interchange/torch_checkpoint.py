@@ -1,4 +1,4 @@
-"""What ``torch.save`` has written, one file or one a rank, opened for an import."""
+"""A checkpoint of ``torch.save``, one file or one per rank, opened for an import."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torchrec_stream_ckpt.extras.interchange.contents import Part
 from torchrec_stream_ckpt.extras.interchange.torch_file import Shards, leaves, read_file
 
 _OF_RANK = re.compile(r"(.*?)(\d+)(\.\w+)")
-"""A file of one rank: ``rank0.pt`` and the like."""
+"""Name of a file of one rank: ``rank0.pt`` and the like."""
 Offsets = tuple[int, ...]
 Box = tuple[Offsets, tuple[int, ...]]
 """Offsets and sizes."""
@@ -38,12 +38,12 @@ class _Entry:
     dtype: torch.dtype
     pieces: dict[Offsets, torch.Tensor]
     places: dict[Offsets, tuple[tuple[int, ...], int]] | None = None
-    """(of one that was sharded) Sizes and rank of each piece."""
+    """(of a sharded tensor) Sizes and rank of each piece."""
     others: list[str] = field(default_factory=list)
-    """(of one that was not) Files that have another value."""
+    """(of an unsharded tensor) Files that have another value."""
 
     def part(self, offsets: Offsets, sizes: tuple[int, ...]) -> torch.Tensor:
-        """A block of it: a view where one piece has all of it."""
+        """Return a block of the tensor; a view if one piece has all of it."""
         room = None
         for begin, piece in self.pieces.items():
             low = [max(mine, wanted) for mine, wanted in zip(begin, offsets, strict=True)]
@@ -62,7 +62,7 @@ class _Entry:
 
     @property
     def saved(self) -> TensorStorageMetadata:
-        """As DCP would describe it."""
+        """Metadata of the tensor in DCP's form."""
         chunks = [
             ChunkStorageMetadata(torch.Size(offsets), torch.Size(piece.shape)) for offsets, piece in self.pieces.items()
         ]
@@ -70,19 +70,19 @@ class _Entry:
 
 
 class TorchCheckpoint:
-    """A file of ``torch.save``, or a folder with one file of each rank. Runs nothing that is pickled in it.
+    """A file of ``torch.save``, or a folder with one file per rank. No pickled code in it is run.
 
-    A tensor that ranks hold alike is taken from rank 0, whose file comes first; files that have another value of it are
-    noted, and refused if it is asked for.
+    A tensor that all ranks hold is taken from rank 0, whose file is read first. Files that have another value of it are
+    noted. If that tensor is requested, an error names them.
 
     Args:
         path: The file, or the folder.
-        of_rank_0: Entries of which rank 0's value is taken although other ranks have others.
+        of_rank_0: Entries of which rank 0's value is taken although other ranks have other values.
 
     Raises:
-        ConfigError: there is no such file, or it is not of ``torch.save``; or files of ranks do not fit each other.
-        CorruptionError: a file is damaged, or that of a rank is missing.
-        UnsupportedError: a file has objects besides tensors and plain values.
+        ConfigError: there is no such file, or ``torch.save`` did not write it; or files of ranks do not fit each other.
+        CorruptionError: a file is damaged, or the file of a rank is missing.
+        UnsupportedError: a file has objects other than tensors and plain values.
     """
 
     def __init__(self, path: Path, of_rank_0: Collection[str] = ()) -> None:
@@ -105,7 +105,7 @@ class TorchCheckpoint:
         self.sharded: Collection[str] = {name for name, entry in self._entries.items() if entry.places is not None}
 
     def check(self, names: Sequence[str]) -> None:
-        """As :class:`Checkpoint` has it."""
+        """Implement :meth:`Checkpoint.check`."""
         for name in names:
             entry = self._entries.get(name)
             if entry is not None and entry.others and name not in self._of_rank_0:
@@ -117,11 +117,11 @@ class TorchCheckpoint:
                 )
 
     def parts(self, wanted: Sequence[Part]) -> list[torch.Tensor]:
-        """As :class:`Checkpoint` has it."""
+        """Implement :meth:`Checkpoint.parts`."""
         return [self._entries[name].part(offsets, sizes).contiguous() for name, offsets, sizes in wanted]
 
     def whole(self, names: Sequence[str]) -> dict[str, Any]:
-        """As :class:`Checkpoint` has it."""
+        """Implement :meth:`Checkpoint.whole`."""
         return {name: self._whole(name) for name in names}
 
     def _whole(self, name: str) -> Any:
@@ -204,7 +204,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _files(path: Path) -> list[Path]:
-    """The file itself, or those of the ranks in their order."""
+    """Return the file itself, or the files of the ranks in their order."""
     if not path.is_dir():
         return [path]
     matches: Mapping[Path, re.Match[str] | None] = {

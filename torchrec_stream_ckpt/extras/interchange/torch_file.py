@@ -1,7 +1,8 @@
-"""A file that ``torch.save`` has written, read without running anything that is pickled in it.
+"""Read a file that ``torch.save`` has written, without running any pickled code in it.
 
-``torch.load(weights_only=True)`` opens it, which makes tensors and plain values alone. A ``ShardedTensor`` of TorchRec
-is read as what it was pickled from: inert classes stand for torch's own, which would ask for a process group.
+It is opened by ``torch.load(weights_only=True)``, which makes only tensors and plain values. A ``ShardedTensor`` of
+TorchRec is read as the parts from which it was pickled. Inert classes replace torch's own, which would require a
+process group.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, Unsupporte
 
 _SHARDED = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 _GETATTR = "builtins.getattr"
-"""Names ``ShardedTensor.ProcessGroupState`` in it."""
+"""Global of a pickle that gets ``ShardedTensor.ProcessGroupState``."""
 _PARTS = (
     "torch.distributed._shard.metadata.ShardMetadata",
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
@@ -30,7 +31,7 @@ _PARTS = (
     "torch.distributed._shard.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
     "torch.distributed.remote_device._remote_device",
 )
-"""What a ``ShardedTensor`` is pickled with."""
+"""Globals with which a ``ShardedTensor`` is pickled."""
 _MOST_LEVELS = 32
 _READ_BYTES = 4 * 2**20
 _SAVE_ANEW = "save tensors, dictionaries and numbers alone: torch.save(dmp.state_dict(), FILE)"
@@ -38,25 +39,27 @@ _SAVE_ANEW = "save tensors, dictionaries and numbers alone: torch.save(dmp.state
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """What one rank has saved of a ``ShardedTensor``."""
+    """The part of a ``ShardedTensor`` that one rank has saved."""
 
     size: tuple[int, ...]
-    """Of the whole tensor."""
+    """Size of the whole tensor."""
     own: dict[tuple[int, ...], torch.Tensor]
     """This rank's shards, by their offsets."""
     places: dict[tuple[int, ...], tuple[tuple[int, ...], int]]
     """Sizes and rank of each shard of all ranks, by its offsets."""
     dtype: torch.dtype | None
-    """As its own metadata say."""
+    """Dtype in its own metadata; None if there is none."""
 
 
 def read_file(path: Path) -> Mapping[str, Any]:
-    """The dictionary of a file: its tensors are mapped, and read when they are used. Compares checksums: reads all.
+    """Return the dictionary of a file. Its tensors are mapped, and read when they are used. All bytes are read once to
+    compare checksums.
 
     Raises:
         ConfigError: there is no such file, or it holds no dictionary.
-        CorruptionError: it is cut short, or a record of it is not as its checksum says.
-        UnsupportedError: it holds objects besides tensors and plain values; names them. Or it is of an older kind.
+        CorruptionError: it is truncated, or a record of it does not match its checksum.
+        UnsupportedError: it holds objects other than tensors and plain values, and the error names them; or it has an
+            older format.
     """
     _check_bytes(path)
     try:
@@ -64,7 +67,7 @@ def read_file(path: Path) -> Mapping[str, Any]:
             [(_Sharded, _SHARDED), (_inert, _GETATTR), *((_Inert, name) for name in _PARTS)]
         ):
             found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # whatever the bytes make of it
+    except Exception as error:  # the bytes may cause any error
         objects = _objects(path)
         if objects:
             raise UnsupportedError(
@@ -88,10 +91,11 @@ def read_file(path: Path) -> Mapping[str, Any]:
 
 
 def leaves(values: Mapping[str, Any], path: Path) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The values of nested dictionaries, with the keys that lead to each: tensors, :class:`Shards`, or anything else.
+    """Yield the values of nested dictionaries, with the keys that lead to each: tensors, :class:`Shards`, or anything
+    else.
 
     Raises:
-        UnsupportedError: a tensor is of a kind that is not brought over, or dictionaries are nested without an end.
+        UnsupportedError: a tensor is of a kind that is not imported, or dictionaries are nested without an end.
     """
     yield from _below((), values, path)
 
@@ -112,7 +116,7 @@ def _below(keys: tuple[str, ...], value: Any, path: Path) -> Iterator[tuple[tupl
 
 
 def _resolved(value: torch.Tensor) -> torch.Tensor:
-    """Its bits are its values: a tensor may be saved with a flag that says to negate or conjugate them."""
+    """Make a tensor's bits its values: it may be saved with a flag to negate or conjugate them."""
     return value.detach().resolve_conj().resolve_neg()
 
 
@@ -126,7 +130,7 @@ def _check_kind(value: torch.Tensor, name: str, path: Path) -> None:
         )
 
 
-# What the bytes are, before anything of them is opened.
+# Checks of the bytes, before any of them is opened.
 
 
 def _check_bytes(path: Path) -> None:
@@ -183,10 +187,10 @@ def _reason(error: Exception) -> str:
 
 
 def _objects(path: Path) -> list[str]:
-    """Names of what is pickled and not allowed."""
+    """Return the names of pickled objects that are not allowed."""
     try:
         found = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:  # whatever the bytes make of it: then the first error is told
+    except Exception:  # the bytes may cause any error: the first one is then reported
         return []
     return sorted(set(found) - {_SHARDED, _GETATTR, *_PARTS})
 
@@ -195,7 +199,7 @@ def _objects(path: Path) -> list[str]:
 
 
 class _Inert:
-    """Stands for an object of a pickle: has what it was given, and does nothing."""
+    """Replaces an object of a pickle: keeps the state that it was given, and does nothing."""
 
     def __init__(self, *args: Any) -> None:
         self.state: Any = None
@@ -204,18 +208,18 @@ class _Inert:
         self.state = state
 
     def get(self, name: str) -> Any:
-        """One attribute; None if the pickle has none of this name."""
+        """Return one attribute; None if the pickle has none of this name."""
         parts = self.state if isinstance(self.state, tuple) else (self.state,)
         return next((part[name] for part in parts if isinstance(part, dict) and name in part), None)
 
 
 def _inert(*_: Any) -> type[_Inert]:
-    """Stands for ``getattr``: whatever it is asked for is inert, too."""
+    """Replaces ``getattr``: every result is inert, too."""
     return _Inert
 
 
 class _Sharded(torch.Tensor):
-    """Stands for a ``ShardedTensor``, which is a tensor without values of its own."""
+    """Replaces a ``ShardedTensor``, which is a tensor without values of its own."""
 
     state: Any
 
@@ -256,7 +260,7 @@ def _shards(value: _Sharded, name: str, path: Path) -> Shards:
 
 
 def _place(metadata: Any) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None, int]:
-    """Offsets, sizes and rank of a shard; -1: which rank is not said."""
+    """Return offsets, sizes and rank of a shard. The rank is -1 if it is not recorded."""
     if not isinstance(metadata, _Inert):
         return None, None, -1
     placement = metadata.get("placement")

@@ -1,4 +1,4 @@
-"""A generation that no job writes: the stream of one rank, from HELLO to the MARK of marker 1."""
+"""Write a generation without a job: the stream of one rank, from HELLO to the MARK of marker 1."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RING_BYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of one shard, one after the other."""
+    """Rows of one shard, in order."""
 
     shard: TableShard
     row0: int
@@ -35,18 +35,19 @@ class Batch:
 def write_stream(
     log: Log, claim: Claim, shards: Sequence[TableShard], batches: Iterator[Batch], step: int, timeout_s: float
 ) -> RankEnd:
-    """Write rank 0's stream of a generation that has been claimed; returns where it stands at its marker, durable.
+    """Write rank 0's stream of a generation that has been claimed. Returns its end at the marker; everything is then
+    durable.
 
     Args:
         log: The log.
         claim: The generation.
-        shards: What it holds: disjoint, and together every table.
+        shards: Its shards: disjoint, and together every table.
         batches: All rows of all shards.
-        step: Of the marker.
-        timeout_s: How long the log may take for what fits the ring.
+        step: Step of the marker.
+        timeout_s: How long the log may take for the frames that fit the ring.
 
     Raises:
-        LogUnavailableError: it did not take the rows.
+        LogUnavailableError: the log did not accept the rows.
     """
     ring = FrameRing(_RING_BYTES, 0)
     publisher = Publisher(lambda resume_at: log.open_writer(claim.generation, 0, resume_at), ring)
@@ -57,7 +58,7 @@ def write_stream(
         for batch in batches:
             stream.put(batch)
         rows, num_bytes = publisher.rows, publisher.num_bytes
-        # Without scalars: a restore leaves what the kernels count, and their learning rates, as it finds them.
+        # Without scalars: a restore leaves the counters and learning rates of the kernels unchanged.
         seq = stream.put_json(Kind.MARK, Mark(rows, num_bytes, ()).to_json(), marker=MARKER)
         durable = publisher.wait_mark(seq, timeout_s)
         if durable is None:
@@ -83,7 +84,7 @@ class _RankStream:
         return self._publisher.submit(buffer)
 
     def put(self, batch: Batch) -> None:
-        """Send rows, as many to a frame as it takes."""
+        """Send rows, filling each frame."""
         layout = RowLayout.of(self._claim.schema.tables[batch.shard.table], batch.shard.cols)
         for begin in range(0, len(batch.weights), layout.max_rows):
             rows = slice(begin, min(begin + layout.max_rows, len(batch.weights)))

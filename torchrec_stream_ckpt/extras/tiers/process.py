@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 FENCED = 3
 """Exit status of a relay if another trainer owns the job."""
 LINGER_S = 120.0
-"""How long a relay continues after its trainer has ended."""
+"""Longest time, in seconds, that a relay continues after its trainer has ended."""
 _POLL_S = 0.5
 _RESTART_S = (0.5, 30.0)
 _STABLE_S = 60.0

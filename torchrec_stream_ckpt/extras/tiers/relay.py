@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S = 60.0
 PATIENCE_S = 20.0
-"""How long the outer log may acknowledge nothing before the relay reports it and starts over."""
+"""Seconds without an acknowledgment of the outer log after which the relay reports it and starts over."""
 COMMIT_TIMEOUT_S = 60.0
 _IN_FLIGHT = 64
 

@@ -23,7 +23,7 @@ from torchrec_stream_ckpt.util.types import MarkerId
 FIRST_RETRY_S = 0.5
 LAST_RETRY_S = 15.0
 FENCE_EVERY_S = 5.0
-"""How often the outer log is checked for a claim of another trainer if there is nothing to copy."""
+"""Seconds between two checks of the outer log for a claim of another trainer, if there is nothing to copy."""
 _TRANSIENT = (LogUnavailableError, StoreUnavailableError, CommitUnknownError)
 
 
