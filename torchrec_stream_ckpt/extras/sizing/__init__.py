@@ -1,7 +1,8 @@
-"""What a job will need: bandwidth, disks, memory, and what a failure will cost. A pure model: no I/O, no torch.
+"""Compute the needs of a job: bandwidth, disks, memory, and the cost of a failure. A pure model: no I/O, no torch.
 
-``stream-ckpt plan`` prints it, ``benchmarks/scale`` measures its unit costs and holds it against real jobs. Units stand
-in the names: ``_s`` seconds, ``_bytes`` bytes, ``_per_s`` a second. docs/sizing.md explains each line for operators.
+``stream-ckpt plan`` prints it. ``benchmarks/scale`` measures its unit costs and compares it with real jobs. Names
+contain the units: ``_s`` seconds, ``_bytes`` bytes, ``_per_s`` per second. docs/sizing.md explains each line for
+operators.
 """
 
 from torchrec_stream_ckpt.extras.sizing.bills import Bill, Bills, Share, bills

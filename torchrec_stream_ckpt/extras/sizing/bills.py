@@ -1,4 +1,4 @@
-"""What a month of a job costs in an object store, beside full copies and differentials of the same markers."""
+"""Monthly cost of a job in an object store, compared with full copies and differentials of the same markers."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """What one way to keep a job's markers costs in a month of 30 days, in dollars."""
+    """Cost of one way to keep a job's markers, for a month of 30 days, in dollars."""
 
     requests: Requests
-    """In that month."""
+    """Requests in that month."""
     requests_usd: float
     held_bytes: float
-    """At its end, if the job began with it."""
+    """Bytes held at the end of the month, if the job began with it."""
     storage_usd: float
-    """Of as many bytes for a whole month."""
+    """Cost of storing that many bytes for a whole month."""
 
     @property
     def usd(self) -> float:
@@ -46,16 +46,17 @@ class Bill:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one kind of work asks of the store."""
+    """Load that one kind of work puts on the store."""
 
     once: Requests
-    """One marker, fold, restore or round."""
+    """Requests of one marker, fold, restore or round."""
     times: float
-    """In a month."""
+    """Number of times in a month."""
     read_bytes: float = 0.0
-    """Each time, of rows and of dense files. Directories, manifests and other small objects come on top."""
+    """Bytes read each time, of rows and of dense files. Directories, manifests and other small objects are not
+    included."""
     written_bytes: float = 0.0
-    """Likewise."""
+    """Bytes written each time, likewise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +64,19 @@ class Bills:
     """The same job, kept in three ways."""
 
     store: Bill
-    """As this project does."""
+    """Cost of this project's way."""
     full: Bill
-    """A whole copy at each marker."""
+    """Cost of a whole copy at each marker."""
     differential: Bill
-    """At each marker all rows that changed since the last whole copy; a new one by the rule of ``rebase``."""
+    """Cost of differentials: at each marker, all rows that changed since the last whole copy; a new copy by the rule of
+    ``rebase``."""
     shares: Mapping[str, Share]
-    """What ``store`` is made of, by kind of work."""
+    """Parts of ``store``, by kind of work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Held:
-    """What is in the store once a month has gone by."""
+    """Contents of the store after a month."""
 
     markers: float
     folds: float
@@ -84,13 +86,13 @@ class _Held:
     cover_segments: float
     cover_bytes: float
     interval_segments: float
-    """Of one marker."""
+    """Interval segments of one marker."""
     fold_segments: float
-    """Of spans and bases, for each marker."""
+    """Segments of spans and bases, per marker."""
 
 
 def bills(work: Workload, where: Deployment, costs: UnitCosts) -> Bills:
-    """What a month of the job costs in an object store, by list prices; markers are kept as ``gc`` is told to."""
+    """Compute a month's cost of the job in an object store, by list prices. Markers are kept by the rules of ``gc``."""
     markers, kept = MONTH_S / work.marker_s, kept_markers(work, where)
     dense = Requests(put=work.ranks + 1 if work.dense_bytes else 0)
     shares = store_shares(work, where, costs)
@@ -112,7 +114,8 @@ def bills(work: Workload, where: Deployment, costs: UnitCosts) -> Bills:
 
 
 def store_shares(work: Workload, where: Deployment, costs: UnitCosts) -> dict[str, Share]:
-    """Requests and bytes of the store by kind of work: exact for markers, a bound for what reads many objects."""
+    """Return requests and bytes of the store by kind of work: exact for markers, an upper bound for reads of many
+    objects."""
     load, kept, markers = fold_load(work, where), kept_markers(work, where), MONTH_S / work.marker_s
     held, ranks, tables = _held(work, where, load), work.ranks, len(work.tables)
     dense_files = ranks + 1 if work.dense_bytes else 0
@@ -130,7 +133,7 @@ def store_shares(work: Workload, where: Deployment, costs: UnitCosts) -> dict[st
         found["bases"] = Share(merged[1], markers / load.cycle, 2 * load.base_bytes + load.rest_bytes, load.base_bytes)
     share = min(1.0, where.proof_bytes * ranks / max(1, work.table_bytes))
     if share:
-        # On average half of the pieces after the base are there.
+        # On average, half of the pieces after the base exist.
         base, rest = _segments(work.table_bytes), (held.cover_bytes - work.table_bytes) / 2
         blocks = sum(each.spec.rows / BLOCK_ROWS * (1 + len(each.spec.states)) for each in work.tables) * share
         once = proof_requests(
@@ -154,12 +157,12 @@ def store_shares(work: Workload, where: Deployment, costs: UnitCosts) -> dict[st
 
 
 def _rounds(work: Workload, where: Deployment, costs: UnitCosts, held: _Held, load: FoldLoad) -> dict[str, Share]:
-    """What services ask that come round now and then."""
+    """Return the load of services that run periodically."""
     found, markers = {}, MONTH_S / work.marker_s
     mean_bytes = held.num_bytes / held.segments
     if where.trim_s is not None:
         times = MONTH_S / where.trim_s
-        # Of intervals, and of the folds that were made of them: whatever has rows that the log loses now.
+        # Of intervals, and of the folds that were made of them: all that have rows that the log loses now.
         fresh = markers / times * (held.interval_segments + held.fold_segments)
         fresh_bytes = markers / times * (load.interval_bytes + load.written)
         once = trim_requests(
@@ -169,7 +172,7 @@ def _rounds(work: Workload, where: Deployment, costs: UnitCosts, held: _Held, lo
     if where.keep_all_s is not None and costs.gc_rounds_per_month:
         dropped = max(0.0, markers - held.markers) / costs.gc_rounds_per_month
         objects = held.interval_segments + 2 + (work.ranks + 1 if work.dense_bytes else 0)
-        # Folds that trims have not read before: what they replace is deleted.
+        # Folds that trims have not read before: the objects that they replace are deleted.
         unread = markers / costs.gc_rounds_per_month if where.trim_s is None else 0.0
         relied_bytes = held.cover_bytes + unread * load.written
         once = gc_requests(
@@ -197,21 +200,21 @@ def _rounds(work: Workload, where: Deployment, costs: UnitCosts, held: _Held, lo
 
 
 def kept_markers(work: Workload, where: Deployment) -> float:
-    """Markers that are kept of a month's."""
+    """Return the number of a month's markers that are kept."""
     recent_s = MONTH_S if where.keep_all_s is None else min(MONTH_S, where.keep_all_s)
     older = (MONTH_S - recent_s) / max(where.then_every_s, work.marker_s) if where.then_every_s is not None else 0.0
     return max(1.0, recent_s / work.marker_s) + older
 
 
 def _held(work: Workload, where: Deployment, load: FoldLoad) -> _Held:
-    """Sizes of the store, and of the longest way to a marker: the most pieces of each size, after a base."""
+    """Return sizes of the store, and of the longest path to a marker: the most pieces of each size, after a base."""
     kept = kept_markers(work, where)
     own = float(work.ranks * _segments(load.interval_bytes / work.ranks))
     spans = sum(_segments(size) / load.radix**level for level, size in enumerate(load.span_bytes, 1))
     spans_count = sum(load.radix**-level for level in range(1, len(load.span_bytes) + 1)) if load.radix else 0.0
     base, bases = _segments(work.table_bytes), max(1.0, kept / load.cycle)
     if load.radix:
-        loose = 2.0 * (load.radix - 1)  # up to where a span begins, and after the last one
+        loose = 2.0 * (load.radix - 1)  # up to the begin of a span, and after the last one
         pieces = loose + (load.radix - 1) * len(load.span_bytes)
         segments = loose * own + (load.radix - 1) * sum(map(_segments, load.span_bytes))
         num_bytes = loose * load.interval_bytes + (load.radix - 1) * sum(load.span_bytes)
@@ -232,7 +235,7 @@ def _held(work: Workload, where: Deployment, load: FoldLoad) -> _Held:
 
 
 def _folds(work: Workload, load: FoldLoad, held: _Held) -> tuple[Requests, Requests]:
-    """(spans of a marker, on average; one base)."""
+    """Return (requests of the spans of a marker, on average; requests of one base)."""
     spans, tables = Requests(), len(work.tables)
     sizes = (load.interval_bytes, *load.span_bytes)
     for level, size in enumerate(load.span_bytes, 1):
@@ -251,7 +254,7 @@ def _segments(num_bytes: float) -> int:
 
 
 def _differentials(work: Workload, where: Deployment) -> tuple[float, float]:
-    """(mean bytes of a differential, markers from one whole copy to the next), summed in growing steps."""
+    """Return (mean bytes of a differential, markers from one whole copy to the next), summed in growing steps."""
     most, limit = MONTH_S / work.marker_s, (where.rebase or 1.0) * work.table_bytes
     total, number = 0.0, 0.0
     while not number or (number < most and total <= limit):
@@ -262,7 +265,7 @@ def _differentials(work: Workload, where: Deployment) -> tuple[float, float]:
 
 
 def _written(num_bytes: float, ranks: int) -> Requests:
-    """One file a rank, and one that says that all are there."""
+    """Return the requests of one file per rank, and of one file that marks them complete."""
     return Requests(put=ranks * put_requests(num_bytes / ranks) + 1)
 
 

@@ -1,4 +1,4 @@
-"""What a failure costs: training that is lost, time until the state is back; and the memory for it."""
+"""Cost of a failure: training that is lost, time until the state is restored, and the memory for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ LOG_ALONE_S = 86_400.0
 MASK_BYTES_PER_ROW = 3
 """Bool masks over the rows of a rank: touched, frozen, and on a CPU unswept (``capture/touched.py``)."""
 COMMIT_BYTES, COMMIT_BYTES_PER_RANK = 1500, 25
-"""What rank 0 remembers of a marker: its COMMIT, whose ends of ranks stay packed (``format/rank_ends.py``)."""
+"""Memory of rank 0 for a marker: its COMMIT, in which the stream ends of the ranks stay packed
+(``format/rank_ends.py``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,24 +27,24 @@ class RestoreTime:
     warm_s: float
     head_s: float
     log_s: float
-    """Without a store, so without trims: the base and all that was sent in ``LOG_ALONE_S``."""
+    """Without a store, so without trims: the base and all rows sent in ``LOG_ALONE_S``."""
     restart_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Host memory that a rank takes on top of training, and what a HEAD takes of each host."""
+    """Host memory that a rank needs in addition to training, and memory of each host for a HEAD."""
 
     ring_bytes: float
     mask_bytes: float
-    """On the tables' device."""
+    """Bytes on the tables' device."""
     dense_bytes: float
     marker_bytes: float
-    """Part of the marker budget: rows of a cut that do not find space in the ring."""
+    """Part of the marker budget: rows of a cut that do not fit the ring."""
     head_bytes: float
-    """A host, if it keeps a HEAD."""
+    """Bytes per host, if it keeps a HEAD."""
     day_bytes: float
-    """Rank 0, for each day: the markers that the control log names."""
+    """Bytes of rank 0 for each day: the markers that the control log names."""
 
     @property
     def rank_bytes(self) -> float:
@@ -51,8 +52,8 @@ class RankMemory:
 
 
 def commit_time(work: Workload, costs: UnitCosts) -> float:
-    """Seconds from a cut to its COMMIT: the busiest rank's last drain published, its part of the dense state saved
-    (side by side, no faster than the store takes it), then votes and the COMMIT."""
+    """Return the seconds from a cut to its COMMIT: the busiest rank publishes its last drain and saves its part of the
+    dense state (in parallel, no faster than the store accepts it), then votes and the COMMIT."""
     rows_s = drain_bytes(work) / work.ranks * costs.imbalance * costs.publish_s_per_byte
     own_s = work.dense_bytes / work.ranks * costs.dense_s_per_byte
     dense_s = max(own_s, work.dense_bytes / (costs.store_bytes_per_s * costs.use))
@@ -60,9 +61,9 @@ def commit_time(work: Workload, costs: UnitCosts) -> float:
 
 
 def loss_window(work: Workload, costs: UnitCosts) -> tuple[float, float, float]:
-    """(seconds between markers, mean seconds of training lost by a failure, most seconds lost).
+    """Return (seconds between markers, mean seconds of training lost by a failure, most seconds lost).
 
-    One marker is in flight at a time, so markers are no closer than a commit takes. A failure falls evenly into the
+    One marker is in flight at a time, so markers are at least one commit apart. A failure falls evenly into the
     interval (Young 1974, "A first order approximation to the optimum checkpoint interval"): half of it is lost on
     average, all of it at most, and in both cases the commit that was in flight.
     """
@@ -72,18 +73,19 @@ def loss_window(work: Workload, costs: UnitCosts) -> tuple[float, float, float]:
 
 
 def read_log_time(work: Workload, seconds: float, costs: UnitCosts) -> float:
-    """Seconds in which the busiest rank reads what was sent in a time: its bytes, and its frames."""
+    """Return the seconds in which the busiest rank reads the data sent in a time: its bytes, and its frames."""
     drains = seconds / work.drain_s
     own_bytes = drain_bytes(work) / work.ranks
     return drains * costs.imbalance * (own_bytes * costs.log_s_per_byte + drain_frames(work) * costs.read_frame_s)
 
 
 def restore_time(work: Workload, where: Deployment, costs: UnitCosts) -> RestoreTime:
-    """Seconds of a restore of the newest marker by the busiest of all ranks.
+    """Compute the seconds of a restore of the newest marker by the busiest of all ranks.
 
-    Bytes over the rank's speed; cold also over what the store and the hosts' networks give together. The store has a
-    base and, at worst, a whole delta (:func:`delta_bytes`); the log has what one marker interval sent after them. A
-    log alone has the base and all that was sent since; it is read no faster than its disks give, all brokers together.
+    The time is the bytes over the rank's speed. A cold restore is also limited by the total speed of the store and the
+    hosts' networks. The store has a base and, at worst, a whole delta (:func:`delta_bytes`); the log has the rows that
+    one marker interval sent after them. A log alone has the base and all rows sent since; it is read no faster than the
+    disks of all brokers together.
     """
     share = costs.imbalance / work.ranks
     stored = work.table_bytes + delta_bytes(work, where)
@@ -109,8 +111,8 @@ def restore_time(work: Workload, where: Deployment, costs: UnitCosts) -> Restore
 
 
 def rank_memory(work: Workload, where: Deployment, costs: UnitCosts) -> RankMemory:
-    """Bytes of the busiest rank: ring (Kafka's client holds as much again), masks, its part of the dense state
-    (copied at a marker), and what a cut sends beyond the ring, within the budget."""
+    """Compute the bytes of the busiest rank: ring (Kafka's client holds the same again), masks, its part of the dense
+    state (copied at a marker), and the rows that a cut sends beyond the ring, within the budget."""
     share = costs.imbalance / work.ranks
     cut = drain_bytes(work) * share
     return RankMemory(
@@ -124,7 +126,7 @@ def rank_memory(work: Workload, where: Deployment, costs: UnitCosts) -> RankMemo
 
 
 def sweep_time(work: Workload, where: Deployment, costs: UnitCosts) -> float:
-    """Seconds until every row was sent once, so that the first marker can be cut: ``sweep_bytes`` a step and rank, but
-    no faster than a publisher sends."""
+    """Return the seconds until every row was sent once, so that the first marker can be cut: ``sweep_bytes`` per step
+    and rank, but no faster than a publisher sends."""
     rank_bytes_per_s = min(where.sweep_bytes * work.steps_per_s, 1.0 / costs.publish_s_per_byte)
     return work.table_bytes * costs.imbalance / work.ranks / rank_bytes_per_s

@@ -1,4 +1,5 @@
-"""Bases and spans that the materializer writes beside the intervals: how often, and what they read and write."""
+"""Bases and spans that the materializer writes in addition to the intervals: frequency, bytes read and bytes
+written."""
 
 from __future__ import annotations
 
@@ -16,33 +17,33 @@ class FoldLoad:
 
     interval_bytes: float
     span_bytes: tuple[float, ...] = ()
-    """Of one span of each size, the smallest first."""
+    """Bytes of one span of each size, the smallest first."""
     radix: int = 0
     base_bytes: float = 0.0
     cycle: float = math.inf
-    """Markers from one base to the next; infinite: none is due within a month."""
+    """Markers from one base to the next; infinite if none is due within a month."""
     rest_bytes: float = 0.0
-    """Of the pieces after a base when the next one is due."""
+    """Bytes of the pieces after a base when the next one is due."""
 
     @property
     def span_written(self) -> float:
-        """Bytes of spans for each marker."""
+        """Bytes of spans written per marker."""
         return sum((size / float(self.radix) ** level for level, size in enumerate(self.span_bytes, 1)), 0.0)
 
     @property
     def span_read(self) -> float:
-        """Bytes that spans are merged from, for each marker: each of so many pieces of the size before."""
+        """Bytes read to merge spans, per marker. Each span is merged from ``radix`` pieces of the next smaller size."""
         sizes = (self.interval_bytes, *self.span_bytes)
         return sum((sizes[level - 1] / float(self.radix) ** (level - 1) for level in range(1, len(sizes))), 0.0)
 
     @property
     def base_written(self) -> float:
-        """Bytes of bases for each marker."""
+        """Bytes of bases written per marker."""
         return self.base_bytes / self.cycle
 
     @property
     def base_read(self) -> float:
-        """Bytes that bases are merged from, for each marker."""
+        """Bytes read to merge bases, per marker."""
         return (self.base_bytes + self.rest_bytes) / self.cycle
 
     @property
@@ -55,9 +56,9 @@ class FoldLoad:
 
 
 def fold_load(work: Workload, where: Deployment) -> FoldLoad:
-    """Compute what a policy leads to.
+    """Compute the folds of a policy.
 
-    A base is due once the pieces after the last one are more than ``rebase`` times its bytes. Spans put it off: they
+    A base is due once the pieces after the last one exceed ``rebase`` times its bytes. Spans delay it, because they
     hold each row once.
     """
     interval, base = work.distinct_bytes(work.marker_s), float(work.table_bytes)
@@ -85,7 +86,7 @@ def fold_load(work: Workload, where: Deployment) -> FoldLoad:
 
 
 def _cycle(sizes: list[float], radix: int, most: float, limit: float) -> tuple[float, float]:
-    """(markers until the pieces have more than ``most`` bytes, these bytes), looked at in growing steps."""
+    """Return (markers until the pieces have more than ``most`` bytes, these bytes), computed in growing steps."""
     number = 0
     while number < limit:
         number += max(1, number // 64)

@@ -1,4 +1,4 @@
-"""What the model is told: tables, how they change, where log and store are, and what a unit of work costs."""
+"""Inputs of the model: tables, how they change, the places of log and store, and the cost of a unit of work."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _OPTIMIZER_STATES: dict[str, tuple[tuple[str, bool], ...]] = {
 
 
 def optimizer_states(name: str) -> tuple[StateSpec, ...]:
-    """States of a row under a fused optimizer, as float32; ``rowwise_adagrad`` and ``exact_rowwise_adagrad`` are one.
+    """Return the states of a row under a fused optimizer, as float32. ``rowwise_adagrad`` and ``exact_rowwise_adagrad``
+    are the same optimizer.
 
     Raises:
-        ConfigError: the model does not know it.
+        ConfigError: the model does not know the optimizer.
     """
     states = _OPTIMIZER_STATES.get(name.lower().removeprefix("exact_"))
     if states is None:
@@ -43,7 +44,7 @@ class TableLoad:
     spec: TableSpec
     touched: Touched
     ids_per_step: float = 0.0
-    """Ids that one global step looks up; 0 where it is not known (marking them is then not counted)."""
+    """Ids that one global step looks up; 0 if unknown (marking them is then not counted)."""
 
     @property
     def row_bytes(self) -> int:
@@ -52,22 +53,22 @@ class TableLoad:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole table as it is sent."""
+        """Bytes of the whole table when it is sent."""
         return self.spec.rows * self.row_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """The job: what it trains and how often it drains and cuts markers."""
+    """The job: its tables, and how often it drains and cuts markers."""
 
     tables: tuple[TableLoad, ...]
     ranks: int
     steps_per_s: float
     drain_every: int = 1
-    """Steps."""
+    """Steps between two drains."""
     marker_s: float = 60.0
     dense_bytes: int = 0
-    """Dense model with its optimizer, replicated."""
+    """Bytes of the dense model with its optimizer, replicated."""
 
     @property
     def drain_s(self) -> float:
@@ -75,7 +76,7 @@ class Workload:
 
     @property
     def table_bytes(self) -> int:
-        """All tables with their states and ids: what a sweep sends, and what a base in the store holds."""
+        """Bytes of all tables with their states and ids: sent by a sweep, and held by a base in the store."""
         return sum(table.num_bytes for table in self.tables)
 
     @property
@@ -83,17 +84,17 @@ class Workload:
         return sum(table.spec.rows for table in self.tables)
 
     def distinct(self, seconds: float) -> float:
-        """Rows of all tables that differ after a time in seconds."""
+        """Return the number of rows of all tables that differ after a time in seconds."""
         return sum(table.touched.distinct(seconds) for table in self.tables)
 
     def distinct_bytes(self, seconds: float) -> float:
-        """Bytes of those rows, each once."""
+        """Return the bytes of those rows, each counted once."""
         return sum(table.touched.distinct(seconds) * table.row_bytes for table in self.tables)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """Where the log and the store are, and how long they keep what."""
+    """Places of the log and the store, and their retention."""
 
     log: Literal["kafka", "file"] = "kafka"
     replication: int = 3
@@ -102,19 +103,20 @@ class Deployment:
     marker_budget_bytes: int = 2**30
     sweep_bytes: int = 16 * 2**20
     trim_s: float | None = 3600.0
-    """Seconds between two trims of the log up to what the store has; None: never."""
+    """Seconds between two trims of the log up to the end of the store's data; None: never."""
     rebase: float = 1.0
-    """A new base once the delta outgrows this multiple of it (``materialize --rebase``); 0: none."""
+    """A new base once the delta exceeds this multiple of it (``materialize --rebase``); 0: none."""
     span_radix: int = 4
-    """Pieces that one span takes together (``materialize --compact span4``); 0: no spans."""
+    """Pieces that one span merges (``materialize --compact span4``); 0: no spans."""
     proof_bytes: int = 4 * 2**20
-    """Rows of a rank that a marker proves (``StreamConfig.proof_bytes``), and the materializer compares; 0: none."""
+    """Bytes of a rank's rows that a marker proves (``StreamConfig.proof_bytes``), and the materializer compares; 0:
+    none."""
     scrub_bytes_per_s: float = 0.0
     """``materialize --scrub-bytes-per-s``; 0: no scrub in the background."""
     keep_all_s: float | None = None
     """``gc --keep-all-for``; None: every marker is kept for ever."""
     then_every_s: float | None = None
-    """``gc --then-every``; None: of older markers only the newest one stays."""
+    """``gc --then-every``; None: of older markers only the newest one is kept."""
 
     @property
     def copies(self) -> int:
@@ -123,28 +125,29 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitCosts:
-    """What one unit of work costs, and what the machines give. ``benchmarks/scale`` measures those marked (m).
+    """Costs of one unit of work, and the speed and size of the machines. ``benchmarks/scale`` measures those marked
+    (m).
 
-    The defaults of the marked ones are what one core of a 2-core Xeon VM took on 2026-11-21 (benchmarks/scale/results),
-    rounded up. None of them is of a GPU.
+    The defaults of the marked ones were measured on one core of a 2-core Xeon VM on 2026-11-21
+    (benchmarks/scale/results), and rounded up. None of them was measured on a GPU.
     """
 
     mark_s_per_id: float = 1.5e-9
     """(m) Training thread: one id of a lookup marked."""
     scan_s_per_row: float = 5e-11
-    """(m) Training thread: one row of the masks looked at by a drain."""
+    """(m) Training thread: one row of the masks scanned by a drain."""
     drain_s_per_row: float = 5e-8
     """(m) Training thread: one touched row listed and cleared."""
     drain_s_per_byte: float = 3e-10
     """(m) Training thread: one byte gathered into a frame."""
     step_s: float = 6e-4
-    """(m) Training thread: what a step with a drain costs whatever it sends."""
+    """(m) Training thread: fixed cost of a step with a drain."""
     publish_s_per_byte: float = 1.3e-9
     """(m) Publisher thread: one byte checksummed, written and synced or produced."""
     marker_s: float = 0.02
-    """(m) A marker of one rank with nothing to send: votes, MARK, COMMIT and the reading back."""
+    """(m) A marker of one rank with nothing to send: votes, MARK, COMMIT and reading them back."""
     marker_doubling_s: float = 0.01
-    """(m) What each doubling of the ranks adds to it: collectives over log2(ranks) rounds (Thakur, Rabenseifner and
+    """(m) Additional time for each doubling of the ranks: collectives over log2(ranks) rounds (Thakur, Rabenseifner and
     Gropp 2005, "Optimization of collective communication operations in MPICH")."""
     dense_s_per_byte: float = 2.7e-9
     """(m) One byte of dense state saved and digested by a rank."""
@@ -157,19 +160,20 @@ class UnitCosts:
     log_s_per_byte: float = 3.5e-10
     """(m) A rank: one byte of the log's tail read, checked and placed."""
     read_frame_s: float = 1e-4
-    """(m) A rank: one frame of the log's tail, whatever it carries."""
+    """(m) A rank: fixed cost of one frame of the log's tail."""
     restore_s: float = 0.03
     """(m) A restore of nothing, one rank: control records, manifests, plan."""
     restore_doubling_s: float = 0.03
-    """(m) What each doubling of the ranks adds to it."""
+    """(m) Additional time for each doubling of the ranks."""
     merge_bytes_per_s: float = 250e6
-    """A core of the materializer, of what a merge reads; it writes, and reads that back, in the same time."""
+    """Bytes that one core of the materializer reads in a merge; it writes the result, and reads that back, in the same
+    time."""
     fold_bytes_per_s: float = 300e6
-    """A core of the materializer (docs/operations.md)."""
+    """Bytes that one core of the materializer folds (docs/operations.md)."""
     disk_bytes_per_s: float = 500e6
     """One disk of a broker, sequential."""
     disk_bytes: float = 4e12
-    """Room of one broker."""
+    """Disk space of one broker."""
     network_bytes_per_s: float = 1.25e9
     """One broker, one way: 10 Gbit/s."""
     host_network_bytes_per_s: float = 1.25e9
@@ -177,19 +181,20 @@ class UnitCosts:
     store_bytes_per_s: float = 5e9
     """The store, all readers or all writers together."""
     put_list_usd_per_1000: float = 0.005
-    """An assumption: Amazon's public list price of 1000 PUT, POST or LIST requests, S3 Standard, us-east-1, as known in
-    2025. DELETE costs nothing; nor does traffic within the region."""
+    """An assumption: Amazon's public list price of 1000 PUT, POST or LIST requests, S3 Standard, us-east-1, as of 2025.
+    DELETE is free, and so is traffic within the region."""
     get_head_usd_per_1000: float = 0.0004
-    """The same of 1000 GET or HEAD requests."""
+    """The same price for 1000 GET or HEAD requests."""
     storage_usd_per_gb_month: float = 0.023
-    """The same of 10**9 bytes for a month, the first 50 TB; more costs less."""
+    """The same price for 10**9 bytes for a month, the first 50 TB; larger amounts cost less per byte."""
     restores_per_month: float = 30.0
     """Restores of the whole job from the store."""
     gc_rounds_per_month: float = 30.0
     use: float = 0.6
-    """Part of disks and networks that is planned for; the rest is for peaks and for catching up."""
+    """Fraction of disks and networks that is planned for; the rest is for peaks and for catching up."""
     imbalance: float = 1.2
     """Busiest rank over the mean rank, by bytes."""
     ranks_per_host: float = 8.0
     restart_s: float = 60.0
-    """Failure noticed, processes started, model built: not ours, but users wait for it."""
+    """Time to detect a failure, start processes and build the model. This project does not cause it, but users wait for
+    it."""

@@ -1,4 +1,4 @@
-"""What is kept: the log with its brokers, and the store."""
+"""Sizes of stored data: the log with its brokers, and the store."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ class BrokerNeed:
     """All brokers: replication and the materializer."""
     disk_write_bytes_per_s: float
     broker_disk_bytes: float
-    """Room for each."""
+    """Disk space of each broker."""
     bound: str
-    """What decides their number."""
+    """Resource that decides the number of brokers."""
 
 
 def log_bytes(work: Workload, where: Deployment) -> float:
-    """Disk of the log at its fullest: the sweep, what is sent between two trims (a day's without trims), all copies.
+    """Compute the largest disk use of the log: the sweep, the data sent between two trims (a day's without trims), all
+    copies.
 
-    A trim frees whole segments only: 1 GB a partition on Kafka, 256 MB a rank in files (docs/operations.md).
+    A trim frees whole segments only: 1 GB per partition on Kafka, 256 MB per rank in files (docs/operations.md).
     """
     segment = (1e9 if where.log == "kafka" else 256e6) * work.ranks
     between = stream_bytes_per_s(work) * (where.trim_s or 86_400.0)
@@ -37,10 +38,10 @@ def log_bytes(work: Workload, where: Deployment) -> float:
 
 
 def broker_need(work: Workload, where: Deployment, costs: UnitCosts) -> BrokerNeed | None:
-    """Brokers for the stream: as many as its network, its disks' speed and their room ask for, at least the copies.
+    """Compute the brokers for the stream: enough for its network, disk speed and disk space, and at least one per copy.
 
-    With r bytes a second and f copies: r*f come in over the network (r from clients) and go to disk, r*(f-1) + r go
-    out (to the other copies, and once to the materializer).
+    With r bytes per second and f copies: r*f arrive over the network (r from clients) and are written to disk, r*(f-1)
+    + r are sent (to the other copies, and once to the materializer).
     """
     if where.log != "kafka":
         return None
@@ -58,18 +59,19 @@ def broker_need(work: Workload, where: Deployment, costs: UnitCosts) -> BrokerNe
 
 
 def delta_bytes(work: Workload, where: Deployment) -> float:
-    """Most bytes that the store holds after the newest base: ``rebase`` bases; without rebase a day's markers."""
+    """Return the most bytes that the store holds after the newest base: ``rebase`` bases; without rebase a day's
+    markers."""
     if where.rebase:
         return where.rebase * work.table_bytes
     return 86_400.0 / work.marker_s * work.distinct_bytes(work.marker_s)
 
 
 def store_bytes(work: Workload, where: Deployment, age_s: float) -> float:
-    """Bytes of the store when the job is ``age_s`` old.
+    """Compute the bytes of the store when the job is ``age_s`` old.
 
     Each kept marker has its interval (rows that changed in it, once), its part of the spans, and its dense state. A
-    base is written whenever the pieces since the last one have outgrown ``rebase`` bases. Of markers older than
-    ``keep_all_s`` one each ``then_every_s`` is left, with the rows since the kept one before (``gc --compact``) or
+    base is written whenever the pieces since the last one exceed ``rebase`` bases. Of markers older than
+    ``keep_all_s``, one per ``then_every_s`` is kept, with the rows since the previous kept one (``gc --compact``) or
     since its base.
     """
     load = fold_load(work, where)
@@ -87,12 +89,12 @@ def store_bytes(work: Workload, where: Deployment, age_s: float) -> float:
 
 
 def materializer_cores(work: Workload, where: Deployment, costs: UnitCosts) -> float:
-    """Cores that are busy all the time: the log is folded once, and what spans and bases are made of is merged."""
+    """Return the number of cores that are always busy: they fold the log once, and merge spans and bases."""
     merged = fold_load(work, where).read / work.marker_s
     return stream_bytes_per_s(work) / costs.fold_bytes_per_s + merged / costs.merge_bytes_per_s
 
 
 def store_write_bytes_per_s(work: Workload, where: Deployment) -> float:
-    """Bytes a second into the store: intervals, spans, bases, and dense state with each marker."""
+    """Return the bytes per second written to the store: intervals, spans, bases, and dense state with each marker."""
     load = fold_load(work, where)
     return (load.interval_bytes + load.written + work.dense_bytes) / work.marker_s

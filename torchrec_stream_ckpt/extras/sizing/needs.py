@@ -1,4 +1,4 @@
-"""All that a job needs, in one value."""
+"""All needs of a job, in one value."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ AGES_S = (3600.0, 86_400.0, 7 * 86_400.0, 30 * 86_400.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What the job needs. Bytes and seconds; see the functions for the formulas."""
+    """Needs of the job, in bytes and seconds; see the functions for the formulas."""
 
     rows_per_s: float
     stream_bytes_per_s: float
     rank_bytes_per_s: float
     publisher_use: float
-    """Part of the busiest rank's publisher thread; above 1 the log lags and drains become coarser."""
+    """Used fraction of the busiest rank's publisher thread. Above 1 the log lags and drains become coarser."""
     frames_per_drain: float
     """Frames of the busiest rank."""
     ring_frames: int
-    """Frames that its ring takes: with more in a drain, the rest waits for the next one."""
+    """Frames that its ring holds. If a drain has more, the rest waits for the next one."""
     sweep_bytes: float
     sweep_s: float
     step_overhead_s: float
     broker: BrokerNeed | None
     partitions: int
     log_bytes: float
-    """Disk of the log between trims, all copies."""
+    """Disk use of the log between trims, all copies."""
     log_growth_bytes_per_day: float
     store_interval_bytes: float
     store_write_bytes_per_s: float
@@ -59,7 +59,7 @@ class Plan:
     """Workers of the materializer's engine, a core each: they fold and merge."""
     commit_s: float
     marker_s: float
-    """What markers are really apart: not less than a commit takes."""
+    """Actual time between markers: at least the time of a commit."""
     loss_mean_s: float
     loss_worst_s: float
     restore: RestoreTime
@@ -69,7 +69,7 @@ class Plan:
 
 
 def plan(work: Workload, where: Deployment | None = None, costs: UnitCosts | None = None) -> Plan:
-    """All of the above for one job."""
+    """Compute all of the above for one job."""
     where, costs = where or Deployment(), costs or UnitCosts()
     rate = stream_bytes_per_s(work)
     rank_rate = rate / work.ranks * costs.imbalance

@@ -1,7 +1,8 @@
-"""Requests of an object store: for a marker, a fold, a comparison, a restore, and a round of each service.
+"""Count the requests to an object store: for a marker, a fold, a comparison, a restore, and a round of each service.
 
-The counts are those of the code: ``tests/unit/test_requests.py`` runs it over a store that counts, and compares. A new
-object of a marker is one line of :func:`marker_requests`. What is read of many objects is a bound: *at most*.
+The counts are those of the code: ``tests/unit/test_requests.py`` runs it on a store that counts, and compares. A new
+object of a marker is one line of :func:`marker_requests`. For reads of many objects the count is an upper bound: *at
+most*.
 """
 
 from __future__ import annotations
@@ -14,33 +15,34 @@ from torchrec_stream_ckpt.extras.sizing.inputs import UnitCosts
 SEGMENT_BYTES = 128 * 2**20
 """Bytes of rows in one segment (``maintain/fold.py``)."""
 RANGE_BYTES = 16 * 2**20
-"""What one read asks for at most (``store/reader.py``)."""
+"""Most bytes that one read requests (``store/reader.py``)."""
 LEAST_RANGE_BYTES = 12 * 2**20
-"""What one read of rows brings at least, but for the last one of a segment: another chunk did not fit."""
+"""Fewest bytes that one read of rows returns, except for the last read of a segment: another chunk did not fit."""
 PART_BYTES = 50 * 2**20
-"""One request of an upload of several (s3fs). An object of two of them or more is uploaded so."""
+"""Bytes of one request of a multipart upload (s3fs). An object of two parts or more is uploaded in parts."""
 PAGE = 1000
 """Names that S3 lists by one request."""
 SUMMED = 64
 """Markers of a summary (``maintain/summarizer.py``)."""
 NOTES_READS = 256
-"""What a plan reads of ranks' words at markers within folds (``store/reader.py``)."""
+"""Notes of ranks at markers within folds that a plan reads (``store/reader.py``)."""
 GC_KINDS = 7
-"""Kinds of objects that gc deletes, one after the other: at each, it looks whether its run goes on
+"""Kinds of objects that gc deletes, one after the other. At each, it checks whether its run continues
 (``maintain/gc/gc.py``)."""
 GC_LOOK_NAMES = 64
-"""Objects after which it looks again (``maintain/gc/gc_delete.py``)."""
+"""Objects after which it checks again (``maintain/gc/gc_delete.py``)."""
 PIECE_BYTES = 4 * 2**20
-"""What a scrub reads at once (``maintain/scrub/scrub_reader.py``)."""
+"""Bytes that a scrub reads at once (``maintain/scrub/scrub_reader.py``)."""
 SMALL_BYTES = 2**20
-"""A comparison reads an object of so many bytes by one request (``store/ranges.py``)."""
+"""A comparison reads an object of up to this many bytes by one request (``store/ranges.py``)."""
 BLOCK_READ_BYTES = 32 * 2**10
-"""Of larger ones it reads by one request so many bytes at least, on average (docs/store.md)."""
+"""Fewest bytes per request, on average, in reads of larger objects (docs/store.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requests:
-    """How many requests of each kind. A PUT counts the parts of an upload, its beginning and its completion, too."""
+    """Number of requests of each kind. For an upload in parts, its parts, its begin and its completion each count as a
+    PUT."""
 
     put: float = 0.0
     get: float = 0.0
@@ -67,18 +69,18 @@ class Requests:
         )
 
     def cost(self, costs: UnitCosts) -> float:
-        """In dollars."""
+        """Return the cost in dollars."""
         written = (self.put + self.list) * costs.put_list_usd_per_1000
         return (written + (self.get + self.head) * costs.get_head_usd_per_1000) / 1000
 
 
 def put_requests(num_bytes: float) -> int:
-    """PUTs of one object: one or, of a large one, its parts, and the upload's beginning and completion."""
+    """Return the PUTs of one object: one or, for a large object, its parts, and the upload's begin and completion."""
     return 1 if num_bytes < 2 * PART_BYTES else math.ceil(num_bytes / PART_BYTES) + 2
 
 
 def segments_requests(num_bytes: float) -> float:
-    """PUTs of rows that are cut into segments, one at least."""
+    """Return the PUTs of rows that are cut into segments, at least one."""
     full, rest = divmod(num_bytes, SEGMENT_BYTES)
     return full * put_requests(SEGMENT_BYTES) + (put_requests(rest) if rest or not full else 0)
 
@@ -86,12 +88,13 @@ def segments_requests(num_bytes: float) -> float:
 def marker_requests(
     ranks: int, *, num_bytes: float = 0.0, folds: bool = True, kept: float = 0.0, dense_files: int = 1
 ) -> Requests:
-    """Requests of one materializer for a marker that follows on one of the same generation, without its folds.
+    """Count the requests of one materializer for a marker that follows another one of the same generation, without its
+    folds.
 
     Args:
-        ranks: Of the trainer.
-        num_bytes: Rows of the marker's interval, all ranks.
-        folds: Whether bases or spans are written at some markers: each manifest is looked at once more then.
+        ranks: Ranks of the trainer.
+        num_bytes: Bytes of rows of the marker's interval, all ranks.
+        folds: Whether bases or spans are written at some markers: each manifest is then read once more.
         kept: Markers in the store: a listing of more than ``PAGE`` names takes several requests.
         dense_files: Files of the marker's dense state.
     """
@@ -104,13 +107,13 @@ def marker_requests(
 
 
 def fold_requests(num_bytes: float, merged_bytes: float, *, segments: float, tables: int) -> Requests:
-    """Requests of one base or span, at most: all that it is made of is read, and it is written and read back.
+    """Count the requests of one base or span, at most: all of its sources are read, and it is written and read back.
 
     Args:
-        num_bytes: Of the fold.
-        merged_bytes: Of all that it is made of, for a base the last one among it.
-        segments: In which these bytes lie.
-        tables: Of the job. A segment is read table by table, in ranges of ``LEAST_RANGE_BYTES`` or more.
+        num_bytes: Bytes of the fold.
+        merged_bytes: Bytes of all its sources; for a base they include the last base.
+        segments: Segments that hold these bytes.
+        tables: Tables of the job. A segment is read table by table, in ranges of ``LEAST_RANGE_BYTES`` or more.
     """
     written = max(1, math.ceil(num_bytes / SEGMENT_BYTES))
     directories = segments + written
@@ -119,19 +122,19 @@ def fold_requests(num_bytes: float, merged_bytes: float, *, segments: float, tab
 
 
 def summary_requests(ranks: int) -> Requests:
-    """Requests for one marker's part of a summary of ``SUMMED`` markers, of which the store has that many."""
+    """Count the requests for one marker's part of a summary of ``SUMMED`` markers, if the store has that many."""
     return Requests(put=1 / SUMMED, get=1 + ranks, list=1)
 
 
 def proof_requests(ranks: int, *, segments: float, num_bytes: float = 0.0, blocks: float = math.inf) -> Requests:
-    """Requests of comparing one marker with its proof, at most.
+    """Count the requests of comparing one marker with its proof, at most.
 
     Args:
-        ranks: Of the trainer.
-        segments: That lead to the marker.
-        num_bytes: Of those that are larger than ``SMALL_BYTES``, together.
-        blocks: Of the marker's window, once for weights and once for each state, in each of the pieces: what is read of
-            large segments is no more than them.
+        ranks: Ranks of the trainer.
+        segments: Segments that lead to the marker.
+        num_bytes: Total bytes of those segments that are larger than ``SMALL_BYTES``.
+        blocks: Blocks of the marker's window, counted once for weights and once for each state, in each of the pieces.
+            They limit the reads of large segments.
     """
     large = min(num_bytes / BLOCK_READ_BYTES, blocks)
     return Requests(put=1, get=ranks + segments + large)
@@ -147,19 +150,19 @@ def restore_requests(
     tables: int = 1,
     dense_files: int = 0,
 ) -> Requests:
-    """Requests of one restore from the store alone, at most: its plan on rank 0, then rows and dense state.
+    """Count the requests of one restore from the store alone, at most: its plan on rank 0, then rows and dense state.
 
     Args:
-        ranks: That restore, and those that wrote: the larger number.
-        markers: In the store.
-        pieces: That lead to the marker.
-        segments: Of these.
-        num_bytes: Of these.
-        tables: Of the job. A rank reads each piece once for each of its shards, in ranges of ``LEAST_RANGE_BYTES`` or
-            more.
-        dense_files: Of the marker. Every rank reads all of them.
+        ranks: Ranks that restore, or ranks that wrote: the larger number.
+        markers: Markers in the store.
+        pieces: Pieces that lead to the marker.
+        segments: Segments of these pieces.
+        num_bytes: Bytes of these segments.
+        tables: Tables of the job. A rank reads each piece once for each of its shards, in ranges of
+            ``LEAST_RANGE_BYTES`` or more.
+        dense_files: Dense files of the marker. Every rank reads all of them.
     """
-    told = min(markers, 1 + NOTES_READS / (1 + ranks)) * (1 + ranks)  # what ranks said at markers within folds
+    told = min(markers, 1 + NOTES_READS / (1 + ranks)) * (1 + ranks)  # notes of ranks at markers within folds
     plan = Requests(head=1, get=1 + pieces + segments + told + 2 + markers / SUMMED, list=_pages(markers) + 3)
     rows = segments + pieces * (tables + ranks) + num_bytes / LEAST_RANGE_BYTES
     return plan + Requests(get=rows + ranks * dense_files)
@@ -168,15 +171,15 @@ def restore_requests(
 def scrub_requests(
     *, generations: float, markers: float, folds: float, segments: float, num_bytes: float = 0.0, kept_s: float = 0.0
 ) -> Requests:
-    """Requests of one pass that reads everything. Summaries and dense files come on top, a GET for each part of 4 MiB.
+    """Count the requests of one pass that reads everything. Summaries and dense files add a GET for each part of 4 MiB.
 
     Args:
-        generations: Whose CLAIMs are there.
-        markers: In the store.
-        folds: In the store.
-        segments: Of both.
-        num_bytes: Of these: they are read by ``PIECE_BYTES``.
-        kept_s: Seconds that the pass takes: it puts its place every 5, and deletes the place before.
+        generations: Generations whose CLAIMs are in the store.
+        markers: Markers in the store.
+        folds: Folds in the store.
+        segments: Segments of both.
+        num_bytes: Bytes of these segments, which are read in units of ``PIECE_BYTES``.
+        kept_s: Seconds that the pass takes: every 5 s it puts its position, and deletes the previous one.
     """
     places = kept_s / 5
     return Requests(
@@ -189,15 +192,15 @@ def scrub_requests(
 
 
 def trim_requests(*, markers: float, folds: float, segments: float, fresh: float, fresh_bytes: float = 0.0) -> Requests:
-    """Requests of one trim, at most: each segment of the store takes one, and those with rows whose log is to go are
-    read whole.
+    """Count the requests of one trim, at most. Each segment of the store takes one; segments with rows whose log data
+    will be deleted are read whole.
 
     Args:
-        markers: In the store.
-        folds: In the store.
-        segments: Of both.
-        fresh: Those of them that are read whole, of intervals, spans and bases.
-        fresh_bytes: Of these.
+        markers: Markers in the store.
+        folds: Folds in the store.
+        segments: Segments of both.
+        fresh: Segments that are read whole, of intervals, spans and bases.
+        fresh_bytes: Bytes of these.
     """
     read = _whole(fresh, fresh_bytes) - fresh
     return Requests(put=3, head=6, get=8 + markers + folds + segments + read, list=13 + 2 * _pages(markers))
@@ -213,17 +216,17 @@ def gc_requests(
     relied_bytes: float = 0.0,
     names: float = 0.0,
 ) -> Requests:
-    """Requests of one round of gc, at most. It takes stock of the store several times, and looks for the own object of
+    """Count the requests of one round of gc, at most. It lists the store several times, and looks for the own object of
     each fold whose segments it deletes.
 
     Args:
-        markers: In the store.
-        folds: In the store.
+        markers: Markers in the store.
+        folds: Folds in the store.
         dropped: Markers that are given up in this round.
         deleted: Objects that are deleted in this round.
-        relied: Segments that stand in for what goes: they are read whole, if they were not within a week.
-        relied_bytes: Of these.
-        names: Of all objects: they are listed by ``PAGE``.
+        relied: Segments that replace deleted objects. They are read whole, unless they were read within a week.
+        relied_bytes: Bytes of these.
+        names: Names of all objects, which are listed by ``PAGE``.
     """
     stock = Requests(get=4 + 2 * markers + 3 * folds, head=6 + folds, list=39 + 12 * names / PAGE)
     read = Requests(get=_whole(relied, relied_bytes))

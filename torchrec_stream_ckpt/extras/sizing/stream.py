@@ -1,4 +1,4 @@
-"""What is sent, and what that costs a step."""
+"""Size of the stream, and its cost per step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torchrec_stream_ckpt.format.rows import RowLayout
 
 
 def _drained(table: TableLoad, work: Workload) -> tuple[float, float]:
-    """(rows, frames) of one table in a drain, all ranks.
+    """Return (rows, frames) of one table in a drain, all ranks.
 
-    A table is taken to lie on ranks in proportion to its bytes, as a balanced plan has it on average: the number of its
+    A table is assumed to lie on ranks in proportion to its bytes, as in a balanced plan on average: the number of its
     shards need not be whole. Each shard sends ceil(rows / rows of a frame) frames.
     """
     rows = table.touched.distinct(work.drain_s)
@@ -22,8 +22,8 @@ def _drained(table: TableLoad, work: Workload) -> tuple[float, float]:
 
 
 def drain_bytes(work: Workload) -> float:
-    """Bytes of the frames of one drain, all ranks: rows, and what frames add: 128 bytes, and on average half an
-    alignment for each section."""
+    """Return the bytes of the frames of one drain, all ranks: the rows and the overhead of frames, which is 128 bytes,
+    and on average half an alignment for each section."""
     total = 0.0
     for table in work.tables:
         rows, frames = _drained(table, work)
@@ -33,12 +33,13 @@ def drain_bytes(work: Workload) -> float:
 
 
 def drain_frames(work: Workload) -> float:
-    """Frames of one drain, of a mean rank. The ring has one buffer of a whole frame for each, whatever it carries."""
+    """Return the frames of one drain, of a mean rank. The ring has one buffer of a whole frame for each, however full
+    it is."""
     return sum(_drained(table, work)[1] for table in work.tables) / work.ranks
 
 
 def stream_bytes_per_s(work: Workload) -> float:
-    """Bytes a second into the log: what a drain sends, over the time between drains."""
+    """Return the bytes per second into the log: the bytes of a drain, over the time between drains."""
     return drain_bytes(work) / work.drain_s
 
 
@@ -47,13 +48,14 @@ class StepCost:
     """Seconds of processor time that streaming adds to a step of one rank."""
 
     training_s: float
-    """On the training thread: it waits for this."""
+    """On the training thread, which waits for this."""
     publisher_s: float
-    """On the publisher's, at the same time."""
+    """On the publisher's thread, at the same time."""
 
 
 def step_cost(work: Workload, costs: UnitCosts) -> StepCost:
-    """Cost of a mean rank: ids marked every step; masks scanned, rows gathered and frames published every drain."""
+    """Compute the cost of a mean rank: ids marked every step; masks scanned, rows gathered and frames published every
+    drain."""
     ids = sum(table.ids_per_step for table in work.tables) / work.ranks
     rows, num_bytes = work.distinct(work.drain_s) / work.ranks, drain_bytes(work) / work.ranks
     drain_s = (
@@ -68,10 +70,11 @@ def step_cost(work: Workload, costs: UnitCosts) -> StepCost:
 
 
 def step_time(train_s: float, cost: StepCost, ranks: int, cores: float) -> float:
-    """Seconds of a step with streaming, on a host of ``ranks`` ranks (one training thread each) and ``cores`` cores.
+    """Compute the seconds of a step with streaming, on a host of ``ranks`` ranks (one training thread each) and
+    ``cores`` cores.
 
     A rank waits for its own training thread; a host with fewer cores than threads also waits for the sum of all work
-    over its cores. ``train_s`` is the step without streaming on the same host, so it holds that contention already.
+    over its cores. ``train_s`` is the step without streaming on the same host, so it already includes that contention.
     """
     busy = train_s * min(ranks, cores)
     own = train_s + cost.training_s
@@ -79,6 +82,7 @@ def step_time(train_s: float, cost: StepCost, ranks: int, cores: float) -> float
 
 
 def host_time(alone_s: float, processor_s: float, ranks: int, cores: float) -> float:
-    """Seconds of what takes a rank ``alone_s`` when it is alone, and ``processor_s`` of processor time, if all ranks of
-    a host do it at once: the longer of the two, one rank's own time and all work over all cores."""
+    """Compute the seconds of work that all ranks of a host do at once. Alone, one rank needs ``alone_s``, of which it
+    uses ``processor_s`` of processor time. The result is the longer of two times: one rank's own time, and all work
+    over all cores."""
     return max(alone_s, processor_s * ranks / cores)
