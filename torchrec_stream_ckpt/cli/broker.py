@@ -1,4 +1,4 @@
-"""``stream-ckpt broker``: start, stop and show a Kafka broker of one's own."""
+"""``stream-ckpt broker``: start, stop and show a private Kafka broker."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def start(
     as_json: Json = False,
 ) -> None:
     """Start the broker and wait until it answers."""
-    # This process ends when the broker is up: the one to live with is its own parent.
+    # This process ends once the broker is up: the broker lives as long as this process's parent.
     status = Broker(directory).start(port=port, secure=secure, die_with=os.getppid() if with_parent else None)
     if as_json:
         _print_json(status)
@@ -44,7 +44,7 @@ def start(
 
 @app.command()
 def stop(directory: Dir, as_json: Json = False) -> None:
-    """Stop the broker; its data stay."""
+    """Stop the broker; its data remain."""
     broker = Broker(directory)
     stopped = broker.stop()
     if as_json:
@@ -55,7 +55,7 @@ def stop(directory: Dir, as_json: Json = False) -> None:
 
 @app.command()
 def status(directory: Dir, as_json: Json = False) -> None:
-    """Show whether the broker runs; exit status 1 when it does not."""
+    """Show whether the broker runs; exit status 1 if it does not."""
     now = Broker(directory).status()
     if as_json:
         _print_json(now)

@@ -1,6 +1,6 @@
-"""What the verbs share: opening a log, finding its store, printing.
+"""Helpers that the verbs share: open a log, find its store, print.
 
-Names of tables in little room.
+Also shortens names of tables to fit a narrow column.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def open_job(job: Job, *, warn: bool = True) -> Iterator[Job]:
-    """A job whose log exists, its control partition folded; on stderr it is said if that has lost its end.
+    """Yield a job whose log exists, with its control partition folded. If the log has lost its end, a warning is
+    printed to stderr.
 
     Args:
-        job: Is closed at the end.
-        warn: Whether the verb does not look for a lost end itself.
+        job: The job; closed at the end.
+        warn: Print the warning. False if the verb itself checks for a lost end.
     """
     with contextlib.closing(job):
         lineage = job.control.refresh()
@@ -57,17 +58,17 @@ def open_job(job: Job, *, warn: bool = True) -> Iterator[Job]:
 
 
 def _warn(job: Job) -> None:
-    """Say on stderr that the log has lost its end. A store that does not answer is not asked again."""
+    """Warn on stderr if the log has lost its end. A store that does not answer is not asked again."""
     with contextlib.suppress(StreamCkptError):
         if (lost := job.lost_tail()) is not None:
             typer.echo(f"Warning: {lost.headline}\nTry: {lost.hint}", err=True)
 
 
 def check_named_store(job: Job) -> None:
-    """See that a store which the caller has named holds something of the job; one that does not answer is passed over.
+    """Check that a store named by the caller holds something of the job. A store that does not answer is skipped.
 
     Raises:
-        MarkerNotFoundError: it holds nothing of it.
+        MarkerNotFoundError: the store holds nothing of the job.
     """
     if job.store is None:
         return
@@ -86,10 +87,10 @@ def check_named_store(job: Job) -> None:
 
 
 def progress_bar(last: ProgressColumn | None = None, *, quiet: bool) -> Progress:
-    """A bar of bytes on stderr, and how fast they come; nothing where stderr is no terminal.
+    """Return a progress bar on stderr with bytes and speed; it shows nothing if stderr is not a terminal.
 
     Args:
-        last: What stands at its end; default: the time that is left.
+        last: Column at its end; default: the remaining time.
         quiet: Show nothing.
     """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -100,7 +101,7 @@ def progress_bar(last: ProgressColumn | None = None, *, quiet: bool) -> Progress
 
 
 def parse_job(text: str) -> bytes:
-    """A job's id from its 32 hex digits, upper or lower case.
+    """Parse a job's id from its 32 hex digits, upper or lower case.
 
     Raises:
         ConfigError: it is not a job's id.
@@ -111,20 +112,20 @@ def parse_job(text: str) -> bytes:
 
 
 def check_same_job(named: str | None, lineage: Lineage) -> None:
-    """See that ``--job``, if it is given, names the job of the log.
+    """Check that ``--job``, if it is given, names the job of the log.
 
     Raises:
-        ConfigError: it is another one.
+        ConfigError: it names another job.
     """
     if named is not None and parse_job(named) != lineage.job:
         raise ConfigError(f"--job is {named}, the log is of job {lineage.job.hex()}", hint="leave out one of them")
 
 
 def check_log(uri: str | None, why: str, hint: str, *, no_log: bool) -> None:
-    """See that either the log is given, or ``--no-log``.
+    """Check that either the log or ``--no-log`` is given.
 
     Raises:
-        ConfigError: both are, or neither is: then with ``why`` and ``hint``.
+        ConfigError: both are given; or neither is, with ``why`` and ``hint``.
     """
     if uri is None and not no_log:
         raise ConfigError(why, hint=hint)
@@ -133,10 +134,10 @@ def check_log(uri: str | None, why: str, hint: str, *, no_log: bool) -> None:
 
 
 def console(pipe: int = 10_000) -> Console:
-    """Stdout, as wide as ``--width`` says or the terminal is.
+    """Return a console for stdout, with the width of ``--width`` or of the terminal.
 
     Args:
-        pipe: Columns where it is neither: nothing is cut or wrapped.
+        pipe: Columns if there is neither, so that nothing is cut or wrapped.
     """
     made = Console(width=asked_width())
     if asked_width() is None and not made.is_terminal and "COLUMNS" not in os.environ:
@@ -145,7 +146,7 @@ def console(pipe: int = 10_000) -> Console:
 
 
 def table(*headers: str | Column, title: str | None = None) -> Table:
-    """A table that continues long cells on the next line instead of cutting them."""
+    """Create a table that continues long cells on the next line instead of cutting them."""
     columns = (Column(each) if isinstance(each, str) else each for each in headers)
     made = Table(*columns, title=title, title_justify="left")
     for column in made.columns:
@@ -158,25 +159,25 @@ def print_json(value: object) -> None:
 
 
 def print_json_rows(value: dict[str, object], name: str, rows: Sequence[object]) -> None:
-    """``value`` with one more field, a list: one line for each of its items, as there may be tens of thousands."""
+    """Print ``value`` with an additional list field, one item per line, because there may be tens of thousands."""
     front = json.dumps(value, indent=2).removesuffix("\n}")
     lines = ",".join(f"\n    {json.dumps(row)}" for row in rows)
     typer.echo(f"{front},\n  {json.dumps(name)}: [{lines}\n  ]\n}}")
 
 
 def plain(text: str) -> str:
-    """Text of a log in a table or tree: neither the terminal nor rich takes any of it for an order."""
+    """Escape text of a log for a table or tree, so that neither the terminal nor rich takes any of it as a command."""
     return escape(printable(text))
 
 
 def in_words(meta: Mapping[str, object]) -> str:
-    """Write what was said of a marker on one line."""
+    """Write the metadata of a marker on one line."""
     return ", ".join(f"{name}={value}" for name, value in meta.items())
 
 
 @contextlib.contextmanager
 def stopping(stop: Callable[[], object]) -> Iterator[None]:
-    """SIGTERM and SIGINT call ``stop``, so that a service ends where it stands; a second one ends the process."""
+    """Call ``stop`` on SIGTERM and SIGINT, so that a service ends cleanly. A second signal ends the process."""
 
     def on_signal(number: int, _: object) -> None:
         stop()
@@ -194,10 +195,10 @@ _CUT = "..."
 
 
 def short_names(console: Console, names: Sequence[str]) -> list[str]:
-    """The names as a column of a table shows them, escaped; what all of them begin with is said once, above.
+    """Return the names for a column of a table, escaped. A common prefix is printed once, above the table.
 
-    Nothing is taken off where the longest name fits into a third of the console. What then is longer still is cut in
-    its middle, unless two names would look the same; ``--width`` makes room for all of it, and a pipe has it.
+    If the longest name fits into a third of the console, nothing is removed. Names that are still too long are cut in
+    the middle, unless two names would look the same. ``--width`` makes room for whole names, and a pipe gets them.
     """
     room = console.width // 3
     prefix = ""
@@ -216,7 +217,7 @@ def short_names(console: Console, names: Sequence[str]) -> list[str]:
 
 
 def _cut(name: str, room: int) -> str:
-    """The begin and the end of a name that has no room."""
+    """Cut a name that does not fit, keeping its begin and end."""
     if len(name) <= room:
         return name
     front = (room - len(_CUT)) // 2

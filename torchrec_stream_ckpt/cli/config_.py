@@ -1,4 +1,4 @@
-"""``stream-ckpt config``: the settings that a training script would have here."""
+"""``stream-ckpt config``: print the settings that a training script would have here."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def print_config(
 ) -> None:
     """Print the settings in force for a training script, and the source of each: flag, environment, file, default.
 
-    A flag counts more than the environment (STREAM_CKPT_MARKER_EVERY=50), the environment more than the file. Then
-    come other variables whose names begin with STREAM_CKPT_, and what reads them. Values of Kafka and store options
-    that stand in the file are not printed. A wrong setting is an error, as it is for the script.
+    A flag overrides the environment (STREAM_CKPT_MARKER_EVERY=50), and the environment overrides the file. Other
+    variables whose names begin with STREAM_CKPT_ are printed after the settings, with the programs that read them.
+    Values of Kafka and store options in the file are not printed. A wrong setting is an error, as it is for the script.
     """
     args = _parse(flags or [], file)
     found = settings_of(args)
     if found["uri"].value is not None:
-        config_from(args)  # raises what the script would
+        config_from(args)  # raises the same errors as in the script
     others = dict(_others())
     if json:
         settings = {name: {"value": _plain_value(each.value), "from": each.origin} for name, each in found.items()}
@@ -74,7 +74,7 @@ def _words(name: str, setting: Setting) -> str:
 
 
 def _plain_value(value: Any) -> Any:
-    """The value for a reader; of options only the names, for a value may be secret."""
+    """Return the value for a reader. For options return only the names, because a value may be secret."""
     if isinstance(value, Mapping):
         return [f"{key}=***" for key in value]
     if isinstance(value, tuple):
@@ -83,7 +83,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def _others() -> Iterator[tuple[str, str]]:
-    """The variables of ours that are no settings: name, and what reads it."""
+    """Yield our environment variables that are not settings, each with its name and reader."""
     names = StreamConfig.__dataclass_fields__
     near = strangers(os.environ, names)
     for variable in sorted(os.environ):

@@ -1,4 +1,4 @@
-"""``stream-ckpt diff``: what changed between two markers."""
+"""``stream-ckpt diff``: show what changed between two markers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def diff_markers(
 ) -> None:
     """Say which tables differ between two markers, and in how many rows, bit by bit; and which dense entries.
 
-    ``--sent`` reads only what was sent between them, not the tables: a row that was sent may have the same value.
+    ``--sent`` reads only the rows sent between them, not the tables: a row that was sent may have the same value.
     """
     with options.open() as job:
         pair = (job.find(first), job.find(second))
@@ -62,7 +62,7 @@ def diff_markers(
 
 
 def _sent(job: Job, pair: tuple[Commit, Commit], chosen: list[int], folder: Path) -> dict[str, int]:
-    """Rows that were sent after the first marker, up to the second, by table."""
+    """Count the rows that were sent after the first marker, up to the second, by table."""
     objects = job.objects_of(pair[1])
     with open_rows(job.log, job.lineage, pair[1].id, objects, folder, since=pair[0].id) as rows:
         return {rows.schema.tables[index].name: rows_sent(rows, index) for index in chosen}

@@ -1,4 +1,4 @@
-"""``stream-ckpt doctor``: look at what a job's safety rests on, and say what to do."""
+"""``stream-ckpt doctor``: check the conditions for a job's safety, and suggest fixes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchrec_stream_ckpt.util.layout import copied_log
 from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri
 
 _MAY_LACK = 2
-"""Records that a trainer which is at work, or has died, may not have copied."""
+"""Number of records that a running or dead trainer may not have copied."""
 _STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.BAD: "red"}
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "confluent-kafka")
 
@@ -36,7 +36,7 @@ def examine_job(
 ) -> None:
     """Check the log's settings, rights, room and copies, the store, the newest marker, the clock and the versions.
 
-    Changes nothing. Exits with status 1 when something is bad; warnings alone are status 0.
+    Changes nothing. Exits with status 1 if something is bad; warnings alone are status 0.
     """
     with options.open(warn=False) as job:
         findings = list(_examine(job))
@@ -73,7 +73,7 @@ def _examine(job: Job) -> Iterator[Finding]:
             yield _strays(newest)
         folder = job.dense_of(newest).folder
         if folder is not None and folder.is_dir() and newest.store:
-            # Where COMMIT says that the store is, anybody may have said it: nothing is written there.
+            # If only COMMIT names the store, any writer of the log may have named it: write nothing there.
             yield from examine_folder("store", folder, write=job.store is not None or job.control.signs)
         yield _second_copy(job)
         if job.store is not None:
@@ -83,7 +83,7 @@ def _examine(job: Job) -> Iterator[Finding]:
 
 
 def _strays(newest: Commit) -> Finding:
-    """(Kafka) Records of others among the frames of the newest marker."""
+    """(Kafka) Report records of other writers among the frames of the newest marker."""
     others = strays_of(newest)
     return Finding.of(
         "strays",
@@ -96,7 +96,7 @@ def _strays(newest: Commit) -> Finding:
 
 
 def _second_copy(job: Job) -> Finding:
-    """How much of the control partition is in the store."""
+    """Report how much of the control partition is in the store."""
     check, objects = "second copy of control records", job.objects
     try:
         now = job.log.incarnation()
@@ -116,7 +116,8 @@ def _second_copy(job: Job) -> Finding:
 
 
 def _taken_names(job: Job) -> Finding:
-    """Return whether the store refuses to put over a name. Only a store that the user names is asked to write."""
+    """Report whether the store refuses to overwrite an existing name. Only a store that the user names is asked to
+    write."""
     check = "conditional puts"
     try:
         refuses = refuses_taken_names(job.objects)
@@ -133,7 +134,7 @@ def _taken_names(job: Job) -> Finding:
 
 
 def _clock(job: Job) -> Finding:
-    """Nothing rests on clocks but ages and names that people read."""
+    """Report records from the future. Only ages and names for people depend on clocks."""
     times_s = [claim.time_s for claim in job.lineage.claims.values()]
     times_s += [commit.time_s for commit in job.lineage.commits.values()]
     ahead = max(times_s, default=0.0) - time.time()

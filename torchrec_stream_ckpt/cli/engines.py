@@ -1,4 +1,4 @@
-"""``--engine``: what runs the tasks of a verb, opened for one log and one store."""
+"""``--engine``: open the engine that runs the tasks of a verb, for one log and one store."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from torchrec_stream_ckpt.util.options import Options
 from torchrec_stream_ckpt.util.uris import parse_uri
 
 RENEW_S = 3600.0
-"""How often a probe is put again: gc takes one that is a day old for one of a process that was killed."""
+"""Seconds between two puts of a probe: gc treats a probe that is a day old as left by a killed process."""
 _TO_END_S = 5.0
-"""For how long a put that is under way may keep the process from ending."""
+"""Longest time, in seconds, that a running put may delay the end of the process."""
 
 
 @contextlib.contextmanager
@@ -36,18 +36,18 @@ def opened_engine(
     log: tuple[str, Log] | None,
     access: Access,
 ) -> Iterator[Engine]:
-    """The engine that was asked for. Workers are given names, and paths of files with secrets.
+    """Open the requested engine. Workers receive names, and paths of files with secrets.
 
     Args:
-        name: Which one.
-        here: What tasks in this process work with.
-        job: Of the log, or in the store.
-        log: URI of the log, and the log; None: it is gone.
+        name: Name of the engine.
+        here: Site of the tasks in this process.
+        job: Id of the job in the log or in the store.
+        log: URI of the log, and the log; None if it is gone.
         access: The options of log and store.
 
     Raises:
         ConfigError, EngineUnavailableError: as of :meth:`EngineName.open`.
-        StoreUnavailableError: the store does not take what workers of other hosts know it by.
+        StoreUnavailableError: the store does not accept the probe by which workers of other hosts recognize it.
     """
     objects, incarnation, probe = here.objects, None, None
     with contextlib.ExitStack() as undo:
@@ -72,17 +72,17 @@ def opened_engine(
 
 @contextlib.contextmanager
 def kept_probe(objects: Objects, job: bytes) -> Iterator[str]:
-    """Keep an object in the store that workers of other hosts know it by, and put it again every hour.
+    """Keep an object in the store by which workers of other hosts recognize it; put it again every hour.
 
     Raises:
-        StoreUnavailableError: the store does not take it.
+        StoreUnavailableError: the store does not accept it.
     """
     name, ended = probe_name(job, secrets.token_hex(8)), threading.Event()
     objects.put(name, [b""])
 
     def renew() -> None:
         while not ended.wait(RENEW_S):
-            with contextlib.suppress(StreamCkptError):  # the store is away: 23 others are to come
+            with contextlib.suppress(StreamCkptError):  # an outage of the store: 23 more puts follow
                 objects.put(name, [b""])
 
     thread = threading.Thread(target=renew, name="stream-ckpt-probe", daemon=True)
@@ -92,11 +92,11 @@ def kept_probe(objects: Objects, job: bytes) -> Iterator[str]:
     finally:
         ended.set()
         thread.join(_TO_END_S)
-        with contextlib.suppress(StreamCkptError):  # it is empty, and gc takes it away
+        with contextlib.suppress(StreamCkptError):  # it is empty, and gc deletes it
             objects.delete(name)
 
 
 def _path(options: Options) -> str | None:
-    """The path of a file of options, as other processes find it; the command line takes no other options."""
+    """Return the absolute path of a file of options, for other processes. The command line accepts no other options."""
     assert options is None or isinstance(options, str | Path)
     return os.path.abspath(options) if options is not None else None

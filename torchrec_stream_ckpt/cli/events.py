@@ -1,4 +1,4 @@
-"""What ``stream-ckpt materialize`` says while it runs: JSON lines, lines of text, or a live table below them."""
+"""Output of ``stream-ckpt materialize`` while it runs: JSON lines, lines of text, or a live table below them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _RATE_S = 10.0
 def reporter(
     service: MaterializeService, where: Callable[[], str], *, as_json: bool
 ) -> Iterator[Callable[[Event], None]]:
-    """Where events go, until the context ends.
+    """Yield a function that takes events, until the context ends.
 
     Args:
-        service: What the live table is about.
-        where: The store's URL; empty while it is not known.
+        service: Subject of the live table.
+        where: Returns the store's URL; empty while it is not known.
         as_json: Print JSON lines to stdout; otherwise text goes to stderr, with the table if that is a terminal.
     """
     console = Console(stderr=True)
@@ -52,7 +52,7 @@ class Panel:
         self._service = service
         self._where = where
         self._read: deque[tuple[float, int]] = deque()
-        """(when, bytes read until then) of the last seconds."""
+        """(time, bytes read until then) of the last seconds."""
 
     def render(self) -> Table:
         status, counts = self._service.status, self._service.counts
@@ -75,7 +75,7 @@ class Panel:
 
 
 def line(event: Event) -> str:
-    """An event for people."""
+    """Format an event for people."""
     fields = event.fields
     text: dict[str, Callable[[], str]] = {
         "start": lambda: f"following {fields['uri']}",

@@ -1,6 +1,6 @@
-"""``stream-ckpt evolve-plan``: what becomes of a marker in a model that has changed, before anything is restored.
+"""``stream-ckpt evolve-plan``: show what becomes of a marker in a changed model, before anything is restored.
 
-How many of a marker's rows were trained, as far as their optimizer state tells: for a table that is to shrink.
+For a table that is to shrink, it can also count the trained rows, judging by their optimizer state.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from torchrec_stream_ckpt.util.units import size
 
 
 def trained_rows(open_rows: Callable[[], AbstractContextManager[MarkerRows]]) -> TrainedRows:
-    """Counts, among rows of a table that are not kept, those with optimizer state other than zero.
+    """Count, among the rows of a table that are not kept, those with optimizer state other than zero.
 
-    Zero says nothing: a row may have weights that another job has trained. So there is no count where all of it is
-    zero, or where the optimizer keeps none.
+    Zero proves nothing: another job may have trained the row's weights. So there is no count if all state is zero, or
+    if the optimizer keeps none.
 
     Args:
-        open_rows: Opens the rows of the marker; each count opens them anew, and reads one table.
+        open_rows: Opens the rows of the marker; each count opens them again, and reads one table.
     """
 
     def count(table: int, kept: RowMap) -> int | None:
@@ -79,8 +79,8 @@ def plan_evolution(
 ) -> None:
     """Show what becomes of a marker in a changed model: what is kept, moved, fresh, dropped.
 
-    Reads the log and restores nothing. Differences that the changes do not declare are an error that prints the changes
-    that do. Without --dense only tables are compared: what the changes say of the dense state counts in the job alone.
+    Reads the log and restores nothing. If the changes do not declare all differences, an error prints the changes that
+    do. Without --dense only tables are compared; only the job then checks the declared changes of the dense state.
     """
     if schema is None and save is None:
         raise ConfigError(
@@ -114,7 +114,8 @@ def plan_evolution(
 
 
 def _with_dense(job: Job, commit: Commit, saved: ModelSchema) -> tuple[ModelSchema, bool]:
-    """The schema of a marker with its dense part, from files that COMMIT vouches for; whether it was imported."""
+    """Return the schema of a marker with its dense part, from files that COMMIT vouches for, and whether it was
+    imported."""
     job.check_vouched(commit)
     try:
         from torchrec_stream_ckpt.dense.saved_dense import SavedDense

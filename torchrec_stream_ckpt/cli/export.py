@@ -1,4 +1,4 @@
-"""``stream-ckpt export``: a marker for programs without this project."""
+"""``stream-ckpt export``: write a marker for programs without this project."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def export_marker(
 ) -> None:
     """Write a marker's tables for other programs: plain DCP, safetensors, or Parquet.
 
-    The folder is there at the end as a whole, or not at all. Memory stays bounded, whatever the size of the tables.
+    At the end the folder exists as a whole, or not at all. Memory is bounded, whatever the size of the tables.
     """
     target = parse_target(to)
     wanted = ExportOptions(

@@ -16,7 +16,7 @@ from torchrec_stream_ckpt.log.worker import Worker
 from torchrec_stream_ckpt.save.generation import fence_of
 
 STORE_S = 10.0
-"""How long a fence waits for the store, before it and after it."""
+"""Longest wait for the store, in seconds, before the fence and after it."""
 
 
 def fence_trainer(
@@ -26,9 +26,9 @@ def fence_trainer(
 ) -> None:
     """Take the job away from the trainer that owns it, wherever it runs.
 
-    It can commit no marker from then on, and stops with an error at its next one. Committed markers stay, and the
-    next job restores them as usual. The fence is copied into the store as all control records are; a store that does
-    not answer keeps no trainer from being fenced. Asks before it does so, unless --yes is given.
+    The trainer can commit no marker from then on, and stops with an error at its next one. Committed markers remain,
+    and the next job restores them as usual. The fence is copied into the store, as all control records are. If the
+    store does not answer, the trainer is fenced anyway. Asks for confirmation, unless --yes is given.
     """
     if not yes and not sys.stdin.isatty():
         raise ConfigError(
@@ -69,10 +69,10 @@ def fence_trainer(
 
 
 def _check_end(job: Job) -> bool:
-    """See that the number of the fence is free; whether the store has answered.
+    """Check that the number of the fence is free. Returns whether the store has answered.
 
     Raises:
-        CorruptionError: the log has lost its end: a fence would take a number that is used, and hide what is lost.
+        CorruptionError: the log has lost its end: a fence would take a used number, and hide the loss.
     """
     try:
         lost = Worker("stream-ckpt-fence").submit(job.lost_tail).result(STORE_S)
@@ -84,7 +84,7 @@ def _check_end(job: Job) -> bool:
 
 
 def _claim(job: Job, claim: Claim, *, copy: bool) -> bool:
-    """Fence; whether that is in the second copy as well."""
+    """Write the fence. Returns whether it is in the second copy, too."""
     control = job.copying(job.objects) if copy else job.control
     control.claim(claim)
     control.close(STORE_S)

@@ -1,4 +1,4 @@
-"""``stream-ckpt follow``: watch what a stream changes, marker by marker, as a replica would get it."""
+"""``stream-ckpt follow``: watch the changes of a stream, marker by marker, as a replica would get them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def follow_stream(
 
 
 def _read(update: Update, serving: ServingWriter | None) -> dict[str, Any]:
-    """Read an update to its end, and say what it was. Names of fields are stable: ``--json`` prints them."""
+    """Read an update to its end, and describe it. Names of fields are stable: ``--json`` prints them."""
     begin = time.monotonic()
     rows: dict[str, int] = {}
 
@@ -140,7 +140,7 @@ def _reporter(follower: Follower, *, as_json: bool) -> Iterator[Callable[[dict[s
 
 
 def _now(follower: Follower) -> Text:
-    """The live line."""
+    """Return the live line."""
     stats = follower.stats
     if stats.marker is None:
         return Text("waiting for the first marker")

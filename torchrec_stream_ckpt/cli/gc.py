@@ -1,4 +1,4 @@
-"""``stream-ckpt gc``: take away what a retention gives up."""
+"""``stream-ckpt gc``: delete the markers that a retention gives up."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from torchrec_stream_ckpt.util.uris import check_store_url
 
 _THREADS = 8
 _LOST = "lost"
-"""What ``--give-up`` takes in place of names."""
+"""Word that ``--give-up`` takes in place of names."""
 
 
 def collect_garbage(
@@ -98,14 +98,15 @@ def collect_garbage(
     """Give up the markers that no option keeps, and delete what is no longer needed, in this store alone.
 
     Pinned markers (stream-ckpt pin) are kept. One run lists the objects that are not needed; a run after the grace
-    period deletes them, so run gc regularly. Without --keep-all-for, --then-every, --newest, --keep-best or
-    --give-up, nothing is deleted.
+    period deletes them, so run gc regularly. Without --keep-all-for, --then-every, --newest, --keep-best or --give-up,
+    nothing is deleted.
 
-    The rules never give up a marker that cannot be restored and is newer than the ones that --newest keeps: it may be
-    repaired. If it cannot be, name it with --give-up, once for each marker. --give-up lost reads what restores of all
-    markers would read, and gives up those that nothing can bring back. --dry-run says which.
+    The rules never give up a marker that cannot be restored and is newer than the ones that --newest keeps, because it
+    may be repaired. If it cannot be repaired, name it with --give-up, once for each marker. --give-up lost reads the
+    data that restores of all markers would read, and gives up the markers that cannot be recovered. --dry-run lists
+    them.
 
-    gc needs URI: a generation may have begun and have no marker. Only the log knows the marker that it stands on.
+    gc needs URI: a generation may have begun and have no marker. Only the log knows the marker on which it is based.
     """
     check_log(
         uri,
@@ -156,7 +157,8 @@ def collect_garbage(
 
 
 def _check_merged(plans: Sequence[GcPlan]) -> None:
-    """All else is done: the next run merges what this one could not."""
+    """Exit with status 1 if a merge failed. Everything else is done, and the next run merges what this one could
+    not."""
     if any(plan.unmerged for plan in plans):
         raise typer.Exit(1)
 
@@ -183,7 +185,7 @@ def _run(
 
 
 def _planned(objects: Objects, stock: Stock, rules: GcRules) -> GcPlan:
-    """Plan what a run would do. This one writes nothing, so it cannot ask an object store what its clock shows."""
+    """Plan what a run would do. This run writes nothing, so it cannot read the clock of an object store."""
     clocks = glance_at_clocks(objects, ())
     glances = bool(stands_still(stock.lists, clocks)) and isinstance(objects, KeepsTime)
     if glances:
@@ -201,7 +203,7 @@ def _opened(uri: str | None, access: Access) -> Iterator[Job | None]:
 
 
 def _named(texts: Sequence[str], *, force: bool) -> list[MarkerId | str]:
-    """The markers of ``--give-up``, and the word for all that are lost."""
+    """Return the markers of ``--give-up``, and the word for all lost markers."""
     if force and not texts:
         raise ConfigError("--force is for markers that are named", hint="name them: --give-up MARKER, or omit --force")
     return [text if text == _LOST else MarkerId.parse(text) for text in texts]
@@ -209,7 +211,8 @@ def _named(texts: Sequence[str], *, force: bool) -> list[MarkerId | str]:
 
 @contextlib.contextmanager
 def _ways(job: Job | None, access: Access) -> Iterator[Callable[[Stock], WaysBack]]:
-    """Open what looks for ways back, in the store, in the log, and where the trainer has put dense state."""
+    """Open the search for ways to recover markers: in the store, in the log, and in the trainer's place for dense
+    state."""
     with (
         ThreadPoolExecutor(_THREADS) as pool,
         access.kept_dense(job.uri if job is not None else None) as kept,
@@ -236,7 +239,7 @@ def _given_up(stock: Stock, named: Sequence[MarkerId | str], ways: WaysBack, *, 
 
 
 def _jobs(objects: Objects, lineage: Lineage | None, job: str | None) -> list[bytes]:
-    """Whose objects to look at."""
+    """Return the jobs whose objects to examine."""
     if lineage is not None and lineage.claims:
         check_same_job(job, lineage)
         return [lineage.job]

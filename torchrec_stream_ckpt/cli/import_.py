@@ -1,4 +1,4 @@
-"""``stream-ckpt import``: a lineage that begins with a checkpoint of another kind."""
+"""``stream-ckpt import``: begin a lineage with a checkpoint of another kind."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def import_checkpoint(
 ) -> None:
     """Write a checkpoint of DCP or torch.save as the first marker of a new log. Any job restores it, on any plan.
 
-    Brings over what the checkpoint holds: tables with their fused state, the dense model, dense optimizers. With
-    --schema it is compared with the model before anything is written. Opening a checkpoint of DCP runs what is pickled
-    in it: import only what you trust. Of files of torch.save, nothing is run.
+    It imports tables with their fused state, the dense model, and dense optimizers. With --schema, the checkpoint is
+    compared with the model before anything is written. Opening a DCP checkpoint runs the code that is pickled in it:
+    import only checkpoints that you trust. No code in files of torch.save is run.
     """
     if changes is not None and schema is None:
         raise ConfigError(

@@ -29,11 +29,11 @@ from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.units import age, clock, size
 
 _WIDE = 100
-"""Columns from which on there is room for a date."""
+"""Fewest columns that have room for a date."""
 _DEEPEST = 6
-"""Generations that the tree shows inside of each other."""
+"""Number of generations that the tree nests."""
 _SHORT = 30
-"""Characters of a reason that may stand in each row; a longer one of several rows is said once, below."""
+"""Most characters of a reason in a row; if several rows share a longer one, it is printed once, below."""
 
 
 def list_markers(
@@ -51,10 +51,10 @@ def list_markers(
 ) -> None:
     """List the committed markers, oldest first, and from where each can be restored: log, store, or store+log.
 
-    Looks at what is there (log ends, dense files, segments and their sizes); ``verify`` reads every byte. With
-    ``--newest``, of the other markers only the checksums of their COMMITs are compared. Values are those of
-    ``mark(meta=...)``, and step, generation, ranks, rows, bytes and time_s; with ``--where``, ``--newest`` counts those
-    that meet it.
+    It checks which data exists (log ends, dense files, segments and their sizes); ``verify`` reads every byte. With
+    ``--newest``, only the checksums of COMMITs are compared for the other markers. Values are those of
+    ``mark(meta=...)``, and step, generation, ranks, rows, bytes and time_s. With ``--where``, ``--newest`` counts the
+    markers that meet it.
     """
     conditions = [Condition.parse(each) for each in where or ()]
     picked = bool(conditions or sort)
@@ -90,7 +90,8 @@ def list_markers(
 
 
 def _said(job: Job, survey: Survey) -> list[Comparison]:
-    """Return what the store says of comparisons with proofs; nothing if it does not answer, which each marker says."""
+    """Return the store's results of comparisons with proofs; nothing if it does not answer, which each marker
+    reports."""
     try:
         holdings = survey.holdings()
         return list_proved(holdings.catalog.objects, job.lineage.job) if holdings is not None else []
@@ -113,7 +114,7 @@ def _print_compared(rows: list[dict[str, Any]], standing: ProofStanding | None) 
 
 
 def _pick(job: Job, conditions: Sequence[Condition], sort: str | None, newest: int | None) -> list[Commit]:
-    """The newest markers that meet the conditions, in the order that was asked for."""
+    """Return the newest markers that meet the conditions, in the requested order."""
     commits = job.lineage.commits
     said = {marker: {**values, **numbers_of(commits[marker])} for marker, values in said_of(job.lineage).items()}
     found = meeting(said, conditions)[-newest if newest is not None else 0 :]
@@ -190,7 +191,7 @@ def _why_not(row: dict[str, Any], no: str) -> str:
 
 
 def _print_newest(job: Job) -> None:
-    """Print what the list of markers does not show of the newest generation."""
+    """Print facts about the newest generation that the list of markers does not show."""
     if job.lineage.unsigned:
         console().print(f"{job.lineage.unsigned} records are not signed with the commit key, and do not count")
     newest, marker = job.lineage.newest_generation, job.lineage.commits.newest
@@ -209,16 +210,16 @@ def _print_newest(job: Job) -> None:
 
 
 def _origin(claim: Claim) -> str:
-    """Where a generation has its first rows from, if not from the marker that it stands on."""
+    """Return the origin of a generation's first rows, if it is not the marker on which the generation is based."""
     source = claim.changes.source if claim.changes is not None else None
     return f"it began in marker {source[1]} of job {source[0]}" if source else "the model changed: no table"
 
 
 def _print_tree(job: Job, rows: dict[str, dict[str, Any]]) -> None:
-    """Generations below the marker that they stand on; those that stand on none at the top.
+    """Print each generation below the marker on which it is based; those without such a marker are at the top.
 
-    A generation that would be nested too deep is at the top as well, and names its marker: otherwise the lines of a job
-    that was restarted hundreds of times are as long as its history.
+    If a generation would be nested too deep, it is at the top as well, and names its marker. Otherwise the lines of a
+    job that was restarted hundreds of times would be as long as its history.
     """
     roots = Tree(plain(job.uri))
     markers: dict[MarkerId | None, Tree] = {None: roots}

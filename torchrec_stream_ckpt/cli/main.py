@@ -1,4 +1,5 @@
-"""``stream-ckpt``: look at, check and serve streams of checkpoints. One file a verb, imported when the verb is used."""
+"""``stream-ckpt``: inspect, check and serve streams of checkpoints. One file per verb, imported when the verb is
+used."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ VERBS = {
     "config": "config_:print_config",
     "broker": "broker:app",
 }
-"""Verb -> its module below ``cli``, and what is there."""
+"""Verb -> its module below ``cli``, and the function or app in it."""
 
 SAYS = {
     "list": "List the committed markers, oldest first, and from where each can be restored: log, store, or store+log.",
@@ -76,7 +77,7 @@ SAYS = {
     "default.",
     "broker": "A private Kafka broker on this machine (loopback only).",
 }
-"""Verb -> the first sentence of its help: the list of all verbs imports none of them."""
+"""Verb -> the first sentence of its help. The list of all verbs uses it without importing any of them."""
 
 ALSO_CALLED = {
     "ls": "list",
@@ -105,11 +106,11 @@ ALSO_CALLED = {
     "settings": "config",
     "env": "config",
 }
-"""What other tools call a verb, and what a verb was called before -> what it is called here."""
+"""Name in other tools, or former name here -> verb."""
 
 
 def _command(verb: str) -> Any:
-    """A verb that takes no option from the environment."""
+    """Build a verb that takes no option from the environment."""
     module, _, name = VERBS[verb].partition(":")
     found = getattr(import_module(f"torchrec_stream_ckpt.cli.{module}"), name)
     if not isinstance(found, typer.Typer):
@@ -130,11 +131,11 @@ STATUSES = {
     141: "the reader of the output has stopped, as head does: the output until then is right",
     143: "ended by SIGTERM; services and scrubs finish cleanly instead, with 0 or 1 as their pages say",
 }
-"""What the exit statuses of every verb mean."""
+"""Meaning of the exit statuses of every verb."""
 
 
 class _Lazy(MutableMapping[str, Any]):
-    """The commands by verb; a module is imported once its verb is asked for."""
+    """The commands by verb; a module is imported once its verb is requested."""
 
     def __init__(self) -> None:
         self._made: dict[str, Any] = {}
@@ -162,7 +163,7 @@ _UsageError: Any = typer.BadParameter.mro()[1]
 
 @contextmanager
 def _as_one_line() -> Iterator[None]:
-    """A call that is wrong ends with one line that says why, and what to try; status 2."""
+    """End a wrong call with one line that explains the error and suggests a fix; status 2."""
     try:
         yield
     except _UsageError as error:
@@ -238,17 +239,17 @@ def _before(
 
 
 def _drop_output() -> None:
-    """Send what is left of the standard output nowhere."""
+    """Discard the rest of the standard output."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def mistake_in(arguments: Sequence[str]) -> str | None:
-    """Say what is wrong with a call, and do not make it; None: verb and options are understood.
+    """Return why a call is wrong, without running it; None if verb and options are valid.
 
-    The environment counts for nothing: the call is made on another machine.
+    The environment is ignored, because the call will run on another machine.
 
     Args:
-        arguments: The verb and what follows it.
+        arguments: The verb and its arguments.
     """
     verb, *rest = arguments
     if verb not in VERBS:
@@ -263,7 +264,7 @@ def mistake_in(arguments: Sequence[str]) -> str | None:
 
 
 def main() -> None:
-    """Run the command line; an error that a user can correct ends with ``Try:`` and status 1."""
+    """Run the command line. An error that a user can correct ends with ``Try:`` and status 1."""
     try:
         app()
     except StreamCkptError as error:

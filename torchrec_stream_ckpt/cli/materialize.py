@@ -1,4 +1,4 @@
-"""``stream-ckpt materialize``: a service that folds a log into its store."""
+"""``stream-ckpt materialize``: run the service that folds a log into its store."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from torchrec_stream_ckpt.util.service import Event
 from torchrec_stream_ckpt.util.units import parse_rate
 
 _OUTCOMES = (Outcome.FINISHED, Outcome.PREEMPTED, Outcome.FAILED)
-"""As the metric numbers them, from 1."""
+"""Outcomes as the metric numbers them, from 1."""
 
 Target = Annotated[
     str | None,
@@ -106,12 +106,12 @@ MetricsHost = Annotated[str, typer.Option(help="Address to serve them at.")]
 
 @dataclass(kw_only=True, slots=True)
 class _Setup:
-    """What one run needs, and what it has opened."""
+    """Settings of one run, and the resources that it has opened."""
 
     job: Job
-    """The job; its store is where dense state lies, if that was named."""
+    """The job; its store holds the dense state, if that was named."""
     store: str | None
-    """Where rows go."""
+    """Destination of rows; None if only a COMMIT can name it."""
     policy: Policy
     engine: EngineName
     access: Access
@@ -125,18 +125,18 @@ class _Setup:
     """The store's URL."""
 
     def read(self) -> Lineage | None:
-        """The control partition; None while there is no log."""
+        """Read the control partition; returns None while there is no log."""
         return self.job.control.refresh() if self.job.log.incarnation() is not None else None
 
     def open(self, lineage: Lineage, service: MaterializeService) -> Materializer | None:
-        """The materializer; None while only a COMMIT can say where the store is."""
+        """Open the materializer; returns None while only a COMMIT can name the store."""
         if self.store is None and lineage.newest is None:
             return None
         url = self.store or kept_store(self.job.uri, lineage.newest)
         objects = open_store(url, options_of(url, self.job.store_options))
         self.where = objects.url
         try:
-            prepare_store(objects)  # nothing goes into a store of a newer format
+            prepare_store(objects)  # nothing is written to a store of a newer format
             if isinstance(objects, LooksFirst):
                 with contextlib.suppress(StoreUnavailableError):  # this user may have nothing to write
                     refuses_taken_names(objects)
@@ -167,7 +167,7 @@ class _Setup:
         service: MaterializeService,
         undo: contextlib.ExitStack,
     ) -> Materializer:
-        """It with its engine, which ``undo`` closes."""
+        """Create the materializer with its engine, which ``undo`` closes."""
         rule = ProofRule(self.job.objects_of, service.unproved, service.uncompared)
         return Materializer(
             self.job.log,
@@ -184,7 +184,7 @@ class _Setup:
         )
 
     def _engine(self, here: Site, lineage: Lineage, undo: contextlib.ExitStack) -> Engine:
-        """The engine that was asked for."""
+        """Open the requested engine."""
         log = (self.job.uri, self.job.log)
         return undo.enter_context(opened_engine(self.engine, here, lineage.job, log, self.access))
 
@@ -210,12 +210,12 @@ def materialize_log(
 ) -> None:
     """Follow a log and fold it into its store, so that any marker comes back at disk speed and the log can be trimmed.
 
-    Checks every frame. Reads the log and changes nothing there. May be killed at any time: it goes on where the store
-    ends. Large folds and merges, comparisons with proofs and scrubs run side by side, in processes of this host or on a
-    Ray cluster.
+    Checks every frame. Reads the log and changes nothing there. It may be killed at any time: the next run continues at
+    the end of the store. Large folds and merges, comparisons with proofs and scrubs run in parallel, in processes of
+    this host or on a Ray cluster.
 
-    With --until-closed it ends with the job: not when the
-    trainer failed or was preempted, for then another one goes on. Needs no torch.
+    With --until-closed it ends when the job is finished. If the trainer failed or was preempted, it waits for another
+    one. Needs no torch.
     """
     if once and until_closed:
         raise ConfigError("--once ends now, --until-closed when the job is finished", hint="leave out one of the two")
@@ -253,7 +253,7 @@ def materialize_log(
         service.report(Event("start", {"uri": uri, "store": store, "once": once}))
         with stopping(service.stop):
             ended = service.run(once=once, poll_s=poll_s)
-    if (once or until_closed) and not ended:  # by a signal: nobody must take the store for complete
+    if (once or until_closed) and not ended:  # by a signal: the store must not be taken for complete
         raise typer.Exit(1)
 
 
@@ -281,7 +281,7 @@ def _values(service: MaterializeService, engine: Engine | None) -> Mapping[str, 
 
 
 def _proof_values(standing: ProofStanding | None) -> Mapping[str, float]:
-    """Return the metrics of comparisons with proofs; zeros where there were none."""
+    """Return the metrics of comparisons with proofs; zeros if there were none."""
     now = time.time()
     return {
         "proof_ratio": standing.share if standing is not None else 0.0,

@@ -1,7 +1,7 @@
-"""Options that verbs share: declared once, and taken by a verb as one value.
+"""Options that verbs share: declared once, and passed to a verb as one value.
 
-A verb says ``options: JobOptions`` in its signature; :func:`as_command` puts the fields of that class in its place, as
-typer wants them, and gives the verb the value.
+A verb has ``options: JobOptions`` in its signature. :func:`as_command` replaces it by the fields of that class, as
+typer requires, and passes the value to the verb.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ DAY_S = 86_400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """What opening a log or a store takes besides its name."""
+    """Options, other than names, that opening a log or a store requires."""
 
     store_options: Annotated[
         str | None,
@@ -71,7 +71,7 @@ class Access:
     ] = None
 
     def job(self, uri: str, store: str | None = None, *, glance: bool = False) -> Job:
-        """A job's log and store, opened and not looked at; the caller closes them."""
+        """Open a job's log and store without reading them; the caller closes them."""
         from torchrec_stream_ckpt.find.job import Job
 
         return Job.open(
@@ -86,13 +86,13 @@ class Access:
     def open_job(
         self, uri: str, store: str | None = None, *, warn: bool = True, glance: bool = False
     ) -> AbstractContextManager[Job]:
-        """A job's log, read as of now."""
+        """Open a job's log, read as of now."""
         from torchrec_stream_ckpt.cli.common import open_job
 
         return open_job(self.job(uri, store, glance=glance), warn=warn)
 
     def open_objects(self, url: str) -> AbstractContextManager[Objects]:
-        """The store at ``url``."""
+        """Open the store at ``url``."""
         from torchrec_stream_ckpt.find.job import options_of
         from torchrec_stream_ckpt.store.api import open_store
 
@@ -100,10 +100,10 @@ class Access:
 
     @contextlib.contextmanager
     def kept_dense(self, uri: str | None) -> Iterator[Callable[[Commit], DenseStore]]:
-        """Where the trainer has put the dense state of a marker, whatever store was named.
+        """Yield a function that returns the trainer's place of a marker's dense state, whichever store was named.
 
         Args:
-            uri: The job's log; None: it is gone, and what COMMITs say has to be enough.
+            uri: The job's log; None if it is gone, and only COMMITs name the place.
         """
         from torchrec_stream_ckpt.find.job import kept_store, options_of
         from torchrec_stream_ckpt.store.dense import open_dense
@@ -131,13 +131,13 @@ class JobOptions(Access):
     store: Store = None
 
     def open(self, *, warn: bool = True, glance: bool = False) -> AbstractContextManager[Job]:
-        """The job's log, read as of now; the two flags as of ``open_job`` and ``Job.open``."""
+        """Open the job's log, read as of now; the two flags as of ``open_job`` and ``Job.open``."""
         return self.open_job(self.uri, self.store, warn=warn, glance=glance)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkerOptions(JobOptions):
-    """A job, and one of its markers: named after the URI, or by ``--marker``."""
+    """A job, and one of its markers: given after the URI, or by ``--marker``."""
 
     place: Annotated[
         str | None, typer.Argument(help="GENERATION:MARKER, latest (default), or best:auc:max.", metavar="[MARKER]")
@@ -146,7 +146,7 @@ class MarkerOptions(JobOptions):
 
     @property
     def chosen(self) -> str | None:
-        """The marker as it was given; None: the newest.
+        """The marker as it was given; None for the newest.
 
         Raises:
             ConfigError: it was given twice.
@@ -164,11 +164,11 @@ class StoredJobOptions(Access):
     store: StoreNamed
 
     def open(self, *, warn: bool = True) -> AbstractContextManager[Job]:
-        """The job's log, read as of now."""
+        """Open the job's log, read as of now."""
         return self.open_job(self.uri, self.store, warn=warn)
 
     def objects(self) -> AbstractContextManager[Objects]:
-        """The store."""
+        """Open the store."""
         return self.open_objects(self.store)
 
 
@@ -177,37 +177,37 @@ class StoredJobOptions(Access):
 
 @dataclass(slots=True)
 class _Asked:
-    """What was asked for of how a verb prints."""
+    """Requested settings for the output of a verb."""
 
     verbose: bool = False
     width: int | None = None
 
 
 _before_verb = _Asked()
-"""As asked for before the verb."""
+"""Settings given before the verb."""
 _now = _Asked()
-"""As it holds for the verb that runs."""
+"""Settings of the verb that runs."""
 
 
 def ask_before_verb(*, verbose: bool, width: int | None) -> None:
-    """Say how the verb that follows is to print."""
+    """Set how the following verb is to print."""
     _before_verb.verbose, _before_verb.width = verbose, width
 
 
 def is_verbose() -> bool:
-    """Return whether the verb that runs is to say more."""
+    """Return whether the verb that runs is to print more."""
     return _now.verbose
 
 
 def asked_width() -> int | None:
-    """Columns that the verb that runs is to print; None: as many as there are."""
+    """Return the number of columns that the verb is to print; None for as many as there are."""
     return _now.width
 
 
 def as_command(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb as typer takes it: options in place of option groups, ``--width`` and ``--verbose``.
+    """Convert a verb to typer's form: options in place of option groups, ``--width`` and ``--verbose``.
 
-    What an option group requires stands where the group stands, its other options come after the verb's own ones.
+    Required options of a group take the group's place; its other options follow the verb's own ones.
     """
     hints = get_type_hints(verb, include_extras=True)
     groups: dict[str, type[Any]] = {}
@@ -248,7 +248,8 @@ def _parameters(group: type[Any]) -> Iterator[Parameter]:
 
 @contextlib.contextmanager
 def _asked(asked: _Asked) -> Iterator[None]:
-    """How the verb prints. With more to say, what the library logs goes to stderr: it configures no logging itself."""
+    """Set how the verb prints. If verbose, the library's log goes to stderr: the library itself configures no
+    logging."""
     _now.verbose, _now.width = asked.verbose, asked.width
     ours, handler = logging.getLogger("torchrec_stream_ckpt"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))

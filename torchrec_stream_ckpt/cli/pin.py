@@ -1,4 +1,4 @@
-"""``stream-ckpt pin`` and ``unpin``: markers that gc must keep."""
+"""``stream-ckpt pin`` and ``unpin``: mark markers that gc must keep."""
 
 from __future__ import annotations
 

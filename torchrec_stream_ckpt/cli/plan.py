@@ -1,4 +1,4 @@
-"""``stream-ckpt plan``: what a job will need, from its tables and its rate, or from the log of one that runs."""
+"""``stream-ckpt plan``: compute the needs of a job, from its tables and its rate, or from the log of a running job."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def plan_job(
 
 
 def number(text: str) -> float:
-    """``40000000``, ``4e7`` or ``40_000_000``."""
+    """Parse ``40000000``, ``4e7`` or ``40_000_000``."""
     try:
         value = float(text)
     except ValueError:
@@ -133,14 +133,15 @@ def number(text: str) -> float:
 
 
 def _radix(compact: str) -> int:
-    """Pieces that a span takes together; raises ConfigError for what ``materialize`` does not take either."""
+    """Return the number of pieces that a span merges; raises ConfigError for values that ``materialize`` rejects,
+    too."""
     if compact not in COMPACTS:
         raise ConfigError(f"--compact is {compact!r}", hint=f"use {', '.join(COMPACTS)}")
     return COMPACTS[compact]
 
 
 def _scheme(uri: str | None) -> str:
-    """The kind of the log that a job has, or would have."""
+    """Return the kind of log that a job has, or would have."""
     return "file" if uri is not None and isinstance(parse_uri(uri), FileUri) else "kafka"
 
 

@@ -1,4 +1,4 @@
-"""What ``stream-ckpt plan`` is asked: tables from options, from a file, or from a job's log."""
+"""Input of ``stream-ckpt plan``: tables from options, from a file, or from a job's log."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _MAX_TABLES = 100_000
 
 @dataclass(frozen=True, slots=True)
 class PlannedTable:
-    """One table of the plan; ids and zipf where the file says them for this one."""
+    """One table of the plan; ids and zipf if the file gives them for this table."""
 
     spec: TableSpec
     ids: float | None = None
@@ -50,7 +50,7 @@ class PlannedTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """How fast rows change: rows a second, or ids that are drawn."""
+    """Rates at which rows change: rows per second, or ids that are drawn."""
 
     touched_rows_per_s: float | None = None
     growth: float = 1.0
@@ -61,7 +61,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What the options say of the job; None: take what is usual, or what the log says."""
+    """Options that describe the job; None: use the default, or the value from the log."""
 
     rates: Rates
     steps_per_s: float | None
@@ -71,7 +71,7 @@ class Asked:
     marker_s: float | None
 
     def workload(self, tables: Sequence[PlannedTable]) -> Workload:
-        """The job that the options describe.
+        """Return the job that the options describe.
 
         Raises:
             ConfigError: no rate, or two.
@@ -109,7 +109,7 @@ class Asked:
 
 
 def spread(tables: Sequence[PlannedTable], rows_per_s: float, drain_s: float, growth: float) -> list[TableLoad]:
-    """Give each table its part of a rate that is known for all together, in proportion to its rows."""
+    """Split a rate for all tables among them, in proportion to their rows."""
     total = sum(table.spec.rows for table in tables)
     return [
         TableLoad(table.spec, RateTouched(table.spec.rows, rows_per_s * table.spec.rows / total, drain_s, growth))
@@ -118,11 +118,11 @@ def spread(tables: Sequence[PlannedTable], rows_per_s: float, drain_s: float, gr
 
 
 def workload_of_job(job: Job, asked: Asked) -> Workload:
-    """Tables of the newest generation with two committed markers, and its rates between the first and the last one:
-    the sweep is before the first.
+    """Read the tables of the newest generation with two committed markers, and its rates between the first and the last
+    one. The sweep is before the first one.
 
     Raises:
-        ConfigError: no generation has committed two markers, or they bear the same time.
+        ConfigError: no generation has committed two markers, or they have the same time.
     """
     by_generation: dict[int, list[Any]] = {}
     for commit in job.lineage.commits.values():
@@ -158,10 +158,10 @@ def workload_of_job(job: Job, asked: Asked) -> Workload:
 def parse_tables(
     tables: str | None, rows: float | None, dim: int | None, dtype: str, optimizer: str
 ) -> list[PlannedTable]:
-    """A number of like tables, or those of a JSON file.
+    """Create a number of equal tables, or read those of a JSON file.
 
     Raises:
-        ConfigError: it is neither, with the right form.
+        ConfigError: the arguments describe neither, or the file has a wrong form.
     """
     if tables is not None and not tables.isdigit():
         if rows is not None or dim is not None:
@@ -197,7 +197,7 @@ def _read_tables(path: Path, dtype: str, optimizer: str) -> list[PlannedTable]:
 
 
 def _planned(entry: dict[str, Any], name: str, where: str) -> list[PlannedTable]:
-    """One entry, ``count`` times."""
+    """Return one entry, ``count`` times."""
     for key, value in entry.items():
         kinds = _FIELDS.get(key)
         if kinds is None or not isinstance(value, kinds) or isinstance(value, bool):
@@ -231,10 +231,10 @@ def _planned(entry: dict[str, Any], name: str, where: str) -> list[PlannedTable]
 
 
 def parse_assumptions(pairs: Sequence[str]) -> UnitCosts:
-    """The unit costs, with ``NAME=VALUE`` put over them; bytes may be written as sizes: ``2GB``.
+    """Return the unit costs, overridden by ``NAME=VALUE``; bytes may be written as sizes: ``2GB``.
 
     Raises:
-        ConfigError: no such name, or no positive number.
+        ConfigError: the name is unknown, or the value is not a positive number.
     """
     names = [field.name for field in dataclasses.fields(UnitCosts)]
     changed = {}

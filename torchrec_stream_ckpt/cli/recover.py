@@ -1,4 +1,4 @@
-"""``stream-ckpt recover``: the log, or a piece of it, is lost."""
+"""``stream-ckpt recover``: recover a log, or a part of it, that is lost."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def recover_log(
 ) -> None:
     """Repair a log that has lost control records, the end of them, its identity, or everything.
 
-    Where the log's rows are there, its records come back from their second copy, and from the store. Where nothing of
-    it is left, URI is a new, empty log, and gets the markers that the store has: what it did not have is lost. A job
-    that is started with URI and this store then restores the newest marker, under a number above all that were used.
+    If the log's rows exist, its records are recovered from their second copy, and from the store. If nothing of the log
+    is left, URI is a new, empty log, and gets the markers that the store has; all other data is lost. A job that is
+    started with URI and this store then restores the newest marker, and uses a generation number above all earlier
+    ones.
     """
     chosen = parse_job(job) if job is not None else None
     with closing(options.job(options.uri, options.store)) as opened:

@@ -41,8 +41,8 @@ def relay_log(
 ) -> None:
     """Copy the committed markers of the inner tier to the outer one: frames as they are, dense state, then COMMIT.
 
-    The trainer runs one by itself; this is for when it is gone. May be killed at any time, and several may run at once.
-    The job must have been opened on both tiers. Needs no torch.
+    The trainer runs a relay itself; use this command after the trainer has ended. It may be killed at any time, and
+    several may run at once. The job must have been opened on both tiers. Needs no torch.
     """
     check_tiers((inner, outer), every)
     place = store or _store_of(outer, access.kafka_options)
@@ -68,7 +68,7 @@ def relay_log(
 
 
 def _store_of(outer: str, kafka_options: str | None) -> str | None:
-    """Where the markers of the outer log have their dense state; None: in its own folder."""
+    """Return the store of the outer log's dense state; None for its own folder."""
     with contextlib.closing(Job.open(outer, kafka_options=kafka_options)) as job:
         if job.log.incarnation() is None:
             raise MarkerNotFoundError(

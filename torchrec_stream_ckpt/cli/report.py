@@ -1,4 +1,4 @@
-"""``stream-ckpt report``: a job on one page."""
+"""``stream-ckpt report``: show a job on one page."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def report_job(
 ) -> None:
     """Draw a job: its markers and branches, what each table sends, hot rows, stalls, how long restores take.
 
-    Reads all frames of the markers that the log still holds, headers checked and payloads not (verify does that), and
-    changes nothing. The page needs nothing besides itself.
+    Reads all frames of the markers that the log still holds, and changes nothing. It checks headers, but not payloads
+    (verify does that). The page is self-contained.
     """
     stalls = read_stalls(tensorboard) if tensorboard is not None else None
     with options.open() as job:
@@ -48,7 +48,7 @@ def report_job(
 
 
 def _write(out: Path, text: str) -> None:
-    """Whole or not at all."""
+    """Write the page as a whole, or not at all."""
     new = out.with_name(f".{out.name}.new")
     try:
         new.write_text(text, encoding="utf-8")

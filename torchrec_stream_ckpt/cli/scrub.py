@@ -1,4 +1,4 @@
-"""``stream-ckpt scrub``: read everything that a store holds, and repair what is damaged."""
+"""``stream-ckpt scrub``: read everything that a store holds, and repair damage."""
 
 from __future__ import annotations
 
@@ -71,15 +71,14 @@ def scrub_store(
 
     It reads each generation's CLAIM, the dense state of each marker, the records of markers given up, each base and
     span, each manifest and interval, in the order of their names. It does not read the log (stream-ckpt verify --log
-    does). You may end or kill it at any time: the next scrub goes on from there, to within some seconds. With
+    does). You may end or kill it at any time: the next scrub continues within some seconds of that point. With
     --bytes-per-s R it takes the bytes of the store / R seconds. It prints one line for each damaged object, with its
-    marker, table and path. With no limit, or one of 64 MiB/s and more, several processes or a Ray cluster read side by
-    side (--engine); the limit is one for all of them.
+    marker, table and path. With no limit, or one of 64 MiB/s and more, several processes or a Ray cluster read in
+    parallel (--engine); they share the limit.
 
-    --repair keeps the damaged bytes below damaged/, and writes the object again. A base or a span is written from
-    other pieces of the store, an interval or a manifest from the log, dense state from the place where the trainer put
-    it. Nothing is ever deleted. Exit status 1 means that a damaged object was not repaired, or that the scrub was
-    ended early.
+    --repair keeps the damaged bytes below damaged/, and writes the object again. A base or a span is written from other
+    pieces of the store, an interval or a manifest from the log, dense state from the trainer's place for it. Nothing is
+    ever deleted. Exit status 1 means that a damaged object was not repaired, or that the scrub was ended early.
     """
     rate = parse_rate(bytes_per_s) if bytes_per_s is not None else None
     _check(uri, store, no_log=no_log, repair=repair)
@@ -117,18 +116,18 @@ def _check(uri: str | None, store: str | None, *, no_log: bool, repair: bool) ->
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """What one scrub of one job has found."""
+    """Result of one scrub of one job."""
 
     job: bytes
     store: str
     place: ScrubPlace
     damage: tuple[Damage, ...]
     unnamed: int
-    """Objects that earlier scrubs of this pass found damaged, and that nobody has named since."""
+    """Number of objects that earlier scrubs of this pass found damaged, and that have not been named since."""
 
     @property
     def left(self) -> int:
-        """Objects that are damaged still."""
+        """Number of objects that are still damaged."""
         return sum(each.repair is None for each in self.damage)
 
     def record(self) -> dict[str, Any]:
@@ -181,7 +180,7 @@ def _damage(damage: Damage) -> dict[str, str | None]:
 
 
 def _line(damage: Damage) -> str:
-    """One line an object."""
+    """Format a damaged object as one line."""
     of = [f"marker {damage.marker}"] if damage.marker is not None else []
     of += [f"table {damage.table}"] if damage.table else []
     place = f"{damage.name} ({', '.join(of)})" if of else damage.name
@@ -217,14 +216,14 @@ class _Run:
 
     @contextlib.contextmanager
     def opened(self, objects: Objects, job: bytes, log: tuple[str, Log] | None) -> Iterator[Engine]:
-        """The engine for one job."""
+        """Open the engine for one job."""
         with ThreadPoolExecutor(_THREADS) as pool:
             here = Site(log[1] if log is not None else None, objects, pool, lambda _: self.going_on())
             with opened_engine(self.engine, here, job, log, self.access) as engine:
                 yield engine
 
     def scrub(self, objects: Objects, lineage: Lineage, engine: Engine, mender: ScrubMender | None) -> _Result:
-        """Read what there is of one job."""
+        """Read the objects of one job."""
         found: list[Damage] = []
 
         def told(damage: Damage) -> None:
@@ -254,7 +253,7 @@ class _Run:
 
 
 def _total(objects: Objects, job: bytes) -> int:
-    """About how many bytes there are."""
+    """Return the approximate number of bytes to read."""
     return sum(entry.num_bytes for kind in _KINDS for entry in objects.list(f"{kind}/{job.hex()}/"))
 
 

@@ -1,4 +1,4 @@
-"""``stream-ckpt show``: one marker in full."""
+"""``stream-ckpt show``: show one marker in full."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _record(job: Job, commit: Commit) -> dict[str, Any]:
 
 
 def _changes(job: Job, commit: Commit) -> list[dict[str, Any]]:
-    """How the model has changed on the way to a marker, a generation each."""
+    """Return the changes of the model on the path to a marker, one entry per generation."""
     claims = [job.lineage.claims[each.generation] for each in job.lineage.path(commit.id)]
     return [
         {
@@ -68,7 +68,7 @@ def _changes(job: Job, commit: Commit) -> list[dict[str, Any]]:
 
 
 def _said(change: dict[str, Any]) -> str:
-    """How the model has changed in a generation, in words."""
+    """Describe the changes of the model in a generation."""
     if change["origin"] and not change["parent"]:
         job, _, marker = change["origin"].partition(" ")
         changed = ", by declared changes" if change["declared"] != "{}" else ""
@@ -78,7 +78,7 @@ def _said(change: dict[str, Any]) -> str:
 
 
 def _dense_files(job: Job, commit: Commit) -> tuple[DenseFile, ...]:
-    """The marker's dense files; none if their list is gone or altered, which ``reason`` says."""
+    """Return the marker's dense files; none if their list is missing or altered, which ``reason`` reports."""
     try:
         return job.dense_of(commit).files(commit)
     except CorruptionError:
@@ -86,7 +86,7 @@ def _dense_files(job: Job, commit: Commit) -> tuple[DenseFile, ...]:
 
 
 def _standing(job: Job, commit: Commit) -> dict[str, Any]:
-    """From where the marker can be restored, and what the store has of it."""
+    """Return the place from which the marker can be restored, and its data in the store."""
     standing = Survey(job).look(commit)
     if standing.reason and standing.dropped is None:
         check_named_store(job)
@@ -105,7 +105,8 @@ def _standing(job: Job, commit: Commit) -> dict[str, Any]:
 
 
 def _trimmed(job: Job, commit: Commit) -> list[dict[str, Any]]:
-    """For each generation of which log data may be gone: up to which marker, since when, and where it is."""
+    """Return, for each generation whose log data may be gone: the marker up to which, the time, and the store with the
+    data."""
     trims = [(each.generation, job.lineage.trims.of(each.generation)) for each in job.lineage.path(commit.id)]
     return [
         {"generation": generation, "up_to": str(trim.reach(generation)), "time_s": trim.time_s, "store": trim.store}

@@ -1,4 +1,4 @@
-"""``stream-ckpt trim``: take away log data that a store holds."""
+"""``stream-ckpt trim``: delete log data that a store holds."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def trim_job(
 ) -> None:
     """Delete log data up to a marker, after a check that the store holds all that a restore may need.
 
-    The trim first reads the store's copy of these rows, whole, unless gc or another trim did so within a week.
-    Trainers may run meanwhile. The store must have this data for every committed marker that was not given up.
-    Otherwise nothing is deleted, and an error names the first marker that would be lost.
+    The trim first reads the store's copy of these rows, whole, unless gc or another trim did so within a week. Trainers
+    may run at the same time. The store must have this data for every committed marker that was not given up. Otherwise
+    nothing is deleted, and an error names the first marker that would be lost.
     """
     if place is not None and upto != "latest":
         raise ConfigError("MARKER was given twice", hint="leave out --upto", marker=upto)
@@ -96,7 +96,7 @@ def trim_job(
 
 
 def _shorten(job: Job) -> tuple[Shortened | None, StreamCkptError | None]:
-    """A trim is done without it, and the next one tries again."""
+    """Shorten the control partition. On an error the trim is done anyway, and the next one tries again."""
     try:
         return shorten_control(job.log, job.control), None
     except (LogUnavailableError, CommitUnknownError, CorruptionError, UnsupportedError) as error:
@@ -104,7 +104,8 @@ def _shorten(job: Job) -> tuple[Shortened | None, StreamCkptError | None]:
 
 
 def _check(job: Job, objects: Objects, upto: str, *, verify: bool, dry_run: bool) -> tuple[Synced, list[MarkerId], int]:
-    """Return what may go, the markers that need not be known any more, and how many bytes were read to know it."""
+    """Return the data that may be deleted, the markers that need no record any more, and the number of bytes read for
+    the check."""
     if not job.lineage.commits or not check_store(objects):
         raise MarkerNotFoundError(
             "the store holds no marker of this job",
@@ -141,7 +142,7 @@ def _verify_dense(job: Job, holdings: Holdings, objects: Objects, synced: Synced
 
 
 def _remember(read_back: ReadBack) -> None:
-    """The next trim or gc reads it again otherwise."""
+    """Save which data was read; otherwise the next trim or gc reads it again."""
     try:
         read_back.save()
     except StoreUnavailableError as error:
@@ -149,10 +150,10 @@ def _remember(read_back: ReadBack) -> None:
 
 
 def _not_awaited(job: Job, holdings: Holdings, marker: MarkerId | None) -> MarkerId | None:
-    """The marker to trim up to, of the log of an inner tier: the relay reads that log, and no store.
+    """Return the marker to trim up to, in the log of an inner tier: the relay reads that log, and not the store.
 
     Raises:
-        ConfigError: the outer tier does not have all of that yet.
+        ConfigError: the outer tier does not have all of that data yet.
     """
     parsed = parse_uri(job.uri)
     copied = copied_upto(open_store(str(parsed)), job.lineage) if isinstance(parsed, FileUri) else None

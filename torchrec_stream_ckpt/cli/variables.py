@@ -10,16 +10,17 @@ import typer
 from torchrec_stream_ckpt.util.settings import FILE_VARIABLE, PREFIX
 
 SHARED = frozenset({"--store", "--store-options", "--kafka-options", "--commit-key-file", "--verbose", "--width"})
-"""Options that mean the same for every verb: ``STREAM_CKPT_STORE`` counts unless ``STREAM_CKPT_LIST_STORE`` is set."""
+"""Options with the same meaning for every verb: ``STREAM_CKPT_STORE`` counts unless ``STREAM_CKPT_LIST_STORE`` is
+set."""
 _NONE = frozenset({"--help", "--version", "--install-completion", "--show-completion"})
 
 
 def variables_of(verb: str, option: str) -> list[str]:
-    """The variables that stand for an option, the one that counts first.
+    """Return the variables of an option, the one with the highest priority first.
 
     Args:
         verb: ``list``, or ``broker start``; empty: an option before the verb.
-        option: With its dashes: ``--newest``.
+        option: The option with its dashes: ``--newest``.
     """
     name = option.removeprefix("--").replace("-", "_").upper()
     own = [PREFIX + "_".join([*verb.replace("-", "_").upper().split(), name])] if verb else []
@@ -27,7 +28,7 @@ def variables_of(verb: str, option: str) -> list[str]:
 
 
 def give_variables(command: Any, verb: str) -> Any:
-    """Let the options of a command take their values from the environment where they are not given."""
+    """Let the options of a command take their values from the environment if they are not given."""
     for name, inner in getattr(command, "commands", {}).items():
         give_variables(inner, f"{verb} {name}".strip())
     for option in command.params:
@@ -38,7 +39,7 @@ def give_variables(command: Any, verb: str) -> Any:
 
 
 def readers_of(variable: str) -> str | None:
-    """Name in words what reads a variable of ours that is not a setting; None: nothing does."""
+    """Describe the reader of a variable of ours that is not a setting; None if nothing reads it."""
     from torchrec_stream_ckpt.cli.main import VERBS, app
     from torchrec_stream_ckpt.flags import RUN_FLAGS
 
@@ -63,7 +64,7 @@ def readers_of(variable: str) -> str | None:
 
 
 def variable_behind(error: Any) -> str | None:
-    """The variable that a wrong value has come from; None: it was given in the call."""
+    """Return the variable that a wrong value came from; None if the value was given in the call."""
     option, context = getattr(error, "param", None), getattr(error, "ctx", None)
     if option is None or context is None or not getattr(option, "envvar", None):
         return None

@@ -1,4 +1,4 @@
-"""``stream-ckpt verify``: read all that a marker needs and check it."""
+"""``stream-ckpt verify``: read and check all data that a marker needs."""
 
 from __future__ import annotations
 
@@ -42,12 +42,13 @@ def verify_markers(
 ) -> None:
     """Read everything that a restore would and check every checksum, chain, sequence and digest.
 
-    That is what the store has, and of the log what follows on it. Without --all it ends at the first thing that is
-    wrong and says where it is. With --all there is a verdict for each marker, newest first, with the marker, the file
-    and the offset of each damage, and no byte of rows is read twice. Markers that were given up, and those whose log
-    was trimmed on purpose while the store does not serve them, are named and not read. Rows are compared with what
-    markers proved of them; a marker with rows that differ is damaged. With --all, --verdict speaks of the newest marker
-    alone: a running trainer stands on it. Exit status 1 if any is damaged, or if damage in the store was read around.
+    That is the data in the store, and the log after it. Without --all it ends at the first error and reports its place.
+    With --all there is a verdict for each marker, newest first, with the marker, the file and the offset of each
+    damage, and no byte of rows is read twice. Some markers are named and not read: those that were given up, and those
+    whose log was trimmed on purpose while the store does not serve them. Rows are compared with the proofs of markers;
+    a marker with rows that differ is damaged. With --all, --verdict applies only to the newest marker, because a
+    running trainer is based on it. Exit status 1 if any marker is damaged, or if data had to be read around damage in
+    the store.
     """
     if all_markers and options.chosen is not None:
         raise ConfigError("--all verifies every marker", hint="leave out MARKER, or --all", marker=options.chosen)
@@ -72,11 +73,11 @@ def verify_markers(
         if isinstance(each, Verified) and each.unproved is not None and not accept_unproved:
             raise each.unproved.error(each.marker)
     if any(isinstance(each, Verified) and each.read_around for each in said):
-        raise typer.Exit(1)  # every row is there, but not where a trim or gc would count on it
+        raise typer.Exit(1)  # every row exists, but not where a trim or gc would rely on it
 
 
 def _take_back(job: Job, found: list[CorruptionError]) -> None:
-    """Take back what gc and trim remember of damaged objects; a reader without the right to write says so."""
+    """Revoke the notes of gc and trim on damaged objects; a reader without the right to write reports that."""
     if found:
         take_back_if_possible(job.objects, job.lineage.job, found)
 
@@ -86,7 +87,7 @@ def _is_damaged(verdict: MarkerVerdict, *, accept: bool) -> bool:
 
 
 def _leave(job: Job, said: Verified | MarkerVerdict | _NotRead) -> None:
-    """Tell a running trainer which rows are not as they were proved."""
+    """Leave a note for a running trainer on rows that differ from their proof."""
     result = said.verified if isinstance(said, MarkerVerdict) else said
     if isinstance(result, Verified) and result.unproved is not None:
         commit = job.lineage.find(result.marker)
@@ -96,16 +97,16 @@ def _leave(job: Job, said: Verified | MarkerVerdict | _NotRead) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _NotRead:
-    """A marker that is not to be had, on purpose."""
+    """A marker that is unavailable on purpose."""
 
     marker: MarkerId
     key: str
     what: str
-    """When it was given up, or in which store it is."""
+    """When it was given up, or the store that holds it."""
 
 
 def _verdicts(job: Job, *, quiet: bool, log_alone: bool) -> Iterator[MarkerVerdict | _NotRead]:
-    """One a marker, newest first."""
+    """Yield one verdict per marker, newest first."""
     commits = list(reversed(job.lineage.commits.values()))
     with progress_bar(quiet=quiet) as progress:
         task = progress.add_task("verifying", total=None)
@@ -157,7 +158,7 @@ def _verify(job: Job, commit: Commit, *, quiet: bool, log_alone: bool) -> Verifi
 
 
 def _compare() -> CompareDense | None:
-    """Import the reader of dense files; None where torch is not installed."""
+    """Import the reader of dense files; returns None if torch is not installed."""
     if find_spec("torch") is None:
         return None
     from torchrec_stream_ckpt.extras.interchange.dense_state import compare_dense

@@ -1,4 +1,4 @@
-"""``stream-ckpt watch``: a live view of a job, from its log and its store alone."""
+"""``stream-ckpt watch``: show a live view of a job, from its log and its store alone."""
 
 from __future__ import annotations
 
@@ -57,17 +57,18 @@ Rate = Annotated[
 
 
 def bytes_per_s(uri: str, rate: float | None) -> float:
-    """Return the bytes that one rank restores in a second: as told, otherwise by the log's scheme."""
+    """Return the bytes that one rank restores per second: ``rate`` if given, otherwise a default for the log's
+    scheme."""
     scheme = "file" if isinstance(parse_uri(uri), FileUri) else "kafka"
     return rate * 1e6 if rate is not None else RESTORE_BYTES_PER_S[scheme]
 
 
 class Watcher:
-    """Looks at one job again and again.
+    """Looks at one job repeatedly.
 
     Args:
         job: Its log, open.
-        rate: What one rank restores in a second.
+        rate: Bytes that one rank restores per second.
     """
 
     def __init__(self, job: Job, rate: float) -> None:
@@ -75,19 +76,19 @@ class Watcher:
         self._rate = rate
         self._kafka = isinstance(parse_uri(job.uri), KafkaUri)
         self._gap: tuple[MarkerId | None, float, str] = (None, 0.0, "")
-        """(marker that was looked at, when, what it lacks)."""
+        """(marker that was checked, when, what it lacks)."""
         self._held: tuple[MarkerId, float, Holdings | None] | None = None
-        """(newest marker when the store was listed, when that was, what it holds)."""
+        """(newest marker when the store was listed, when that was, the store's contents)."""
         self._compared: ProofStanding | None = None
-        """As of then."""
+        """Comparisons with proofs, as of then."""
         self._lost: tuple[float, str] = (float("-inf"), "")
-        """(when it was looked for, what the control partition has lost)."""
+        """(when it was checked, what the control partition has lost)."""
         self._widths: dict[int, tuple[MarkerId, int | None]] = {}
-        """Generation -> (marker that was looked at, how wide its window is)."""
+        """Generation -> (marker that was checked, width of its window)."""
         self._last: Look | None = None
 
     def look(self) -> Look:
-        """The job as it stands now.
+        """Return the state of the job as of now.
 
         Raises:
             LogUnavailableError, StoreUnavailableError: they do not answer.
@@ -102,7 +103,7 @@ class Watcher:
         return self._last
 
     def look_or_say_why_not(self) -> Look:
-        """Look; if log or store does not answer, what was seen last, with an alert."""
+        """Look at the job. If log or store does not answer, return the last state, with an alert."""
         try:
             return self.look()
         except (LogUnavailableError, StoreUnavailableError) as error:
@@ -114,7 +115,7 @@ class Watcher:
             return replace(self._last, time_s=now, loss_s=loss_s, alerts=(alert, *kept))
 
     def _holdings(self, job: Job) -> Holdings | None:
-        """List what the store holds when there is a new marker, and now and then."""
+        """List the store's contents if there is a new marker, and periodically."""
         newest = job.lineage.newest
         if newest is None:
             return None
@@ -128,7 +129,7 @@ class Watcher:
         return self._held[2]
 
     def _width(self, job: Job) -> int | None:
-        """Width of the windows of the newest marker's generation: all are equally wide."""
+        """Return the width of the windows of the newest marker's generation: all are equally wide."""
         newest = job.lineage.newest
         if newest is None:
             return None
@@ -139,17 +140,17 @@ class Watcher:
         return width
 
     def _lost_tail(self) -> str:
-        """Look now and then for what the control partition has lost."""
+        """Check periodically whether the control partition has lost records."""
         when, lost = self._lost
         if time.monotonic() - when > _GAP_EVERY_S:
-            with contextlib.suppress(StreamCkptError):  # a store that does not answer is told by the other looks
+            with contextlib.suppress(StreamCkptError):  # the other looks report a store that does not answer
                 error = self._job.lost_tail()
                 lost = f"{error.headline}; {error.hint}" if error is not None else ""
             self._lost = time.monotonic(), lost
         return lost
 
     def _lacks(self, job: Job) -> str:
-        """Look for what the newest marker lacks when it is new, and now and then."""
+        """Check whether the newest marker lacks data: if it is new, and periodically."""
         newest = job.lineage.newest
         if newest is None:
             return ""
@@ -177,11 +178,11 @@ def watch_job(
 ) -> None:
     """Watch a job: its newest marker, what would be lost now, how long a restore would take, and what is wrong.
 
-    Reads the log's control partition and the store's names, and changes nothing. Where stdout is no terminal it prints
-    a line a marker and a line an alert; with --json an object a look. Ctrl-C ends it. It waits for a job that has not
-    begun. With --once it does not wait, and ends with status 1 if there is an alert. With --fail-on-alert it goes on
-    until there is one, names it on stderr, and ends with status 1; with status 0 once the job is finished. With --also
-    there is a line a job.
+    Reads the log's control partition and the store's names, and changes nothing. If stdout is not a terminal, it prints
+    a line per marker and a line per alert; with --json an object per look. Ctrl-C ends it. If the job has not begun, it
+    waits. With --once it does not wait, and ends with status 1 if there is an alert. With --fail-on-alert it continues
+    until there is an alert, names it on stderr, and ends with status 1; it ends with status 0 once the job is finished.
+    With --also there is a line per job.
     """
     if also:
         from torchrec_stream_ckpt.cli.watch_many import watch_all
@@ -213,7 +214,7 @@ def watch_job(
 
 @contextlib.contextmanager
 def _opened(options: JobOptions, interval: float) -> Iterator[Job]:
-    """The job; waits for its log, and says on stderr what it waits for."""
+    """Open the job. Waits for its log, and reports on stderr what it waits for."""
     said = ""
     with contextlib.ExitStack() as closing:
         while True:
@@ -238,7 +239,7 @@ def _show_once(uri: str, seen: Look, *, json: bool) -> None:
 
 @contextlib.contextmanager
 def _shower(uri: str, *, json: bool) -> Iterator[Callable[[Look], None]]:
-    """Where looks go until the context ends."""
+    """Yield a function that shows looks, until the context ends."""
     screen = Console(width=asked_width())
     if json:
         yield lambda seen: print(json_.dumps(record(uri, seen)), flush=True)
@@ -256,7 +257,7 @@ def alerts_of(seen: Look) -> list[str]:
 
 
 class Lines:
-    """Prints what is new of one job, after ``prefix``."""
+    """Prints new events of one job, after ``prefix``."""
 
     def __init__(self, prefix: str = "") -> None:
         self._prefix = prefix
@@ -284,7 +285,7 @@ class Lines:
 
 
 def record(uri: str, seen: Look) -> dict[str, Any]:
-    """A look, for programs. Names are stable."""
+    """Return a look as a record for programs. Names are stable."""
     compared = seen.compared
     return {
         "uri": uri,

@@ -1,6 +1,6 @@
-"""``stream-ckpt watch URI --also URI``: a line a job. Each job is looked at by a thread of its own.
+"""``stream-ckpt watch URI --also URI``: show one line per job. Each job has its own thread.
 
-A log that does not answer holds up the view of no other job.
+A log that does not answer does not delay the view of other jobs.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torchrec_stream_ckpt.util.uris import job_name, without_login
 
 
 class Watched:
-    """One of the jobs: what was seen of it last.
+    """One of the watched jobs, with its last look.
 
     Args:
-        name: What it is called here.
-        options: Of its log and store.
-        rate: 10^6 bytes that one rank restores in a second; None: by the log's scheme.
+        name: Its name in the view.
+        options: Options of its log and store.
+        rate: 10^6 bytes that one rank restores per second; None: by the log's scheme.
     """
 
     def __init__(self, name: str, options: JobOptions, rate: float | None) -> None:
@@ -48,7 +48,7 @@ class Watched:
             self.seen, self.trouble = Watcher(job, self._rate).look(), ""
 
     def follow(self, interval_s: float, end: threading.Event) -> None:
-        """(a thread of its own) Look until the end; a job that has not begun is waited for."""
+        """(on a separate thread) Look until the end. If the job has not begun, wait for it."""
         while not end.is_set():
             with self._tried(), self._options.open(warn=False) as job:
                 watcher = Watcher(job, self._rate)
@@ -66,7 +66,7 @@ class Watched:
 
     @property
     def alerts(self) -> list[str]:
-        """What is wrong with it."""
+        """Current problems of the job."""
         found = alerts_of(self.seen) if self.seen is not None else []
         return [*found, *([f"unavailable: {self.trouble}"] if self.trouble else [])]
 
@@ -74,7 +74,7 @@ class Watched:
 def watch_all(
     jobs: Sequence[JobOptions], interval_s: float, rate: float | None, *, once: bool, fail_on_alert: bool, json: bool
 ) -> None:
-    """Watch several jobs, as ``watch_job`` does one; ends as that does, with an alert of any of them."""
+    """Watch several jobs, as ``watch_job`` watches one; ends as that does, with an alert of any of them."""
     watched = [Watched(name, each, rate) for name, each in zip(_names(jobs), jobs, strict=True)]
     if once:
         for each in watched:
@@ -106,13 +106,13 @@ def watch_all(
 
 
 def _names(jobs: Sequence[JobOptions]) -> list[str]:
-    """The last part of each URI; whole URIs, if two of those are the same."""
+    """Return the last part of each URI; whole URIs if two of the parts are equal."""
     short = [job_name(each.uri) for each in jobs]
     return short if len(set(short)) == len(short) else [without_login(each.uri) for each in jobs]
 
 
 def view(watched: Sequence[Watched], now_s: float) -> RenderableType:
-    """A line a job, and under them what is wrong."""
+    """Return a line per job, followed by the alerts."""
     table = Table(expand=True, box=None, header_style="dim", padding=(0, 1), title=clock(now_s), title_justify="right")
     table.add_column("job", overflow="fold")
     for name in ("marker", "step", "loss now", "every", "restore", "state"):
@@ -158,7 +158,7 @@ def _show_once(watched: Sequence[Watched], *, json: bool) -> None:
 
 @contextlib.contextmanager
 def _shower(watched: Sequence[Watched], *, json: bool) -> Iterator[Callable[[], None]]:
-    """Shows all jobs, each time that it is called."""
+    """Yield a function that shows all jobs each time it is called."""
     screen = Console()
     if json:
         yield lambda: print(json_.dumps(_records(watched)), flush=True)

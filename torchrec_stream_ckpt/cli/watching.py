@@ -1,4 +1,4 @@
-"""How ``stream-ckpt watch`` looks: for a terminal of some width, and as one line."""
+"""Appearance of ``stream-ckpt watch``: for a terminal of some width, and as one line."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _WIDE = 110
 _RANKS = 8
 _DAY_S = 86_400
 _FIXED_LINES = 9
-"""Lines of a screen that are neither alerts nor of the tables: the head, and one that stays free."""
+"""Number of screen lines other than alerts and tables: the head, and one that is left free."""
 
 
 def view(uri: str, seen: Look, width: int, height: int | None = None) -> RenderableType:
-    """The whole picture.
+    """Return the whole picture.
 
     Args:
-        uri: Of the log.
-        seen: What is shown.
-        width: Columns of the terminal; from 110 on the tables stand side by side.
-        height: Its lines: as many rows as fit are shown. None: there is no end.
+        uri: URI of the log.
+        seen: The look to show.
+        width: Columns of the terminal; from 110 on the tables are shown side by side.
+        height: Its lines; as many rows as fit are shown. None: no limit.
     """
     room = height - _FIXED_LINES - len(remarks(seen)) if height is not None else len(seen.recent) + _RANKS + 4
     room -= len(seen.alerts) + 2 if seen.alerts else 0
@@ -96,7 +96,7 @@ def remarks(seen: Look) -> list[tuple[str, str]]:
 
 
 def _since(seen: Look) -> str:
-    """The age of the newest marker, and when that was: the time of day, or the day."""
+    """Return the age of the newest marker, and its time: the time of day, or the day."""
     if seen.loss_s is None or seen.newest is None:
         return "all of it"
     when = clock(seen.newest.time_s, "%H:%M:%S" if seen.loss_s < _DAY_S else "%Y-%m-%d")
@@ -104,7 +104,7 @@ def _since(seen: Look) -> str:
 
 
 def _said(seen: Look) -> MarkerRow | None:
-    """The newest of the recent markers of which something was said."""
+    """Return the newest of the recent markers that has metadata."""
     return next((row for row in seen.recent if row.meta), None)
 
 
@@ -168,7 +168,7 @@ def _side_by_side(left: Table, right: Table) -> Table:
 
 
 def line(seen: Look) -> str:
-    """One look as one line of text."""
+    """Return one look as one line of text."""
     newest = seen.newest
     ended = f"; {seen.ended.said(seen.time_s)}" if seen.ended is not None else ""
     if newest is None:
