@@ -1,4 +1,4 @@
-"""What users hold: one object that streams a TorchRec job and restores it."""
+"""The main object for users: stream a TorchRec job, and restore it."""
 
 from __future__ import annotations
 
@@ -51,25 +51,27 @@ log = logging.getLogger(__name__)
 class StreamCheckpointer:
     """Streams the changed rows of a TorchRec job and commits markers; restores any of them.
 
-    Every method is collective: all ranks call it at the same step boundary, on the training thread. A call inside of
+    Every method is collective: all ranks call it at the same step boundary, on the training thread. A call inside
     another one, by a signal handler or on another thread, is refused and changes nothing.
 
     Args:
-        dmp: The sharded model: a ``DistributedModelParallel``, or what ``shard_modules`` of TorchRec returns.
-        optimizer: What the job steps: a torch optimizer, ``KeyedOptimizerWrapper`` or ``CombinedOptimizer``;
-            None when all parameters are fused.
+        dmp: The sharded model: a ``DistributedModelParallel``, or the result of TorchRec's ``shard_modules``.
+        optimizer: The optimizer that the job steps: a torch optimizer, ``KeyedOptimizerWrapper`` or
+            ``CombinedOptimizer``; None if all parameters are fused.
         config: Where to stream, and how often.
         stateful: Objects with ``state_dict()`` and ``load_state_dict()`` whose state is the same on all ranks; markers
-            compare it. A loader that counts samples (in a ``TrackedLoader`` for pipelines), a schedule.
-        stateful_per_rank: Objects with a state of their own on every rank: they restore on as many ranks only.
-        stateful_rank0: Objects whose state on rank 0 counts, and serves all ranks: a run's id, a tracker of metrics.
-        paranoid: At every marker, compare the state that the stream implies with the live tables, bit by bit, and
-            fail at the first difference (``CaptureMismatchError``). Costs a second copy of this rank's tables and
+            compare it. Examples are a loader that counts samples (in a ``TrackedLoader`` for pipelines), or a schedule.
+        stateful_per_rank: Objects with a separate state on every rank. They can be restored only on the same number of
+            ranks.
+        stateful_rank0: Objects of which rank 0's state is saved and used for all ranks: a run's id, a tracker of
+            metrics.
+        paranoid: At every marker, compare the state that the stream implies with the live tables, bit by bit, and fail
+            at the first difference (``CaptureMismatchError``). This costs a second copy of this rank's tables and
             optimizer rows in host memory and, at each marker, one pass over both and a collective on the training
-            thread: for tests, and for a day of a new job. See docs/guarantees.md.
-        on_commit: (rank 0's counts) Called with each marker once it is committed, and again once something was added
-            to what is said of it, in their order, on a thread of its own. What it raises is logged. While it has 64
-            markers to hear of, none is cut.
+            thread. Use it for tests, and for the first day of a new job. See docs/guarantees.md.
+        on_commit: (only rank 0's is used) Called with each marker once it is committed, and again after something was
+            added to its metadata, in order, on a separate thread. An exception that it raises is logged. While 64
+            markers wait for this call, no marker is cut.
 
     Raises:
         UnsupportedError: the model holds something that cannot be captured exactly; names it.
@@ -108,11 +110,11 @@ class StreamCheckpointer:
             self._dense = self._team.together(lambda: DenseState(live(config.replicas == "rank0"), groups.dense))
             check_handed_over(self._team, {"stateful": shared, "stateful_rank0": rank0, PER_RANK: per_rank})
             self._loaders = [item for item in self._dense.live.handed_over if isinstance(item, TrackedLoader)]
-            # What this job writes to: its only log, or the inner one of two tiers.
+            # The log that this job writes to: its only log, or the inner one of two tiers.
             how = {"signs": self._team.rank == 0, "spare": config.outer is None}
             self._tier = self._team.together(lambda: open_tier(self._config, **how))
             undo.callback(self._tier.close)
-            self._team.on_rank0(self._tier.preflight)  # a log that cannot be reached is said now, not at a marker
+            self._team.on_rank0(self._tier.preflight)  # report an unreachable log now, not at a marker
             self._tiers = Tiered.open(config, self._tier, self._team)
             if self._tiers is not None:
                 undo.callback(self._tiers.close, JOIN_S)
@@ -136,7 +138,7 @@ class StreamCheckpointer:
             self._restoring = Restoring(restored, self._session, self._streaming)
             self._ending = Ending(groups.roll.store, self._team.rank, self._team.world)
             self._handled = sys.exception()
-            """What was in flight here: of no meaning to the job's end."""
+            """Exception that was already being handled here; it does not affect the job's outcome."""
             self._closed = False
             self._showing = Showing(config, self._team, self.stats, self._telemetry)
             self._signals = signals
@@ -152,16 +154,16 @@ class StreamCheckpointer:
         except Exception:
             if error is None:
                 raise
-            log.exception("the StreamCheckpointer was not closed")  # and the user's own error goes on
+            log.exception("the StreamCheckpointer was not closed")  # the user's own error is raised
 
     @property
     def steps(self) -> int:
-        """Steps of the job so far, those before a restored marker counted."""
+        """Steps of the job so far, including those before a restored marker."""
         return self._streaming.steps
 
     @property
     def should_stop(self) -> bool:
-        """True if SIGTERM has come to a rank (``StreamConfig.on_signal``), and its marker was waited for. Local.
+        """True if a rank has received SIGTERM (``StreamConfig.on_signal``), and the wait for its marker is over. Local.
 
         It becomes true on all ranks in the same ``step()``. Leave the loop then, and ``close()``.
         """
@@ -174,7 +176,7 @@ class StreamCheckpointer:
         return stream.claim.generation if stream is not None else None
 
     def stats(self) -> Stats:
-        """Where this rank stands: what it has sent, what would be lost now, how long it took. Local, on any thread."""
+        """Return this rank's statistics: rows sent, data that would be lost now, times. Local, on any thread."""
         streaming = self._streaming
         prover = streaming.stream.prover if streaming.stream is not None else None
         return self._telemetry.stats(streaming.steps, self._attached.capture, self._ring, prover)
@@ -189,36 +191,38 @@ class StreamCheckpointer:
         once: bool = False,
         accept_unproved: bool = False,
     ) -> Restored | None:
-        """Bring back a marker, in place, on any number of ranks and any plan.
+        """Restore a marker, in place, on any number of ranks and under any plan.
 
         Args:
-            marker: Which one, as ``"GENERATION:MARKER"``; None or ``"latest"``: the newest that is whole. What was
-                passed over, because it is proved to be damaged, stands in ``Restored.skipped``.
-            changes: In what this model differs from the marker's: all of it, or the restore is refused and says what is
-                missing. A marker of a model that has these changes already, made last, is restored as it is.
-            best: In place of ``marker``: ``"auc:max"`` or ``"loss:min"``, the best by what ``mark(meta=...)`` said; of
-                equal ones the newest. If it is damaged, it is refused as one that is named.
-            once: (with ``marker`` and ``changes``) Go on from the newest marker, if it came from ``marker`` by these
-                very changes: for a command that is given again.
-            accept_unproved: Go on with rows that are not as a marker proved them, and send them again.
+            marker: The marker, as ``"GENERATION:MARKER"``; None or ``"latest"``: the newest complete one.
+                ``Restored.skipped`` lists markers that were passed over because they are proved to be damaged.
+            changes: Differences of this model from the marker's. They must be complete; otherwise the restore is
+                refused and names the missing ones. If the marker's model already has these changes, and they were its
+                last ones, it is restored as it is.
+            best: In place of ``marker``: ``"auc:max"`` or ``"loss:min"``, the best marker by the metadata of
+                ``mark(meta=...)``; of equal ones the newest. If it is damaged, the restore fails, as for a named
+                marker.
+            once: (with ``marker`` and ``changes``) Continue from the newest marker if it came from ``marker`` by the
+                same changes. Use it for a command that may be run again.
+            accept_unproved: Continue with rows that differ from a marker's proof, and send them again.
 
         Returns:
-            What was restored; None when nothing was ever committed, or ``StreamConfig.fresh`` is set.
+            The restored state; None if nothing was ever committed, or ``StreamConfig.fresh`` is set.
 
         Raises:
-            MarkerNotFoundError: ``marker`` is not committed; or no marker is, and changes are declared,
-                or an import or a warm start has begun in this log.
-            SchemaMismatchError: tables or dense state differ from the model's in what was not declared; names all of
-                it, and the ``Changes`` that accept it.
-            ChangesError: ``changes`` declares what is not so; names all of it.
-            UnsupportedError: a change that was declared cannot be made exactly; names the table.
+            MarkerNotFoundError: ``marker`` is not committed; or no marker is, and changes are declared, or an import or
+                a warm start has begun in this log.
+            SchemaMismatchError: tables or dense state differ from the model's, and the difference was not declared;
+                names all differences, and the ``Changes`` that accept them.
+            ChangesError: ``changes`` declares changes that do not exist; names all of them.
+            UnsupportedError: a declared change cannot be made exactly; names the table.
             ColumnResplitError: see ``StreamConfig.on_column_resplit``.
-            CorruptionError: bytes that the marker needs are damaged or missing; says where. Without ``marker``: of the
-                newest marker, and ``StreamConfig.max_fallback`` older ones are damaged, too.
+            CorruptionError: bytes that the marker needs are damaged or missing; says where. Without ``marker``: the
+                newest marker and ``StreamConfig.max_fallback`` older ones are damaged.
             ConfigError: ``StreamConfig.fresh`` is set and a marker is named or changes are declared.
-            TrimmedError: they were trimmed on purpose; says which store holds them.
-            ProofMismatchError: (without ``accept_unproved``) rows are not as they were in the tables at a cut; names
-                them. No older marker is tried: it may have lost the same.
+            TrimmedError: the bytes were trimmed on purpose; says which store holds them.
+            ProofMismatchError: (without ``accept_unproved``) rows differ from those in the tables at a cut; names them.
+                No older marker is tried, because it may have lost the same rows.
         """
         self._check_open(restoring=True)
         wanted = chosen(self._team, self._job, marker, best)
@@ -228,23 +232,23 @@ class StreamCheckpointer:
     def warm_start(
         self, source: Source | str, *, changes: Changes | None = None, accept_unproved: bool = False
     ) -> Restored:
-        """Begin in a marker of another job, with all that it holds, on any number of ranks and any plan.
+        """Start from a marker of another job, with all its state, on any number of ranks and under any plan.
 
-        Instead of ``restore()``. The other job's log and store are only read. This job's first generation stands on
-        nothing and its first marker holds every table; its CLAIM names the other job's marker. Once this job has a
-        marker of its own it goes on from its newest one, as ``restore()`` does, and does not look at the source: the
-        call may stay in a script that is started again.
+        Call it instead of ``restore()``. The other job's log and store are only read. This job's first generation has
+        no parent, and its first marker holds every table; its CLAIM names the other job's marker. Once this job has its
+        own marker, it continues from its newest one, as ``restore()`` does, and does not read the source: the call may
+        stay in a script that is started again.
 
         Args:
             source: The other job's marker; a string as ``URI`` or ``URI@GENERATION:MARKER``.
-            changes: In what this model differs from that of the marker, as of :meth:`restore`.
+            changes: Differences of this model from the marker's, as of :meth:`restore`.
             accept_unproved: As of :meth:`restore`.
 
         Returns:
-            What was restored; ``origin`` names the source, one log or two, when it is a marker of the other job.
+            The restored state; ``origin`` names the source, one log or two, if it is a marker of the other job.
 
         Raises:
-            ConfigError: the source is this job's own log; or this job has markers, and did not begin in that source.
+            ConfigError: the source is this job's own log; or this job has markers, and did not start from that source.
             MarkerNotFoundError: the source has no such marker, or none at all.
             StreamCkptError: as :meth:`restore` of the other job's marker.
         """
@@ -254,23 +258,24 @@ class StreamCheckpointer:
 
     @collective("standby()")
     def standby(self, takeover: Takeover | None = None, *, accept_unproved: bool = False) -> Restored | None:
-        """Stand by as a hot spare of the trainer of this job, then take over as :meth:`restore` does.
+        """Wait as a hot spare of this job's trainer, then take over as :meth:`restore` does.
 
-        Instead of ``restore()``, on ranks of their own, any number of them and under any plan of the trainer's column
-        split. Loads the newest marker, keeps it up to date in the live tables, and when it is time fences the trainer
-        and goes on from its last marker. Returns only then. See docs/follow.md.
+        Call it instead of ``restore()``, on separate ranks. Any number of them is allowed, under any plan with the
+        trainer's column split. It loads the newest marker and keeps it up to date in the live tables. When the
+        condition for a takeover is met, it fences the trainer, continues from its last marker, and returns. See
+        docs/follow.md.
 
         Args:
-            takeover: When; default: after 60 s without a sign of life.
+            takeover: Condition of the takeover; default: 60 s without a sign of life.
             accept_unproved: As of :meth:`restore`.
 
         Returns:
-            What was taken over; None when nothing was ever committed.
+            The state that was taken over; None if nothing was ever committed.
 
         Raises:
-            JobFinishedError: the trainer has said that the job is finished.
+            JobFinishedError: the trainer has recorded that the job is finished.
             FencedError: another trainer, or spare, was first.
-            ColumnResplitError: this plan splits columns of a row-wise optimizer otherwise; a spare merges nothing.
+            ColumnResplitError: this plan splits columns of a row-wise optimizer in another way; a spare merges nothing.
         """
         self._check_open()
         with self._signals.aside():
@@ -284,7 +289,8 @@ class StreamCheckpointer:
         changes: Changes | None = None,
         best: str | None = None,
     ) -> RestorePlan | None:
-        """Plan what a ``restore()`` with these arguments would read and write on this rank; prints with ``describe()``.
+        """Plan the reads and writes of a ``restore()`` with these arguments on this rank; ``describe()`` renders the
+        plan.
 
         Writes nothing.
         """
@@ -292,31 +298,34 @@ class StreamCheckpointer:
         return self._session.plan(chosen(self._team, self._job, marker, best), changes)
 
     def schema(self) -> ModelSchema:
-        """Return what this model holds: tables, dense parameters and optimizers, and the names of the stateful objects.
+        """Return the schema of this model: tables, dense parameters and optimizers, and the names of the stateful
+        objects.
 
         Local. ``schema().save(path)`` writes it for plans without the model.
         """
         return self._session.schema()
 
     def step(self, batches: int = 1, *, event_s: float | None = None) -> None:
-        """A training step is done: forward, backward and optimizer. Drains and cuts markers by cadence.
+        """Record that a training step is done: forward, backward and optimizer. Drains and cuts markers at their
+        intervals.
 
         Never waits for the log. A marker that does not fit the ring is sent over the next steps.
 
         Args:
             batches: How many batches it trained: more with gradient accumulation, 0 for none of the loader. Each
-                ``TrackedLoader`` among the stateful objects is told; of no meaning without one.
-            event_s: Unix time up to which this rank has trained all of its events: a watermark, which never goes back.
-                The least of all ranks is in the marker's metadata as ``event_s``; see
+                ``TrackedLoader`` among the stateful objects receives it; without one it has no effect.
+            event_s: Unix time up to which this rank has trained all of its events: a watermark, which must never
+                decrease. The minimum of all ranks is in the marker's metadata as ``event_s``; see
                 ``StreamConfig.marker_every_event_s``.
 
         Raises:
-            ConfigError: a ``TrackedLoader`` has fewer batches in flight; ``event_s`` is no time, or is missing.
+            ConfigError: a ``TrackedLoader`` has fewer batches in flight; ``event_s`` is not a valid time, or is
+                missing.
             FencedError: another trainer has taken over the job; raised by all ranks at the same step.
             MarkerFailedError, CommitUnknownError: (``on_stream_failure="raise"``) why the last marker failed; raised by
                 all ranks at the same step.
-            CaptureMismatchError: (``paranoid``) the stream does not say what the tables hold; raised by all ranks at
-                the same step, and by every call from then on.
+            CaptureMismatchError: (``paranoid``) the stream differs from the tables; raised by all ranks at the same
+                step, and by every call from then on.
         """
         began_s = time.perf_counter()
         self._step(batches, event_s, began_s)
@@ -333,26 +342,27 @@ class StreamCheckpointer:
 
     @collective("mark()")
     def mark(self, meta: Mapping[str, str | int | float] | None = None, *, pin: str | None = None) -> Future[Committed]:
-        """Start a marker at this step boundary; if it has a committed one that holds all as it is now, return that.
+        """Start a marker at this step boundary. If a committed marker already holds the current state, return that one.
 
         Rows, dense state, random state and stateful objects are compared. With FSDP2, managed collision or ``paranoid``
-        they are not, and each call starts a marker. Waits for a marker in flight, for the rest of the sweep when it is
-        the job's first one, and until all that changed is in the ring; a marker that the cadence cuts waits for none of
-        these.
+        they are not, and each call starts a marker. The call waits for a marker in flight, for the rest of the sweep if
+        it is the job's first marker, and until all changed rows are in the ring. A marker that is cut at its interval
+        waits for none of these.
 
         Args:
-            meta: What you want to know of it later: ``{"auc": 0.801, "run": "a"}``. Text and finite numbers, at most
-                4 KiB of JSON. Rank 0's counts; other ranks give the same, or none. If this boundary has a committed
-                marker, and no row has changed since, no second one is cut: that one gets it.
-            pin: Why ``stream-ckpt gc`` is to keep this marker until ``stream-ckpt unpin``; None: it is not pinned.
+            meta: Metadata of the marker: ``{"auc": 0.801, "run": "a"}``. Text and finite numbers, at most 4 KiB of
+                JSON. Rank 0's value is used; other ranks pass the same, or none. If this boundary has a committed
+                marker, and no row has changed since, no second one is cut: the existing marker gets the metadata.
+            pin: Reason why ``stream-ckpt gc`` must keep this marker until ``stream-ckpt unpin``; None: it is not
+                pinned.
 
         Returns:
             A future that resolves on every rank once the marker is committed with all of this, or fails with the
             reason.
 
         Raises:
-            ConfigError: ``meta`` or ``pin`` is nothing that a marker can hold, or differs by rank; on all ranks.
-            RankLostError: not all ranks have come to this call.
+            ConfigError: ``meta`` or ``pin`` is not valid for a marker, or differs by rank; on all ranks.
+            RankLostError: not all ranks have made this call.
             FencedError, CaptureMismatchError: as in ``step()``.
         """
         self._check_open()
@@ -362,31 +372,32 @@ class StreamCheckpointer:
         return self._streaming.mark(meta_of_all)
 
     def mark_all(self) -> None:
-        """Send all rows again: tables were written past torch, by ``.data``, NumPy, a raw pointer or a collective.
+        """Send all rows again, after tables were written without torch: by ``.data``, NumPy, a raw pointer or a
+        collective.
 
-        To be called after the write, before the next ``step()`` or ``mark()``. Writes in place by torch, and loading by
-        ``load_state_dict``, are seen without this call. A marker whose rows have not all been sent is given up: their
-        values are gone.
+        Call it after the write, before the next ``step()`` or ``mark()``. Writes in place by torch, and loading by
+        ``load_state_dict``, are detected without this call. A marker whose rows have not all been sent is given up,
+        because their values are gone.
         """
         self._attached.capture.outside.mark_all()
 
     def close(self, timeout_s: float = 60.0, *, outcome: str | None = None) -> None:
-        """Remove the hooks, wait for the marker in flight, say how the job has ended, and let go of the log.
+        """Remove the hooks, wait for the marker in flight, record how the job ended, and close the log.
 
-        Takes at most ``timeout_s``, and 10 s more for the last word. Rows that changed since the last marker are not
-        part of any: call ``mark()`` before if they shall be.
+        Takes at most ``timeout_s``, and 10 s more for the END record. Rows that changed since the last marker are not
+        part of any marker: to keep them, call ``mark()`` before.
 
         Args:
-            timeout_s: How long the marker in flight and the other ranks are waited for.
-            outcome: ``finished``, ``preempted`` or ``failed``: what the log says from then on, until another trainer
-                takes the job over. Default: ``failed`` while an exception is in flight (in a ``finally`` or ``except``,
-                at the end of a ``with``), otherwise ``finished``. See docs/training_loop.md.
+            timeout_s: How long to wait for the marker in flight and the other ranks.
+            outcome: ``finished``, ``preempted`` or ``failed``: the outcome in the log until another trainer takes the
+                job over. Default: ``failed`` while an exception is in flight (in a ``finally`` or ``except``, at the
+                end of a ``with``), otherwise ``finished``. See docs/training_loop.md.
 
         Raises:
-            ConfigError: another call is running, on this thread or on another one, or there is no such outcome; nothing
+            ConfigError: another call is running, on this thread or on another one, or the outcome is unknown; nothing
                 is closed.
         """
-        if self._closed or self._calls.in_fork:  # a fork has nothing to close: all of it is its parent's
+        if self._closed or self._calls.in_fork:  # a fork has nothing to close: everything belongs to its parent
             return
         self._calls.check_none("close()")
         error = sys.exception()
@@ -404,9 +415,9 @@ class StreamCheckpointer:
             self._streaming.check_kernels()
         self._attached.unhook()
         stopping.close()
-        # The marker of a signal was waited for already: what is left of a grace period is for END.
+        # The wait for a signal's marker is already over: the rest of a grace period is for END.
         self._streaming.close(min(timeout_s, JOIN_S) if stopping.by else timeout_s)
-        self._groups.roll.close()  # ranks that wait in another call are told
+        self._groups.roll.close()  # ranks that wait in another call are notified
         self._ending.say(self._streaming.stream, self._streaming.steps, word, deadline)
         self._announcer.close(max(0.0, deadline - time.monotonic()))
         if self._tiers is not None:
@@ -414,7 +425,7 @@ class StreamCheckpointer:
         self._tier.close()
         self._end_groups()
 
-    # What stands between a call and the parts that do it.
+    # Checks between a call and the parts that execute it.
 
     def _check_not_closed(self) -> None:
         if self._closed:
@@ -433,7 +444,7 @@ class StreamCheckpointer:
 
     @collective("reshard()")
     def _reshard(self, reshard: Callable[[], float]) -> float:
-        """``dmp.reshard()``: rows move between ranks, in kernels that are built anew."""
+        """Run ``dmp.reshard()``: rows move between ranks, and kernels are built again."""
         if self._streaming.stream is not None:
             self._check_open()
         return self._restoring.reshard(reshard, self._reshard)

@@ -1,11 +1,11 @@
-"""The flags of a training script: the same few in every recipe, and in a script of yours.
+"""Flags of a training script: the same few in every recipe, and in your own scripts.
 
     parser = FlagParser()
     add_flags(parser)
     args = parser.parse_args()
     config = config_from(args)  # None without --stream_ckpt
 
-Imports without torch, so a script that is started without ``--stream_ckpt`` pays for nothing.
+Imports without torch, so a script that is started without ``--stream_ckpt`` has no extra cost.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SETTINGS = (
     "metrics_run",
     "tensorboard",
 )
-"""Flags that are settings of ``StreamConfig``, under their names there."""
+"""Flags that are settings of ``StreamConfig``, with the same names."""
 DEFAULTS = {
     "restore": "latest",
     "outer_every": 1,
@@ -63,11 +63,11 @@ DEFAULTS = {
     "accept_unproved": False,
     "paranoid": False,
 }
-"""What a flag stands for that is not given. Not argparse's own defaults: those hide whether a flag was given."""
+"""Values of flags that are not given. They are not argparse's defaults, which would hide whether a flag was given."""
 
 
 def whole(minimum: int) -> Callable[[str], int]:
-    """An argparse type: a whole number that is not below ``minimum``."""
+    """Return an argparse type: a whole number of at least ``minimum``."""
 
     def parse(text: str) -> int:
         try:
@@ -82,7 +82,7 @@ def whole(minimum: int) -> Callable[[str], int]:
 
 
 def positive(text: str) -> float:
-    """An argparse type: a finite number above zero."""
+    """Parse a finite number above zero (an argparse type)."""
     try:
         value = float(text)
     except ValueError:
@@ -93,12 +93,12 @@ def positive(text: str) -> float:
 
 
 def steps_or_auto(text: str) -> int | str:
-    """An argparse type: ``auto``, or a whole number above zero."""
+    """Parse ``auto``, or a whole number above zero (an argparse type)."""
     return text if text == "auto" else whole(1)(text)
 
 
 def marker(text: str) -> str:
-    """An argparse type: ``latest``, ``none``, ``GENERATION:MARKER`` or ``best:auc:max``."""
+    """Parse ``latest``, ``none``, ``GENERATION:MARKER`` or ``best:auc:max`` (an argparse type)."""
     if text not in ("latest", "none") and not re.fullmatch(r"\d{1,9}:\d{1,18}|best:[\w.-]{1,64}:(max|min)", text):
         raise argparse.ArgumentTypeError(
             f"'{text}' is not latest, none or GENERATION:MARKER (for example 2:17), nor best:auc:max (best:auc:max)"
@@ -107,7 +107,7 @@ def marker(text: str) -> str:
 
 
 def changes(text: str) -> Changes:
-    """An argparse type: a TOML file of declared changes (docs/evolve.md)."""
+    """Read a TOML file of declared changes, docs/evolve.md (an argparse type)."""
     from torchrec_stream_ckpt.evolve.changes import Changes
 
     try:
@@ -117,7 +117,7 @@ def changes(text: str) -> Changes:
 
 
 def yes_or_no(text: str) -> bool:
-    """An argparse type: ``1`` or ``true``, ``0`` or ``false``."""
+    """Parse ``1`` or ``true``, ``0`` or ``false`` (an argparse type)."""
     if text.lower() not in ("1", "true", "0", "false"):
         raise argparse.ArgumentTypeError(f"'{text}' is not 1 or 0")
     return text.lower() in ("1", "true")
@@ -132,20 +132,20 @@ RUN_FLAGS: dict[str, Callable[[str], Any]] = {
     "standby": positive,
     "paranoid": yes_or_no,
 }
-"""Flags that are not settings of ``StreamConfig``, and what reads the environment variable of each."""
+"""Flags that are not settings of ``StreamConfig``, each with the parser of its environment variable."""
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An argparse parser whose error is one line and what to try, said once on each node, without the usage."""
+    """An argparse parser whose error is one line and a hint, printed once on each node, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """End with status 2."""
+        """Print the error and exit with status 2."""
         text = f"{self.prog}: error: {message}\n" + ("" if "Try: " in message else f"Try: {self.prog} --help\n")
         self.exit(2, text if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the group "streaming checkpoints": ``--stream_ckpt URI`` and what belongs to it."""
+    """Add the group "streaming checkpoints": ``--stream_ckpt URI`` and related flags."""
     parser.set_defaults(source=None)
     group = parser.add_argument_group("streaming checkpoints")
     group.add_argument(
@@ -253,20 +253,20 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def config_from(args: argparse.Namespace, *, on_signal: Literal["mark"] | None = None) -> StreamConfig | None:
-    """The settings that the flags ask for, None without ``--stream_ckpt``.
+    """Return the settings of the flags; None without ``--stream_ckpt``.
 
-    What no flag says comes from the environment (``STREAM_CKPT_STORE`` for ``--store``, ``STREAM_CKPT_URI`` for
-    ``--stream_ckpt``), then from the file of ``--stream_config``. Flags that were not given have what holds in ``args``
-    from here on; ``args.source`` is what ``--warm_start`` names, None without it.
+    Values without a flag come from the environment (``STREAM_CKPT_STORE`` for ``--store``, ``STREAM_CKPT_URI`` for
+    ``--stream_ckpt``), then from the file of ``--stream_config``. The call also sets the effective values of missing
+    flags in ``args``. ``args.source`` becomes the source of ``--warm_start``, None without it.
 
     Args:
-        args: What a parser with ``add_flags`` has parsed.
-        on_signal: What holds where neither flag nor environment nor file says it. Say ``"mark"`` in a script that
-            leaves its loop once ``should_stop`` is true: in any other one SIGTERM would end nothing.
+        args: Result of a parser with ``add_flags``.
+        on_signal: Value if neither flag nor environment nor file sets it. Pass ``"mark"`` in a script that leaves its
+            loop once ``should_stop`` is true: in any other script SIGTERM would end nothing.
 
     Raises:
-        ConfigError: the flags do not go together, a file is missing, or a URI has no form that we know. One line to
-            give to ``parser.error()``.
+        ConfigError: the flags do not go together, a file is missing, or a URI has no known form. The message is one
+            line for ``parser.error()``.
     """
     found = settings_of(args)
     if found["uri"].value is not None:
@@ -291,10 +291,10 @@ def config_from(args: argparse.Namespace, *, on_signal: Literal["mark"] | None =
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Setting]:
-    """Each setting of ``StreamConfig``, and where it came from: flag, environment, file or default, in this order.
+    """Return each setting of ``StreamConfig``, with its source: flag, environment, file or default, in this order.
 
     Args:
-        args: What a parser with ``add_flags`` has parsed.
+        args: Result of a parser with ``add_flags``.
 
     Raises:
         ConfigError: file or environment have an unknown setting or a wrong value.
@@ -312,7 +312,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _fill(args: argparse.Namespace, found: Mapping[str, Setting]) -> None:
-    """Flags that were not given get what file and environment say."""
+    """Set flags that were not given to the values of file and environment."""
     uri = found["uri"].value
     args.stream_ckpt = [uri] if isinstance(uri, str) else list(uri)
     for name in SETTINGS:
@@ -388,7 +388,7 @@ def _wrong_tiers(uris: list[str], outer_every: int | None) -> str | None:
 
 
 class Restorable(Protocol):
-    """``StreamCheckpointer``, without torch."""
+    """Interface of ``StreamCheckpointer``, without torch."""
 
     def restore(
         self,
@@ -398,20 +398,20 @@ class Restorable(Protocol):
         once: bool = False,
         accept_unproved: bool = False,
     ) -> Restored | None:
-        """Bring a marker back."""
+        """Restore a marker."""
 
     def warm_start(self, source: Source, *, changes: Changes | None = None, accept_unproved: bool = False) -> Restored:
-        """Begin in another job's marker."""
+        """Start from another job's marker."""
 
     def standby(self, takeover: Takeover | None = None, *, accept_unproved: bool = False) -> Restored | None:
         """Keep the newest marker loaded, and take the job over."""
 
 
 def restore_from(args: argparse.Namespace, checkpointer: Restorable) -> Restored | None:
-    """Restore what ``--restore`` asks for, or stand by for it; all ranks call it, before the first step.
+    """Restore the marker of ``--restore``, or wait as its spare. All ranks call it, before the first step.
 
     Returns:
-        What was restored, or taken over; None for ``--restore none``, and where nothing was committed.
+        The state that was restored, or taken over; None for ``--restore none``, and if nothing was committed.
 
     Raises:
         StreamCkptError: as ``StreamCheckpointer.restore()``.
@@ -436,7 +436,7 @@ def restore_from(args: argparse.Namespace, checkpointer: Restorable) -> Restored
 
 
 def _said(restored: Restored | None) -> Restored | None:
-    """Log the report of a changed model, and return what was restored."""
+    """Log the report of a changed model, and return the restored state."""
     if restored is not None and restored.evolved is not None:
         log.info("the model has changed:\n%s", "\n".join(restored.evolved.lines()))
     return restored

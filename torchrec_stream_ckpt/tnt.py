@@ -32,20 +32,20 @@ except ModuleNotFoundError as error:
     ) from error
 
 Meta = Mapping[str, str | int | float]
-"""What ``mark(meta=...)`` takes."""
+"""Type of ``mark(meta=...)``."""
 
 _TRAINED = "train_progress"
 
 
 def unit_state(unit: Any, model: nn.Module, *, but: Collection[str] = ()) -> dict[str, Any]:
-    """Collect what a unit holds beside model and optimizer, for ``StreamCheckpointer(stateful=...)``.
+    """Collect the state of a unit other than model and optimizer, for ``StreamCheckpointer(stateful=...)``.
 
     Args:
-        unit: A ``TrainUnit``, ``AutoUnit`` and the like. Its progress and its learning rate schedules are the same
-            on all ranks.
-        model: What the checkpointer is given.
-        but: Names of attributes that need not come back, or that you hand over yourself: a metric whose state differs
-            by rank belongs into ``stateful_per_rank``.
+        unit: A ``TrainUnit``, ``AutoUnit`` and the like. Its progress and its learning rate schedules are the same on
+            all ranks.
+        model: The model that is passed to the checkpointer.
+        but: Names of attributes that need not be restored, or that you pass yourself: a metric whose state differs by
+            rank belongs into ``stateful_per_rank``.
 
     Raises:
         ConfigError: the unit tracks something else that has state; names it.
@@ -69,7 +69,7 @@ def unit_state(unit: Any, model: nn.Module, *, but: Collection[str] = ()) -> dic
 
 
 def _within(module: nn.Module, model: nn.Module) -> bool:
-    """Return whether a module is a wrapper of the model, such as DDP: it holds the model's own parameters alone."""
+    """Return whether a module is a wrapper of the model, such as DDP: it holds only the model's own parameters."""
     known = {id(each) for each in _tensors(model)}
     return all(id(each) in known for each in _tensors(module))
 
@@ -82,18 +82,19 @@ def _tensors(module: nn.Module) -> Iterator[Any]:
 class StreamCheckpointCallback(Callback):  # type: ignore[misc]
     """Restores when training starts, steps after each batch, marks at the ends of epochs, and closes.
 
-    Put it first in the list of callbacks: those after it then see the restored state. Every rank has one.
+    Put it first in the list of callbacks: later callbacks then see the restored state. Every rank has one.
 
     Args:
-        checkpointer: Of the unit's model, with what :func:`unit_state` has returned in its ``stateful``.
-        restore: What to go on from: a marker, by default the newest one; False if you have called ``restore()``,
+        checkpointer: The checkpointer of the unit's model, with the result of :func:`unit_state` in its ``stateful``.
+        restore: A marker to continue from, by default the newest one; False if you have called ``restore()``,
             ``warm_start()`` or ``standby()`` yourself.
         every_n_epochs: Cut a marker at the end of each n-th epoch, after the unit's own ``on_train_epoch_end``; None:
-            only by the cadence of ``StreamConfig``, and at the end.
-        meta: (rank 0's counts) What to say of the markers of epochs and of the last one, from state and unit.
-        close: Cut a last marker and close when training ends, and close when it fails; END says ``finished`` or
+            only at the intervals of ``StreamConfig``, and at the end.
+        meta: (only rank 0's is used) Computes the metadata of the markers of epochs and of the last one, from state and
+            unit.
+        close: Cut a last marker and close when training ends, and close when it fails. END records ``finished`` or
             ``failed``, and ``preempted`` after SIGTERM (``StreamConfig.on_signal``), which ends training early. False
-            if the job goes on afterwards: then you mark and close.
+            if the job continues afterwards: then mark and close yourself.
 
     Raises:
         ConfigError: ``every_n_epochs`` is less than 1.
@@ -118,17 +119,18 @@ class StreamCheckpointCallback(Callback):  # type: ignore[misc]
         self._batches = 0
         """Batches since the last weight update: with gradient accumulation a step has several."""
         self._changed = False
-        """True if something has happened since the last marker of this callback."""
+        """True if the state has changed since the last marker of this callback."""
         self._last: Future[Committed] | None = None
         """The last marker of this callback."""
         self.restored: Restored | None = None
-        """What training has gone on from; None: it began afresh, or ``restore`` is False."""
+        """The state that training has continued from; None if it started from scratch, or ``restore`` is False."""
 
     def on_train_start(self, state: Any, unit: Any) -> None:
         """Restore, before the first batch is fetched.
 
         Raises:
-            ConfigError: the unit's progress was not handed over: a restored job would begin its epochs anew.
+            ConfigError: the checkpointer does not hold the unit's progress, so a restored job would start its epochs
+                again.
             StreamCkptError: as ``StreamCheckpointer.restore()``.
         """
         if _TRAINED not in self._checkpointer.schema().stateful:
@@ -140,7 +142,7 @@ class StreamCheckpointCallback(Callback):  # type: ignore[misc]
             self.restored = self._checkpointer.restore(None if self._restore is True else self._restore)
 
     def on_train_step_end(self, state: Any, unit: Any) -> None:
-        """A batch is trained; a step, unless gradients are still summed up."""
+        """Count a trained batch, and step unless gradients are still accumulating."""
         self._changed = True
         self._batches += 1
         accumulated = getattr(unit, "gradient_accumulation_steps", 1)
@@ -150,22 +152,22 @@ class StreamCheckpointCallback(Callback):  # type: ignore[misc]
                 state.stop()
 
     def on_train_epoch_end(self, state: Any, unit: Any) -> None:
-        """Mark, if it is time: the unit's progress counts the epoch already."""
+        """Mark, if it is time: the unit's progress already counts the epoch."""
         if self._checkpointer.should_stop:
             return
         self._step()
         loader = state.train_state.dataloader
         if isinstance(loader, TrackedLoader) and not loader.in_flight:
-            loader.end_epoch()  # which it cannot know if the unit fetches through a pipeline
+            loader.end_epoch()  # it cannot know that if the unit fetches through a pipeline
         if self._every_n_epochs is not None and unit.train_progress.num_epochs_completed % self._every_n_epochs == 0:
             self._mark(state, unit)
 
     def on_eval_end(self, state: Any, unit: Any) -> None:
-        """Evaluation moves the unit's progress on, too."""
+        """Note a change: evaluation advances the unit's progress, too."""
         self._changed = True
 
     def on_train_end(self, state: Any, unit: Any) -> None:
-        """Mark what no marker has yet, wait for it, and close."""
+        """Mark state that no marker has yet, wait for the marker, and close."""
         if not self._close:
             return
         if self._checkpointer.should_stop:  # a grace period has no time for a second marker
@@ -178,7 +180,7 @@ class StreamCheckpointCallback(Callback):  # type: ignore[misc]
         self._checkpointer.close(outcome="finished")
 
     def on_exception(self, state: Any, unit: Any, exc: BaseException) -> None:
-        """Close: END says ``failed``, with the class of the exception. TorchTNT raises it again."""
+        """Close: END records ``failed``, with the class of the exception. TorchTNT raises it again."""
         if self._close:
             self._checkpointer.close()
 
@@ -188,7 +190,7 @@ class StreamCheckpointCallback(Callback):  # type: ignore[misc]
             self._checkpointer.step(batches)
 
     def _mark(self, state: Any, unit: Any) -> None:
-        """A marker of its own also where the cadence has cut one: the unit's progress has changed since."""
+        """Start a marker, even if one was just cut at its interval: the unit's progress has changed since."""
         self._last = self._checkpointer.mark()
         self._changed = False
         if self._meta is not None:

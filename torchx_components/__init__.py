@@ -2,10 +2,9 @@
 
     torchx run -s SCHEDULER torchx_components/train.py:dlrm -j 2x8 -- --stream_ckpt URI ...
 
-This folder is installed as ``torchrec_stream_ckpt.components``, and is imported by that name alone;
-``python -m torchrec_stream_ckpt.components`` prints where it lies. There is no entry point ``torchx.components``: a
-package that registers one takes TorchX's own components (``dist.ddp``, ``utils.echo``, ...) away from everything else
-that is installed beside it.
+This folder is installed as ``torchrec_stream_ckpt.components``, and must be imported by that name; ``python -m
+torchrec_stream_ckpt.components`` prints its path. There is no entry point ``torchx.components``, because a package that
+registers one hides TorchX's own components (``dist.ddp``, ``utils.echo``, ...) from all other installed packages.
 """
 
 from importlib.util import find_spec

@@ -1,6 +1,6 @@
-"""What the components are put together from: checks of their arguments, and the roles of a job.
+"""Building blocks of the components: checks of their arguments, and the roles of a job.
 
-A mistake of the user is a ``ComponentValidationException``: the one error of a component that ``torchx run`` shows as
+A mistake of the user is a ``ComponentValidationException``: the only error of a component that ``torchx run`` shows as
 a message, without a traceback.
 """
 
@@ -19,22 +19,23 @@ from torchx.specs.named_resources_aws import EFA_DEVICE
 from torchrec_stream_ckpt.cli.main import mistake_in
 
 RECIPE = "torchrec_stream_ckpt.recipes.train_dlrm"
-"""The module that is started where the user names no script."""
+"""The module that is started if the user names no script."""
 
 ELASTIC_RESTARTS = 100
-"""Failures that an elastic job outlives, where the user says nothing: a node that joins or leaves costs at most one."""
+"""Default number of failures that an elastic job survives: a node that joins or leaves costs at most one."""
 
 ELASTIC_RENDEZVOUS = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=5"
-"""A node that is dead is given up after 10 s, and 5 s are spent waiting for more nodes once there are enough."""
+"""Default rendezvous: a dead node is given up after 10 s, and once there are enough nodes, 5 s are spent waiting for
+more."""
 
 CPUS_A_PROCESS, CPUS_A_GPU_PROCESS = 1, 8
-"""Of a trainer's node: beside a GPU, loading and the threads that send rows have cores of their own."""
+"""CPUs of a trainer's node per process. With a GPU, loading and the threads that send rows have separate cores."""
 
 MEM_MB_A_PROCESS, MEM_MB_A_GPU_PROCESS = 4096, 32768
-"""Of a trainer's node; shared memory counts."""
+"""Memory of a trainer's node per process, shared memory included."""
 
 _BROKER_WAIT_S = 300
-"""For the broker of a trial: the first time it is fetched."""
+"""Longest wait for the broker of a trial, in seconds: on the first start it is downloaded."""
 
 
 def refuse(message: str) -> NoReturn:
@@ -43,7 +44,7 @@ def refuse(message: str) -> NoReturn:
 
 
 def parse_nodes(j: str) -> tuple[int, int, int]:
-    """The argument ``-j``.
+    """Parse the argument ``-j``.
 
     Args:
         j: ``[MIN:]NODESxPROCS``.
@@ -62,13 +63,13 @@ def parse_nodes(j: str) -> tuple[int, int, int]:
 
 
 def values_of(flag: str, recipe_args: Sequence[str]) -> list[str]:
-    """What a flag of the recipe was given, in both spellings: ``--flag VALUE`` and ``--flag=VALUE``."""
+    """Return the values of a flag of the recipe, in both spellings: ``--flag VALUE`` and ``--flag=VALUE``."""
     found = [arg.removeprefix(f"{flag}=") for arg in recipe_args if arg.startswith(f"{flag}=")]
     return found + [value for arg, value in pairwise(recipe_args) if arg == flag]
 
 
 def check_flags(recipe_args: Sequence[str], ranks: int) -> None:
-    """Refuse here what every rank of the job would refuse, minutes later and on another machine."""
+    """Refuse flags here that every rank of the job would refuse, minutes later and on another machine."""
     for size in values_of("--batch_size", recipe_args):
         if size.isdecimal() and int(size) < ranks:
             refuse(f"--batch_size {size} is the global batch, and smaller than the number of ranks, {ranks}")
@@ -96,13 +97,13 @@ def check_gpus(role: Role, procs: int) -> None:
 
 
 def node_size(procs: int, *, cpu: int, gpu: int, mem_mb: int) -> tuple[int, int]:
-    """CPUs and MB of a trainer's node; what is 0 follows from its processes."""
+    """Return CPUs and MB of a trainer's node. A value of 0 is derived from its processes."""
     cpus = cpu or procs * (CPUS_A_GPU_PROCESS if gpu else CPUS_A_PROCESS)
     return cpus, mem_mb or procs * (MEM_MB_A_GPU_PROCESS if gpu else MEM_MB_A_PROCESS)
 
 
 def add_efa(role: Role, efa: int) -> None:
-    """Ask for EFA devices; a named resource of TorchX may have brought its own, which 0 leaves as they are."""
+    """Request EFA devices; 0 keeps the devices of a named resource of TorchX."""
     if efa < 0:
         refuse(f"--efa {efa}: the number of EFA devices of a node, 0 or more")
     if efa:
@@ -110,25 +111,26 @@ def add_efa(role: Role, efa: int) -> None:
 
 
 def access_options(files: Mapping[str, str | None]) -> list[str]:
-    """Flags of ``stream-ckpt`` for the files that are given, by the names that recipes give the flags."""
+    """Return flags of ``stream-ckpt`` for the given files, which are keyed by the names of the recipes' flags."""
     return [part for flag, path in files.items() if path for part in (f"--{flag.replace('_', '-')}", path)]
 
 
 def check_command(arguments: Sequence[str]) -> None:
-    """Refuse here a call of ``stream-ckpt`` that it would refuse on another machine."""
+    """Refuse a call of ``stream-ckpt`` here that it would refuse on another machine."""
     if (mistake := mistake_in(arguments)) is not None:
         refuse(f"stream-ckpt {arguments[0]}: {mistake}")
 
 
 def share_no_fate(role: Role) -> None:
-    """Let a role fail alone, as far as a scheduler can: on Volcano its pods restart nothing, and are optional."""
+    """Let a role fail alone, if the scheduler supports it: on Volcano its pods restart nothing, and are optional."""
     role.retry_policy, role.min_replicas = RetryPolicy.REPLICA, 0
 
 
 def add_to_torchrun(app: AppDef, *options: str) -> None:
     """Give ``torchrun`` options for which ``dist.ddp`` has no argument.
 
-    Not by its environment (``PET_RDZV_CONF``): Slurm cuts the value of a variable at its commas.
+    They are not passed by its environment (``PET_RDZV_CONF``), because Slurm cuts the value of a variable at its
+    commas.
     """
     role = app.roles[0]
     command = role.args[-1]
@@ -137,11 +139,11 @@ def add_to_torchrun(app: AppDef, *options: str) -> None:
 
 
 def restart_within(app: AppDef, restarts: int) -> None:
-    """Let ``torchrun`` start failed workers again, up to so many times.
+    """Let ``torchrun`` start failed workers again, up to ``restarts`` times.
 
-    It keeps one store for its own rendezvous and for the workers' process groups, under the same keys in every
-    attempt: ranks that were started again read addresses of dead ones, and fail or hang (torch 2.14.1, seen; see also
-    https://github.com/pytorch/pytorch/issues/135712). With the variable, each attempt has a store of its own.
+    It keeps one store for its own rendezvous and for the workers' process groups, under the same keys in every attempt:
+    restarted ranks read addresses of dead ones, and fail or hang (observed with torch 2.14.1; see also
+    https://github.com/pytorch/pytorch/issues/135712). With the environment variable, each attempt has a separate store.
     """
     add_to_torchrun(app, "--max_restarts", str(restarts))
     app.roles[0].env.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -150,7 +152,7 @@ def restart_within(app: AppDef, restarts: int) -> None:
 def materializer(
     uri: str, store: str, options: Sequence[str], *, image: str, env: dict[str, str], resource: Resource, replicas: int
 ) -> Role:
-    """The role that folds the log into the store."""
+    """Return the role that folds the log into the store."""
     return Role(
         name="materializer",
         image=image,
@@ -163,7 +165,7 @@ def materializer(
 
 
 def broker(folder: str, uri: str, *, image: str, env: dict[str, str], resource: Resource) -> Role:
-    """The role that is a Kafka broker on loopback; it ends with the role."""
+    """Return the role that runs a Kafka broker on loopback; the broker ends with the role."""
     found = re.fullmatch(r"kafka://(?:127\.0\.0\.1|localhost):(\d{1,5})/.+", uri)
     if found is None:
         refuse(f"--broker runs one on loopback: --uri {uri} must be kafka://127.0.0.1:PORT/JOB")
@@ -172,7 +174,7 @@ def broker(folder: str, uri: str, *, image: str, env: dict[str, str], resource: 
         name="broker",
         image=image,
         entrypoint="bash",
-        args=["-c", f"{start} && exec sleep infinity"],  # the command ends, the broker goes on
+        args=["-c", f"{start} && exec sleep infinity"],  # the command ends, the broker keeps running
         env=env,
         num_replicas=1,
         resource=resource,
@@ -180,7 +182,7 @@ def broker(folder: str, uri: str, *, image: str, env: dict[str, str], resource: 
 
 
 def wait_for_broker(role: Role, folder: str) -> None:
-    """Let a role begin when the broker of a trial answers."""
+    """Delay a role until the broker of a trial answers."""
     status = shlex.join(["stream-ckpt", "broker", "status", "--dir", folder])
     wait = f"timeout {_BROKER_WAIT_S} bash -c {shlex.quote(f'until {status} >/dev/null; do sleep 1; done')}"
     command = role.args[-1] if role.entrypoint == "bash" else shlex.join([role.entrypoint, *role.args])

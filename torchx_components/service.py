@@ -1,4 +1,4 @@
-"""``service.materialize``: the materializer of a job's log as a job of its own."""
+"""``service.materialize``: the materializer of a job's log as a separate job."""
 
 # No annotations from __future__, and old spellings of types: TorchX 0.7.0 reads the arguments from them.
 from typing import Dict, List, Optional

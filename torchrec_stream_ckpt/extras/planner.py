@@ -1,4 +1,4 @@
-"""What TorchRec's planner has to keep, so that a restore under its new plan is exact: column splits."""
+"""Constraints for TorchRec's planner that preserve column splits, so that a restore under its new plan is exact."""
 
 from __future__ import annotations
 
@@ -33,26 +33,27 @@ def planner_constraints(
     source: Source | str | None = None,
     changes: Changes | None = None,
 ) -> Constraints:
-    """Constraints for ``EmbeddingShardingPlanner`` under which a marker can be restored exactly, on any world size.
+    """Return constraints for ``EmbeddingShardingPlanner`` under which a marker can be restored exactly, on any world
+    size.
 
     The state of a row-wise optimizer belongs to a column shard, so a restore refuses a plan that splits the columns of
-    such a table in another way. Tables whose optimizer has one value a weight may be split anew; no table may become
-    data-parallel. Reads the log and writes nothing; any rank may call it, but TorchRec's ``collective_plan`` only uses
-    what rank 0 has::
+    such a table in another way. Tables whose optimizer has one value a weight may be split in any way; no table may
+    become data-parallel. Reads the log and writes nothing. Any rank may call it, but TorchRec's ``collective_plan``
+    only uses the constraints of rank 0::
 
         constraints = planner_constraints(config) if dist.get_rank() == 0 else {}
         planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
         plan = planner.collective_plan(model, sharders, dist.group.WORLD)
 
     Args:
-        config: The job's settings; a URI alone where they are all defaults.
-        marker: Which one will be restored, as ``"GENERATION:MARKER"``; None or ``"latest"``: the newest that is whole.
-        base: Constraints of your own by table. They are kept, narrowed to what the marker allows.
-        source: Of a warm start: its marker counts as long as this job has none.
-        changes: Those of the restore: a table that is renamed keeps the split that it had under its old name.
+        config: The job's settings; a URI alone if they are all defaults.
+        marker: The marker to restore, as ``"GENERATION:MARKER"``; None or ``"latest"``: the newest complete one.
+        base: Your own constraints by table. They are kept, narrowed to those that the marker allows.
+        source: Source of a warm start: its marker is used as long as this job has none.
+        changes: Changes of the restore: a renamed table keeps the split that it had under its old name.
 
     Returns:
-        Constraints by table name; ``base`` alone where nothing was committed.
+        Constraints by table name; only ``base`` if nothing was committed.
 
     Raises:
         MarkerNotFoundError: ``marker`` is not committed.
@@ -83,7 +84,7 @@ def planner_constraints(
 
 
 def _widths(schema: Schema, shards: Iterable[TableShard]) -> dict[str, tuple[int, ...]]:
-    """Table -> widths of its column shards, from the left to the right."""
+    """Return the widths of each table's column shards, from left to right."""
     splits: dict[str, set[tuple[int, int]]] = {table.name: set() for _, table in schema.live}
     for shard in shards:
         splits[schema.tables[shard.table].name].add((shard.col0, shard.cols))
@@ -91,7 +92,7 @@ def _widths(schema: Schema, shards: Iterable[TableShard]) -> dict[str, tuple[int
 
 
 def _by_name(schema: Schema, renamed: Mapping[str, str]) -> dict[str, list[TableSpec]]:
-    """The planner knows a table by its own name, in whatever module it is."""
+    """Group tables by their own name, in whatever module they are, because the planner knows only that name."""
     tables: dict[str, list[TableSpec]] = {}
     for _, table in schema.live:
         name = renamed.get(table.name, table.name)
@@ -102,12 +103,12 @@ def _by_name(schema: Schema, renamed: Mapping[str, str]) -> dict[str, list[Table
 def constrain(
     name: str, widths: Mapping[TableSpec, tuple[int, ...]], base: ParameterConstraints
 ) -> ParameterConstraints:
-    """``base``, narrowed to plans that keep the column split of each table of this name. Pure.
+    """Narrow ``base`` to plans that keep the column split of each table of this name. Pure.
 
     Args:
-        name: What the planner calls the tables.
-        widths: Of the column shards of each of them.
-        base: What the user allows.
+        name: Name of the tables in the planner.
+        widths: Widths of the column shards of each table.
+        base: Constraints of the user.
 
     Raises:
         ConfigError, UnsupportedError: as in :func:`planner_constraints`.
@@ -127,7 +128,7 @@ def constrain(
             table=name,
         )
     kinds = (*WHOLE, *SPLIT) if not split else WHOLE if len(split) == 1 else SPLIT
-    # The planner takes grid_shard for a table only where a constraint asks for it.
+    # The planner uses grid_shard for a table only if a constraint asks for it.
     asked = base.sharding_types or [kind for kind in kinds if kind != "grid_shard"]
     kept = [kind for kind in asked if kind in kinds]
     if not kept:
