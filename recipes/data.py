@@ -1,6 +1,6 @@
-"""What the recipes train on: clicks of Criteo, ratings, or made samples; and the flags that choose, the same for all.
+"""Training data of the recipes: clicks of Criteo, ratings, or generated samples; and the flags that choose among them.
 
-A copy of a recipe imports this file from the package all the same. Copy it too, to train on data of your own.
+A copy of a recipe still imports this file from the package. To train on your own data, copy this file, too.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from torchrec_stream_ckpt.flags import whole
 from torchrec_stream_ckpt.recipes.files import COUNTS, HASHES, UserError, find_criteo, load_triple, read_text
 
 IGNORED = -1
-"""The label of a sample that only fills a batch up."""
+"""Label of a sample that only fills up a batch."""
 MADE_BATCHES = 1_000
-"""Of an epoch of made samples."""
+"""Batches of an epoch of generated samples."""
 
 
 # ----------------------------------------------------------------------------------------------------------- flags
 
 
 class Gone(argparse.Action):
-    """A flag that recipes once had: an error that names its successor."""
+    """A flag that recipes once had; it raises an error that names its successor."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         parser.error(f"{self.option_strings[0]} is gone: give {self.const}")
@@ -54,10 +54,10 @@ def add_data_flags(
     """Add the group "data": the same flags for every recipe.
 
     Args:
-        parser: The recipe's.
-        files: What ``--data`` takes.
-        batch_size: The default; None where it follows from ``--synthetic``.
-        sizes: What ``--synthetic`` takes; the first one is the default.
+        parser: The recipe's parser.
+        files: Files that ``--data`` accepts, for its help.
+        batch_size: The default; None if it follows from ``--synthetic``.
+        sizes: Values that ``--synthetic`` accepts; the first one is the default.
     """
     group = parser.add_argument_group("data")
     source = group.add_mutually_exclusive_group()
@@ -82,14 +82,15 @@ class Data(Protocol):
     """Numbered samples."""
 
     def __len__(self) -> int:
-        """Samples of an epoch."""
+        """Return the number of samples of an epoch."""
 
     def batch(self, epoch: int, rows: range, size: int) -> Batch:
-        """The samples ``rows``, a pure function of both, filled up to ``size`` with some that weigh nothing."""
+        """Return the samples ``rows``, a pure function of both, filled up to ``size`` with samples of weight zero."""
 
 
 def make_batches(args: argparse.Namespace, data: Data, rank: int, world: int) -> GlobalBatches[Batch]:
-    """This rank's part of every global batch. Under a pipeline, which fetches ahead: in a ``TrackedLoader``."""
+    """Return this rank's part of every global batch. Under a pipeline, which fetches ahead, wrap it in a
+    ``TrackedLoader``."""
     samples = min(len(data), args.limit_train_batches * args.batch_size) if args.limit_train_batches else len(data)
     name = "made samples" if args.data is None else args.data.resolve().name
     size = args.batch_size
@@ -109,7 +110,7 @@ class Samples:
 
 
 class RandomClicks:
-    """Zipf ids, endless. Sample k is a pure function of (seed, k): every rank draws its own part and nothing else."""
+    """Zipf ids, endless. Sample k is a pure function of (seed, k): every rank draws only its own part."""
 
     def __init__(self, rows: Sequence[int], ids_per_lookup: int = 1, zipf: float = 1.05, seed: int = 0) -> None:
         self.rows = np.array(rows, dtype=np.int64).reshape(1, -1, 1)
@@ -118,19 +119,19 @@ class RandomClicks:
         self.seed = seed
 
     def read(self, numbers: Sequence[int] | np.ndarray) -> Samples:
-        """The samples of a range."""
+        """Return the samples with these numbers."""
         features, first = self.rows.size, int(numbers[0])
         draws = 1 + COUNTS + features * self.ids_per_lookup
         draws += -draws % 4  # one step of Philox' counter gives four draws
         generator = np.random.Generator(np.random.Philox(key=self.seed, counter=first * draws // 4))
         uniform = generator.random((len(numbers), draws))
         dense = uniform[:, 1 : 1 + COUNTS].astype(np.float32)
-        labels = (uniform[:, 0] < dense[:, 0]).astype(np.int64)  # something to learn
+        labels = (uniform[:, 0] < dense[:, 0]).astype(np.int64)  # gives the model something to learn
         ids = uniform[:, 1 + COUNTS :][:, : features * self.ids_per_lookup]
         return Samples(dense, self.draw_ids(ids.reshape(len(numbers), features, self.ids_per_lookup)), labels)
 
     def draw_ids(self, uniform: np.ndarray) -> np.ndarray:
-        """Zipf by inversion of the continuous distribution; hot ids are spread over the whole table."""
+        """Draw Zipf ids by inversion of the continuous distribution; hot ids are spread over the whole table."""
         power = 1.0 - self.zipf
         if abs(power) < 1e-9:
             popularity = (self.rows + 1.0) ** uniform
@@ -141,13 +142,13 @@ class RandomClicks:
 
 
 class CriteoClicks:
-    """Criteo's files, in their order: arrays are mapped into memory, text is read into it.
+    """Criteo's files, in their order. Arrays are mapped into memory; text is read into it.
 
     Args:
         path: One file, or a folder of one kind: TSV (Kaggle or Terabyte), Kaggle CSV with a header, either of them
             gzipped, or the ``.npy`` triples of TorchRec's preprocessing and of ``convert``.
-        rows: Of each of the 26 tables; hashes are taken modulo them.
-        limit: Read no more samples of text than these.
+        rows: Rows of each of the 26 tables; hashes are taken modulo them.
+        limit: Most samples of text to read.
     """
 
     def __init__(self, path: Path, rows: Sequence[int], limit: int | None = None) -> None:
@@ -188,7 +189,7 @@ class Clicks:
         return self.samples
 
     def batch(self, epoch: int, rows: range, size: int) -> Batch:
-        """The samples ``rows``, and up to ``size`` what fills up: it has no ids, and the label IGNORED."""
+        """Return the samples ``rows``, filled up to ``size`` with samples that have no ids and the label IGNORED."""
         found = self.source.read(rows if self.shuffle_seed is None else self.shuffled(epoch)[rows.start : rows.stop])
         number, features, ids = found.ids.shape
         lengths = np.zeros((features, size), np.int32)
@@ -212,14 +213,14 @@ class Clicks:
 def open_clicks(
     args: argparse.Namespace, rows: Sequence[int], *, ids_per_lookup: int = 1, zipf: float = 1.05, shuffle: bool = True
 ) -> Clicks:
-    """The clicks of ``--data``, or made ones, for tables of so many ``rows``.
+    """Open the clicks of ``--data``, or generated ones, for tables with ``rows`` rows.
 
     Args:
         args: The flags.
-        rows: Of each table; files have 26 features.
-        ids_per_lookup: Of made clicks: ids of one sample and table.
-        zipf: Of made clicks: the exponent of their popularity.
-        shuffle: Take files in another order in each epoch.
+        rows: Rows of each table; files have 26 features.
+        ids_per_lookup: (generated clicks) Ids of one sample and table.
+        zipf: (generated clicks) The exponent of the ids' popularity.
+        shuffle: Read files in another order in each epoch.
     """
     batches = args.limit_train_batches
     if args.data is None:

@@ -2,11 +2,11 @@
 
     python recipes/demo.py [--kafka]
 
-Act 1 trains on 2 ranks and streams. At a random moment all ranks are killed with SIGKILL. Act 2 restores
-the newest committed marker on 3 ranks under another sharding plan, and trains on.
+Act 1 trains on 2 ranks and streams. At a random moment all ranks are killed with SIGKILL. Act 2 restores the newest
+committed marker on 3 ranks under another sharding plan, and continues training.
 
 The check does not use the stream: at every step of act 1 the whole job is gathered by plain TorchRec and torch
-(``proof.py``) and kept aside. Right after the restore it is gathered again, and compared bit by bit.
+(``proof.py``) and saved separately. Right after the restore it is gathered again, and compared bit by bit.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ROWS = [9000, 6000, 4000, 3000, 2500, 2000, 1500, 1200, 800]
 MARKER_EVERY = 10
 MARKERS_WANTED = 3
 STEPS_AFTER_RESTORE = 20
-STEPS_KEPT = 60  # truths kept besides those of the steps at which markers are cut
+STEPS_KEPT = 60  # truths that are kept in addition to those of the steps at which markers are cut
 TIMEOUT_S = 180
 JOB_FLAGS = [
     *("--learning_rate", "0.05"),
@@ -65,23 +65,23 @@ def say(text: str) -> None:
 
 
 class DemoError(Exception):
-    """The demo cannot go on."""
+    """The demo cannot continue."""
 
 
 # ------------------------------------------------------------------------------------------- the two sharding plans
 
 
 def plan_of_act_1() -> dict[str, Any]:
-    """Table-wise, row-wise and column-wise in turn, on 2 ranks."""
+    """Return a plan for 2 ranks: table-wise, row-wise and column-wise in turn."""
     kinds = [{"table_wise": 0}, "row_wise", {"column_wise": [0, 1]}, {"table_wise": 1}, "row_wise"]
     kinds += [{"column_wise": [1, 0]}, {"table_wise": 0}, "row_wise", {"column_wise": [0, 1]}]
     return {f"t_cat_{i}": kind for i, kind in enumerate(kinds)}
 
 
 def plan_of_act_2() -> dict[str, Any]:
-    """On 3 ranks: table-wise and row-wise change places, column shards change ranks.
+    """Return a plan for 3 ranks: table-wise and row-wise are swapped, and column shards move to other ranks.
 
-    The column split stays: under row-wise Adagrad the state belongs to a column shard.
+    The column split is unchanged: under row-wise Adagrad the state belongs to a column shard.
     """
     kinds = ["row_wise", {"table_wise": 2}, {"column_wise": [2, 0]}, "row_wise", {"table_wise": 0}]
     kinds += [{"column_wise": [1, 2]}, "row_wise", {"table_wise": 1}, {"column_wise": [2, 1]}]
@@ -92,7 +92,7 @@ def plan_of_act_2() -> dict[str, Any]:
 
 
 def keep_truth(folder: Path) -> Any:
-    """Act 1's observer: puts the truth of each step aside."""
+    """Return act 1's observer, which saves the truth of each step."""
     (folder / "truth").mkdir(exist_ok=True)
     steps: list[int] = []
     driver = os.getppid()
@@ -114,7 +114,7 @@ def keep_truth(folder: Path) -> Any:
 
 
 def use_randomness() -> None:
-    """Advance each rank's generators by another amount, as dropout and sampling would."""
+    """Advance each rank's generators by a different amount, as dropout and sampling would."""
     for _ in range(dist.get_rank() + 1):
         torch.rand(3)
         np.random.random()
@@ -122,7 +122,7 @@ def use_randomness() -> None:
 
 
 def compare_with_truth(folder: Path) -> Any:
-    """Act 2's observer: compares what was restored."""
+    """Return act 2's observer, which compares the restored state."""
 
     def on_step(event: StepEvent) -> None:
         if event.loss is None:
@@ -144,7 +144,7 @@ def compare_with_truth(folder: Path) -> Any:
 
 
 def run_rank(act: int, folder: Path, flags: Sequence[str]) -> None:
-    """One rank of one act, in a process of its own."""
+    """Run one rank of one act, in a separate process."""
     warnings.filterwarnings("ignore", message=".*deprecating ShardedTensor", category=FutureWarning)
     if act == 1 and os.environ["RANK"] == "0":
         handler = logging.FileHandler(folder / "act-1.log")
@@ -160,7 +160,7 @@ def run_rank(act: int, folder: Path, flags: Sequence[str]) -> None:
 
 @contextmanager
 def ranks(act: int, world: int, folder: Path, flags: Sequence[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start the ranks; none outlives the block."""
+    """Start the ranks; none of them outlives the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -187,7 +187,7 @@ def kill(children: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def committed(folder: Path) -> list[str]:
-    """The markers that act 1 has reported."""
+    """Return the markers that act 1 has reported."""
     log = folder / "act-1.log"
     return re.findall(r"marker (\d+:\d+) committed", log.read_text()) if log.exists() else []
 
@@ -235,7 +235,7 @@ NAMES = {
 
 
 def show_proof(folder: Path) -> bool:
-    """Print what was compared; whether all of it was identical, and none of it missing."""
+    """Print the comparisons. Returns whether all parts were identical, and none of them was missing."""
     report = json.loads((folder / "proof.json").read_text())
     table = Table(
         title=f"marker {report['marker']}, step {report['step']}: live job (2 ranks) and restored job (3 ranks)"
@@ -272,7 +272,7 @@ def run_demo(folder: Path, use_kafka: bool) -> bool:
 
 @contextmanager
 def broker(folder: Path) -> Iterator[str]:
-    """A Kafka broker of our own on loopback, stopped at the end."""
+    """Run a private Kafka broker on loopback, stopped at the end."""
     from torchrec_stream_ckpt.extras.broker.kraft import Broker
 
     ours = Broker(folder / "broker")

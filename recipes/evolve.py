@@ -3,11 +3,11 @@
     python recipes/evolve.py
 
 Week 1 trains a small DLRM on 2 ranks, streams, and ends. In week 2 the model has changed: a feature is added, a table
-has grown, the optimizer of another one is another. 3 ranks restore the newest marker with the declared changes, and
-train on. Each kept value is compared bit for bit with what week 1 held, each fresh one with what the new model held
-before the restore. Both are gathered by plain TorchRec (``proof.py``), not from the stream.
+has grown, and another table has another optimizer. 3 ranks restore the newest marker with the declared changes, and
+continue training. Each kept value is compared bit for bit with its value in week 1, each fresh one with its value in
+the new model before the restore. Both are gathered by plain TorchRec (``proof.py``), not from the stream.
 
-``WEEKS`` describes the two models and ``CHANGES`` what differs: the rest is any trainer's.
+``WEEKS`` describes the two models and ``CHANGES`` their differences; the rest is an ordinary trainer.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ console = Console(highlight=False, soft_wrap=True)
 
 @dataclass(frozen=True)
 class Week:
-    """A model, and where it is trained."""
+    """A model, and its ranks."""
 
     world: int
     rows: dict[str, int]
@@ -86,7 +86,7 @@ CHANGES = Changes(
     added=(f"{EBC}.t_city",),
     rows={f"{EBC}.t_item": RowChange(2500)},
     optimizer={f"{EBC}.t_shop": "exact_adagrad"},
-    dense=DenseChanges(reshaped=("model.over_arch.model.0._mlp.0._linear.weight",)),  # it reads one feature more
+    dense=DenseChanges(reshaped=("model.over_arch.model.0._mlp.0._linear.weight",)),  # it reads one more feature
 )
 
 
@@ -94,9 +94,9 @@ CHANGES = Changes(
 
 
 def make_batch(features: Sequence[str], epoch: int, rows: range, size: int) -> Batch:
-    """The samples ``rows`` of an epoch, filled up to ``size`` with samples without ids, whose label is -1.
+    """Return the samples ``rows`` of an epoch, filled up to ``size`` with samples without ids, whose label is -1.
 
-    Whether there was a click hangs on all four ids, whatever of them the model reads.
+    Whether there was a click depends on all four ids, even if the model reads only some of them.
     """
     random = np.random.default_rng([epoch, rows.start])
     ids = {name: random.zipf(1.3, len(rows)) % limit for name, limit in (("user", 2000), ("item", 1500), ("shop", 300))}
@@ -117,7 +117,7 @@ def make_batch(features: Sequence[str], epoch: int, rows: range, size: int) -> B
 
 
 class ClickLoss(torch.nn.Module):
-    """This rank's term: the mean of it over the ranks is the loss of the global batch."""
+    """This rank's term of the loss; its mean over the ranks is the loss of the global batch."""
 
     def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         each = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels.clamp(min=0), reduction="none")
@@ -125,7 +125,7 @@ class ClickLoss(torch.nn.Module):
 
 
 def build(week: Week, config: StreamConfig, changes: Changes | None) -> tuple[Any, CombinedOptimizer]:
-    """The sharded model and its optimizers."""
+    """Build the sharded model and its optimizers."""
     torch.manual_seed(len(week.rows))
     tables = [
         EmbeddingBagConfig(name=f"t_{name}", num_embeddings=rows, embedding_dim=DIM, feature_names=[name])
@@ -190,7 +190,7 @@ def train_week(number: int, folder: Path) -> None:
 
 
 def refusal(checkpointer: StreamCheckpointer) -> str:
-    """What is said of the changed model if nothing is declared."""
+    """Return the error for the changed model if nothing is declared."""
     try:
         checkpointer.plan()
     except SchemaMismatchError as error:
@@ -202,7 +202,8 @@ def refusal(checkpointer: StreamCheckpointer) -> str:
 
 
 def expected(old: dict[str, Any], fresh: dict[str, Any]) -> dict[str, tuple[str, Any]]:
-    """Name -> what becomes of it, and its value: that of ``old`` as far as it fits, all else as in ``fresh``."""
+    """Return the expected values by name, each with its origin: the value of ``old`` if it fits, otherwise that of
+    ``fresh``."""
     found: dict[str, tuple[str, Any]] = {}
     for name, value in fresh.items():
         kept = old.get(name)
@@ -219,12 +220,12 @@ def expected(old: dict[str, Any], fresh: dict[str, Any]) -> dict[str, tuple[str,
     for name in found:
         layer = name.removeprefix("dense optimizer/").rpartition("/")[0]
         if f"dense/{layer}" in found and found[f"dense/{layer}"][0] == "fresh":
-            found[name] = ("fresh", fresh[name])  # the state of a parameter goes with it
+            found[name] = ("fresh", fresh[name])  # the state of a parameter follows the parameter
     return found
 
 
 def compare(wanted: dict[str, tuple[str, Any]], now: dict[str, Any]) -> list[list[Any]]:
-    """[part, what became of it, tensors, values, the first that differs] of each part."""
+    """Return [part, its origin, tensors, values, the first that differs] of each part."""
     lines: dict[tuple[str, str], list[Any]] = {}
     for name, (fate, value) in sorted(wanted.items()):
         line = lines.setdefault((name.partition("/")[0], fate), [0, 0, ""])
@@ -248,7 +249,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def run_rank(number: int, rank: int, port: int, folder: Path) -> None:
-    """One rank of one week, in a process of its own."""
+    """Run one rank of one week, in a separate process."""
     world = WEEKS[number].world
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -281,7 +282,7 @@ def run_week(number: int, folder: Path) -> dict[str, Any]:
 
 
 def show(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    """Print what has become of the model; whether all is as it must be."""
+    """Print the fate of each part of the model. Returns whether all of it is as expected."""
     console.print("\n[bold]Without a declaration the restore is refused[/], and says what would accept it:\n")
     console.print(second["refused"], markup=False)
     console.print(f"\n[bold]With it[/]: {second['restored']}")

@@ -1,6 +1,6 @@
-"""The files that the recipes read: clicks in the formats of Criteo, ratings as MovieLens has them.
+"""Read the files of the recipes: clicks in the formats of Criteo, ratings as in MovieLens.
 
-Text is read into memory, by every rank. Convert large text of Criteo once, to arrays that ranks map into memory:
+Every rank reads text into memory. Convert large Criteo text once, to arrays that ranks map into memory:
 
     python -m torchrec_stream_ckpt.recipes.files day_0.gz --out clicks
 """
@@ -27,11 +27,11 @@ log = logging.getLogger("files")
 COUNTS, HASHES = 13, 26
 """Columns of Criteo: numbers, and categories."""
 CHUNK = 1_000_000
-"""Samples of text that become arrays at a time."""
+"""Samples of text that are converted to arrays at a time."""
 
 
 class UserError(Exception):
-    """Something that the user can put right: shown as one message, without a traceback."""
+    """An error that the user can fix: shown as one message, without a traceback."""
 
 
 # ---------------------------------------------------------------------------------------------------------- Criteo
@@ -45,7 +45,7 @@ Triple = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class TextFormat:
-    """How a line is laid out: 40 fields, with an ``Id`` before them in some CSV files."""
+    """Layout of a line: 40 fields, with an ``Id`` before them in some CSV files."""
 
     separator: bytes
     has_header: bool
@@ -56,7 +56,7 @@ class TextFormat:
         return re.compile(prefix + self.separator.join([rb"([01])", *[INT] * COUNTS, *[HASH] * HASHES]))
 
     def fault(self, line: bytes, number: int) -> str:
-        """What is wrong with a line that the pattern refuses."""
+        """Return what is wrong with a line that the pattern does not match."""
         fields = line.split(self.separator)
         expected = 1 + COUNTS + HASHES + self.has_id
         if len(fields) != expected:
@@ -76,7 +76,7 @@ class TextFormat:
 
 
 def show(field: bytes) -> str:
-    """A field for a message: text alone, no bytes that a terminal would obey."""
+    """Format a field for a message: text only, without bytes that a terminal would interpret."""
     try:
         text = field.decode()
     except UnicodeDecodeError:
@@ -85,7 +85,7 @@ def show(field: bytes) -> str:
 
 
 def find_criteo(path: Path) -> tuple[list[Path], list[Path]]:
-    """What ``path`` holds: prefixes of ``.npy`` triples, or text files."""
+    """Return the contents of ``path``: prefixes of ``.npy`` triples, or text files."""
     if path.is_dir():
         files = sorted((f for f in path.iterdir() if f.is_file() and not f.name.startswith(".")), key=natural)
         triples = [f for f in files if f.name.endswith("_dense.npy")]
@@ -107,7 +107,7 @@ def find_criteo(path: Path) -> tuple[list[Path], list[Path]]:
 
 
 def natural(path: Path) -> list[tuple[int, str]]:
-    """Sort key by which day_2 comes before day_10."""
+    """Return a sort key by which day_2 precedes day_10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", path.name)]
 
 
@@ -136,7 +136,7 @@ def load_triple(prefix: Path) -> Triple:
 
 
 def read_text(paths: Sequence[Path], skip_bad_lines: int = 0, limit: int | None = None) -> Iterator[Triple]:
-    """Up to ``limit`` samples of text files, as arrays of at most CHUNK of them."""
+    """Yield up to ``limit`` samples of text files, as arrays of at most CHUNK of them."""
     found = islice(parse_text(paths, skip_bad_lines), limit)
     while chunk := list(islice(found, CHUNK)):
         counts = np.array([[int(f or 0) for f in fields[1:14]] for fields in chunk], dtype=np.float64)
@@ -174,7 +174,8 @@ def refused(path: Path, bad_lines: int) -> str:
 
 
 def log_counts(counts: np.ndarray) -> np.ndarray:
-    """log(x + 3), what TorchRec's preprocessing makes of Criteo Terabyte (smallest count: -1); finite below, too."""
+    """Return log(x + 3), as in TorchRec's preprocessing of Criteo Terabyte (smallest count: -1); finite for smaller x,
+    too."""
     return np.log(np.maximum(counts, -2) + 3.0).astype(np.float32)
 
 
@@ -185,7 +186,7 @@ def open_text(path: Path) -> BinaryIO:
 
 
 def text_format(path: Path) -> TextFormat:
-    """Find out what a text file is from its first line."""
+    """Determine the format of a text file from its first line."""
     try:
         with open_text(path) as stream:
             first = stream.readline(65_536).removeprefix(b"\xef\xbb\xbf").rstrip(b"\r\n")
@@ -212,7 +213,7 @@ def text_format(path: Path) -> TextFormat:
 
 
 def read_ratings(path: Path) -> np.ndarray:
-    """``user, item, rating, time`` of each line, (n, 4) float64; the first line may be a header."""
+    """Read ``user, item, rating, time`` of each line, (n, 4) float64; the first line may be a header."""
     rows = []
     try:
         with path.open() as lines:
@@ -236,9 +237,9 @@ def read_ratings(path: Path) -> np.ndarray:
 
 
 def convert(path: Path, out: Path, skip_bad_lines: int = 0) -> int:
-    """Write Criteo's text as ``.npy`` triples into the new folder ``out``; how many samples.
+    """Write Criteo's text as ``.npy`` triples into the new folder ``out``; returns the number of samples.
 
-    The folder has its name once it is whole.
+    The folder gets its final name once it is complete.
     """
     triples, text = find_criteo(path)
     if triples:

@@ -1,12 +1,13 @@
-"""Serve what ``train_dlrm.py`` is training: a replica that follows its stream and scores batches. One file to copy.
+"""Serve the model that ``train_dlrm.py`` trains: a replica that follows its stream and scores batches. One file to
+copy.
 
     torchrun --standalone --nproc_per_node 2 recipes/train_dlrm.py --synthetic small --stream_ckpt file://ckpt &
     python recipes/online_follow.py --stream_ckpt file://ckpt --verify
 
 The replica learns the model's shape from the stream: tables from the log, dense layers from the marker. It loads the
-newest committed marker once, and then reads only the rows that changed. What it serves is at every moment one marker,
-bit for bit: ``--verify`` exports each marker by another way (``stream-ckpt export``) and compares. The trainer does not
-know of it; kill and restart either as you like.
+newest committed marker once, and then reads only the rows that changed. At every moment it serves exactly one marker,
+bit for bit. ``--verify`` exports each marker in another way (``stream-ckpt export``) and compares. The trainer does not
+know about the replica; kill and restart either at any time.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def build_model(tables: Mapping[str, torch.Tensor], dense: Mapping[str, torch.Tensor]) -> DLRMTrain:
-    """The trainer's model, unsharded, whose embeddings *are* ``tables``: what is followed is looked up."""
+    """Build the trainer's model, unsharded. Its embeddings *are* ``tables``, so lookups read the followed rows."""
     weights = {name.removeprefix(f"{EBC_PATH}."): tensor for name, tensor in tables.items()}
     names = sorted(weights, key=lambda name: int(name.rpartition("_")[2]))  # t_cat_0, t_cat_1, ...
     configs = [
@@ -98,7 +99,7 @@ def build_model(tables: Mapping[str, torch.Tensor], dense: Mapping[str, torch.Te
 
 @dataclass
 class Requests:
-    """Samples as ``train_dlrm.py`` draws them at random, and others than it has seen."""
+    """Samples drawn at random as in ``train_dlrm.py``, but not the ones that it trains on."""
 
     features: list[str]
     rows: list[int]
@@ -112,7 +113,7 @@ class Requests:
             labels = (draw.random(self.batch_size) < dense[:, 0]).astype(np.float32)
             popularity = draw.random((len(self.rows), self.batch_size * self.ids_per_lookup)) ** 4
             ids = (popularity * np.array(self.rows)[:, None]).astype(np.int64)
-            ids = (ids * 2_654_435_761) % np.array(self.rows)[:, None]  # as the trainer spreads its hot rows
+            ids = (ids * 2_654_435_761) % np.array(self.rows)[:, None]  # spreads its hot rows as the trainer does
             sparse = KeyedJaggedTensor(
                 keys=self.features,
                 values=torch.from_numpy(ids.reshape(-1)),
@@ -123,7 +124,7 @@ class Requests:
 
 @torch.no_grad()
 def score(model: DLRMTrain, batch: tuple[torch.Tensor, KeyedJaggedTensor, torch.Tensor]) -> tuple[float, float]:
-    """(mean click probability, log loss)"""
+    """Return (mean click probability, log loss)."""
     dense, sparse, labels = batch
     logits = model.model(dense, sparse).squeeze(1)
     return float(logits.sigmoid().mean()), float(nn.functional.binary_cross_entropy_with_logits(logits, labels))
@@ -133,7 +134,7 @@ def score(model: DLRMTrain, batch: tuple[torch.Tensor, KeyedJaggedTensor, torch.
 
 
 def exported(args: argparse.Namespace, marker: str) -> dict[str, torch.Tensor]:
-    """The tables of a marker, read by another program, from the log or the store, with no replica in between."""
+    """Return the tables of a marker, read by another program from the log or the store, without a replica."""
     with tempfile.TemporaryDirectory() as folder:
         command = [*CLI, "export", args.stream_ckpt, "--marker", marker, "--to", f"safetensors://{folder}/tables"]
         command += ["--no-states", "--json"]
@@ -156,7 +157,7 @@ def exported(args: argparse.Namespace, marker: str) -> dict[str, torch.Tensor]:
 
 
 def differing(served: Served, truth: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of tables that are not the same, bit for bit."""
+    """Return the names of tables that are not the same, bit for bit."""
     if served.tables.keys() != truth.keys():
         return sorted(served.tables.keys() ^ truth.keys())
     same_bits = {
@@ -169,12 +170,12 @@ def differing(served: Served, truth: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def serve(args: argparse.Namespace, tables: FollowedTables) -> int:
-    """Score batches while the stream goes on; how many markers were served."""
+    """Score batches while the stream continues; returns the number of markers served."""
     model: DLRMTrain | None = None
     requests: Iterator[tuple[torch.Tensor, KeyedJaggedTensor, torch.Tensor]] = iter(())
     markers, heard, said, at = 0, time.monotonic(), 0.0, None
     while args.markers is None or markers < args.markers:
-        tables.advance(0.2 if model is None else 0.0)  # the first marker is waited for, later ones are not
+        tables.advance(0.2 if model is None else 0.0)  # wait for the first marker, but not for later ones
         if tables.follower.marker is None:
             if time.monotonic() - heard > args.idle_s:
                 break
@@ -217,10 +218,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Follow and serve.
 
     Args:
-        argv: The flags; those of the command line by default.
+        argv: The flags; default: those of the command line.
 
     Returns:
-        How many markers were served.
+        Number of markers served.
     """
     args = parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", force=True)

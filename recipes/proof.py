@@ -1,4 +1,4 @@
-"""The demo's proof: train_dlrm.py in a loop that can be looked at, the truth of each step, and a comparison.
+"""The demo's proof: train_dlrm.py in a loop with observers, the truth of each step, and a comparison.
 
 The truth does not come from the stream: it is gathered by plain TorchRec and torch.
 """
@@ -27,7 +27,7 @@ Truth = dict[str, Any]
 
 
 class ProofError(Exception):
-    """The ranks hold what makes no whole job."""
+    """The state of the ranks does not form a whole job."""
 
 
 # -------------------------------------------------------------------------------------------- the recipe, looked at
@@ -35,7 +35,7 @@ class ProofError(Exception):
 
 @dataclass(frozen=True)
 class StepEvent:
-    """The live job. ``step`` 0 or the restored step comes first, before any training."""
+    """The live job. ``step`` 0 or the restored step is reported first, before any training."""
 
     step: int
     model: DistributedModelParallel
@@ -44,16 +44,16 @@ class StepEvent:
     restored: Any
     checkpointer: Any
     loss: torch.Tensor | None
-    """This rank's term: the mean of it over the ranks is the loss of the global batch."""
+    """This rank's term of the loss; its mean over the ranks is the loss of the global batch."""
 
 
 def train(flags: Sequence[str], on_step: Callable[[StepEvent], None], steps: int | None = None) -> None:
-    """Train the recipe's job, by a loop of our own.
+    """Train the recipe's job, in a separate loop.
 
     Args:
-        flags: The recipe's.
+        flags: The recipe's flags.
         on_step: Called on every rank, once before the first step and after each one.
-        steps: How many to train at most.
+        steps: Most steps to train.
     """
     args = recipe.parse_args(flags)
     recipe.configure_logging(int(os.environ["RANK"]))
@@ -82,7 +82,7 @@ def train(flags: Sequence[str], on_step: Callable[[StepEvent], None], steps: int
 
 
 def gather(event: StepEvent) -> Truth | None:
-    """The whole logical job on rank 0, None elsewhere: a flat mapping of names to tensors and plain values."""
+    """Gather the whole logical job on rank 0, None elsewhere: a flat mapping of names to tensors and plain values."""
     fused, dense = (optimizer for _, optimizer in event.optimizer.optimizers)
     state: Truth = {}
     for name, value in event.model.state_dict().items():
@@ -90,7 +90,7 @@ def gather(event: StepEvent) -> Truth | None:
     for kind, optimizer in (("fused optimizer", fused), ("dense optimizer", dense)):
         for parameter, values in optimizer.state_dict()["state"].items():
             state.update({f"{kind}/{parameter}/{name}": value for name, value in values.items()})
-    mine = {  # a table-wise table's optimizer state is known to its own rank only
+    mine = {  # only its own rank knows a table-wise table's optimizer state
         name: (tuple(value.size()), [(s.metadata.shard_offsets, s.tensor.detach().cpu()) for s in value.local_shards()])
         for name, value in state.items()
         if isinstance(value, ShardedTensor)
@@ -114,7 +114,7 @@ def gather(event: StepEvent) -> Truth | None:
 
 
 def assemble(name: str, size: Sequence[int], shards: Sequence[tuple[Sequence[int], torch.Tensor]]) -> torch.Tensor:
-    """Lay shards side by side, and make sure that they cover the tensor exactly once."""
+    """Lay shards side by side, and check that they cover the tensor exactly once."""
     whole = torch.zeros(size, dtype=shards[0][1].dtype)
     covered = torch.zeros(size, dtype=torch.int8)
     for offsets, shard in shards:
@@ -135,7 +135,7 @@ def plain(value: Any) -> Any:
 
 @dataclass
 class Line:
-    """One line of the report: a part of the job, and what differs in it."""
+    """One line of the report: a part of the job, and its differences."""
 
     part: str
     tensors: int = 0
@@ -144,7 +144,8 @@ class Line:
 
 
 def compare(truth: Truth, now: Truth) -> list[Line]:
-    """Compare bit by bit. Random state counts for ranks that both jobs have; all else must be there twice."""
+    """Compare bit by bit. Random state is compared for ranks that both jobs have; everything else must exist in
+    both."""
     ranks = {name.split("/")[1] for name in truth if name.startswith("random/")}
     now = {name: v for name, v in now.items() if not name.startswith("random/") or name.split("/")[1] in ranks}
     lines: dict[str, Line] = {}
@@ -159,7 +160,7 @@ def compare(truth: Truth, now: Truth) -> list[Line]:
 
 
 def differ(truth: Any, now: Any) -> str:
-    """The first difference, or an empty string."""
+    """Return the first difference, or an empty string."""
     if truth is None or now is None:
         return "missing before the kill" if truth is None else "missing after the restore"
     if not isinstance(truth, torch.Tensor) or not isinstance(now, torch.Tensor):

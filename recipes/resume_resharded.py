@@ -3,11 +3,12 @@
     torchrun --standalone --nproc_per_node 3 recipes/resume_resharded.py --recipe train_deepfm \\
         --stream_ckpt file://ckpt --restore 1:2 --sharding column_wise
 
-All other flags are those of the recipe. The number of ranks and ``--sharding`` make the new plan. What the ranks hold
-after the restore is gathered on rank 0 by plain TorchRec code, and compared bit for bit with an export of
-the marker: that knows no plan, puts rows together in its own way, and writes what plain ``dcp.load`` opens.
+All other flags are those of the recipe. The number of ranks and ``--sharding`` determine the new plan. The state of the
+ranks after the restore is gathered on rank 0 by plain TorchRec code, and compared bit for bit with an export of the
+marker. The export knows no plan, assembles rows in its own way, and writes files that plain ``dcp.load`` opens.
 
-Rank 0 holds the model twice, so take one that fits. The job is taken over: a trainer that still runs on this URI stops.
+Rank 0 holds the model twice, so choose a model that fits. The job is taken over: a trainer that still runs on this URI
+stops.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ PARTS = {
 
 
 class UserError(Exception):
-    """Something that the user can put right: shown as one message, without a traceback."""
+    """An error that the user can fix: shown as one message, without a traceback."""
 
 
 def load_recipe(name: str) -> ModuleType:
-    """A recipe beside this file, or a file of yours: a module with ``parse_args()`` and ``build()``."""
+    """Load a recipe in this folder, or your own file: a module with ``parse_args()`` and ``build()``."""
     path = Path(name) if name.endswith(".py") else Path(__file__).with_name(f"{name}.py")
     if not path.is_file():
         raise UserError(f"--recipe {name}: no such file: {path}")
@@ -70,7 +71,8 @@ def load_recipe(name: str) -> ModuleType:
 
 
 def gather(dmp: torch.nn.Module, optimizer: Any) -> dict[str, State] | None:
-    """The whole logical job on rank 0, by part and by the names of its state dicts; None elsewhere. Collective."""
+    """Gather the whole logical job on rank 0, by part and by the names of its state dicts; None elsewhere.
+    Collective."""
     entries: dict[tuple[str, str], Any] = {}
     for name, value in dmp.state_dict().items():
         entries["table" if isinstance(value, ShardedTensor) else "model", name] = value
@@ -96,7 +98,7 @@ def gather(dmp: torch.nn.Module, optimizer: Any) -> dict[str, State] | None:
 
 
 def assemble(name: str, size: Sequence[int], shards: Sequence[tuple[Sequence[int], torch.Tensor]]) -> torch.Tensor:
-    """Lay shards side by side, and make sure that they cover the tensor exactly once."""
+    """Lay shards side by side, and check that they cover the tensor exactly once."""
     whole, covered = torch.zeros(size, dtype=shards[0][1].dtype), torch.zeros(size, dtype=torch.int8)
     for offsets, shard in shards:
         place = tuple(slice(offset, offset + count) for offset, count in zip(offsets, shard.shape, strict=True))
@@ -110,7 +112,7 @@ def assemble(name: str, size: Sequence[int], shards: Sequence[tuple[Sequence[int
 
 
 def read_marker(args: argparse.Namespace, restored: Restored, folder: Path) -> State:
-    """All tensors of a marker by name, through ``stream-ckpt export`` and plain ``dcp.load``."""
+    """Return all tensors of a marker by name, through ``stream-ckpt export`` and plain ``dcp.load``."""
     command = ["export", *args.stream_ckpt, "--marker", str(restored.id), "--to", f"dcp://{folder / 'marker'}"]
     for flag in ("store", "store_options", "kafka_options", "commit_key_file"):
         value = getattr(args, flag)
@@ -134,7 +136,7 @@ def read_marker(args: argparse.Namespace, restored: Restored, folder: Path) -> S
 
 @dataclass
 class Line:
-    """One line of the report: a part of the job, and the first difference in it."""
+    """One line of the report: a part of the job, and its first difference."""
 
     tensors: int = 0
     values: int = 0
@@ -142,7 +144,7 @@ class Line:
 
 
 def compare(held: dict[str, State], marker: State) -> dict[str, Line]:
-    """Compare bit by bit. All that is held must be in the marker, and all of the marker must be held."""
+    """Compare bit by bit. Both sides must have the same entries."""
     lines = {part: Line() for part in PARTS}
     for part, state in held.items():
         for name, now in state.items():
@@ -158,14 +160,14 @@ def compare(held: dict[str, State], marker: State) -> dict[str, Line]:
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """``torch.equal`` of their bytes: a NaN is equal to itself, and 0.0 is not -0.0."""
+    """Return ``torch.equal`` of their bytes: a NaN is equal to itself, and 0.0 is not -0.0."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def show(lines: dict[str, Line], restored: Restored) -> bool:
-    """Print what was compared; whether all of it is the same."""
+    """Print the comparisons. Returns whether all parts are the same."""
     console = Console(highlight=False, soft_wrap=True)
     world = dist.get_world_size()
     console.print(
@@ -185,11 +187,11 @@ def show(lines: dict[str, Line], restored: Restored) -> bool:
 
 
 def prove(recipe: ModuleType, args: argparse.Namespace, device: torch.device) -> bool:
-    """Restore, gather, compare; whether all is the same. Collective: every rank has the same answer."""
+    """Restore, gather, compare. Returns whether everything is the same. Collective: every rank has the same result."""
     from torchrec_stream_ckpt import StreamCheckpointer
 
     dmp, optimizer, loader = recipe.build(args, device)
-    config = replace(args.stream, on_signal=None)  # nothing is trained that a signal could mark
+    config = replace(args.stream, on_signal=None)  # no training, so a signal has nothing to mark
     with StreamCheckpointer(dmp, optimizer, config=config, stateful={"loader": loader}) as checkpointer:
         restored = restore_from(args, checkpointer)
         if restored is None:
@@ -205,7 +207,7 @@ def prove(recipe: ModuleType, args: argparse.Namespace, device: torch.device) ->
 
 
 def fail(message: str) -> NoReturn:
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # each node tells once
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # once per node
         print(f"resume_resharded.py: error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
@@ -249,7 +251,7 @@ def run(recipe: ModuleType, args: argparse.Namespace) -> bool:
     dist.init_process_group("nccl" if cuda else "gloo")
     try:
         is_same = prove(recipe, args, device)
-        dist.barrier()  # no rank leaves while another one still talks to it
+        dist.barrier()  # no rank leaves while another one still communicates with it
         return is_same
     finally:
         dist.destroy_process_group()

@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc_per_node 2 recipes/train_bert4rec.py --stream_ckpt file://ckpt
 
-A transformer over the embeddings of a sharded ``EmbeddingCollection`` guesses the items that were masked in a user's
-history. Without ``--data`` the recipe makes histories of its own. Started again, on another number of ranks if you
-like, it goes on after the newest committed marker; without ``--stream_ckpt`` it is a plain TorchRec job.
+A transformer over the embeddings of a sharded ``EmbeddingCollection`` predicts the masked items of a user's history.
+Without ``--data`` the recipe generates histories. If it is started again, on any number of ranks, it continues after
+the newest committed marker. Without ``--stream_ckpt`` it is a plain TorchRec job.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def histories_of(ratings: np.ndarray, length: int) -> list[np.ndarray]:
-    """Each user's items in the order of time, cut into pieces of at most ``length`` and at least 2."""
+    """Return each user's items in the order of time, cut into pieces of at most ``length`` and at least 2."""
     ordered = ratings[np.lexsort((ratings[:, 3], ratings[:, 0]))]
     users = np.split(ordered[:, 1].astype(np.int64), np.flatnonzero(np.diff(ordered[:, 0])) + 1)
     pieces = [items[at : at + length] for items in users for at in range(0, len(items), length)]
@@ -95,7 +95,7 @@ def histories_of(ratings: np.ndarray, length: int) -> list[np.ndarray]:
 
 
 def make_histories(args: argparse.Namespace) -> list[np.ndarray]:
-    """Walks on which the next item mostly follows from the last one, so that there is something to learn."""
+    """Generate walks on which the next item mostly follows from the last one, so that there is something to learn."""
     random = np.random.default_rng(args.seed)
     walks = np.empty((MADE_HISTORIES, args.length), np.int64)
     walks[:, 0] = random.zipf(1.3, MADE_HISTORIES) % args.items
@@ -120,7 +120,7 @@ class Histories:
         return len(self.histories)
 
     def batch(self, epoch: int, rows: range, size: int) -> Batch:
-        """This rank's part of a batch; ``labels`` (size, length) are the masked items, IGNORED elsewhere."""
+        """Return this rank's part of a batch; ``labels`` (size, length) are the masked items, IGNORED elsewhere."""
         if epoch != self.epoch:
             self.epoch, self.order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self))
         lengths, labels = np.zeros(size, np.int32), np.full((size, self.length), IGNORED, np.int64)
@@ -132,7 +132,7 @@ class Histories:
             masked[random.integers(len(items))] = True  # at least one
             labels[place, : len(items)] = np.where(masked, items, IGNORED)
             lengths[place] = len(items)
-            shown.append(np.where(masked, self.items, items))  # the last row of the table stands for a masked item
+            shown.append(np.where(masked, self.items, items))  # the last row of the table represents a masked item
         ids = torch.from_numpy(np.concatenate(shown) if shown else np.empty(0, np.int64))
         return Batch(
             torch.empty(size, 0),
@@ -164,7 +164,7 @@ class Encoder(nn.Module):
 
 
 class MaskedLoss(nn.Module):
-    """This rank's term: the mean of it over the ranks is the loss of the global batch, a mean over histories."""
+    """This rank's term of the loss; its mean over the ranks is the loss of the global batch, a mean over histories."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class Bert4Rec(nn.Module):
 def make_plan(
     args: argparse.Namespace, model: nn.Module, sharder: EmbeddingCollectionSharder, device: torch.device
 ) -> ShardingPlan:
-    """A plan for these ranks, under which the marker to be restored can be restored."""
+    """Return a plan for these ranks, under which the marker to be restored can be restored."""
     world = dist.get_world_size()
     mine = ParameterConstraints(
         sharding_types=list(SHARDINGS) if args.sharding == "auto" else [args.sharding],
@@ -218,10 +218,10 @@ def make_plan(
 def build(
     args: argparse.Namespace, device: torch.device
 ) -> tuple[DistributedModelParallel, CombinedOptimizer, TrackedLoader[Batch]]:
-    """The job without its checkpoints: sharded model, optimizer, loader."""
+    """Build the job without its checkpoints: sharded model, optimizer, loader."""
     rank, world = dist.get_rank(), dist.get_world_size()
     batches = make_batches(args, Histories(args), rank, world)
-    torch.manual_seed(args.seed + rank)  # shards differ; DDP spreads rank 0's dense part
+    torch.manual_seed(args.seed + rank)  # shards differ; DDP copies rank 0's dense part to all
     model = Bert4Rec(args, world / args.batch_size, device)
     fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": args.learning_rate}
     sharder = EmbeddingCollectionSharder(fused_params=fused)
@@ -240,7 +240,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     dmp, optimizer, loader = build(args, device)
     log.info("training on %d ranks, %s, global batch %d", dist.get_world_size(), device.type, args.batch_size)
     checkpointer, step = None, 0
-    with contextlib.ExitStack() as closing:  # says in the log how the job has ended, whatever ends it
+    with contextlib.ExitStack() as closing:  # records in the log how the job ended, even after an error
         if args.stream is not None:
             from torchrec_stream_ckpt import StreamCheckpointer
 
@@ -270,7 +270,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def configure_logging(rank: int) -> None:
-    """Events on rank 0, warnings on all ranks, less the ones that every TorchRec job on a CPU gives."""
+    """Log events on rank 0, warnings on all ranks, except those that every TorchRec job on a CPU gives."""
     layout = f"%(asctime)s [rank {rank}] %(message)s"
     logging.basicConfig(level=logging.WARNING, format=layout, datefmt="%H:%M:%S", force=True)
     for name in (log.name, "torchrec_stream_ckpt"):
@@ -281,10 +281,10 @@ def configure_logging(rank: int) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # each node tells once
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # once per node
         print(f"{log.name}.py: error: {message}", file=sys.stderr, flush=True)
     else:
-        time.sleep(3)  # torchrun ends all ranks when the first one leaves: that must be the one that tells
+        time.sleep(3)  # torchrun ends all ranks when the first one leaves: let the reporting rank be first
     raise SystemExit(2)
 
 
@@ -301,11 +301,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist.init_process_group("nccl" if cuda else "gloo")
     try:
         train(args, device)
-        dist.barrier()  # no rank leaves while another one still talks to it
+        dist.barrier()  # no rank leaves while another one still communicates with it
     except (UserError, StreamCkptError) as error:
         fail(str(error))
     finally:
-        gc.collect()  # the model holds the group's threads: it must go first
+        gc.collect()  # the model holds the group's threads: free it first
         dist.destroy_process_group()
 
 

@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc_per_node 2 recipes/train_deepfm.py --stream_ckpt file://ckpt
 
-TorchRec's ``SimpleDeepFMNN``. ``--data`` takes files of Criteo; without it the recipe makes clicks of its own. Started
-again, on another number of ranks if you like, it goes on after the newest committed marker; without ``--stream_ckpt``
+The model is TorchRec's ``SimpleDeepFMNN``. ``--data`` takes files of Criteo; without it the recipe generates clicks. If
+it is started again, on any number of ranks, it continues after the newest committed marker. Without ``--stream_ckpt``
 it is a plain TorchRec job.
 """
 
@@ -95,7 +95,7 @@ def make_tables(args: argparse.Namespace) -> EmbeddingBagCollection:
 
 
 class ClickLoss(nn.Module):
-    """This rank's term: the mean of it over the ranks is the loss of the global batch."""
+    """This rank's term of the loss; its mean over the ranks is the loss of the global batch."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class ClickLoss(nn.Module):
 class DeepFM(nn.Module):
     def __init__(self, args: argparse.Namespace, scale: float, device: torch.device) -> None:
         super().__init__()
-        # It takes its embeddings by name: their order depends on the plan.
+        # It reads its embeddings by name, because their order depends on the plan.
         self.model = SimpleDeepFMNN(COUNTS, make_tables(args), args.hidden, args.deep)
         for part in (self.model.dense_arch, self.model.inter_arch, self.model.over_arch):
             part.to(device)
@@ -124,7 +124,7 @@ class DeepFM(nn.Module):
 def make_plan(
     args: argparse.Namespace, model: nn.Module, sharder: EmbeddingBagCollectionSharder, device: torch.device
 ) -> ShardingPlan:
-    """A plan for these ranks, under which the marker to be restored can be restored."""
+    """Return a plan for these ranks, under which the marker to be restored can be restored."""
     world = dist.get_world_size()
     mine = ParameterConstraints(
         sharding_types=list(SHARDINGS) if args.sharding == "auto" else [args.sharding],
@@ -149,10 +149,10 @@ def make_plan(
 def build(
     args: argparse.Namespace, device: torch.device
 ) -> tuple[DistributedModelParallel, CombinedOptimizer, TrackedLoader[Batch]]:
-    """The job without its checkpoints: sharded model, optimizer, loader."""
+    """Build the job without its checkpoints: sharded model, optimizer, loader."""
     rank, world = dist.get_rank(), dist.get_world_size()
     batches = make_batches(args, open_clicks(args, [args.num_embeddings] * HASHES), rank, world)
-    torch.manual_seed(args.seed + rank)  # shards differ; DDP spreads rank 0's dense part
+    torch.manual_seed(args.seed + rank)  # shards differ; DDP copies rank 0's dense part to all
     model = DeepFM(args, world / args.batch_size, device)
     fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": args.learning_rate}
     sharder = EmbeddingBagCollectionSharder(fused_params=fused)
@@ -171,7 +171,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     dmp, optimizer, loader = build(args, device)
     log.info("training on %d ranks, %s, global batch %d", dist.get_world_size(), device.type, args.batch_size)
     checkpointer, step = None, 0
-    with contextlib.ExitStack() as closing:  # says in the log how the job has ended, whatever ends it
+    with contextlib.ExitStack() as closing:  # records in the log how the job ended, even after an error
         if args.stream is not None:
             from torchrec_stream_ckpt import StreamCheckpointer
 
@@ -201,7 +201,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def configure_logging(rank: int) -> None:
-    """Events on rank 0, warnings on all ranks, less the ones that every TorchRec job on a CPU gives."""
+    """Log events on rank 0, warnings on all ranks, except those that every TorchRec job on a CPU gives."""
     layout = f"%(asctime)s [rank {rank}] %(message)s"
     logging.basicConfig(level=logging.WARNING, format=layout, datefmt="%H:%M:%S", force=True)
     for name in (log.name, "torchrec_stream_ckpt"):
@@ -212,10 +212,10 @@ def configure_logging(rank: int) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # each node tells once
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # once per node
         print(f"{log.name}.py: error: {message}", file=sys.stderr, flush=True)
     else:
-        time.sleep(3)  # torchrun ends all ranks when the first one leaves: that must be the one that tells
+        time.sleep(3)  # torchrun ends all ranks when the first one leaves: let the reporting rank be first
     raise SystemExit(2)
 
 
@@ -232,11 +232,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist.init_process_group("nccl" if cuda else "gloo")
     try:
         train(args, device)
-        dist.barrier()  # no rank leaves while another one still talks to it
+        dist.barrier()  # no rank leaves while another one still communicates with it
     except (UserError, StreamCkptError) as error:
         fail(str(error))
     finally:
-        gc.collect()  # the model holds the group's threads: it must go first
+        gc.collect()  # the model holds the group's threads: free it first
         dist.destroy_process_group()
 
 

@@ -2,12 +2,12 @@
 
     torchrun --standalone --nproc_per_node 2 recipes/train_dlrm.py --data train.txt --stream_ckpt file://ckpt
 
-``--data`` takes files of Criteo; without it the recipe makes clicks of its own. Started again, with another number of
-ranks or another sharding if you like, it goes on after the newest committed marker. Without ``--stream_ckpt`` it is a
-plain TorchRec job: every line that concerns checkpoints stands in ``parse_args``, ``open_checkpointer`` and ``train``.
+``--data`` takes files of Criteo; without it the recipe generates clicks. If it is started again, with any number of
+ranks and any sharding, it continues after the newest committed marker. Without ``--stream_ckpt`` it is a plain TorchRec
+job: every line that concerns checkpoints is in ``parse_args``, ``open_checkpointer`` or ``train``.
 
-The model reads its embeddings by feature name (TorchRec's ``SparseArch`` does), so that it is the same model under
-every sharding plan. A model of yours that reads ``KeyedTensor.values()`` is not: regroup by name first.
+The model reads its embeddings by feature name (as TorchRec's ``SparseArch`` does), so it is the same model under every
+sharding plan. A model that reads ``KeyedTensor.values()`` is not: regroup by name first.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ FUSED_OPTIMIZERS = {
     "sgd": EmbOptimType.EXACT_SGD,
 }
 
-# What a flag that is not given stands for. "thesis" is a published synthetic configuration, "small" trains on a laptop.
+# Defaults of the flags. "thesis" is a published synthetic configuration, "small" trains on a laptop.
 PRESETS: dict[str, dict[str, Any]] = {
     "thesis": {
-        "learning_rate": 0.001,  # 100 ids are summed: more than this diverges at first
+        "learning_rate": 0.001,  # 100 ids are summed: a higher rate diverges at first
         "tables": 8,
         "num_embeddings": 80_000,
         "embedding_dim": 64,
@@ -102,12 +102,12 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def sizes(text: str) -> list[int]:
-    """An argparse type: whole numbers above zero, separated by commas."""
+    """Parse whole numbers above zero, separated by commas (an argparse type)."""
     return [whole(1)(part) for part in text.split(",")]
 
 
 def sharding(text: str) -> str:
-    """An argparse type: one of SHARDINGS, or the name of a JSON file."""
+    """Parse one of SHARDINGS, or the name of a JSON file (an argparse type)."""
     if text not in SHARDINGS and not text.endswith(".json"):
         raise argparse.ArgumentTypeError(f"'{text}' is none of {', '.join(SHARDINGS)}, nor the name of a .json file")
     return text
@@ -159,7 +159,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def complete(args: argparse.Namespace) -> str | None:
-    """Fill in what the preset stands for, and say what is wrong with the combination of flags."""
+    """Fill in the defaults of the preset. Returns what is wrong with the combination of flags; None if nothing is."""
     if args.data is not None and args.ids_per_lookup is not None:
         return "--ids_per_lookup is of made clicks: leave it out with --data"
     if args.num_embeddings is not None and args.num_embeddings_per_feature is not None:
@@ -199,7 +199,7 @@ def complete(args: argparse.Namespace) -> str | None:
 
 
 class ClickLoss(nn.Module):
-    """This rank's term: the mean of it over the ranks is the loss of the global batch."""
+    """This rank's term of the loss; its mean over the ranks is the loss of the global batch."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -233,9 +233,9 @@ def build_model(args: argparse.Namespace, device: torch.device) -> DLRMTrain:
 def make_plan(
     args: argparse.Namespace, model: DLRMTrain, sharder: ModuleSharder[Any], device: torch.device
 ) -> ShardingPlan:
-    """The sharding plan that ``--sharding`` asks for, always with the fused kernel.
+    """Return the sharding plan of ``--sharding``, always with the fused kernel.
 
-    TorchRec's helpers choose the dense kernel where no optimizer was applied in the backward pass.
+    TorchRec's helpers choose the dense kernel if no optimizer was applied in the backward pass.
     """
     ebc = model.get_submodule(EBC_PATH)
     tables = [config.name for config in ebc.embedding_bag_configs()]
@@ -262,7 +262,7 @@ def make_plan(
 def ask_planner(
     args: argparse.Namespace, model: DLRMTrain, sharder: ModuleSharder[Any], device: torch.device, tables: list[str]
 ) -> ShardingPlan:
-    """TorchRec's planner decides, within what the marker that will be restored allows."""
+    """Let TorchRec's planner decide, within the constraints of the marker that will be restored."""
     world = dist.get_world_size()
     mine = ParameterConstraints(compute_kernels=["fused"], sharding_types=["table_wise", "row_wise", "column_wise"])
     constraints = dict.fromkeys(tables, mine)
@@ -278,7 +278,8 @@ def ask_planner(
 
 
 def spread(kind: str, index: int, world: int) -> tuple[str, Any]:
-    """Where table number ``index`` goes. Column-wise is always in two, so that the split outlives the world size."""
+    """Return the place of table number ``index``. Column-wise is always in two, so the split does not depend on the
+    world size."""
     where = {"table_wise": index % world, "row_wise": None, "column_wise": [index % world, (index + 1) % world]}
     return kind, where[kind]
 
@@ -312,7 +313,7 @@ def read_sharding(path: Path, tables: Sequence[str], world: int) -> dict[str, tu
 
 
 def build_optimizer(args: argparse.Namespace, model: DistributedModelParallel) -> CombinedOptimizer:
-    """Fused over the tables (in the backward pass), Adagrad or SGD over the dense part."""
+    """Return the optimizer: fused over the tables (in the backward pass), Adagrad or SGD over the dense part."""
     dense_class = torch.optim.SGD if args.optimizer == "sgd" else torch.optim.Adagrad
     dense_optimizer = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(model.named_parameters())),
@@ -330,7 +331,8 @@ def open_checkpointer(
     optimizer: CombinedOptimizer,
     loader: GlobalBatches[Batch],
 ) -> tuple[Any, Any]:
-    """The checkpointer and what it restored; (None, None) without ``--stream_ckpt``. Every rank calls it."""
+    """Return the checkpointer and the state that it restored; (None, None) without ``--stream_ckpt``. Every rank calls
+    it."""
     if args.stream is None:
         return None, None
     from torchrec_stream_ckpt import StreamCheckpointer
@@ -350,11 +352,11 @@ def open_loader(args: argparse.Namespace, rank: int, world: int) -> GlobalBatche
 def build(
     args: argparse.Namespace, device: torch.device, loader: GlobalBatches[Batch] | None = None
 ) -> tuple[DistributedModelParallel, CombinedOptimizer, GlobalBatches[Batch]]:
-    """The job without its checkpoints: sharded model, optimizer, loader."""
+    """Build the job without its checkpoints: sharded model, optimizer, loader."""
     rank, world = dist.get_rank(), dist.get_world_size()
     loader = loader or open_loader(args, rank, world)
     for seed in (torch.manual_seed, np.random.seed, random.seed):
-        seed(args.seed + rank)  # shards differ; DDP spreads rank 0's dense part
+        seed(args.seed + rank)  # shards differ; DDP copies rank 0's dense part to all
     dlrm = build_model(args, device)
     fused = {"optimizer": FUSED_OPTIMIZERS[args.optimizer], "learning_rate": args.learning_rate}
     sharder = EmbeddingBagCollectionSharder(fused_params=fused)
@@ -371,7 +373,7 @@ def train(args: argparse.Namespace, device: torch.device, loader: GlobalBatches[
     step = 0 if restored is None else restored.step
     model.train()
     bar = tqdm(desc="training", unit="step", initial=step, disable=rank > 0 or not sys.stderr.isatty())
-    with logging_redirect_tqdm(), bar, checkpointer or nullcontext():  # which says in the log how the job has ended
+    with logging_redirect_tqdm(), bar, checkpointer or nullcontext():  # which records in the log how the job ended
         for epoch in range(loader.epoch, args.epochs):
             for batch in loader:
                 optimizer.zero_grad()
@@ -394,7 +396,7 @@ def train(args: argparse.Namespace, device: torch.device, loader: GlobalBatches[
 
 
 def configure_logging(rank: int) -> None:
-    """Events on rank 0, warnings on all ranks, less the ones that every TorchRec job on a CPU gives."""
+    """Log events on rank 0, warnings on all ranks, except those that every TorchRec job on a CPU gives."""
     layout = f"%(asctime)s [rank {rank}] %(message)s"
     logging.basicConfig(level=logging.WARNING, format=layout, datefmt="%H:%M:%S", force=True)
     for name in (log.name, "torchrec_stream_ckpt"):
@@ -406,7 +408,7 @@ def configure_logging(rank: int) -> None:
 
 @contextmanager
 def process_group() -> Iterator[torch.device]:
-    """While open, this process is a rank: on its GPU, or on the CPU."""
+    """Make this process a rank while open: on its GPU, or on the CPU."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
@@ -414,17 +416,17 @@ def process_group() -> Iterator[torch.device]:
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     try:
         yield device
-        dist.barrier()  # no rank leaves while another one still talks to it
+        dist.barrier()  # no rank leaves while another one still communicates with it
     finally:
-        gc.collect()  # the model holds the group's threads: it must go first
+        gc.collect()  # the model holds the group's threads: free it first
         dist.destroy_process_group()
 
 
 def fail(message: str) -> NoReturn:
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # each node tells once
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # once per node
         print(f"train_dlrm.py: error: {message}", file=sys.stderr, flush=True)
     else:
-        time.sleep(3)  # torchrun ends all ranks when the first one leaves: that must be the one that tells
+        time.sleep(3)  # torchrun ends all ranks when the first one leaves: let the reporting rank be first
     raise SystemExit(2)
 
 

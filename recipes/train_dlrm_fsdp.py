@@ -2,10 +2,10 @@
 
     torchrun --standalone --nproc_per_node 2 recipes/train_dlrm_fsdp.py --stream_ckpt file://ckpt
 
-Embedding tables are sharded by TorchRec, both perceptrons by ``fully_shard``, side by side in one
-``DistributedModelParallel``. ``--data`` takes files of Criteo; without it the recipe makes clicks of its own. Started
-again, on another number of ranks if you like, it goes on after the newest committed marker; without ``--stream_ckpt``
-it is a plain TorchRec job.
+TorchRec shards the embedding tables, and ``fully_shard`` both perceptrons, side by side in one
+``DistributedModelParallel``. ``--data`` takes files of Criteo; without it the recipe generates clicks. If it is started
+again, on any number of ranks, it continues after the newest committed marker. Without ``--stream_ckpt`` it is a plain
+TorchRec job.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def make_tables(args: argparse.Namespace) -> EmbeddingBagCollection:
 
 
 class ClickLoss(nn.Module):
-    """This rank's term: the mean of it over the ranks is the loss of the global batch."""
+    """This rank's term of the loss; its mean over the ranks is the loss of the global batch."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class ClickLoss(nn.Module):
 class FsdpDlrm(nn.Module):
     def __init__(self, args: argparse.Namespace, scale: float, device: torch.device) -> None:
         super().__init__()
-        # It takes its embeddings by name: their order depends on the plan.
+        # It reads its embeddings by name, because their order depends on the plan.
         self.model = DLRM(make_tables(args), COUNTS, [args.hidden, args.embedding_dim], [args.hidden, 1], device)
         self.loss = ClickLoss(scale)
 
@@ -122,9 +122,9 @@ class FsdpDlrm(nn.Module):
 
 
 class ShardDense(DataParallelWrapper):
-    """What ``DistributedModelParallel`` does with all that is no sharded table: FSDP2 in the place of DDP.
+    """Wraps everything in a ``DistributedModelParallel`` that is not a sharded table: FSDP2 in place of DDP.
 
-    Every dense parameter must be in one of these parts, and no table; a parameter that is in none is refused by name.
+    Every dense parameter must be in one of these parts, and no table. A parameter that is in none is refused by name.
     """
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
@@ -136,7 +136,7 @@ class ShardDense(DataParallelWrapper):
 def make_plan(
     args: argparse.Namespace, model: nn.Module, sharder: EmbeddingBagCollectionSharder, device: torch.device
 ) -> ShardingPlan:
-    """A plan for these ranks, under which the marker to be restored can be restored."""
+    """Return a plan for these ranks, under which the marker to be restored can be restored."""
     world = dist.get_world_size()
     mine = ParameterConstraints(
         sharding_types=list(SHARDINGS) if args.sharding == "auto" else [args.sharding],
@@ -161,7 +161,7 @@ def make_plan(
 def build(
     args: argparse.Namespace, device: torch.device
 ) -> tuple[DistributedModelParallel, CombinedOptimizer, TrackedLoader[Batch]]:
-    """The job without its checkpoints: sharded model, optimizer, loader."""
+    """Build the job without its checkpoints: sharded model, optimizer, loader."""
     rank, world = dist.get_rank(), dist.get_world_size()
     batches = make_batches(args, open_clicks(args, [args.num_embeddings] * HASHES), rank, world)
     torch.manual_seed(args.seed)  # FSDP takes a part of each rank's dense part: they must be the same
@@ -185,7 +185,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     dmp, optimizer, loader = build(args, device)
     log.info("training on %d ranks, %s, global batch %d", dist.get_world_size(), device.type, args.batch_size)
     checkpointer, step = None, 0
-    with contextlib.ExitStack() as closing:  # says in the log how the job has ended, whatever ends it
+    with contextlib.ExitStack() as closing:  # records in the log how the job ended, even after an error
         if args.stream is not None:
             from torchrec_stream_ckpt import StreamCheckpointer
 
@@ -215,7 +215,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def configure_logging(rank: int) -> None:
-    """Events on rank 0, warnings on all ranks, less the ones that every TorchRec job on a CPU gives."""
+    """Log events on rank 0, warnings on all ranks, except those that every TorchRec job on a CPU gives."""
     layout = f"%(asctime)s [rank {rank}] %(message)s"
     logging.basicConfig(level=logging.WARNING, format=layout, datefmt="%H:%M:%S", force=True)
     for name in (log.name, "torchrec_stream_ckpt"):
@@ -226,10 +226,10 @@ def configure_logging(rank: int) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # each node tells once
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # once per node
         print(f"{log.name}.py: error: {message}", file=sys.stderr, flush=True)
     else:
-        time.sleep(3)  # torchrun ends all ranks when the first one leaves: that must be the one that tells
+        time.sleep(3)  # torchrun ends all ranks when the first one leaves: let the reporting rank be first
     raise SystemExit(2)
 
 
@@ -246,11 +246,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist.init_process_group("nccl" if cuda else "gloo")
     try:
         train(args, device)
-        dist.barrier()  # no rank leaves while another one still talks to it
+        dist.barrier()  # no rank leaves while another one still communicates with it
     except (UserError, StreamCkptError) as error:
         fail(str(error))
     finally:
-        gc.collect()  # the model holds the group's threads: it must go first
+        gc.collect()  # the model holds the group's threads: free it first
         dist.destroy_process_group()
 
 

@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc_per_node 2 recipes/train_two_tower.py --stream_ckpt file://ckpt
 
-A user's tower and an item's tower meet in a dot product: what a user liked is told from items drawn at random. Without
-``--data`` the recipe makes ratings of its own. Started again, on another number of ranks if you like, it goes on
-after the newest committed marker; without ``--stream_ckpt`` it is a plain TorchRec job.
+The model takes the dot product of a user's tower and an item's tower: it learns to distinguish items that a user liked
+from items drawn at random. Without ``--data`` the recipe generates ratings. If it is started again, on any number of
+ranks, it continues after the newest committed marker. Without ``--stream_ckpt`` it is a plain TorchRec job.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def make_ratings(args: argparse.Namespace) -> np.ndarray:
-    """Ratings that follow from hidden tastes, so that there is something to learn."""
+    """Generate ratings that follow from hidden tastes, so that there is something to learn."""
     random = np.random.default_rng(args.seed)
     users, items = (random.zipf(1.3, MADE_RATINGS) % rows for rows in (args.users, args.items))
     tastes, kinds = random.normal(size=(args.users, 4)), random.normal(size=(args.items, 4))
@@ -102,7 +102,7 @@ class Likes:
         return len(self.users)
 
     def batch(self, epoch: int, rows: range, size: int) -> Batch:
-        """This rank's part of a batch; what fills it up has no ids and the weight 0 (in ``labels``)."""
+        """Return this rank's part of a batch. Samples that fill it up have no ids and the weight 0 (in ``labels``)."""
         if epoch != self.epoch:
             self.epoch, self.order = epoch, np.random.default_rng([self.seed, epoch]).permutation(len(self))
         chosen, number = self.order[rows.start : rows.stop], len(rows)
@@ -145,7 +145,7 @@ class Towers(nn.Module):
 
 
 class WeightedLoss(nn.Module):
-    """This rank's term: the mean of it over the ranks is the loss of the global batch."""
+    """This rank's term of the loss; its mean over the ranks is the loss of the global batch."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class TwoTower(nn.Module):
 def make_plan(
     args: argparse.Namespace, model: nn.Module, sharder: EmbeddingBagCollectionSharder, device: torch.device
 ) -> ShardingPlan:
-    """A plan for these ranks, under which the marker to be restored can be restored."""
+    """Return a plan for these ranks, under which the marker to be restored can be restored."""
     world = dist.get_world_size()
     mine = ParameterConstraints(
         sharding_types=list(SHARDINGS) if args.sharding == "auto" else [args.sharding],
@@ -201,10 +201,10 @@ def make_plan(
 def build(
     args: argparse.Namespace, device: torch.device
 ) -> tuple[DistributedModelParallel, CombinedOptimizer, TrackedLoader[Batch]]:
-    """The job without its checkpoints: sharded model, optimizer, loader."""
+    """Build the job without its checkpoints: sharded model, optimizer, loader."""
     rank, world = dist.get_rank(), dist.get_world_size()
     batches = make_batches(args, Likes(args), rank, world)
-    torch.manual_seed(args.seed + rank)  # shards differ; DDP spreads rank 0's dense part
+    torch.manual_seed(args.seed + rank)  # shards differ; DDP copies rank 0's dense part to all
     model = TwoTower(args, world / args.batch_size, device)
     fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": args.learning_rate}
     sharder = EmbeddingBagCollectionSharder(fused_params=fused)
@@ -223,7 +223,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     dmp, optimizer, loader = build(args, device)
     log.info("training on %d ranks, %s, global batch %d", dist.get_world_size(), device.type, args.batch_size)
     checkpointer, step = None, 0
-    with contextlib.ExitStack() as closing:  # says in the log how the job has ended, whatever ends it
+    with contextlib.ExitStack() as closing:  # records in the log how the job ended, even after an error
         if args.stream is not None:
             from torchrec_stream_ckpt import StreamCheckpointer
 
@@ -253,7 +253,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 
 
 def configure_logging(rank: int) -> None:
-    """Events on rank 0, warnings on all ranks, less the ones that every TorchRec job on a CPU gives."""
+    """Log events on rank 0, warnings on all ranks, except those that every TorchRec job on a CPU gives."""
     layout = f"%(asctime)s [rank {rank}] %(message)s"
     logging.basicConfig(level=logging.WARNING, format=layout, datefmt="%H:%M:%S", force=True)
     for name in (log.name, "torchrec_stream_ckpt"):
@@ -264,10 +264,10 @@ def configure_logging(rank: int) -> None:
 
 
 def fail(message: str) -> NoReturn:
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # each node tells once
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # once per node
         print(f"{log.name}.py: error: {message}", file=sys.stderr, flush=True)
     else:
-        time.sleep(3)  # torchrun ends all ranks when the first one leaves: that must be the one that tells
+        time.sleep(3)  # torchrun ends all ranks when the first one leaves: let the reporting rank be first
     raise SystemExit(2)
 
 
@@ -284,11 +284,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     dist.init_process_group("nccl" if cuda else "gloo")
     try:
         train(args, device)
-        dist.barrier()  # no rank leaves while another one still talks to it
+        dist.barrier()  # no rank leaves while another one still communicates with it
     except (UserError, StreamCkptError) as error:
         fail(str(error))
     finally:
-        gc.collect()  # the model holds the group's threads: it must go first
+        gc.collect()  # the model holds the group's threads: free it first
         dist.destroy_process_group()
 
 

@@ -35,38 +35,38 @@ def stream_ckpt(
     commit_key_file: Optional[str] = None,
     broker: Optional[str] = None,
 ) -> specs.AppDef:
-    """Trains a recipe and folds its stream into a store beside it.
+    """Train a recipe and fold its stream into a store.
 
-    For trials: the materializer shares the trainer's job, and follows the log for as long as that lives. In production
-    run it as a job of its own (service.py:materialize).
+    For trials: the materializer shares the trainer's job, and follows the log until the job ends. In production, run it
+    as a separate job (service.py:materialize).
     Example: torchx run -s local_cwd torchx_components/pipeline.py:stream_ckpt --uri file://ckpt/log
     --store file://ckpt/store -j 1x2 -- --synthetic small
 
     Args:
-        recipe_args: more flags of the recipe, such as --marker_every 50; --stream_ckpt and --store are made of
-            --uri and --store
-        uri: the log, file://DIR or kafka://HOST:PORT,.../JOB; a file:// log must be a folder that all roles see
+        recipe_args: more flags of the recipe, such as --marker_every 50; --stream_ckpt and --store are derived
+            from --uri and --store
+        uri: the log, file://DIR or kafka://HOST:PORT,.../JOB; a file:// log must be a folder that all roles can access
         store: the store, file://DIR or s3://BUCKET/PREFIX
         script: the recipe, a path in the image (local_cwd and Slurm: on the machine); by default the train_dlrm that is
             installed with torchrec_stream_ckpt
         j: [MIN:]NODESxPROCS of the trainer; with MIN it is elastic
         image: container image that holds the recipe and torchrec_stream_ckpt; local_cwd and Slurm use none
-        name: EXPERIMENT/RUN, EXPERIMENT/ or /RUN; the run is called as the script is by default
+        name: EXPERIMENT/RUN, EXPERIMENT/ or /RUN; the default name of the run is that of the script
         h: a named resource of TorchX for the trainer; takes precedence over cpu, gpu and memMB
-        cpu: CPUs of a trainer's node; 0: one a process, or 8 beside a GPU
+        cpu: CPUs of a trainer's node; 0: one per process, or 8 with a GPU
         gpu: GPUs of a trainer's node; 0 trains on CPUs
-        memMB: memory of a trainer's node in MB, shared memory included; 0: 4096 a process, or 32768 beside a GPU
+        memMB: memory of a trainer's node in MB, shared memory included; 0: 4096 per process, or 32768 with a GPU
         efa: EFA devices of a trainer's node (AWS); 0: those of the named resource h, if it has any
-        env: KEY=VALUE,KEY=VALUE for all roles; on Slurm no value may hold a comma
+        env: KEY=VALUE,KEY=VALUE for all roles; on Slurm no value may contain a comma
         mounts: type=bind,src=PATH,dst=PATH[,readonly] (volume, device), for all roles
-        max_retries: how often the scheduler starts a role that failed again
-        max_restarts: how often torchrun starts failed workers again, within the job; -1: 100 times if -j is elastic,
-            else never
+        max_retries: how often the scheduler restarts a failed role
+        max_restarts: how often torchrun restarts failed workers, within the job; -1: 100 times if -j is elastic,
+            otherwise never
         rdzv_port: port on the first node at which the nodes meet
         rdzv_conf: KEY=VALUE,KEY=VALUE for the rendezvous of torchrun; an elastic job has shorter waits by default
-        materializers: replicas; a second one does no harm, and saves no time: cores do (--engine)
-        materializer_cpu: CPUs of each of them
-        materializer_memMB: memory of each of them in MB
+        materializers: replicas; a second one is harmless, but saves no time; use more cores (--engine)
+        materializer_cpu: CPUs of each replica
+        materializer_memMB: memory of each replica in MB
         store_options: file of key=value settings of an object store, for all roles
         kafka_options: file of key=value settings of the Kafka client, for all roles
         commit_key_file: file of the job's commit key, for all roles

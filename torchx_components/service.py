@@ -24,24 +24,25 @@ def materialize(
     kafka_options: Optional[str] = None,
     commit_key_file: Optional[str] = None,
 ) -> specs.AppDef:
-    """Folds the log of a training job into a store, until it is canceled. Flags of stream-ckpt materialize follow --.
+    """Fold the log of a training job into a store, until it is canceled. Flags of stream-ckpt materialize follow --.
 
-    It shares nothing with the training job: either may fail, end or be canceled, and the other goes on. Run the same
-    command again for a second one: they share the partitions of the log.
-    Example: torchx run -s slurm torchx_components/service.py:materialize --uri kafka://k1:9092/job --store s3://ckpt/job
+    It shares nothing with the training job: if either fails, ends or is canceled, the other continues. Run the same
+    command again for a second materializer: they share the partitions of the log.
+    Example: torchx run -s slurm torchx_components/service.py:materialize --uri kafka://k1:9092/job --store
+    s3://ckpt/job
 
     Args:
         materialize_args: more flags of stream-ckpt materialize, such as --compact span4 --metrics-port 9500
         uri: the log, file://DIR or kafka://HOST:PORT,.../JOB
         store: the store, file://DIR or s3://BUCKET/PREFIX
         image: container image that holds torchrec_stream_ckpt; it needs no torch. local_cwd and Slurm use none
-        name: what the job is called
+        name: name of the job
         h: a named resource of TorchX; takes precedence over cpu and memMB
         cpu: CPUs
         memMB: memory in MB. A merge takes 800 at most; Kubernetes requests 1024 less than this
-        env: KEY=VALUE,KEY=VALUE for the process; on Slurm no value may hold a comma
-        mounts: type=bind,src=PATH,dst=PATH[,readonly] (volume, device): what a container sees of its machine
-        max_retries: how often the scheduler starts it again when it has failed; AWS Batch takes 10 at most
+        env: KEY=VALUE,KEY=VALUE for the process; on Slurm no value may contain a comma
+        mounts: type=bind,src=PATH,dst=PATH[,readonly] (volume, device): what a container can access on its machine
+        max_retries: how often the scheduler restarts it after a failure; AWS Batch allows 10 at most
         store_options: file of key=value settings of an object store
         kafka_options: file of key=value settings of the Kafka client
         commit_key_file: file of the job's commit key

@@ -27,29 +27,30 @@ def dlrm(
     rdzv_port: int = 29500,
     rdzv_conf: Optional[str] = None,
 ) -> specs.AppDef:
-    """Trains a recipe under torchrun. Its own flags follow --.
+    """Train a recipe under torchrun. Its own flags follow --.
 
-    A job that is started again, on as many ranks as there are now, goes on from the newest committed marker.
-    Example: torchx run -s local_cwd torchx_components/train.py:dlrm -j 1x2 -- --synthetic small --stream_ckpt file://ckpt
+    A restarted job, on any number of ranks, continues from the newest committed marker.
+    Example: torchx run -s local_cwd torchx_components/train.py:dlrm -j 1x2 -- --synthetic small --stream_ckpt
+    file://ckpt
 
     Args:
-        recipe_args: flags of the recipe, such as --stream_ckpt URI --store URL --restore latest. One that is given
-            twice is written --flag=VALUE, as torchx run takes --flag VALUE only once
+        recipe_args: flags of the recipe, such as --stream_ckpt URI --store URL --restore latest. To give a flag
+            twice, write --flag=VALUE, because torchx run accepts --flag VALUE only once
         script: the recipe, a path in the image (local_cwd and Slurm: on the machine); by default the train_dlrm that is
             installed with torchrec_stream_ckpt
-        j: [MIN:]NODESxPROCS; with MIN the job is elastic: it goes on with MIN nodes and grows up to NODES
+        j: [MIN:]NODESxPROCS; with MIN the job is elastic: it continues with MIN nodes and grows up to NODES
         image: container image that holds the recipe and torchrec_stream_ckpt; local_cwd and Slurm use none
-        name: EXPERIMENT/RUN, EXPERIMENT/ or /RUN; the run is called as the script is by default
+        name: EXPERIMENT/RUN, EXPERIMENT/ or /RUN; the default name of the run is that of the script
         h: a named resource of TorchX; takes precedence over cpu, gpu and memMB
-        cpu: CPUs of a node; 0: one a process, or 8 beside a GPU
+        cpu: CPUs of a node; 0: one per process, or 8 with a GPU
         gpu: GPUs of a node; 0 trains on CPUs
-        memMB: memory of a node in MB, shared memory included; 0: 4096 a process, or 32768 beside a GPU
+        memMB: memory of a node in MB, shared memory included; 0: 4096 per process, or 32768 with a GPU
         efa: EFA devices of a node (AWS); 0: those of the named resource h, if it has any
-        env: KEY=VALUE,KEY=VALUE for the processes; on Slurm no value may hold a comma
-        mounts: type=bind,src=PATH,dst=PATH[,readonly] (volume, device): what a container sees of its machine
-        max_retries: how often the scheduler starts a job that failed again
-        max_restarts: how often torchrun starts failed workers again, within the job; -1: 100 times if -j is elastic,
-            else never
+        env: KEY=VALUE,KEY=VALUE for the processes; on Slurm no value may contain a comma
+        mounts: type=bind,src=PATH,dst=PATH[,readonly] (volume, device): what a container can access on its machine
+        max_retries: how often the scheduler restarts a failed job
+        max_restarts: how often torchrun restarts failed workers, within the job; -1: 100 times if -j is elastic,
+            otherwise never
         rdzv_port: port on the first node at which the nodes meet
         rdzv_conf: KEY=VALUE,KEY=VALUE for the rendezvous of torchrun; an elastic job has shorter waits by default
     """
