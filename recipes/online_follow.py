@@ -1,5 +1,4 @@
-"""Serve the model that ``train_dlrm.py`` trains: a replica that follows its stream and scores batches. One file to
-copy.
+"""Serve the model that ``train_dlrm.py`` trains: follow its stream and score batches. One file to copy.
 
     torchrun --standalone --nproc_per_node 2 recipes/train_dlrm.py --synthetic small --stream_ckpt file://ckpt &
     python recipes/online_follow.py --stream_ckpt file://ckpt --verify

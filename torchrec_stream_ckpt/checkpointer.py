@@ -261,9 +261,8 @@ class StreamCheckpointer:
         """Wait as a hot spare of this job's trainer, then take over as :meth:`restore` does.
 
         Call it instead of ``restore()``, on separate ranks. Any number of them is allowed, under any plan with the
-        trainer's column split. It loads the newest marker and keeps it up to date in the live tables. When the
-        condition for a takeover is met, it fences the trainer, continues from its last marker, and returns. See
-        docs/follow.md.
+        trainer's column split. It loads the newest marker and keeps it up to date in the live tables. When it is time
+        for a takeover, it fences the trainer, continues from its last marker, and returns. See docs/follow.md.
 
         Args:
             takeover: Condition of the takeover; default: 60 s without a sign of life.
@@ -289,27 +288,25 @@ class StreamCheckpointer:
         changes: Changes | None = None,
         best: str | None = None,
     ) -> RestorePlan | None:
-        """Plan the reads and writes of a ``restore()`` with these arguments on this rank; ``describe()`` renders the
-        plan.
+        """Plan the reads and writes of a ``restore()`` with these arguments on this rank.
 
-        Writes nothing.
+        Writes nothing. ``describe()`` renders the plan.
         """
         self._check_not_closed()
         return self._session.plan(chosen(self._team, self._job, marker, best), changes)
 
     def schema(self) -> ModelSchema:
-        """Return the schema of this model: tables, dense parameters and optimizers, and the names of the stateful
-        objects.
+        """Return this model's schema: tables, dense parameters and optimizers, and the names of the stateful objects.
 
         Local. ``schema().save(path)`` writes it for plans without the model.
         """
         return self._session.schema()
 
     def step(self, batches: int = 1, *, event_s: float | None = None) -> None:
-        """Record that a training step is done: forward, backward and optimizer. Drains and cuts markers at their
-        intervals.
+        """Record that a training step is done: forward, backward and optimizer.
 
-        Never waits for the log. A marker that does not fit the ring is sent over the next steps.
+        Drains and cuts markers at their intervals. Never waits for the log. A marker that does not fit the ring is sent
+        over the next steps.
 
         Args:
             batches: How many batches it trained: more with gradient accumulation, 0 for none of the loader. Each
@@ -372,7 +369,7 @@ class StreamCheckpointer:
         return self._streaming.mark(meta_of_all)
 
     def mark_all(self) -> None:
-        """Send all rows again, after tables were written without torch: by ``.data``, NumPy, a raw pointer or a
+        """Send all rows again, after tables were written past torch: by ``.data``, NumPy, a raw pointer or a
         collective.
 
         Call it after the write, before the next ``step()`` or ``mark()``. Writes in place by torch, and loading by

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def open_job(job: Job, *, warn: bool = True) -> Iterator[Job]:
-    """Yield a job whose log exists, with its control partition folded. If the log has lost its end, a warning is
-    printed to stderr.
+    """Yield a job whose log exists, with its control partition folded.
+
+    If the log has lost its end, a warning is printed to stderr.
 
     Args:
         job: The job; closed at the end.

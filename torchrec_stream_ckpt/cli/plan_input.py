@@ -118,8 +118,9 @@ def spread(tables: Sequence[PlannedTable], rows_per_s: float, drain_s: float, gr
 
 
 def workload_of_job(job: Job, asked: Asked) -> Workload:
-    """Read the tables of the newest generation with two committed markers, and its rates between the first and the last
-    one. The sweep is before the first one.
+    """Read the tables of the newest generation with two committed markers, and its rates.
+
+    The rates are those between the first and the last marker. The sweep is before the first one.
 
     Raises:
         ConfigError: no generation has committed two markers, or they have the same time.

@@ -33,8 +33,7 @@ def planner_constraints(
     source: Source | str | None = None,
     changes: Changes | None = None,
 ) -> Constraints:
-    """Return constraints for ``EmbeddingShardingPlanner`` under which a marker can be restored exactly, on any world
-    size.
+    """Return ``EmbeddingShardingPlanner`` constraints under which a marker can be restored exactly, on any world size.
 
     The state of a row-wise optimizer belongs to a column shard, so a restore refuses a plan that splits the columns of
     such a table in another way. Tables whose optimizer has one value a weight may be split in any way; no table may

@@ -161,10 +161,9 @@ class FollowedTables:
         return first, last - first
 
     def advance(self, timeout_s: float = 0.0) -> list[Update]:
-        """Apply all available updates; wait at most ``timeout_s`` for the first one. Raises as
-        :meth:`Follower.updates`.
+        """Apply all available updates; wait at most ``timeout_s`` for the first one.
 
-        Readers wait while one update is applied, never between two.
+        Readers wait while one update is applied, never between two. Raises as :meth:`Follower.updates`.
 
         Returns:
             The applied updates, in order. Their rows cannot be read any more.
@@ -282,8 +281,9 @@ class FollowedTables:
             yield Served(commit.id, commit.step, commit.time_s, update.is_provisional, self._tensors)
 
     def dense(self) -> DenseTensors:
-        """Return the dense state of the applied marker; its files are opened only now. Call it on the thread of
-        ``advance``.
+        """Return the dense state of the applied marker.
+
+        Its files are opened only now. Call it on the thread of ``advance``.
 
         Raises:
             ReplicaNotReadyError: no marker was loaded yet.

@@ -114,8 +114,9 @@ class Tail:
         return {table: np.unique(np.concatenate(ids)) for table, ids in found.items()}
 
     def read(self) -> list[Rows]:
-        """Return the rows that have arrived since those that were :meth:`taken`, in order. They are returned again
-        until they are taken.
+        """Return the rows that have arrived since those that were :meth:`taken`, in order.
+
+        They are returned again until they are taken.
 
         Raises:
             StreamLostError: rows that were read are no longer in the log.

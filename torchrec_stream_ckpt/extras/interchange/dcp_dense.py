@@ -112,8 +112,7 @@ class DenseFiles:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=not plain)
 
     def outline(self) -> tuple[DenseTensors, dict[int, str]]:
-        """Return the dense state with meta tensors for the entries that are not read, and their entry names by
-        ``id()``.
+        """Return the dense state with meta tensors for entries that are not read, and their entry names by ``id()``.
 
         Buffers, and values of optimizers other than tensors, are read: they are in two entries of rank 0.
 

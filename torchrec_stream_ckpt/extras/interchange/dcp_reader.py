@@ -87,8 +87,9 @@ def _is_written_by_rows(tensor: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def fill(route: Route, job: Job | Tiers, regions: Iterable[Region]) -> None:
-    """Read the rows of some regions. Rows in the store are read at most once; of the log, all rows of the tables are
-    read.
+    """Read the rows of some regions.
+
+    Rows in the store are read at most once. From the log, all rows of the tables are read.
 
     Raises:
         CorruptionError: the log or the store is damaged or incomplete; the tensors are then half written.

@@ -176,8 +176,9 @@ def _differ(one: Array, other: Array) -> Flags:
 
 
 def diff_dense(first: tuple[Commit, Path], second: tuple[Commit, Path]) -> DenseDiff | None:
-    """Compare dense entries by their digests. Returns None if files differ and torch is not installed to compare their
-    entries.
+    """Compare dense entries by their digests.
+
+    Returns None if files differ and torch is not installed to compare their entries.
 
     Args:
         first: A marker, and its dense directory, digests compared.

@@ -1,5 +1,4 @@
-"""The rows of a marker without a model: assembled from all data that leads to it, window by window, or as they were
-sent.
+"""The rows of a marker without a model: assembled window by window from all its data, or as they were sent.
 
 A log has no index: a window of a table may lie anywhere in it. So data that only the log has is folded once into a
 scratch folder, as the materializer does it, and then read like the store.
@@ -299,10 +298,10 @@ class MarkerRows:
         self._narrow.close()
 
     def sent(self, tables: Collection[int]) -> Iterator[tuple[ChunkEntry, RowsView]]:
-        """Yield chunks of some tables, oldest first. If a piece is damaged and other pieces have its rows, yield
-        everything again.
+        """Yield chunks of some tables, oldest first.
 
-        If a table was sent whole later, rows of older generations are left out.
+        If a table was sent whole later, rows of older generations are left out. If a piece is damaged and other pieces
+        have its rows, everything is yielded again.
         """
         while True:
             opened = self.opened
@@ -393,10 +392,10 @@ class TableWindow:
 
 
 class TableReader:
-    """Reads one table of a marker by rows. Holds one window, the chunks open at its end, and chunks that are read
-    ahead.
+    """Reads one table of a marker by rows.
 
-    If the windows ascend, each chunk is read once.
+    Holds one window, the chunks open at its end, and chunks that are read ahead. If the windows ascend, each chunk is
+    read once.
 
     Args:
         rows: Source of the table's rows.
@@ -440,8 +439,9 @@ class TableReader:
             yield row0, min(height, self.spec.rows - row0)
 
     def read(self, row0: int, rows: int) -> TableWindow:
-        """Return the newest version of each row of [row0, row0 + rows). If a piece of the store is damaged, other
-        places are read.
+        """Return the newest version of each row of [row0, row0 + rows).
+
+        If a piece of the store is damaged, other places are read.
 
         Raises:
             CorruptionError: a piece is damaged and no other place has its rows, or a row was never sent.
@@ -450,8 +450,9 @@ class TableReader:
         return self._around_damage(lambda: self._read(row0, rows))
 
     def pick(self, ids: Ints) -> TableWindow:
-        """Return the newest version of some rows, as :meth:`read`. Reads only chunks that may have a row that is still
-        missing.
+        """Return the newest version of some rows, as :meth:`read`.
+
+        Reads only chunks that may have a row that is still missing.
 
         Args:
             ids: Row numbers of the table, ascending, without duplicates. ``row0`` of the result has no meaning.

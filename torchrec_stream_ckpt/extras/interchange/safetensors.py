@@ -63,8 +63,9 @@ def write_safetensors(
     about: dict[str, str],
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
-    """Write whole tables, and states as ``<table>.<state>``. If a state has several column shards, it is written as
-    ``<table>.<state>.col<first column>`` for each of them.
+    """Write whole tables, and states as ``<table>.<state>``.
+
+    If a state has an array for each of several column shards, these are ``<table>.<state>.col<first column>``.
 
     Args:
         folder: An empty folder.

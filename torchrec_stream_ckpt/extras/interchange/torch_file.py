@@ -52,8 +52,9 @@ class Shards:
 
 
 def read_file(path: Path) -> Mapping[str, Any]:
-    """Return the dictionary of a file. Its tensors are mapped, and read when they are used. All bytes are read once to
-    compare checksums.
+    """Return the dictionary of a file.
+
+    Its tensors are mapped, and read when they are used. All bytes are read once to compare checksums.
 
     Raises:
         ConfigError: there is no such file, or it holds no dictionary.
@@ -91,8 +92,7 @@ def read_file(path: Path) -> Mapping[str, Any]:
 
 
 def leaves(values: Mapping[str, Any], path: Path) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield the values of nested dictionaries, with the keys that lead to each: tensors, :class:`Shards`, or anything
-    else.
+    """Yield the values of nested dictionaries, with the keys that lead to each: tensors, :class:`Shards`, or others.
 
     Raises:
         UnsupportedError: a tensor is of a kind that is not imported, or dictionaries are nested without an end.

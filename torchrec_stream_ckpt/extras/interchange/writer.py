@@ -35,8 +35,9 @@ class Batch:
 def write_stream(
     log: Log, claim: Claim, shards: Sequence[TableShard], batches: Iterator[Batch], step: int, timeout_s: float
 ) -> RankEnd:
-    """Write rank 0's stream of a generation that has been claimed. Returns its end at the marker; everything is then
-    durable.
+    """Write rank 0's stream of a generation that has been claimed.
+
+    Returns its end at the marker. Everything up to there is then durable.
 
     Args:
         log: The log.

@@ -23,8 +23,9 @@ _OPTIMIZER_STATES: dict[str, tuple[tuple[str, bool], ...]] = {
 
 
 def optimizer_states(name: str) -> tuple[StateSpec, ...]:
-    """Return the states of a row under a fused optimizer, as float32. ``rowwise_adagrad`` and ``exact_rowwise_adagrad``
-    are the same optimizer.
+    """Return the states of a row under a fused optimizer, as float32.
+
+    ``rowwise_adagrad`` and ``exact_rowwise_adagrad`` are the same optimizer.
 
     Raises:
         ConfigError: the model does not know the optimizer.
@@ -125,11 +126,10 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitCosts:
-    """Costs of one unit of work, and the speed and size of the machines. ``benchmarks/scale`` measures those marked
-    (m).
+    """Costs of one unit of work, and the speed and size of the machines.
 
-    The defaults of the marked ones were measured on one core of a 2-core Xeon VM on 2026-11-21
-    (benchmarks/scale/results), and rounded up. None of them was measured on a GPU.
+    ``benchmarks/scale`` measures those marked (m). The defaults of the marked ones were measured on one core of a
+    2-core Xeon VM on 2026-11-21 (benchmarks/scale/results), and rounded up. None of them was measured on a GPU.
     """
 
     mark_s_per_id: float = 1.5e-9

@@ -27,8 +27,9 @@ class BrokerNeed:
 
 
 def log_bytes(work: Workload, where: Deployment) -> float:
-    """Compute the largest disk use of the log: the sweep, the data sent between two trims (a day's without trims), all
-    copies.
+    """Compute the largest disk use of the log: the sweep, and the data between two trims (a day's without trims).
+
+    All copies are counted.
 
     A trim frees whole segments only: 1 GB per partition on Kafka, 256 MB per rank in files (docs/operations.md).
     """

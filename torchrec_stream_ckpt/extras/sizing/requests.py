@@ -88,8 +88,7 @@ def segments_requests(num_bytes: float) -> float:
 def marker_requests(
     ranks: int, *, num_bytes: float = 0.0, folds: bool = True, kept: float = 0.0, dense_files: int = 1
 ) -> Requests:
-    """Count the requests of one materializer for a marker that follows another one of the same generation, without its
-    folds.
+    """Count the requests of one materializer for a marker after another one of its generation, without its folds.
 
     Args:
         ranks: Ranks of the trainer.
@@ -192,8 +191,9 @@ def scrub_requests(
 
 
 def trim_requests(*, markers: float, folds: float, segments: float, fresh: float, fresh_bytes: float = 0.0) -> Requests:
-    """Count the requests of one trim, at most. Each segment of the store takes one; segments with rows whose log data
-    will be deleted are read whole.
+    """Count the requests of one trim, at most.
+
+    Each segment of the store takes one; segments with rows whose log data will be deleted are read whole.
 
     Args:
         markers: Markers in the store.
@@ -216,8 +216,9 @@ def gc_requests(
     relied_bytes: float = 0.0,
     names: float = 0.0,
 ) -> Requests:
-    """Count the requests of one round of gc, at most. It lists the store several times, and looks for the own object of
-    each fold whose segments it deletes.
+    """Count the requests of one round of gc, at most.
+
+    It lists the store several times, and looks for the own object of each fold whose segments it deletes.
 
     Args:
         markers: Markers in the store.

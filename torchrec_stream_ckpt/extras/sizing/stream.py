@@ -70,11 +70,11 @@ def step_cost(work: Workload, costs: UnitCosts) -> StepCost:
 
 
 def step_time(train_s: float, cost: StepCost, ranks: int, cores: float) -> float:
-    """Compute the seconds of a step with streaming, on a host of ``ranks`` ranks (one training thread each) and
-    ``cores`` cores.
+    """Compute the seconds of a step with streaming, on a host of ``ranks`` ranks and ``cores`` cores.
 
-    A rank waits for its own training thread; a host with fewer cores than threads also waits for the sum of all work
-    over its cores. ``train_s`` is the step without streaming on the same host, so it already includes that contention.
+    Each rank has one training thread. A rank waits for its own training thread; a host with fewer cores than threads
+    also waits for the sum of all work over its cores. ``train_s`` is the step without streaming on the same host, so it
+    already includes that contention.
     """
     busy = train_s * min(ranks, cores)
     own = train_s + cost.training_s
