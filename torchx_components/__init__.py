@@ -2,9 +2,10 @@
 
     torchx run -s SCHEDULER torchx_components/train.py:dlrm -j 2x8 -- --stream_ckpt URI ...
 
-This folder is installed as ``torchrec_stream_ckpt.components``, and must be imported by that name; ``python -m
-torchrec_stream_ckpt.components`` prints its path. There is no entry point ``torchx.components``, because a package that
-registers one hides TorchX's own components (``dist.ddp``, ``utils.echo``, ...) from all other installed packages.
+This folder is installed as ``torchrec_stream_ckpt.components``, and must be imported by that name;
+``python -m torchrec_stream_ckpt.components`` prints its path. There is no entry point ``torchx.components``, because a
+package that registers one hides TorchX's own components (``dist.ddp``, ``utils.echo``, ...) from all other installed
+packages.
 """
 
 from importlib.util import find_spec

@@ -43,7 +43,7 @@ AtChange = Literal["load", "stop"]
 
 
 class Follower:
-    """A reader that follows one job's stream; see :func:`follow`. Single-threaded, except for :meth:`stop` and
+    """A reader that follows one job's stream; see :func:`follow`. Not thread-safe, except for :meth:`stop` and
     ``stats``."""
 
     def __init__(

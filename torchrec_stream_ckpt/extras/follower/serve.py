@@ -55,7 +55,7 @@ class _Generation:
 
 
 class ServingWriter:
-    """Writes the updates of a follower of markers to a serving log. Single-threaded.
+    """Writes the updates of a follower of markers to a serving log. Not thread-safe.
 
     It holds all tables in memory, as float32: if a job cuts tables by columns, a changed slice requires encoding the
     whole row again.

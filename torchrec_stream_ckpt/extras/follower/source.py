@@ -51,7 +51,7 @@ class Delivered:
 
 
 class FollowedJob:
-    """One job's log, its store and its dense state, as one replica reads them. Single-threaded.
+    """One job's log, its store and its dense state, as one replica reads them. Not thread-safe.
 
     Args:
         uri: The job's log.

@@ -169,8 +169,8 @@ class StreamReader(StorageReader):
             directories.
         store: The job's store; None: the place where the job keeps it. Dense state holds pickles: if only the log names
             the store, name it here, or give the commit key.
-        model_key: Key of the model in the state dict that is loaded, such as ``model`` for ``{"model":
-            dmp.state_dict()}``; empty if its entries are at the top.
+        model_key: Key of the model in the state dict that is loaded, such as ``model`` for
+            ``{"model": dmp.state_dict()}``; empty if its entries are at the top.
         optimizer_key: Key of the optimizer.
         store_options: Options of the store's client, as of :class:`StreamConfig`.
         kafka_options: Options of Kafka's client, as of :class:`StreamConfig`.

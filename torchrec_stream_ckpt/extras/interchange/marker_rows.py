@@ -128,7 +128,7 @@ class _RowsOnDemand:
 
 
 class OpenMarker:
-    """A marker whose rows can be read, as :func:`open_marker` returns it. Single-threaded; close it, or use
+    """A marker whose rows can be read, as :func:`open_marker` returns it. Not thread-safe. Close it, or use
     ``with``."""
 
     def __init__(self, route: Route, lazy: _RowsOnDemand, stack: ExitStack) -> None:

@@ -1,7 +1,7 @@
 """Run the relay as a separate process next to the trainer's rank 0.
 
-The relay is restarted if it dies, and released at the end. Rank 0 starts ``python -m
-torchrec_stream_ckpt.extras.tiers.process`` and sends its settings as one line of JSON on stdin.
+The relay is restarted if it dies, and released at the end. Rank 0 starts
+``python -m torchrec_stream_ckpt.extras.tiers.process`` and sends its settings as one line of JSON on stdin.
 
 The relay watches its standard input and its parent. If either is gone, the trainer has ended. The relay then still
 copies what the trainer has captured, for a bounded time. Because the settings arrive on stdin, secrets among the
