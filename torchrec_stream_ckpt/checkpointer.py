@@ -68,7 +68,7 @@ class StreamCheckpointer:
         paranoid: At every marker, compare the state that the stream implies with the live tables, bit by bit, and fail
             at the first difference (``CaptureMismatchError``). This costs a second copy of this rank's tables and
             optimizer rows in host memory and, at each marker, one pass over both and a collective on the training
-            thread. Use it for tests, and for the first day of a new job. See docs/guarantees.md.
+            thread. Use it for tests, and for a day of a new job. See docs/guarantees.md.
         on_commit: (only rank 0's is used) Called with each marker once it is committed, and again after something was
             added to its metadata, in order, on a separate thread. An exception that it raises is logged. While 64
             markers wait for this call, no marker is cut.
@@ -214,7 +214,7 @@ class StreamCheckpointer:
                 a warm start has begun in this log.
             SchemaMismatchError: tables or dense state differ from the model's, and the difference was not declared;
                 names all differences, and the ``Changes`` that accept them.
-            ChangesError: ``changes`` declares changes that do not exist; names all of them.
+            ChangesError: declarations in ``changes`` are wrong; names all of them.
             UnsupportedError: a declared change cannot be made exactly; names the table.
             ColumnResplitError: see ``StreamConfig.on_column_resplit``.
             CorruptionError: bytes that the marker needs are damaged or missing; says where. Without ``marker``: the
@@ -422,7 +422,7 @@ class StreamCheckpointer:
         self._tier.close()
         self._end_groups()
 
-    # Checks between a call and the parts that execute it.
+    # Internal steps between a public call and the parts that execute it.
 
     def _check_not_closed(self) -> None:
         if self._closed:

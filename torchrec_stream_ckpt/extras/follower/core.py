@@ -440,7 +440,7 @@ def follow(
     kafka_options: Options = None,
     commit_key_file: Path | str | None = None,
 ) -> Follower:
-    """Follow a job's stream. It is read-only, and opens nothing until :meth:`Follower.updates` is used.
+    """Follow a job's stream. It is read-only, and accesses nothing until :meth:`Follower.updates` is used.
 
     Args:
         uri: ``file://DIR`` or ``kafka://HOST:PORT/JOB``. The log need not exist yet.

@@ -144,7 +144,7 @@ class FollowedJob:
     # Wanted tables, and the places of rows and dense state.
 
     def check_wanted(self, schema: Schema) -> None:
-        """Raises ConfigError if none of the tables is wanted."""
+        """Raise ConfigError if none of the tables is wanted."""
         if not self._wanted(schema):
             raise ConfigError("no table has such a name", hint=f"the job has {', '.join(schema.index())}")
 

@@ -83,8 +83,8 @@ class ImportSource:
     optimizer_key: str = ""
     """Key of the optimizer's state dict."""
     data_parallel: tuple[str, ...] = ()
-    """(an optimizer without state) Names of replicated tables. Without such an optimizer, the tables without fused
-    state are the replicated ones."""
+    """(an optimizer without state) Names of replicated tables. With any other optimizer, the tables without fused state
+    are the replicated ones."""
     sharded: tuple[str, ...] = ()
     """Tables that are known to be sharded. If one has no fused state, only its weights are imported."""
     of_model: frozenset[str] = frozenset()

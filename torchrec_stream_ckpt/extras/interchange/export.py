@@ -76,7 +76,7 @@ def export(
     Args:
         commit: The marker.
         open_rows: Opens its rows.
-        dense: Returns its dense directory, digests compared; only DCP calls it.
+        dense: Returns its dense directory, digests compared; called only for the DCP format.
         target: Format and folder of the export.
         options: Contents and layout of the export.
         progress: Called with the bytes of each window.

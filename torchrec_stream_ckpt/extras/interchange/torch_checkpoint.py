@@ -72,7 +72,7 @@ class _Entry:
 class TorchCheckpoint:
     """A file of ``torch.save``, or a folder with one file per rank. No pickled code in it is run.
 
-    A tensor that all ranks hold is taken from rank 0, whose file is read first. Files that have another value of it are
+    A tensor that is not sharded is taken from rank 0, whose file is read first. Files that have another value of it are
     noted. If that tensor is requested, an error names them.
 
     Args:

@@ -108,7 +108,7 @@ class Relay:
         """Marker up to which this relay has sent rows without a break."""
         self._writers: dict[int, DataWriter] = {}
         self._older = Older()
-        """The lineage on which the generation is based, on the outer log."""
+        """Streams of the older generations on which this one is based, on the outer log."""
         self.frames_bytes = 0
         """Bytes of frames that the relay has sent."""
         self.dense_bytes = 0
@@ -230,7 +230,7 @@ class Relay:
         return True
 
     def _check_offered(self, commit: Commit) -> None:
-        """Raises MarkerNotFoundError if the inner store has given the marker up."""
+        """Raise MarkerNotFoundError if the inner store has given the marker up."""
         objects = self._tiers.inner.objects
         if objects.size(dropped_name(commit.job, commit.id)) is not None:
             Catalog.load(objects, commit.job).check_offered(commit.id)
