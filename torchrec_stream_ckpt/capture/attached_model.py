@@ -1,4 +1,4 @@
-"""A model with our hooks on it: the rows that this rank holds, and the capture of what changes in them."""
+"""A model with our hooks attached: the rows that this rank holds, and the capture of changes to them."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ log = logging.getLogger(__name__)
 
 
 class Attached:
-    """What one rank trains. It is read when this is made, and hooked by :meth:`hook`; both again after a reshard.
+    """The model of one rank. Read by the constructor and hooked by :meth:`hook`; both are repeated after a reshard.
 
     Args:
         model: The sharded model.
-        optimizer: What the job steps.
+        optimizer: The optimizer that the job steps.
         team: All ranks.
-        paranoid: Whether an oracle follows the stream.
+        paranoid: True if an oracle follows the stream.
     """
 
     def __init__(
@@ -56,10 +56,11 @@ class Attached:
         self.describe()
 
     def describe(self, order: Schema | None = None) -> None:
-        """(all ranks) Learn which rows this rank holds, and the schema of all ranks.
+        """(all ranks) Read which rows this rank holds, and the schema of all ranks.
 
         Args:
-            order: A lineage's schema with the same tables, which numbers them; None: they are sorted by name.
+            order: A lineage's schema with the same tables, which defines their indices. If None, tables are sorted by
+                name.
         """
         self.kernels = self._team.together(lambda: fused_kernels(self._model))
         self._team.together(lambda: check_rows_fit(self.kernels))
@@ -74,15 +75,16 @@ class Attached:
         shards = self._team.gather(self.shards)
         check_held_once(shards, schema)
         self.layout = RankShards.of(shards) if self._team.rank == 0 else None
-        """(rank 0) Which shards each rank holds."""
+        """(rank 0) The shards of each rank."""
 
     def shards_in(self, schema: Schema) -> tuple[TableShard, ...]:
-        """Return the shards of this rank, by the indices of a schema that has the model's tables."""
+        """Return this rank's shards, with the table indices of a schema that has the model's tables."""
         return local_shards(self.kernels, schema)
 
     def adopt(self, schema: Schema) -> None:
-        """(all ranks) From here on tables have the indices of ``schema``, which has the same ones: a lineage numbers
-        them once, whatever they are called later. Before a generation is opened.
+        """(all ranks) Use the table indices of ``schema``, which has the same tables, from now on.
+
+        A lineage numbers its tables once, even if they are renamed later. Call this before a generation is opened.
         """
         self._number(schema)
         self.capture.number(schema)
@@ -90,10 +92,10 @@ class Attached:
             self.oracle.number(schema)
 
     def hook(self, reshard: Callable[[Callable[[], float]], float]) -> None:
-        """(all ranks) Hook the kernels as they are now, and what changes rows beside them.
+        """(all ranks) Hook the kernels in their current state, and all code that changes rows outside of them.
 
         Args:
-            reshard: Takes the place of ``dmp.reshard()``; what it is given moves the rows.
+            reshard: Replaces ``dmp.reshard()``. Its argument is the function that moves the rows.
         """
         self._team.together(lambda: check_free(self.kernels))
         self.standing = Standing(self._model)
@@ -108,33 +110,33 @@ class Attached:
             )
 
     def unhook(self) -> None:
-        """Leave nothing on the model and on the optimizers."""
+        """Remove all hooks from the model and the optimizers."""
         self._unwatch()
         self.capture.close()
         self._free_kernels()
 
     def begin(self, swept: Collection[int]) -> None:
-        """(all ranks) The next generation stands on what the tables hold now; those in ``swept`` it sends whole."""
+        """(all ranks) Start the next generation from the current rows. Tables in ``swept`` are sent whole."""
         self.capture.begin()
         if self.oracle is not None:
             self._team.together(partial(self.oracle.begin, swept))
 
     @property
     def device(self) -> torch.device:
-        """Where the tables are."""
+        """Device of the tables."""
         return self.kernels[0].device if self.kernels else torch.device("cpu")
 
     @property
     def tables(self) -> range:
-        """The indices of all tables, those of dropped ones too."""
+        """The indices of all tables, including dropped ones."""
         return range(len(self.schema.tables))
 
     def replicated(self) -> ReplicatedTables:
-        """The tables that every rank has whole."""
+        """Return the tables that every rank holds whole."""
         return ReplicatedTables(self._model, dense_optimizers(self._optimizer))
 
     def column_splits(self) -> dict[int, set[tuple[int, int]]]:
-        """(all ranks) Table -> the column ranges of its shards on all ranks."""
+        """(all ranks) Return table -> the column ranges of its shards on all ranks."""
         splits: dict[int, set[tuple[int, int]]] = {}
         for shards in self._team.gather(self.shards):
             for shard in shards:

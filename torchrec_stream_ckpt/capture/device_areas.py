@@ -1,7 +1,7 @@
 """(GPU) Device memory in which frames are laid out, and a separate stream that copies them to the host.
 
 Rows are gathered on the stream that reads them, and the next update waits for that. The copies over the bus take about
-ten times as long, and nothing waits for them but the publisher, and a later run that needs the same memory.
+ten times as long. Only the publisher waits for them, and a later run that needs the same memory.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ import torch
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
 
 RUN_FRAMES = 16
-"""Frames that are gathered at once, at most: launches are counted by runs, and memory by their bytes."""
+"""Most frames gathered at once. Launches grow with the number of runs, memory with their bytes."""
 MOST_AREAS = 8
-"""Runs whose copies may be on their way."""
+"""Most runs with copies in flight."""
 
 
 class DeviceAreas:
-    """Up to ``MOST_AREAS`` areas of ``RUN_FRAMES`` frames, made as they are needed and then kept: 128 MiB at most.
+    """Up to ``MOST_AREAS`` areas of ``RUN_FRAMES`` frames, allocated on demand and then kept: 128 MiB at most.
 
-    For one thread at a time.
+    Not thread-safe.
 
     Args:
-        device: Of the tables.
+        device: Device of the tables.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._areas: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
-        """With the event after the last copy from each; the oldest first."""
+        """Each area with the event after the last copy from it, oldest first."""
 
     def take(self) -> torch.Tensor:
-        """Return an area, uint8, to fill on the current stream, which waits if all are on their way.
+        """Return an area, uint8, to fill on the current stream. The stream waits if all areas have copies in flight.
 
-        The host never waits. Hand it back to ``copy``; otherwise it is dropped.
+        The host never waits. Hand the area back to ``copy``; otherwise it is dropped.
         """
         if self._areas and (len(self._areas) >= MOST_AREAS or self._areas[0][1].query()):  # type: ignore[no-untyped-call]
             area, copied = self._areas.popleft()
@@ -49,15 +49,15 @@ class DeviceAreas:
     def copy(
         self, area: torch.Tensor, targets: Sequence[tuple[int, torch.Tensor]], copied: Callable[[torch.device], object]
     ) -> None:
-        """Queue copies to pinned memory, after what is queued on the current stream by now.
+        """Queue copies to pinned memory, after all work queued on the current stream so far.
 
         Args:
-            area: What ``take`` returned.
+            area: An area returned by ``take``.
             targets: (first byte in the area, target in pinned memory, uint8) of each frame.
-            copied: Called once all are queued, on their stream.
+            copied: Called on the copies' stream once all are queued.
         """
         current = torch.cuda.current_stream(self._device)
-        for stream in (current, self._stream):  # first: whatever is raised below, nobody gets the memory too early
+        for stream in (current, self._stream):  # first: if anything below raises, the memory is not reused too early
             area.record_stream(stream)
         filled = current.record_event()
         self._stream.wait_event(filled)

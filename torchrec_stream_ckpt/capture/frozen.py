@@ -1,7 +1,7 @@
-"""The cut that is open: rows as they were at its step boundary, sent as the ring gets space.
+"""The open cut: rows as they were at its step boundary, sent as the ring gets space.
 
-Frozen rows are sent at the boundary of the cut and at later ones. A writer that is about to overwrite an unsent one
-sends it first (copy on write: the copy is the frame itself). So every frozen row is sent with the value of the
+Frozen rows are sent at the boundary of the cut and at later ones. A writer that is about to overwrite an unsent row
+sends it first (copy on write: the copy is the frame itself). So either every frozen row is sent with its value at the
 boundary, or the cut is given up.
 """
 
@@ -36,8 +36,8 @@ class FrozenRows:
     """The frozen rows of all kernels, from ``freeze`` until ``finish`` or ``give_up``.
 
     Args:
-        kernels: All of this rank.
-        masks: Of each kernel.
+        kernels: All kernels of this rank.
+        masks: Masks of each kernel.
         sender: Sends the rows.
     """
 
@@ -46,22 +46,22 @@ class FrozenRows:
         self._masks = masks
         self._sender = sender
         self.cut: FrozenCut | None = None
-        """The open cut; None without one."""
+        """The open cut. None if no cut is open."""
         self._sending = threading.RLock()
         """Held by the one thread that sends rows of the cut or gives it up."""
         self.saved_rows = 0
-        """Rows of cuts that were sent before a write."""
+        """Number of rows of cuts that were sent before a write."""
         self.saving_s = 0.0
         """Seconds spent on sending these rows."""
 
     def freeze(self, drain: Drain, on_give_up: Callable[[str], object]) -> None:
-        """Open a cut of all that is touched now; hears through ``on_give_up`` why it was given up, on any thread."""
+        """Open a cut of all rows touched so far. If it is given up, ``on_give_up`` gets the reason, on any thread."""
         self.cut = FrozenCut(drain, on_give_up)
         for mask in self._masks:
             mask.freeze()
 
     def push(self, drain: Drain) -> bool:
-        """Send the frozen rows that find space; returns whether the cut is open and nothing of it is left."""
+        """Send as many frozen rows as fit. Returns True if the cut is open and all of its rows were sent."""
         if not self._sender.may_send(drain):
             return False
         for position, (kernel, mask) in enumerate(zip(self._kernels, self._masks, strict=True)):
@@ -79,11 +79,11 @@ class FrozenRows:
         return self.cut is not None
 
     def save(self, position: int, find: Callable[[], torch.Tensor]) -> None:
-        """Send frozen rows before a write, within the marker's budget; a write neither waits nor fails."""
+        """Send frozen rows before a write, within the marker's budget. The write neither waits nor fails."""
         begin = time.perf_counter()
         with self._sending:
             cut = self.cut
-            if cut is None:  # another thread has given it up
+            if cut is None:  # another thread gave it up
                 return
             try:
                 with self._kernels[position].order.reading():
@@ -102,15 +102,15 @@ class FrozenRows:
                 self.saving_s += time.perf_counter() - begin
 
     def finish(self) -> None:
-        """The cut is in the ring to its last row, and so is its MARK."""
+        """Close the cut: all its rows and its MARK are in the ring."""
         self.cut = None
 
     def give_up(self, reason: str) -> None:
-        """End the cut, if one is open, without its MARK: rows that were not sent are touched rows again."""
+        """End the open cut, if any, without its MARK. Rows that were not sent are touched rows again."""
         with self._sending:
             if self.cut is None:
                 return
-            self.cut.on_give_up(reason)  # first: if anything is raised after this, the cut does not look whole
+            self.cut.on_give_up(reason)  # first: if a later line raises, the cut does not look complete
             for mask in self._masks:
                 mask.thaw()
             self.cut = None

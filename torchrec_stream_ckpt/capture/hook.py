@@ -1,19 +1,19 @@
-"""The capture of one rank: from the fused update to frames in the ring.
+"""Capture of one rank: from the fused update to frames in the ring.
 
-Rows are marked once the fused update has been applied, never at lookup, and read only when they are
-drained: a row that is hot for a hundred steps is sent once a drain, with its latest value. An update is noted before
-it runs, so that its rows count as touched whatever keeps it from marking them.
+Rows are marked once the fused update has been applied, never at lookup, and read only when they are drained. A row that
+changes in each of a hundred steps is sent once per drain, with its latest value. An update is noted before it runs, so
+its rows count as touched even if an error keeps it from marking them.
 
-A cut *freezes* what is touched at its step boundary (``frozen``).
+A cut *freezes* the rows that are touched at its step boundary (``frozen``).
 
-Which fused updates run: each one is noted before its kernel, and settled once its rows are marked.
+Each fused update is noted before its kernel runs, and settled once its rows are marked.
 
-What stops Python between the two (a signal handler that raises, another library's hook, an error in another kernel)
-leaves the note there. Its rows may have changed, so the next look at the marks counts them as touched. A note
-whose backward has ended is one that was left; the others are of updates that still run, on other threads.
+If Python stops between the two (a signal handler that raises, another library's hook, an error in another kernel), the
+note stays. Its rows may have changed, so the next look at the marks counts them as touched. A note whose backward has
+ended is abandoned; the others belong to updates that still run on other threads.
 
-Nothing here takes a lock: each step is one operation on a dict, or one assignment, so that an exception between any
-two of them leaves all of it usable.
+No code here takes a lock: each step is one operation on a dict, or one assignment, so an exception between any two of
+them leaves everything usable.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ from torchrec_stream_ckpt.util.signal_safe import SafeEvent
 from torchrec_stream_ckpt.util.types import RowRange
 
 _PATIENCE_S = 10.0
-"""How long updates of other threads may take to end; they take milliseconds."""
+"""Longest wait for updates of other threads to end. They take milliseconds."""
 _POLL_S = 0.0002
 _RECHECK_S = 0.1
 
 
 class _Hold:
-    """Updates do not start while it is there, except on the thread that made it."""
+    """Blocks the start of updates on all threads except the one that created it."""
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
@@ -58,14 +58,17 @@ class _Hold:
 
 
 class RunningUpdates:
-    """The updates of all kernels of this rank that have begun and are not settled. For any thread."""
+    """The updates of all kernels of this rank that have begun and are not settled. Thread-safe."""
 
     def __init__(self) -> None:
         self._noted: dict[tuple[int, Key], FusedUpdate] = {}
         self._hold: _Hold | None = None
 
     def begin(self, position: int, update: FusedUpdate) -> None:
-        """An update of the kernel at ``position`` is about to run, on this thread. Waits while updates are held."""
+        """Note an update of the kernel at ``position`` that is about to run on this thread.
+
+        Waits while updates are held.
+        """
         while True:
             self._noted[position, update.key] = update
             hold = self._hold
@@ -75,15 +78,15 @@ class RunningUpdates:
             hold.over.wait(_RECHECK_S)
 
     def settle(self, position: int, key: Key) -> None:
-        """The rows of this update are marked."""
+        """Remove the note of this update: its rows are marked."""
         self._noted.pop((position, key), None)
 
     def __len__(self) -> int:
-        """Notes, of updates that run and of those that were left."""
+        """Number of notes, of running and of abandoned updates."""
         return len(self._noted)
 
     def left(self) -> list[tuple[int, Key, Lookup]]:
-        """(position of the kernel, key, ids) of updates that have ended and were not settled."""
+        """Return (position of the kernel, key, ids) of updates that ended without being settled."""
         if not self._noted:
             return []
         return [
@@ -94,10 +97,10 @@ class RunningUpdates:
 
     @contextmanager
     def still(self) -> Iterator[None]:
-        """No update of another thread runs inside: waits until those that run have ended, and holds new ones.
+        """Hold new updates of other threads, and wait until the running ones have ended.
 
         Raises:
-            MarkerFailedError: one does not end. Nothing was held for longer than that wait.
+            MarkerFailedError: An update does not end. Updates are held only during that wait.
         """
         outer = self._hold
         self._hold = hold = _Hold()
@@ -109,7 +112,7 @@ class RunningUpdates:
             hold.over.set()
 
     def let_go(self) -> None:
-        """Hold nothing any longer: an exception may have left a hold. Not inside ``still``."""
+        """Release a hold that an exception may have left. Do not call this inside ``still``."""
         hold, self._hold = self._hold, None
         if hold is not None:
             hold.over.set()
@@ -128,19 +131,20 @@ class RunningUpdates:
 log = logging.getLogger(__name__)
 
 _MANY_NOTES = 64
-"""Of updates; with more of them, those that were left are settled before the next drain."""
+"""Number of notes above which abandoned updates are settled before the next drain."""
 
 
 class Capture:
-    """Hooks every fused kernel of this rank. All methods but the hooks run on the training thread.
+    """Hooks every fused kernel of this rank. All methods except the hooks run on the training thread.
 
-    Hooks run on any thread that trains. Whatever is raised in here, and wherever, no changed row is lost: marks, notes
-    and the cut are changed in an order that each step leaves usable.
+    Hooks run on any thread that trains. No exception in this class loses a changed row: marks, notes and the cut are
+    changed in an order that leaves them usable after each step.
 
     Args:
-        kernels: All of this rank.
-        schema: Of the job.
-        defer: Device -> how drains of kernels there learn without waiting how many rows are marked; None: they look.
+        kernels: All kernels of this rank.
+        schema: Schema of the job.
+        defer: Device -> how drains of kernels on it get the number of marked rows without waiting. If it returns None,
+            they read the masks.
     """
 
     def __init__(
@@ -153,13 +157,13 @@ class Capture:
         self._index = schema.index()
         self._masks = [TouchedRows(kernel, defer(kernel.device)) for kernel in kernels]
         self._deferred = any(mask.counts is not None for mask in self._masks)
-        """(GPU) Whether drains wait for counts."""
+        """(GPU) True if drains wait for counts."""
         self._sender = Sender(kernels, self._index)
         self._updates = RunningUpdates()
         self.frozen = FrozenRows(kernels, self._masks, self._sender)
-        """The cut that is open."""
+        """The rows of the open cut."""
         self.outside = OutsideWrites(kernels, self._masks, self.frozen)
-        """What writes rows beside the fused update."""
+        """Writers of rows outside the fused update."""
         self._removers: list[Callable[[], None]] = [
             remover
             for position, kernel in enumerate(kernels)
@@ -174,11 +178,11 @@ class Capture:
         ]
 
     def number(self, schema: Schema) -> None:
-        """Frames call the tables as ``schema`` does, which has the same ones; before a generation is opened."""
+        """Use the table indices of ``schema``, which has the same tables. Call this before a generation is opened."""
         self._index = self._sender.tables = schema.index()
 
     def begin(self) -> None:
-        """Send only what changes from here: a base, or the parent marker, will say what the tables hold now."""
+        """Send only changes from now on. A base or the parent marker will record the current content of the tables."""
         for kernel, mask in zip(self._kernels, self._masks, strict=True):
             kernel.versions.rebase()
             with kernel.order.reading():
@@ -188,18 +192,18 @@ class Capture:
     def open(
         self, identity: StreamIdentity, ring: FrameRing, submit: Callable[[FrameBuffer], int], swept: Collection[int]
     ) -> None:
-        """Start a generation: tables in ``swept`` are sent whole, beside what steps touch."""
+        """Start a generation: tables in ``swept`` are sent whole, in addition to the rows that steps touch."""
         self._sender.open(identity, ring, submit)
         for kernel, mask in zip(self._kernels, self._masks, strict=True):
             tables = [self._index[shard.table.name] for shard in kernel.shards]
             mask.sweep.again([position for position, table in enumerate(tables) if table in swept])
 
     def look(self, due: bool) -> bool:
-        """(each step boundary without an open cut) Whether to call ``drain`` now. Never waits.
+        """(each step boundary without an open cut) Return whether to call ``drain`` now. Never waits.
 
-        On a CPU: when a drain is due. On a GPU the host must not wait for the number of rows, so a drain that is due
-        is made in two halves: here the rows are counted, and at the first later boundary where the counts have
-        arrived, due or not, it is time for the other one.
+        On a CPU, returns True if a drain is due. On a GPU the host must not wait for the number of rows, so a due drain
+        takes two calls. The first counts the rows. At the first later boundary at which the counts have arrived, due or
+        not, this returns True.
         """
         if not self._deferred:
             return due
@@ -215,10 +219,10 @@ class Capture:
         return False
 
     def drain(self, drain: Drain) -> bool:
-        """Send the touched rows that find space; the rest stays marked. Whether all that it looked at found space.
+        """Send as many touched rows as fit; the rest stay marked. Returns True if every row examined was sent.
 
-        It looks at all of them; on a GPU at as many as ``look`` has counted, and at none without that.
-        Not while a cut is being sent: newer values before its MARK would be taken for its own.
+        It examines all of them. On a GPU it examines as many as ``look`` has counted, and none without a count.
+        Do not call this while a cut is being sent: newer values before its MARK would be taken for values of the cut.
         """
         assert self.frozen.cut is None
         self._updates.let_go()
@@ -229,7 +233,7 @@ class Capture:
         finally:
             for mask in self._masks:
                 if mask.counts is not None:
-                    mask.counts.drop()  # what found no space goes with the next one that is due
+                    mask.counts.drop()  # rows without space go with the next due drain
 
     def _drain_kernel(self, drain: Drain, position: int) -> bool:
         mask = self._masks[position]
@@ -245,7 +249,7 @@ class Capture:
             return sent == rows.numel()
 
     def sweep(self, drain: Drain, max_bytes: int) -> bool:
-        """Send up to about ``max_bytes`` of rows that were never sent. Whether all that was looked at found space."""
+        """Send up to about ``max_bytes`` of rows that were never sent. Returns True if every row examined was sent."""
         assert self.frozen.cut is None
         if not self._sender.may_send(drain):
             return False
@@ -253,7 +257,7 @@ class Capture:
         left_bytes = max_bytes
         for position, mask in enumerate(self._masks):
             row_bytes = self._sender.row_bytes(position)
-            # One row at least, and none in what is left over at the end: that would be a frame a row.
+            # At least one row, and none for the remainder at the end: that would be one frame per row.
             while mask.sweep.left and (left_bytes >= row_bytes or left_bytes == max_bytes):
                 with self._kernels[position].order.reading():
                     found = mask.take_unswept(max(1, left_bytes // row_bytes))
@@ -266,22 +270,22 @@ class Capture:
 
     @property
     def swept(self) -> bool:
-        """True if every row has been sent at least once, as far as is known without a scan."""
+        """True if every row is known, without a scan, to have been sent at least once."""
         return not any(mask.sweep.left for mask in self._masks)
 
     @property
     def sweep_progress(self) -> tuple[int, int]:
-        """(rows that the sweep is done with, all rows), without a scan; on any thread."""
+        """(rows that the sweep has finished, all rows), without a scan. Thread-safe."""
         total = sum(mask.total for mask in self._masks)
         return total - sum(mask.sweep.left for mask in self._masks), total
 
     @property
     def dirty_rows(self) -> int:
-        """Changed rows that were not sent when their masks were last looked at; on any thread."""
+        """Changed rows that were not sent, as of the last look at their masks. Thread-safe."""
         return sum(mask.touched.left + mask.frozen.left for mask in self._masks)
 
     def forwards(self) -> dict[str, int]:
-        """Path of each sharded module -> its forwards on this rank that lead to updates, since the hooks are there."""
+        """Return module path -> forwards of that module on this rank that lead to updates, since it was hooked."""
         found: dict[str, int] = {}
         for kernel in self._kernels:
             for shard in kernel.held:
@@ -298,14 +302,14 @@ class Capture:
     # A cut.
 
     def freeze(self, drain: Drain, on_give_up: Callable[[str], object]) -> tuple[TableScalars, ...]:
-        """All that is touched now is a cut, to be sent as it is now, in frames that carry ``drain``'s step and marker.
+        """Make a cut of all touched rows, sent with their current values in frames that carry ``drain``'s step and
+        marker.
 
-        No fused update runs meanwhile, on whatever thread. The cut is open until ``frozen`` is told that it is finished
-        or given up; hooks may give it up in between, on any thread that writes rows. If this raises, it is to be given
-        up.
+        No fused update runs on any thread during this call. The cut is open until ``frozen`` finishes it or gives it
+        up. Hooks may give it up in between, on any thread that writes rows. If this raises, give the cut up.
 
         Returns:
-            The kernels' own state at this moment; the iteration is that of the trained batches.
+            The kernels' own state at this moment. The iteration counts trained batches.
         """
         assert self.frozen.cut is None
         assert self.swept
@@ -316,26 +320,26 @@ class Capture:
                 with kernel.order.reading():
                     mask.check_ids()
             if any(kernel.lookups.in_flight for kernel in self._kernels):
-                gc.collect()  # the graph of a forward that was dropped may hang in a cycle: nothing looks it up again
+                gc.collect()  # a dropped forward's graph may be in a reference cycle: it is never looked up again
             scalars = scalars_of(self._kernels, self._index)
             self.frozen.freeze(drain, on_give_up)
         return scalars
 
     def scalars(self) -> tuple[TableScalars, ...]:
-        """The kernels' own state, read from them now."""
+        """Read the kernels' own state."""
         return scalars_of(self._kernels, self._index)
 
     def still(self) -> AbstractContextManager[None]:
-        """No fused update of another thread runs inside."""
+        """Return a context in which no fused update of another thread runs."""
         return self._updates.still()
 
     def push(self, drain: Drain) -> bool:
-        """Send the frozen rows that find space; returns whether the cut is open and nothing of it is left."""
+        """Send as many frozen rows as fit. Returns True if the cut is open and all of its rows were sent."""
         self.outside.note()
         return self.frozen.push(drain)
 
     def _before_update(self, position: int, update: FusedUpdate) -> None:
-        """A fused update is about to run."""
+        """Note a fused update that is about to run, and save frozen rows that it overwrites."""
         self._updates.begin(position, update)
         if len(self._updates) > _MANY_NOTES:
             self._count_left()
@@ -343,18 +347,18 @@ class Capture:
             self.frozen.save(position, lambda: self._masks[position].frozen_in(update.lookup))
 
     def _after_update(self, position: int, lookup: Lookup, key: Key) -> None:
-        """It has been applied."""
+        """Mark the rows of an update that was applied."""
         self._masks[position].mark(lookup)
         self._updates.settle(position, key)
 
     def _count_left(self) -> None:
-        """Rows of updates that were stopped before they had marked them are touched."""
+        """Mark rows of updates that were stopped before they marked them."""
         for position, key, lookup in self._updates.left():
             with self._kernels[position].order.reading():
                 self._after_update(position, lookup, key)
 
     def _unseen_update(self, position: int) -> None:
-        """An update has run that no hook has seen before: any row of its kernel may have changed."""
+        """Mark all rows of a kernel after an update that no hook saw: any of them may have changed."""
         self.frozen.give_up(
             "rows were updated by a lookup that was not seen: one made before the attach, or a compiled one"
         )
@@ -366,7 +370,7 @@ class Capture:
         )
 
     def mark_ranges(self, ranges: Collection[RowRange]) -> None:
-        """Send rows again that have not changed."""
+        """Mark unchanged rows in these ranges, so that they are sent again."""
         for kernel, mask in zip(self._kernels, self._masks, strict=True):
             for position, shard in enumerate(kernel.shards):
                 for table, begin, end in ranges:

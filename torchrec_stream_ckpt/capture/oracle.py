@@ -1,10 +1,10 @@
-"""What the stream says against what the tables hold, compared at every cut: ``StreamCheckpointer(..., paranoid=True)``.
+"""Compare the stream with the live tables at every cut: ``StreamCheckpointer(..., paranoid=True)``.
 
-The oracle keeps a second copy of every shard of this rank in host memory and writes it from nothing but the frames
-that this rank submits, as a reader would: the header says which table, columns and rows, the payload says the values.
-So it knows only what the stream knows. A row that a writer changed past the hook, a row that was never sent, or a
-frame that says other cells than it holds, makes the copy differ from the live table, and that is found before the
-marker can be committed. Values are compared as bytes: a NaN equals itself, and -0.0 is not 0.0.
+The oracle keeps a second copy of every shard of this rank in host memory. Only the frames that this rank submits write
+it, as in a reader: the header gives table, columns and rows, the payload gives the values. So the copy holds only data
+from the stream. If code changed a row without the hook, if a row was never sent, or if a frame names other cells than
+it holds, the copy differs from the live table, and that is found before the marker can be committed. Values are
+compared as bytes: a NaN equals itself, and -0.0 is not 0.0.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ _CHUNK_BYTES = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first difference on one rank, and how many there are."""
+    """The first difference on one rank, and the number of differing rows."""
 
     table: str
     state: str
     """``weight``, the name of an optimizer state or of a scalar of the kernel, or ``frame``."""
     said: str
-    """What the stream says and what the table holds."""
+    """Text with both values: of the stream and of the table."""
     row: int | None = None
-    """Global row; None where it is not about one."""
+    """Global row. None if the difference is not about one row."""
     column: int | None = None
-    """Global column; None where the state has one value a row."""
+    """Global column. None if the state has one value per row."""
     rows: tuple[tuple[str, int], ...] = ()
-    """Table, and how many rows of this rank's shards of it differ."""
+    """(table, number of differing rows in this rank's shards of it)."""
 
 
 class _ShardCopy:
-    """One shard as the stream has it."""
+    """A copy of one shard, built from the stream."""
 
     def __init__(self, number: int, kernel: FusedKernel, position: int) -> None:
         self._number = number
@@ -60,12 +60,12 @@ class _ShardCopy:
         self._sections = RowLayout.of(table, self.shard.cols).sections[1:]
         self._names = ("weight", *(state.name for state in table.states))
         self._held: list[torch.Tensor] | None = None
-        """What the table held at a step boundary that is still to be compared."""
+        """Content of the table at a step boundary whose comparison is still due."""
         self._values: list[Bytes] = [np.zeros((rows, section.row_bytes), np.uint8) for section in self._sections]
         self._arrived = np.zeros(rows, np.bool_)
 
     def take(self, view: RowsView) -> int:
-        """Put those rows of a frame that lie in this shard; returns how many."""
+        """Store those rows of a frame that lie in this shard. Returns their number."""
         local = view.ids - self.shard.row0
         here = (local >= 0) & (local < self.shard.rows)
         local = local[here]
@@ -75,14 +75,14 @@ class _ShardCopy:
         return len(local)
 
     def take_live(self, split: SplitTensors) -> None:
-        """Start from what the table holds now."""
+        """Start from the current content of the table."""
         for copy, live in zip(self._values, self._live(split), strict=True):
             for begin, end in self._chunks():
                 copy[begin:end] = _bytes_of_tensor(live[begin:end])
         self._arrived[:] = True
 
     def hold(self, split: SplitTensors) -> None:
-        """Compare with what the table holds now, whatever it holds by then."""
+        """Keep the current content of the table for the next comparison, even if the table changes until then."""
         self._held = [values.detach().to("cpu", copy=True) for values in self._live(split)]
 
     def let_go(self) -> None:
@@ -90,7 +90,7 @@ class _ShardCopy:
         self._held = None
 
     def compare(self, split: SplitTensors) -> tuple[Difference | None, int]:
-        """The first row that differs, and how many do."""
+        """Return the first differing row, and the number of differing rows."""
         first: Difference | None = None
         count = 0
         live = self._held if self._held is not None else self._live(split)
@@ -102,21 +102,21 @@ class _ShardCopy:
         return first, count
 
     def _differing(self, begin: int, end: int, live: list[torch.Tensor]) -> npt.NDArray[np.int64]:
-        """Which of the rows [begin, end) differ, counted from ``begin``."""
+        """Return the differing rows of [begin, end), counted from ``begin``."""
         differ = ~self._arrived[begin:end]
         for copy, tensor in zip(self._values, live, strict=True):
             values = _bytes_of_tensor(tensor[begin:end])
-            if not np.array_equal(copy[begin:end], values):  # nearly always equal: then it takes one pass
+            if not np.array_equal(copy[begin:end], values):  # nearly always equal, which takes one pass
                 differ |= (copy[begin:end] != values).any(1)
         return differ.nonzero()[0]
 
     def _live(self, split: SplitTensors) -> list[torch.Tensor]:
-        """Weights and states as a reader of the model finds them: views."""
+        """Return weights and states as views, as a reader of the model finds them."""
         weights, states = split.of(self._number)
         return [weights[self._position], *states[self._position]]
 
     def _chunks(self) -> list[tuple[int, int]]:
-        """Rows that are compared at a time: what it takes beside the copy stays small."""
+        """Return the row ranges to compare at a time, so that memory in addition to the copy stays small."""
         rows = self.shard.rows
         step = max(1, _CHUNK_BYTES // max(section.row_bytes for section in self._sections))
         return [(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
@@ -144,20 +144,20 @@ class Oracle:
         self._kernels = kernels
         self._schema = schema
         self._copies: dict[tuple[int, int, int], list[_ShardCopy]] = {}
-        """(table, first column, columns) -> the shards of them."""
+        """(table, first column, columns) -> the shards with these columns."""
         self._scalars: tuple[TableScalars, ...] = ()
         self._unreadable: Difference | None = None
-        """A frame that said what this rank cannot have sent: the copies are not to be trusted since."""
+        """The first frame with content that this rank cannot have sent. The copies are not reliable after it."""
 
     def number(self, schema: Schema) -> None:
-        """Frames call the tables as ``schema`` does, which has the same ones; before :meth:`begin`."""
+        """Use the table indices of ``schema``, which has the same tables. Call this before :meth:`begin`."""
         self._schema = schema
 
     def begin(self, swept: Collection[int]) -> None:
-        """The stream goes on from what the tables hold now; nothing has arrived of the tables in ``swept``.
+        """Start from the current content of the tables, except those in ``swept``, of which no row has arrived.
 
-        The others were just written from the streams of the parent marker, so they start as they stand: before any
-        code of the user has run, whose changes the stream has to bring.
+        The others were just written from the streams of the parent marker. They start with that content, before any
+        user code runs: the stream has to bring the changes of that code.
         """
         index = self._schema.index()
         self._copies, self._unreadable = {}, None
@@ -172,7 +172,7 @@ class Oracle:
                         copy.take_live(split)
 
     def listening(self, submit: Callable[[FrameBuffer], int]) -> Callable[[FrameBuffer], int]:
-        """``submit``, with this oracle reading each frame first, as long as the buffer is the caller's."""
+        """Return ``submit`` preceded by this oracle, which reads each frame while the caller still owns its buffer."""
 
         def submit_and_listen(buffer: FrameBuffer) -> int:
             self.take(buffer)
@@ -181,7 +181,7 @@ class Oracle:
         return submit_and_listen
 
     def take(self, buffer: FrameBuffer) -> None:
-        """Read a frame (ROWS or MARK). One that cannot be read is told by the next ``compare``."""
+        """Read a frame (ROWS or MARK). An unreadable frame is reported by the next ``compare``."""
         header = buffer.header
         assert header is not None
         if buffer.ready is not None:
@@ -200,14 +200,14 @@ class Oracle:
             self._unreadable = self._unreadable or Difference(table.name, "frame", f"a frame is wrong: {error.message}")
 
     def hold(self) -> None:
-        """A cut was made here that is not sent yet: the next ``compare`` is about the tables as they are now."""
+        """Keep the current tables for the next ``compare``, after a cut that is not sent yet."""
         self._flush()
         split = SplitTensors(self._kernels)
         for copy in self._all_copies():
             copy.hold(split)
 
     def let_go(self) -> None:
-        """``compare`` is about the live tables again."""
+        """Compare with the live tables again."""
         for copy in self._all_copies():
             copy.let_go()
 
@@ -215,9 +215,11 @@ class Oracle:
         return [copy for copies in self._copies.values() for copy in copies]
 
     def compare(self, live_scalars: Sequence[TableScalars]) -> Difference | None:
-        """Compare what the stream says, MARK included, with the live tables and ``live_scalars``; None: the same.
+        """Compare the stream, including MARK, with the live tables and ``live_scalars``.
 
-        After ``hold``: against the tables as they were then.
+        Returns None if they are equal.
+
+        After ``hold``, it compares with the tables as they were at that call.
         """
         if self._unreadable is not None:
             return self._unreadable
@@ -243,7 +245,7 @@ class Oracle:
         return None
 
     def _flush(self) -> None:
-        """Write UVM caches back: the capture reads through them, the oracle reads the tables."""
+        """Write UVM caches back: the capture reads through them, but the oracle reads the tables."""
         for kernel in self._kernels:
             kernel.flush()
 
@@ -251,7 +253,7 @@ class Oracle:
 def mismatch(
     differences: Sequence[Difference | None], generation: int, marker: int, step: int
 ) -> CaptureMismatchError | None:
-    """The error that all ranks raise for what each of them found; None if no rank found a difference."""
+    """Return the error that all ranks raise for the differences of each rank. Returns None if no rank found one."""
     found = [(rank, difference) for rank, difference in enumerate(differences) if difference is not None]
     if not found:
         return None
@@ -276,17 +278,17 @@ def mismatch(
 
 
 def _bytes_of(values: Array) -> Bytes:
-    """A row of bytes for each row of ``values``."""
+    """Return one row of bytes for each row of ``values``."""
     return np.ascontiguousarray(values).view(np.uint8).reshape(len(values), -1)
 
 
 def _bytes_of_tensor(values: torch.Tensor) -> Bytes:
-    """The same for a tensor on any device, of any dtype."""
+    """Return one row of bytes for each row of a tensor on any device, of any dtype."""
     flat = values.detach().contiguous().cpu().view(torch.uint8)
     return flat.reshape(len(values), -1).numpy()
 
 
 def _show(raw: bytes, dtype: str) -> str:
-    """One value with its bits: two NaNs, or two zeros, may differ in those alone."""
+    """Format one value with its bits: two NaNs or two zeros may differ only in those."""
     value = torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype)).item()
     return f"{value!r} (0x{raw[::-1].hex()})"

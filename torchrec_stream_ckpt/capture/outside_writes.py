@@ -1,4 +1,4 @@
-"""Writes outside the fused update: those that are announced, and those that are noticed afterwards."""
+"""Writes outside the fused update, announced before or noticed after they happen."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ log = logging.getLogger(__name__)
 
 
 class OutsideWrites:
-    """Marks what is written outside the update, and keeps it out of the cut that is open.
+    """Marks rows written outside the update, and keeps the new values out of the open cut.
 
     Args:
-        kernels: All of this rank.
-        masks: Of each kernel.
+        kernels: All kernels of this rank.
+        masks: Masks of each kernel.
         frozen: The rows of the cut.
     """
 
@@ -28,13 +28,14 @@ class OutsideWrites:
         self._masks = masks
         self._frozen = frozen
         self.in_place = False
-        """True if something writes where no hook can send frozen rows first."""
+        """True if some code writes where no hook can send frozen rows first."""
         self.announced: set[int] = set()
-        """Kernels of which any row may change until rows are sent again: all are marked, and none is frozen."""
+        """Kernels of which any row may change until rows are sent again. All their rows are marked, and none is frozen.
+        """
         self._warned: set[str] = set()
 
     def before_rewrite(self, position: int, rows: torch.Tensor | None) -> None:
-        """Linear rows of a kernel are about to change; None: all of them."""
+        """Mark linear rows of a kernel that are about to change. If ``rows`` is None, mark all of them."""
         if position in self.announced:
             return
         self._note_kernel(position)
@@ -46,16 +47,16 @@ class OutsideWrites:
             self.announced.add(position)
 
     def before_load(self) -> None:
-        """Something is about to change any row of any kernel."""
+        """Mark all rows of all kernels: the caller is about to change any of them."""
         for position, kernel in enumerate(self._kernels):
             self.before_rewrite(position, None)
             kernel.order.writing()
 
     def mark_all(self) -> None:
-        """Something has changed any row already, and announced nothing.
+        """Mark all rows after code has changed any of them without announcing it.
 
-        What was frozen is gone then. A job that does this will do it again: its next cuts are sent at once, as far
-        as ring and budget take them.
+        The frozen values are lost. A job that does this once will do it again, so its next cuts are sent at once, as
+        far as ring and budget have space.
         """
         self.in_place = True
         self._frozen.give_up("tables were written in place (mark_all) before all rows of the marker had been sent")
@@ -65,9 +66,9 @@ class OutsideWrites:
             mask.mark_rows(None)
 
     def note(self) -> None:
-        """(before rows are sent) Mark whole what something has written in place since they were sent last.
+        """(before rows are sent) Mark all rows of shards that were written in place since the last send.
 
-        As with ``mark_all`` an open cut is given up, and the next ones are sent at once.
+        As with ``mark_all``, an open cut is given up, and the next ones are sent at once.
         """
         for position in range(len(self._kernels)):
             self._note_kernel(position)

@@ -1,7 +1,7 @@
-"""What the markers of a generation prove: a window of live rows each, one after the other around the circle.
+"""Proofs of the markers of a generation: each covers a window of live rows, one after the other around the circle.
 
-A cut copies the rows of the window, which were chosen ahead; they are added up later, on the thread that writes the
-frame. The window moves on once the marker is committed: a marker that was given up proves nothing.
+A cut copies the rows of the window, which were chosen ahead. The thread that writes the frame adds them up later. The
+window moves on once the marker is committed: a marker that was given up proves nothing.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from torchrec_stream_ckpt.util.types import TableSpec
 
 Tensors = Mapping[str, torch.Tensor]
 Replicated = Callable[[], Tensors]
-"""Live tensors of replicated tables, by their entries in the dense state."""
+"""Live tensors of replicated tables, by their entry in the dense state."""
 
 _TEXT_BYTES = MAX_FRAME_BYTES // 4
-"""What the digests of a MARK take at most, about: it is one frame, with other things in it."""
+"""Approximate limit of the digests in a MARK, in bytes. A MARK is one frame and has other content, too."""
 _NUMBER_BYTES = 8 * 4 / 3
-"""What one digest takes in base64."""
+"""Bytes of one digest in base64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one rank has to prove."""
+    """Amount of data that one rank has to prove."""
 
     num_bytes: int
-    """Of weights and states."""
+    """Bytes of weights and states."""
     numbers: int
-    """Digests of all of it."""
+    """Number of digests of all data."""
 
     @classmethod
     def of(cls, kernels: Sequence[FusedKernel], replicated: Tensors) -> Load:
@@ -62,11 +62,11 @@ class Load:
 
 
 def window_width(loads: Collection[Load], proof_bytes: int) -> int:
-    """How wide the windows of all ranks are.
+    """Return the width of the windows of all ranks.
 
     Args:
-        loads: Of each rank.
-        proof_bytes: How many bytes of rows a rank reads for a marker.
+        loads: Load of each rank.
+        proof_bytes: Bytes of rows that a rank reads for a marker.
     """
     heaviest = max(1, *(load.num_bytes for load in loads))
     most = max(1, *(load.numbers for load in loads))
@@ -79,22 +79,22 @@ def _blocks(rows: int) -> int:
 
 
 def _row_bytes(table: TableSpec, cols: int) -> int:
-    """Without the id."""
+    """Bytes of a row without its id."""
     layout = RowLayout.of(table, cols)
     return layout.row_bytes - layout.sections[0].row_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """The next window, its rows chosen."""
+    """The next window, with its rows chosen."""
 
     window: Window
     pieces: tuple[BlockRows, ...]
-    """Of shards, in the order of HELLO, then of replicated tensors."""
+    """Pieces of shards, in the order of HELLO, followed by those of replicated tensors."""
     replicated: Tensors
-    """Those that were there."""
+    """Replicated tensors that existed when the window was prepared."""
     room: Room
-    """Where the rows go."""
+    """Memory for the rows."""
 
     def fits(self, replicated: Tensors) -> bool:
         """Return whether these are the same tensors, by name and shape."""
@@ -117,12 +117,12 @@ class _Prepared:
 
 
 class Taken:
-    """The rows of a window as they were at a cut. For any thread, but one at a time.
+    """The rows of a window as they were at a cut. Usable on any thread, but on one at a time.
 
     Args:
-        prepared: Which rows.
-        copied: Their copies.
-        give_back: Gets the room once the copies are not needed any longer.
+        prepared: The window and its rows.
+        copied: Copies of the rows.
+        give_back: Gets the room once the copies are no longer needed.
     """
 
     def __init__(self, prepared: _Prepared, copied: CopiedRows, give_back: Callable[[Room], None]) -> None:
@@ -136,13 +136,13 @@ class Taken:
         return self._prepared.window
 
     def blank(self) -> Proof:
-        """As long as the proof will be, without a digest in it. Waits for nothing."""
+        """Return a proof of the final length, with all digests zero. Never waits."""
         return self._prepared.proof(
             [np.zeros((len(piece.blocks), len(piece.sections)), np.uint64) for piece in self._prepared.pieces]
         )
 
     def proof(self) -> Proof:
-        """The digests. Waits for copies from a device; adds up once."""
+        """Return the proof. Waits for copies from a device. The sums are computed once."""
         if self._copied is not None:
             self._proof = self._prepared.proof([numbers for _, numbers in self._copied.digests()])
             self._copied = None
@@ -152,42 +152,43 @@ class Taken:
 
 
 class Prover:
-    """Takes the windows of one generation on one rank. The training thread takes, the commit thread moves on.
+    """Takes the windows of one generation on one rank. The training thread takes, the commit thread moves the window.
 
     Args:
-        kernels: All of this rank.
-        schema: That of the CLAIM, with ids.
-        replicated: What this rank proves beside its kernels; asked on the training thread alone.
-        window: The first one. Its width is that of all, on all ranks.
+        kernels: All kernels of this rank.
+        schema: Schema of the CLAIM, with ids.
+        replicated: Returns the tensors that this rank proves in addition to its kernels. Called only on the training
+            thread.
+        window: The first window. Its width is the same for all windows on all ranks.
     """
 
     def __init__(self, kernels: Sequence[FusedKernel], schema: Schema, replicated: Replicated, window: Window) -> None:
         self._kernels, self._schema, self._replicated = kernels, schema, replicated
         self._device = kernels[0].device if kernels else torch.device("cpu")
         self.window = window
-        """The next one."""
+        """The next window."""
         self._committed = 0
         self._tensors = replicated()
         self._spare: Room | None = None
-        """A room whose rows were added up."""
+        """A room whose rows have been added up."""
         self._ready: _Prepared | None = self._prepare()
 
     @property
     def proved(self) -> Proved:
-        """What the committed markers of this generation prove; on any thread."""
+        """Rows proved by the committed markers of this generation. Thread-safe."""
         return Proved.by(self.window.width, self._committed)
 
     def take(self) -> Taken:
-        """(training thread, while nothing writes rows) Copy the rows of the window as they are now."""
+        """(training thread, while no code writes rows) Copy the rows of the window in their current state."""
         self._tensors = self._replicated()
         ready, self._ready = self._ready, None
-        if ready is None or not ready.fits(self._tensors):  # an optimizer has made its state
+        if ready is None or not ready.fits(self._tensors):  # an optimizer has created its state
             ready = self._prepare()
         copied = CopiedRows(self._kernels, ready.pieces, list(self._tensors.values()), ready.room)
         return Taken(ready, copied, self._take_back)
 
     def settled(self, window: Window, *, committed: bool) -> None:
-        """(commit thread) The marker with this window is decided: choose the rows of the next one, ahead of its cut."""
+        """(commit thread) Choose the rows of the next window ahead of its cut. The marker of ``window`` is decided."""
         if committed:
             self._committed += 1
             self.window = window.following
@@ -204,9 +205,9 @@ class Prover:
         return _Prepared(self.window, tuple(pieces), dict(self._tensors), room)
 
     def _take_back(self, room: Room) -> None:
-        """(publisher thread)"""
+        """(publisher thread) Keep a room for reuse."""
         self._spare = room
 
     def _on_device(self) -> AbstractContextManager[object]:
-        """(GPU) Pinned memory belongs to the tables' GPU, whatever thread asks for it."""
+        """(GPU) Allocate pinned memory on the tables' GPU, whatever thread asks for it."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()

@@ -1,6 +1,6 @@
-"""From rows to the ring: the frames that one rank sends, each within what its drain may take.
+"""Send rows of one rank as frames to the ring, each drain within its limits.
 
-Rows that are to be sent, as masks hand them over.
+Also defines the form in which masks hand over rows.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class KernelRows(NamedTuple):
     rows: torch.Tensor
     """Linear rows, int64, ascending, on the tables' device."""
     cuts: Sequence[int] | None = None
-    """The place of each shard's first row in ``rows``, and the number of rows; None: the host has to look."""
+    """Index of each shard's first row in ``rows``, followed by the number of rows. If None, the host computes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """One drain: what its frames carry, and how much of the ring it may take."""
+    """One drain: the step and marker of its frames, and how much of the ring it may take."""
 
     step: int
     marker: int
@@ -38,13 +38,13 @@ class Drain:
     extra: bool = False
     """True if it may take from the marker's budget when the ring is full."""
     saving: bool = False
-    """True if it sends rows before a write: into frames of just their size, from the marker's budget first."""
+    """True if it sends rows before a write: in frames of exactly their size, from the marker's budget first."""
     deadline_s: float | None = None
-    """Until when, on the monotonic clock, it may wait for space; None: it never waits."""
+    """Latest time, on the monotonic clock, until which it may wait for space. None if it never waits."""
 
     @property
     def wait_s(self) -> float:
-        """How long it may still wait."""
+        """Seconds that it may still wait."""
         return max(0.0, self.deadline_s - time.monotonic()) if self.deadline_s is not None else 0.0
 
 
@@ -52,23 +52,24 @@ class Sender:
     """Gathers rows into frames and submits them.
 
     Args:
-        kernels: All of this rank.
+        kernels: All kernels of this rank.
         tables: Name -> index of each table of the job.
     """
 
     def __init__(self, kernels: Sequence[FusedKernel], tables: Mapping[str, int]) -> None:
         self._kernels = kernels
         self.tables = tables
-        """To be set anew before :meth:`open`, where a lineage has the tables in another order."""
+        """Name -> index of each table. Set this again before :meth:`open` if a lineage has the tables in another order.
+        """
         self.stagers: list[list[RowStager]] = []
-        """By kernel and shard, once a generation is open."""
+        """Stagers by kernel and shard, once a generation is open."""
         self.ring: FrameRing | None = None
         self.submit: Callable[[FrameBuffer], int] | None = None
         self._begun: Drain | None = None
         self._areas: dict[torch.device, DeviceAreas] = {}
-        """(GPU) Where frames are laid out."""
+        """(GPU) Memory in which frames are laid out."""
         self._quota = 0
-        """Frames that the drain in progress may still fill: acknowledgements that come meanwhile do not prolong it."""
+        """Frames that the current drain may still fill. Acknowledgements during the drain do not prolong it."""
 
     def open(self, identity: StreamIdentity, ring: FrameRing, submit: Callable[[FrameBuffer], int]) -> None:
         """Start a generation: frames carry ``identity``."""
@@ -79,11 +80,11 @@ class Sender:
         ]
 
     def row_bytes(self, position: int) -> int:
-        """Return the bytes that a row of this kernel takes in a frame, at most."""
+        """Return the most bytes that a row of this kernel takes in a frame."""
         return max((stager.row_bytes for stager in self.stagers[position]), default=1)
 
     def may_send(self, drain: Drain) -> bool:
-        """A drain begins or goes on; returns whether to look at the masks: not while the log takes nothing."""
+        """Begin or continue a drain. Returns whether to look at the masks: False while the log accepts no frames."""
         assert self.ring is not None
         if drain is not self._begun:
             self._begun, self._quota = drain, self.ring.capacity
@@ -91,7 +92,7 @@ class Sender:
 
     @torch.no_grad()
     def send(self, position: int, found: KernelRows, drain: Drain) -> int:
-        """Gather and submit rows of one kernel; returns how many of them found space, from the first on."""
+        """Gather and submit rows of one kernel. Returns how many of them, from the first on, were submitted."""
         rows, cuts = found
         if not rows.numel():
             return 0
@@ -132,9 +133,10 @@ class Sender:
         return self._areas[device]
 
     def _run(self, drain: Drain, stager: RowStager, rows: int, most: int) -> list[FrameBuffer]:
-        """Memory for the next frames of a shard, up to ``most``; waits, if at all, for the first one only.
+        """Return memory for the next frames of a shard, up to ``most``. Waits, if at all, only for the first one.
 
-        The log makes space as frames are acknowledged: those of the run are submitted after it was filled.
+        The log frees space as frames are acknowledged, and the frames of the run are submitted only after it was
+        filled.
         """
         buffers: list[FrameBuffer] = []
         while rows > 0 and len(buffers) < most:
@@ -146,7 +148,7 @@ class Sender:
         return buffers
 
     def _buffer(self, drain: Drain, num_bytes: int, *, wait: bool) -> FrameBuffer | None:
-        """Memory for a frame, or None when there is none for this drain."""
+        """Return memory for a frame. Returns None if there is none for this drain."""
         assert self.ring is not None
         if drain.saving:
             return self.ring.borrow(num_bytes)

@@ -1,4 +1,4 @@
-"""What this rank holds, and the job's schema that all ranks agree on."""
+"""Rows that this rank holds, and the job's schema that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torchrec_stream_ckpt.util.types import TableShard, TableSpec
 
 
 def local_tables(kernels: Iterable[FusedKernel]) -> list[TableSpec]:
-    """The tables of which this rank holds a part."""
+    """Return the tables of which this rank holds a part."""
     return [shard.table for kernel in kernels for shard in kernel.shards]
 
 
 def merge_schema(tables_by_rank: Iterable[Iterable[TableSpec]]) -> Schema:
-    """The schema of the job, from what each rank holds.
+    """Merge the tables of all ranks into the schema of the job.
 
     Raises:
-        UnsupportedError: two shards of one table differ in dtype or optimizer.
+        UnsupportedError: Two shards of one table differ in dtype or optimizer.
     """
     tables: dict[str, TableSpec] = {}
     for local in tables_by_rank:
@@ -32,10 +32,10 @@ def merge_schema(tables_by_rank: Iterable[Iterable[TableSpec]]) -> Schema:
 
 
 def check_rows_fit(kernels: Iterable[FusedKernel]) -> None:
-    """Refuse a shard of which one row, weights and states together, is larger than a frame.
+    """Reject a shard if one of its rows, weights and states together, is larger than a frame.
 
     Raises:
-        UnsupportedError: names the table.
+        UnsupportedError: Names the table.
     """
     for shard in (shard for kernel in kernels for shard in kernel.shards):
         try:
@@ -47,10 +47,10 @@ def check_rows_fit(kernels: Iterable[FusedKernel]) -> None:
 
 
 def check_held_once(shards_by_rank: Sequence[Sequence[TableShard]], schema: Schema) -> None:
-    """Refuse tables of which several ranks hold, and train, the same rows.
+    """Reject tables of which several ranks hold, and train, the same rows.
 
     Raises:
-        UnsupportedError: names the first such table and the ranks that hold it.
+        UnsupportedError: Names the first such table and the ranks that hold it.
     """
     cells = dict.fromkeys(range(len(schema.tables)), 0)
     for shard in (shard for shards in shards_by_rank for shard in shards):
@@ -67,13 +67,13 @@ def check_held_once(shards_by_rank: Sequence[Sequence[TableShard]], schema: Sche
 
 
 def local_shards(kernels: Iterable[FusedKernel], schema: Schema) -> tuple[TableShard, ...]:
-    """The shards of this rank that hold rows, in the order of its kernels."""
+    """Return the shards of this rank that hold rows, in the order of its kernels."""
     index = schema.index()
     return tuple(shard.table_shard(index) for kernel in kernels for shard in kernel.held)
 
 
 def scalars_of(kernels: Iterable[FusedKernel], index: Mapping[str, int]) -> tuple[TableScalars, ...]:
-    """The kernels' own state, a record a shard; the iteration is that of the trained batches."""
+    """Return the kernels' own state, one record per shard. The iteration counts trained batches."""
     return tuple(
         TableScalars(
             index[shard.table.name],

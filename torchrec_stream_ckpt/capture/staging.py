@@ -1,4 +1,4 @@
-"""Gather rows straight into frame buffers: ids, weights, optimizer states, as they are now."""
+"""Gather current rows straight into frame buffers: ids, weights, optimizer states."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from torchrec_stream_ckpt.format.rows import RowLayout, Section, largest
 from torchrec_stream_ckpt.model import LocalShard
 
 SMALL = 1024
-"""Rows of a frame up to which calls take longer than bytes."""
+"""Most rows of a frame for which calls take longer than copying bytes."""
 
 Newest = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(rows, their weights in the table) -> their weights."""
+"""(rows, their weights in the table) -> their newest weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamIdentity:
-    """What every frame of this rank carries in its header."""
+    """Header fields that every frame of this rank carries."""
 
     job: bytes
     generation: int
@@ -34,7 +34,7 @@ class StreamIdentity:
 
 
 def allocate(device: torch.device, num_bytes: int) -> Bytes:
-    """Memory for one frame: pinned when the tables are on a GPU, so that the copy can run beside training."""
+    """Return memory for one frame. It is pinned if the tables are on a GPU, so that the copy can overlap training."""
     if device.type == "cuda":
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
     return np.empty(num_bytes, np.uint8)
@@ -48,12 +48,12 @@ class RowStager:
         self._table = table
         self._identity = identity
         self._layout = RowLayout.of(shard.table, shard.cols)
-        self._row0 = np.array(shard.row0)  # of a Python number, numpy makes this anew each time
+        self._row0 = np.array(shard.row0)  # numpy would create this again for each call with a Python number
         self._views: dict[int, tuple[int, npt.NDArray[Any]]] = {}
 
     @property
     def max_rows(self) -> int:
-        """Rows that fit one frame."""
+        """Most rows that fit into one frame."""
         return self._layout.max_rows
 
     @property
@@ -61,7 +61,7 @@ class RowStager:
         return self._layout.row_bytes
 
     def frame_bytes(self, rows: int) -> int:
-        """Size of a frame of ``rows`` rows."""
+        """Return the size of a frame of ``rows`` rows, in bytes."""
         return HEADER_LEN + self._layout.offsets(rows)[1]
 
     def fill(
@@ -104,21 +104,21 @@ class RowStager:
         step: int,
         marker: int,
     ) -> None:
-        """(GPU) Gather ``rows`` (local) of the live tensors into frames: all but the last one have ``max_rows``.
+        """(GPU) Gather ``rows`` (local) of the live tensors into frames. All but the last one have ``max_rows``.
 
         The rows are gathered once and laid out as frames on the device, and each frame is copied once: the launches of
         a run do not grow with its frames. The gather is queued on the current stream, before any later update. Each
         buffer's ``ready`` waits for the copies of the run.
 
         Args:
-            buffers: One a frame, at most ``RUN_FRAMES``.
-            rows: int64, on the device, at most ``max_rows`` a buffer.
-            weights: Of the shard.
-            states: Of the shard.
+            buffers: One per frame, at most ``RUN_FRAMES``.
+            rows: int64, on the device, at most ``max_rows`` per buffer.
+            weights: Weights of the shard.
+            states: Optimizer states of the shard.
             newest: Replaces gathered weights by those that the UVM cache holds.
             areas: Memory on the device.
-            step: Of the frames' headers.
-            marker: Of the frames' headers.
+            step: Step in the frames' headers.
+            marker: Marker in the frames' headers.
         """
         layout, most = self._layout, self._layout.max_rows
         ids, *gathered = rows + self._shard.row0, *(source.index_select(0, rows) for source in (weights, *states))
@@ -126,7 +126,7 @@ class RowStager:
         area = areas.take()
         counts = [min(most, rows.numel() - begin) for begin in range(0, rows.numel(), most)]
         stride = layout.offsets(most)[1]
-        # All full frames in one piece, then one that is not.
+        # All full frames in one piece, then the partial one.
         full = len(counts) - (counts[-1] < most)
         for first, frames, count in ((0, full, most), (full * most, len(counts) - full, counts[-1])):
             if frames:
@@ -167,7 +167,10 @@ class RowStager:
     def _gather_small(
         self, frame: Bytes, offsets: tuple[int, ...], rows: torch.Tensor, sources: tuple[torch.Tensor, ...]
     ) -> None:
-        """The same bytes. What takes time in a small frame is each call's dispatch, in numpy a third of torch's."""
+        """Gather the same bytes by numpy.
+
+        In a small frame most time goes to the dispatch of each call. numpy takes a third of torch's time for it.
+        """
         picked, arrays = rows.numpy(), [self._view(*source) for source in enumerate(sources)]
         count, most = len(picked), len(arrays[0])
         # As unsigned numbers, negative rows are beyond every table. "clip" below would hide one.
@@ -179,9 +182,10 @@ class RowStager:
             array.take(picked, 0, target, "clip")
 
     def _view(self, position: int, source: torch.Tensor) -> npt.NDArray[Any]:
-        """The weights or a state as an array. Not by ``numpy()``: who frees the memory for a while could not any more.
+        """Return the weights or a state as an array.
 
-        It is made anew where the memory is another one by now: exporting it takes longer than a small gather.
+        ``numpy()`` is not used: after it, code that frees the memory for a while could no longer do so. The array is
+        created again if the memory has changed. Exporting it takes longer than a small gather.
         """
         address = source.data_ptr()
         seen, array = self._views.get(position, (None, None))
@@ -192,23 +196,23 @@ class RowStager:
 
 
 def _whole(source: torch.Tensor) -> bool:
-    """Return whether numpy gathers rows of it without a copy of all: it lies row by row, and numpy has its dtype."""
+    """Return whether numpy can gather rows without copying all: the tensor is contiguous, and numpy has its dtype."""
     return source.is_contiguous() and source.dtype is not torch.bfloat16
 
 
 def tensor_of(array: Bytes) -> torch.Tensor:
-    """An array as a tensor, the very one that ``allocate`` has made if it is pinned.
+    """Return an array as a tensor. If it is pinned, this is the tensor that ``allocate`` created.
 
-    Of copies into that one torch's allocator of pinned memory knows: it gives none of the memory away before they are
-    done, also where a frame is dropped half filled. Of copies to the same address by another tensor it knows nothing.
+    torch's allocator of pinned memory tracks copies into that tensor. It does not reuse the memory before they are
+    done, even if a frame is dropped half filled. It does not track copies to the same address through another tensor.
     """
     return array.base if isinstance(array.base, torch.Tensor) else torch.from_numpy(array)
 
 
 def _copied(device: torch.device) -> Callable[[], None]:
-    """(GPU) Waits, on any thread, for what is queued on the current stream by now, without spinning.
+    """(GPU) Return a function that waits for the work queued on the current stream, on any thread, without spinning.
 
-    The thread that waits has chosen no device: without one, its first call would set up the first GPU for it.
+    The waiting thread has not selected a device. Without one, its first call would initialize the first GPU.
     """
     event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
@@ -229,7 +233,7 @@ def _lay_out(place: torch.Tensor, layout: RowLayout, count: int, values: Sequenc
 
 
 def _section(frame: torch.Tensor, section: Section, offset: int, rows: int) -> torch.Tensor:
-    """The bytes of one section as a tensor of its dtype, shape (rows,) or (rows, width)."""
+    """Return the bytes of one section as a tensor of its dtype, shape (rows,) or (rows, width)."""
     begin = HEADER_LEN + offset
     flat = frame[begin : begin + rows * section.row_bytes].view(getattr(torch, section.dtype))
     return flat if section.per_row else flat.view(rows, section.width)
