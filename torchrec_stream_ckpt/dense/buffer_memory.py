@@ -1,4 +1,4 @@
-"""Memory that tensors share: found, compared and copied, for buffers that come back with the sharing they had."""
+"""Find, compare and copy memory that tensors share, so that restored buffers share memory as they did."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 import torch
 
 Tensors = Mapping[str, torch.Tensor]
-"""By name."""
+"""Tensors by name."""
 Memory = tuple[str, int]
-"""Identifies the storage of a tensor while the tensor lives."""
+"""Identifies the storage of a tensor as long as the tensor is alive."""
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
-    """Return the same for tensors of one storage; tensors without bytes share nothing."""
+    """Return an equal value for tensors of one storage. Tensors without bytes share nothing."""
     try:
         first = tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError, ValueError):  # a sparse or lazy one has no storage
@@ -37,7 +37,9 @@ def together(*sides: Tensors) -> list[list[str]]:
 
 
 def is_alike(names: Iterable[str], one: Tensors, other: Tensors) -> bool:
-    """Return whether tensors of both sides have the same shapes, dtypes and strides, and share memory alike."""
+    """Return whether tensors of both sides have the same shapes, dtypes and strides, and share memory
+    in the same way.
+    """
     places: dict[tuple[Memory, Memory], int] = {}
     left, right = set(), set()
     for name in names:
@@ -61,14 +63,17 @@ def _same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
-    """Return whether elements of a tensor share memory with each other: torch writes to no such tensor."""
+    """Return whether elements of a tensor share memory with each other: torch refuses to write to such a tensor."""
     return tensor.layout is torch.strided and any(
         size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
 
 
 def copy_into(live: torch.Tensor, saved: torch.Tensor) -> None:
-    """Copy the bits of one tensor into another of the same kind, in place; of an expanded one each element once."""
+    """Copy the bits of a tensor into another of the same kind, in place.
+
+    In an expanded tensor, each element is copied once.
+    """
     if overlaps(live):
         live, saved = _once(live), _once(saved)
     live.copy_(saved)
@@ -81,7 +86,7 @@ def _once(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def place(tensors: Tensors, devices: Mapping[str, torch.device]) -> dict[str, torch.Tensor]:
-    """Move tensors to their devices, with strides and shared memory as they are."""
+    """Move tensors to their devices, keeping strides and shared memory."""
     moved: dict[tuple[Memory, torch.device], torch.UntypedStorage] = {}
     placed = {}
     for name, tensor in tensors.items():

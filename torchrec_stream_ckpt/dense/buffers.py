@@ -1,8 +1,9 @@
-"""Buffers of the dense model: what they were at the attach, and a marker's put back into the live modules.
+"""Buffers of the dense model: their state at the attach, and the restore of a marker's buffers into the live modules.
 
 Training may give a buffer another dtype or shape, replace it, make it None or a tensor, or let two names share memory.
-A marker holds each as it is at the cut and, next to it, what this job's constructor had made. By the latter a restore
-tells a buffer that training has changed, which comes back whatever it is, from a changed model, which is refused.
+A marker holds each buffer as it is at the cut, and the buffer that this job's constructor created. With the latter, a
+restore can distinguish a buffer that training has changed, which is restored in any form, from a changed model, which
+is rejected.
 """
 
 from __future__ import annotations
@@ -25,29 +26,29 @@ from torchrec_stream_ckpt.model import BufferSlot, add_buffer, buffer_slots, cou
 log = logging.getLogger(__name__)
 
 Values = Mapping[str, torch.Tensor | None]
-"""Buffers by name; None: registered, without a tensor."""
+"""Buffers by name. None for a registered buffer without a tensor."""
 Kinds = dict[str, DenseEntry]
 """Shape and dtype of buffers, by name."""
 
 _first: weakref.WeakKeyDictionary[nn.Module, Kinds] = weakref.WeakKeyDictionary()
-"""Buffers of modules when they were attached first, by their keys: one that attaches again has trained since."""
+"""Buffers of modules at their first attach, by their keys: a module that is attached again has been trained since."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferRecord:
-    """What a marker says of the buffers of one rank, next to their values."""
+    """Record of the buffers of one rank in a marker, in addition to their values."""
 
     attached: Kinds
-    """As they were when the model was attached."""
+    """Buffers as they were when the model was attached."""
     now: Kinds
-    """As they were at the cut; those that are None, too."""
+    """Buffers as they were at the cut, including those that are None."""
     twins: Mapping[str, str]
     """Name -> an earlier name of the same tensor."""
     on_cpu: Collection[str]
-    """Those on the CPU in a job whose parameters were on a device."""
+    """Buffers on the CPU in a job whose parameters were on a device."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the record as JSON values."""
         kinds = {
             key: {name: [list(each.shape), each.dtype] for name, each in found.items()}
             for key, found in (("attached", self.attached), ("now", self.now))
@@ -55,14 +56,14 @@ class BufferRecord:
         return {**kinds, "twins": dict(self.twins), "on_cpu": list(self.on_cpu)}
 
     def renamed(self, names: Mapping[str, str]) -> BufferRecord:
-        """Return what it says of some buffers, by other names."""
+        """Return the record of some of the buffers, under other names."""
         attached, now = ({names[key]: each[key] for key in each if key in names} for each in (self.attached, self.now))
         twins = {names[key]: names[other] for key, other in self.twins.items() if key in names and other in names}
         return BufferRecord(attached, now, twins, [names[key] for key in self.on_cpu if key in names])
 
     @staticmethod
     def of(saved: Mapping[str, Any]) -> BufferRecord:
-        """Read what :meth:`as_json` returned."""
+        """Read the values that :meth:`as_json` returned."""
         attached, now = (
             {name: DenseEntry(name, tuple(shape), dtype) for name, (shape, dtype) in saved[key].items()}
             for key in ("attached", "now")
@@ -72,7 +73,7 @@ class BufferRecord:
 
 @dataclass(frozen=True, slots=True)
 class _Passing:
-    """A buffer that is not state, as it was at the attach."""
+    """A non-persistent buffer as it was at the attach."""
 
     held: weakref.ref[torch.Tensor] | None
     writes: int
@@ -87,10 +88,10 @@ class _Passing:
 
 
 class LiveBuffers:
-    """The buffers of the dense model on this rank, those of sharded tables and of id maps left out.
+    """The buffers of the dense model on this rank, without those of sharded tables and of id maps.
 
     Args:
-        model: The live model; what its buffers are now counts as what its constructor made.
+        model: The live model. Its current buffers count as those that its constructor created.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -105,7 +106,7 @@ class LiveBuffers:
             for name, slot in slots.items()
             if (kind := _first[slot.module].get(slot.key)) is not None
         }
-        """The persistent ones as they were when the model was attached first."""
+        """The persistent buffers as they were when the model was first attached."""
         self._passing = {name: _Passing.of(slot.value) for name, slot in slots.items() if not slot.persistent}
         self._said = False
 
@@ -121,7 +122,7 @@ class LiveBuffers:
         return {name: slot for name, slot in buffer_slots(self._model).items() if slot.persistent}
 
     def record(self) -> BufferRecord:
-        """Return what a marker says of them."""
+        """Return the record of the buffers for a marker."""
         slots = self._slots()
         first: dict[int, str] = {}
         twins = {}
@@ -135,7 +136,7 @@ class LiveBuffers:
         )
 
     def say_passing(self) -> None:
-        """Log once which buffers that are not persistent have changed since the attach: no marker holds them."""
+        """Log once which non-persistent buffers have changed since the attach: no marker holds them."""
         if self._said or not self._passing:
             return
         slots = buffer_slots(self._model)
@@ -153,11 +154,11 @@ class LiveBuffers:
             )
 
     def _can_take(self, name: str) -> bool:
-        """Return whether a buffer that training registered finds its module."""
+        """Return whether the module of a buffer that training registered exists."""
         return name in buffer_slots(self._model) or has_home(self._model, name)
 
     def _is_twin(self, name: str, others: Collection[str]) -> bool:
-        """Return whether a live buffer is the same tensor as one of others."""
+        """Return whether a live buffer is the same tensor as one of ``others``."""
         slots = self._slots()
         value = slots[name].value if name in slots else None
         return value is not None and any(other in slots and slots[other].value is value for other in others)
@@ -165,17 +166,19 @@ class LiveBuffers:
     def compare(
         self, values: Mapping[str, DenseEntry], record: BufferRecord | None
     ) -> tuple[list[DenseEntry], list[DenseEntry]]:
-        """Pair the buffers of a marker with the live ones; one that comes back is the same entry on both sides.
+        """Pair the buffers of a marker with the live ones.
 
-        A live buffer is compared as it was at the attach: with the marker's at its attach or, if that differs, with the
-        marker's value. A marker without a record is compared by its values.
+        A buffer that will be restored has the same entry on both sides.
+
+        A live buffer is compared as it was at the attach: with the marker's buffer at its attach or, if that differs,
+        with the marker's value. A marker without a record is compared by its values.
 
         Args:
-            values: The marker's buffers, where it has no record of them.
-            record: What it says of them.
+            values: The marker's buffers, if it has no record of them.
+            record: The marker's record of them.
 
         Returns:
-            Entries of the marker, and entries here.
+            Entries of the marker, and entries of this job.
         """
         now, then = (record.now, record.attached) if record is not None else (values, values)
         pairs = []
@@ -208,13 +211,12 @@ class LiveBuffers:
     def put(self, values: Values, record: BufferRecord | None, removed: Iterable[str] = ()) -> None:
         """Put buffers of a marker into the live modules: bits, dtype, shape, strides, presence and shared memory.
 
-        The live objects stay where they are as far as torch lets them take the new value: DDP and other modules may
-        hold on to them.
+        Live objects are kept if torch lets them take the new value: DDP and other modules may refer to them.
 
         Args:
-            values: By their names here.
-            record: What the marker says of them, by their names here.
-            removed: Those that training had removed.
+            values: Buffers by their names in this job.
+            record: The marker's record of them, by their names in this job.
+            removed: Buffers that training had removed.
         """
         slots = self._slots()
         for name in removed:
@@ -250,7 +252,7 @@ class LiveBuffers:
         try:
             for name in names:
                 copy_into(live[name], placed[name])
-        except RuntimeError:  # an inference tensor takes no write
+        except RuntimeError:  # an inference tensor cannot be written
             return False
         return True
 
@@ -261,7 +263,7 @@ class LiveBuffers:
         placed: Mapping[str, torch.Tensor],
         twins: Mapping[str, str],
     ) -> None:
-        """Give the live objects the marker's memory; where none is free, the slot gets a new one."""
+        """Give the live objects the marker's memory. If no object is free, the slot gets a new one."""
         objects: dict[str, torch.Tensor] = {}
         used: set[int] = set()
         for name in names:
@@ -277,7 +279,7 @@ class LiveBuffers:
                 slots[name].bind(objects[leader])
 
     def _home(self) -> torch.device:
-        """Where the dense parameters are."""
+        """Return the device of the dense parameters."""
         first = next((each for each in self._model.parameters() if not each.is_meta), None)
         return first.device if first is not None else torch.device("cpu")
 
@@ -289,7 +291,7 @@ def _kind(name: str, value: torch.Tensor | None) -> DenseEntry:
 
 
 def _twins(live: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Name -> an earlier name of the same tensor."""
+    """Return name -> an earlier name of the same tensor."""
     first: dict[int, str] = {}
     known = {name: first.setdefault(id(value), name) for name, value in live.items()}
     return {name: other for name, other in known.items() if name != other}

@@ -1,10 +1,10 @@
-"""Digests of a user's objects by what they hold: type, value and bits, never by encoded bytes.
+"""Digests of a user's objects by their content: type, value and bits, never by encoded bytes.
 
-A pickle of equal states may differ: by the order of a dict, by strings that are one object or two, by the hash seed of
-a process. So the objects are walked. Dicts are compared without their order, sets too; floats and tensors by their
-bits; a device by its kind, for ranks have different ones. An object of another kind is walked as ``copy`` and
-``pickle`` take it apart, by ``copyreg`` or ``__reduce_ex__``: its class, arguments and state. What cannot be walked is
-refused with the place where it stands.
+Pickles of equal states may differ: by the order of a dict, by whether equal strings are one object or two, by the hash
+seed of a process. So the objects are walked. Dicts and sets are compared without their order, floats and tensors by
+their bits, and devices by their kind, because ranks have different ones. An object of another kind is split as ``copy``
+and ``pickle`` do it, by ``copyreg`` or ``__reduce_ex__``, into its class, arguments and state. An object that cannot be
+walked is rejected with its place.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ from torchrec_stream_ckpt.errors import UnsupportedError
 
 MAX_DEPTH = 100
 MAX_LEAVES = 512
-"""Values and containers of an object that are told apart in a message; the rest is compared as a whole."""
+"""Most values and containers of an object that a message can name. The rest is compared as a whole."""
 _TEXT_CHARS = 60
 _PLACE_CHARS = 160
 _NAME = "tensor"
-"""Tensors have no names of their own here."""
+"""Name for digests: tensors have no names of their own here."""
 _HINT = "keep numbers, text, tensors, arrays, lists, tuples, sets, dicts and plain objects in it"
 
 
 @dataclass(frozen=True, slots=True)
 class Canonical:
-    """What one object holds, for a comparison between ranks."""
+    """Content of one object, for a comparison between ranks."""
 
     digest: bytes
     leaves: dict[str, tuple[bytes, str]] = field(default_factory=dict)
-    """Place below the object -> digest and text of what stands there, for messages: as many as are told apart."""
+    """Place below the object -> digest and text of the value there, for messages. At most ``MAX_LEAVES`` places."""
 
     @classmethod
     def of(cls, value: object, title: str) -> Canonical:
-        """Walk ``value``. Local; what is on a GPU is read back once.
+        """Walk ``value``. Local. Tensors on a GPU are read back once.
 
         Args:
-            value: What a ``state_dict()`` has returned.
-            title: What people call it.
+            value: Result of a ``state_dict()``.
+            title: Name of the object in messages.
 
         Raises:
-            UnsupportedError: something in it cannot be walked; names the place.
+            UnsupportedError: Something in it cannot be walked. Names the place.
         """
         walk = _Walk(title)
         digest = walk.digest(value, "", ())
         if walk.on_device:
-            seen = walk.on_device  # keeps them alive: no other tensor takes the identity of one
+            seen = walk.on_device  # keeps them alive, so that no other tensor gets the identity of one
             found = digests({str(number): tensor for number, tensor in seen.values()})
             walk = _Walk(title, {key: found[str(number)] for key, (number, _) in seen.items()})
             digest = walk.digest(value, "", ())
@@ -72,10 +72,12 @@ class _Walk:
         self._title = title
         self._known = known
         self.on_device: dict[int, tuple[int, torch.Tensor]] = {}
-        """By identity: its number, and the tensor; their digests are found together."""
+        """By identity: the number of a tensor, and the tensor. Their digests are computed together."""
         self.leaves: dict[str, tuple[bytes, str]] = {}
         self._done: dict[int, tuple[bytes, Any]] = {}
-        """By identity, with the object, so that no other one takes its place: a list that stands at many places."""
+        """By identity: the digest of an object that may occur at many places, and the object, so that no other gets its
+        identity.
+        """
 
     def digest(self, value: Any, place: str, above: tuple[int, ...]) -> bytes:
         kind = type(value)
@@ -86,7 +88,7 @@ class _Walk:
             return found
         if id(value) in self._done:
             return self._done[id(value)][0]
-        if id(value) in above:  # by its distance, which is the same however the objects were built
+        if id(value) in above:  # by its distance, which does not depend on how the objects were built
             return _hash(b"above", str(len(above) - above.index(id(value))).encode())
         if len(above) >= MAX_DEPTH:
             raise self._cannot(place, f"is nested more than {MAX_DEPTH} deep")
@@ -99,7 +101,7 @@ class _Walk:
         return found
 
     def _leaf(self, value: Any, kind: type, place: str) -> bytes | None:
-        """The content of what holds nothing else; None for anything else."""
+        """Return the content of a value without children. Returns None for any other value."""
         if value is None or value is Ellipsis or value is NotImplemented:
             return b""
         if kind in (bool, int):
@@ -134,7 +136,7 @@ class _Walk:
             number = self.on_device.setdefault(id(tensor), (len(self.on_device), tensor))[0]
         elif self._known is not None and id(tensor) in self._known:
             number = self._known[id(tensor)]
-        else:  # also one that an object makes each time that it is taken apart
+        else:  # includes tensors that an object creates each time it is split
             number = digests({_NAME: tensor})[_NAME]
         return f"{shape}{number}".encode()
 
@@ -145,7 +147,7 @@ class _Walk:
         return name.encode()
 
     def _parts(self, value: Any, kind: type, place: str, above: tuple[int, ...]) -> Iterable[bytes]:
-        """Digests of what a container or an object holds."""
+        """Return digests of the children of a container or an object."""
         if isinstance(value, nn.Module):
             raise self._cannot(place, f"is a module ({kind.__name__})", "hand over its state_dict()")
         if kind in (list, tuple) or (isinstance(value, tuple) and hasattr(kind, "_fields")):
@@ -156,7 +158,7 @@ class _Walk:
             return sorted(self.digest(each, f"an item of {place}", above) for each in value)
         if kind is dict:
             return sorted(self._pairs(value.items(), place, above))
-        if kind is OrderedDict:  # two of them with another order are not equal
+        if kind is OrderedDict:  # two with different orders are not equal
             return self._pairs(value.items(), place, above)
         return self._object(value, kind, place, above)
 
@@ -170,7 +172,7 @@ class _Walk:
         ]
 
     def _object(self, value: Any, kind: type, place: str, above: tuple[int, ...]) -> list[bytes]:
-        """Take it apart as ``copy.copy`` does."""
+        """Split an object as ``copy.copy`` does."""
         registered = copyreg.dispatch_table.get(kind)
         try:
             reduced = registered(value) if registered is not None else value.__reduce_ex__(4)
@@ -189,7 +191,7 @@ class _Walk:
         return [_hash(str(name).encode(), self.digest(each, f"{place}.{name}", above)) for name, each in state.items()]
 
     def _keep_kind(self, place: str, value: Any, kind: type, above: tuple[int, ...]) -> None:
-        """Keep what a container is, and the part of it that has no place inside: the order of keys, a limit."""
+        """Keep the kind of a container, and the part of it that has no place inside: the order of keys, a limit."""
         text = kind.__qualname__
         if kind is OrderedDict:
             content = _hash(*(self.digest(key, f"a key of {place}", above) for key in value))
@@ -214,7 +216,7 @@ def _name(kind: type) -> bytes:
 
 
 def _hash(*parts: bytes) -> bytes:
-    """Parts with their lengths: no two lists of parts give the same bytes."""
+    """Hash parts with their lengths, so that no two lists of parts give the same bytes."""
     found = blake2b(digest_size=16)
     for part in parts:
         found.update(len(part).to_bytes(8, "little"))

@@ -1,8 +1,8 @@
-"""Communication hooks of DDP: one with a state of its own is refused by name, unless that state is handed over.
+"""Communication hooks of DDP: a hook with state is rejected by name unless that state is handed over.
 
 A hook keeps state in its state argument, in the object whose method it is, in its closure, in default arguments, in
-arguments of a ``partial``, or in attributes of the function. Functions among these are looked into as well. State in a
-global variable cannot be seen.
+arguments of a ``partial``, or in attributes of the function. Functions among these are examined as well. State in a
+global variable cannot be detected.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _VALUES = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.d
 _OF_THE_JOB = (type, ModuleType, dist.ProcessGroup, DeviceMesh, dist.ReduceOp, dist.ReduceOp.RedOpType, logging.Logger)
 """Kinds that belong to the job and not to a hook's state."""
 _AROUND = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.inference_mode, torch.autocast)
-"""What decorates functions, and keeps nothing from one call to the next."""
+"""Kinds of decorators that keep nothing from one call to the next."""
 _PLAIN = (*_VALUES, *_OF_THE_JOB, *_AROUND)
 _OF_DDP = ("_AllreduceUpcastHookState",)
-"""What DDP itself registers for mixed precision: streams and settings."""
+"""States that DDP itself registers for mixed precision: streams and settings."""
 
 
 def check_comm_hooks(model: nn.Module, handed: Iterable[object]) -> None:
-    """Refuse hooks with a state that is in no marker.
+    """Reject hooks with a state that is not in any marker.
 
     Args:
         model: The live model.
         handed: The user's stateful objects. The state of a hook is one of them, or an attribute of one.
 
     Raises:
-        UnsupportedError: names the hook and its state.
+        UnsupportedError: Names the hook and its state.
     """
     objects = (value for item in handed for value in (item, *getattr(item, "__dict__", {}).values()))
     held = {id(value) for value in objects if not isinstance(value, _PLAIN)}
@@ -61,7 +61,7 @@ def check_comm_hooks(model: nn.Module, handed: Iterable[object]) -> None:
 
 
 def _states(root: Any, model: nn.Module, held: set[int]) -> Iterator[tuple[Any, str]]:
-    """Objects that a hook, or its state argument, keeps from one step to the next, and where if it is deeper."""
+    """Yield objects that a hook, or its state argument, keeps from one step to the next, and where if it is deeper."""
     seen: set[int] = set()
     todo = [(root, "")]
     while todo:
@@ -82,7 +82,7 @@ def _states(root: Any, model: nn.Module, held: set[int]) -> Iterator[tuple[Any, 
 
 
 def _inside(value: Any, where: str) -> list[tuple[Any, str]] | None:
-    """Objects that one refers to, and where. Returns None if the object itself is a state."""
+    """Return the objects that ``value`` refers to, and where. Returns None if the object itself is a state."""
     if isinstance(value, _PLAIN):
         return []
     if isinstance(value, tuple | frozenset):
@@ -115,7 +115,7 @@ def _is_part_of(model: nn.Module, value: Any) -> bool:
 
 
 def _variables(function: FunctionType) -> dict[str, Any]:
-    """Variables of the closure that have a value."""
+    """Return the variables of the closure that have a value."""
     found = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -127,7 +127,7 @@ def _variables(function: FunctionType) -> dict[str, Any]:
 
 @cache
 def _rebound(code: CodeType) -> frozenset[str]:
-    """Variables of the closure that a function, or one within it, assigns: ``nonlocal``."""
+    """Return the variables of the closure that a function, or one within it, assigns: ``nonlocal``."""
     stored = {each.argval for each in dis.get_instructions(code) if each.opname in ("STORE_DEREF", "DELETE_DEREF")}
     for inner in code.co_consts:
         if isinstance(inner, CodeType):

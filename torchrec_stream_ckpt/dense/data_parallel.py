@@ -1,4 +1,4 @@
-"""Data parallelism of the dense part: what DDP replicates and FSDP2 shards is captured, all else is refused by name."""
+"""Data parallelism of the dense part: DDP's replicas and FSDP2's shards are captured, all others rejected by name."""
 
 from __future__ import annotations
 
@@ -13,17 +13,22 @@ from torchrec_stream_ckpt.model import reduced_parameters, sharded_embeddings
 
 
 def at_rest(module: nn.Module) -> None:
-    """Bring FSDP2 to rest: a forward without a backward leaves its root gathered, in parameters of another identity."""
+    """Reshard FSDP2 modules.
+
+    A forward without a backward leaves the root gathered, in parameters of another identity.
+    """
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()
 
 
 def check_fully_sharded(model: nn.Module) -> None:
-    """FSDP1 does not load at a new world size; FSDP2 does, around anything that is no embedding.
+    """Reject FSDP1, which does not load at a new world size, and FSDP2 around embeddings.
+
+    Other FSDP2 modules are accepted.
 
     Raises:
-        UnsupportedError: names the module.
+        UnsupportedError: Names the module.
     """
     for path, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
@@ -42,16 +47,16 @@ def check_fully_sharded(model: nn.Module) -> None:
 
 
 def check_replicas(model: nn.Module, view: nn.Module, *, since_attach: bool = False) -> None:
-    """One copy of a parameter is saved for all ranks: DDP or FSDP2 must keep them equal.
+    """Reject parameters that neither DDP nor FSDP2 keeps equal: one copy of each is saved for all ranks.
 
     Args:
         model: The live model.
         view: Its dense part.
-        since_attach: Whether the model has changed since it was checked: DDP does not average the gradients of a layer
+        since_attach: True if the model has changed since it was checked. DDP does not average the gradients of a layer
             that was frozen when DDP was built.
 
     Raises:
-        UnsupportedError: names the parameter.
+        UnsupportedError: Names the parameter.
     """
     if dist.get_world_size() == 1:
         return
@@ -73,10 +78,10 @@ def check_replicas(model: nn.Module, view: nn.Module, *, since_attach: bool = Fa
 
 
 def check_whole(view: nn.Module) -> None:
-    """One rank's replica can only be saved if a rank has one.
+    """Reject sharded parameters: one rank's replica can only be saved if a rank has it whole.
 
     Raises:
-        UnsupportedError: names a parameter that is sharded.
+        UnsupportedError: Names a parameter that is sharded.
     """
     for name, parameter in view.named_parameters():
         if isinstance(parameter, DTensor):

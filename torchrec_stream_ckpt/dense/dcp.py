@@ -1,4 +1,4 @@
-"""The files of a marker's dense state, written and read by torch's own DCP; blobs are uint8 tensors in them."""
+"""Write and read the files of a marker's dense state by torch's own DCP. Blobs are uint8 tensors in them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Entries = Mapping[str, Any]
 
 
 class _Writer(FileSystemWriter):
-    """DCP's own, with points between its parts."""
+    """DCP's writer, with failpoints between its parts."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         failpoint("dense.part")
@@ -44,7 +44,7 @@ class _Writer(FileSystemWriter):
 
 @contextlib.contextmanager
 def _as_error() -> Iterator[None]:
-    """DCP's failure is a BaseException that no handler of errors would see, and its text is tracebacks."""
+    """Convert DCP's failure, a BaseException that ``except Exception`` misses and whose text is tracebacks."""
     try:
         yield
     except CheckpointException as error:
@@ -53,19 +53,19 @@ def _as_error() -> Iterator[None]:
 
 
 def save_together(state: dict[str, Any], path: Path, group: dist.ProcessGroup) -> None:
-    """(all ranks) Write each rank's part; returns when it is durable."""
+    """(all ranks) Write each rank's part. Returns when it is durable."""
     with _as_error():
         save(state, storage_writer=_Writer(path), process_group=group)
 
 
 def come_together(marker: MarkerId, group: dist.ProcessGroup) -> None:
-    """(all ranks) Return once every rank has come to save this marker.
+    """(all ranks) Wait until every rank is about to save this marker.
 
-    DCP's collectives do not say whose they are. A rank that still saves a marker which the others gave up would take
-    part in theirs of the next one, fail it, and stay one marker behind for ever.
+    DCP's collectives carry no marker. A rank that still saves a marker which the others gave up would take part in
+    their collectives for the next one, make it fail, and stay one marker late forever.
 
     Raises:
-        MarkerFailedError: the other ranks are at a later one. They wait for this one's next save.
+        MarkerFailedError: The other ranks are at a later marker. They wait for this rank's next save.
     """
     mine = torch.tensor(marker)
     said = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -79,7 +79,7 @@ def come_together(marker: MarkerId, group: dist.ProcessGroup) -> None:
 
 
 def written_by(path: Path, rank: int) -> list[str]:
-    """Names of the files that ``rank`` wrote into a dense directory; rank 0 also wrote DCP's metadata."""
+    """Return the names of the files that ``rank`` wrote into a dense directory. Rank 0 also wrote DCP's metadata."""
     mine = [entry.name for entry in path.iterdir() if entry.name.startswith(f"__{rank}_")]
     if rank == 0:
         fsync_dir(path)
@@ -89,9 +89,9 @@ def written_by(path: Path, rank: int) -> list[str]:
 
 
 def load_here(state: dict[str, Any], reader: FileSystemReader) -> dict[str, Any]:
-    """Fill the tensors of ``state`` in place, by entry; returned with its plain values filled in too.
+    """Fill the tensors of ``state`` in place, by entry, and its plain values. Returns ``state``.
 
-    Every rank reads for itself, so that one that fails leaves none waiting.
+    Every rank reads independently, so a rank that fails leaves none waiting.
     """
     if state:
         with warnings.catch_warnings(), _as_error():
@@ -101,7 +101,7 @@ def load_here(state: dict[str, Any], reader: FileSystemReader) -> dict[str, Any]
 
 
 def flat(prefix: str, value: Any) -> dict[str, Any]:
-    """The leaves of nested mappings, by their dotted names."""
+    """Return the leaves of nested mappings, by their dotted names."""
     if not isinstance(value, dict):
         return {prefix: value}
     return {
@@ -112,29 +112,30 @@ def flat(prefix: str, value: Any) -> dict[str, Any]:
 
 
 def blob(value: object) -> torch.Tensor:
-    """Any object as one uint8 tensor."""
+    """Encode any object as one uint8 tensor."""
     buffer = io.BytesIO()
     torch.save(value, buffer, pickle_module=exact_pickle)
     return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
 
 
 class _Nowhere(io.BytesIO):
-    """Takes bytes and keeps none."""
+    """A stream that discards all bytes."""
 
     def write(self, data: Any) -> int:
         return memoryview(data).nbytes
 
 
 def try_blob(value: object) -> None:
-    """Raise what :func:`blob` would raise, in no memory of its size."""
+    """Raise the errors that :func:`blob` would raise, without allocating memory of its size."""
     torch.save(value, _Nowhere(), pickle_module=exact_pickle)
 
 
 def unblob(saved: torch.Tensor, name: str) -> Any:
-    """Decode what :func:`blob` was given. A pickle, vouched for by the digest in COMMIT.
+    """Decode a tensor of :func:`blob`. It is a pickle, whose digest in COMMIT was checked.
 
     Raises:
-        CorruptionError: it was changed before its file was digested, or needs code that is not here; names the entry.
+        CorruptionError: It was changed before its file was digested, or needs code that is missing here. Names the
+            entry.
     """
     try:
         return torch.load(io.BytesIO(saved.numpy().tobytes()), map_location="cpu", weights_only=False)
@@ -147,15 +148,15 @@ def unblob(saved: torch.Tensor, name: str) -> Any:
 
 
 def json_blob(value: object) -> torch.Tensor:
-    """JSON as one uint8 tensor."""
+    """Encode JSON as one uint8 tensor."""
     return torch.frombuffer(bytearray(json.dumps(value, separators=(",", ":")).encode()), dtype=torch.uint8)
 
 
 def read_json(saved: torch.Tensor, name: str) -> Any:
-    """Decode what :func:`json_blob` was given.
+    """Decode a tensor of :func:`json_blob`.
 
     Raises:
-        CorruptionError: it was changed before its file was digested; names the entry.
+        CorruptionError: It was changed before its file was digested. Names the entry.
     """
     try:
         return json.loads(saved.numpy().tobytes())
@@ -166,17 +167,17 @@ def read_json(saved: torch.Tensor, name: str) -> Any:
 
 
 def no_blob(name: str) -> SchemaMismatchError:
-    """Say that the marker lacks a blob."""
+    """Return the error for a blob that the marker lacks."""
     return SchemaMismatchError(
         f"the marker holds no '{name}'", hint="hand over the same stateful objects as the job that wrote it"
     )
 
 
 def empty_blob(entries: Entries, name: str) -> torch.Tensor:
-    """Room for a blob of the marker.
+    """Return an empty tensor for a blob of the marker.
 
     Raises:
-        SchemaMismatchError: it has none of this name.
+        SchemaMismatchError: The marker has no blob of this name.
     """
     entry = entries.get(name)
     if not isinstance(entry, TensorStorageMetadata):

@@ -1,7 +1,7 @@
-"""Digests of live dense tensors: on the CPU without a copy of them, on a GPU with a number of launches that depends on
-their bytes and not on how many they are.
+"""Digests of live dense tensors.
 
-Bits are added up, so NaN is what it was and -0.0 is not 0.0.
+On the CPU they need no copy of the tensors. On a GPU the number of launches depends on the bytes and not on the number
+of tensors. Bits are added up, so a NaN equals itself and -0.0 is not 0.0.
 """
 
 from __future__ import annotations
@@ -31,29 +31,31 @@ _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _SMALL_BYTES = 1 << 14
 _SMALL_TOGETHER_BYTES = 1 << 20
 _PIECE_WORDS = 1 << 24
-"""Words of a GPU that are added up at a time: their products take eight bytes each."""
+"""Words on a GPU that are added up at a time: their products take eight bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalBox:
-    """What one rank has of an entry: a box of the whole tensor."""
+    """One rank's part of an entry: a box of the whole tensor."""
 
     local: torch.Tensor
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     offsets: tuple[int, ...]
     """First element of the box in each dimension."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> LocalBox:
-        """The whole of a plain tensor; of a DTensor the shard of this rank."""
+        """Return the whole of a plain tensor. For a DTensor, return the shard of this rank."""
         if not isinstance(tensor, DTensor):
             return cls(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
         (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
         return cls(tensor.to_local().detach(), tuple(tensor.shape), tuple(chunk.offsets))
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
-        """(first element in the box, first one in the whole tensor, how many): consecutive ones in both."""
+        """Yield (first element in the box, first one in the whole tensor, length) of runs that are
+        consecutive in both.
+        """
         box = tuple(self.local.shape)
         if not (elements := math.prod(box)):
             return
@@ -78,14 +80,14 @@ class WordRun:
 
 
 def digests(tensors: Mapping[str, torch.Tensor], spans: Mapping[str, tuple[int, int]] | None = None) -> dict[str, int]:
-    """Return the digest of each entry: of its whole tensor, or of the part that this rank has of a DTensor.
+    """Return the digest of each entry: of its whole tensor or, for a DTensor, of this rank's part.
 
-    Local: no collective. What is on a GPU is read back once, for which the host waits. Parts that replicate each other
-    have equal digests; parts that share no element have digests that add up to the digest of the whole.
+    Local: no collective. Tensors on a GPU are read back once, for which the host waits. Parts that replicate each other
+    have equal digests. Digests of parts that share no element add up to the digest of the whole.
 
     Args:
-        tensors: By the name of their entry.
-        spans: Of these entries only the local elements [first, end) in row-major order count.
+        tensors: Tensors by the name of their entry.
+        spans: For these entries, only the local elements [first, end) in row-major order count.
     """
     found = dict.fromkeys(tensors, 0)
     small: dict[torch.dtype, list[str]] = defaultdict(list)
@@ -109,14 +111,16 @@ def digests(tensors: Mapping[str, torch.Tensor], spans: Mapping[str, tuple[int, 
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    """Return whether a sum of its own would cost more than its words do."""
+    """Return whether a separate sum would cost more than its words do."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter)
     return plain and not tensor.is_cuda and not tensor.is_complex() and 0 < tensor.nbytes <= _SMALL_BYTES
 
 
 @torch.no_grad()
 def _together(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, int]]:
-    """Digests of small tensors of one dtype on the CPU: copied into one, for each costs more than its bytes do."""
+    """Yield digests of small CPU tensors of one dtype, copied into one tensor: a call per tensor costs more than its
+    bytes.
+    """
     names = list(tensors)
     each = max(1, _SMALL_TOGETHER_BYTES // _SMALL_BYTES)
     for begin in range(0, len(names), each):
@@ -130,7 +134,7 @@ def _together(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, int]]:
 
 @lru_cache(maxsize=32)
 def _keys_of(entries: tuple[tuple[str, int], ...]) -> tuple[Ints, Ints]:
-    """Keys of all words of some entries, and where each of them begins."""
+    """Return the keys of all words of some entries, and the start of each entry."""
     ends = np.cumsum([words for _, words in entries])
     starts = np.concatenate(([0], ends[:-1]))
     return np.concatenate([word_keys(name, words) for name, words in entries]), starts
@@ -148,13 +152,13 @@ def _runs(name: str, box: LocalBox, span: tuple[int, int] | None = None) -> Iter
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bits as signed integers, in logical order; no copy if it is contiguous."""
+    """Return the bits of a tensor as signed integers, in logical order. A contiguous tensor is not copied."""
     flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(_SIGNED[min(4, flat.element_size())])
 
 
 def _on_device(runs: Sequence[WordRun]) -> list[int]:
-    """Digests of runs that are on one GPU: rows are padded to their columns, and the sums of all rows come back."""
+    """Return digests of runs on one GPU. Rows are padded to their columns, and the sums of all rows are read back."""
     device = runs[0].words.device
     keys = _columns(device)
     rows = [-(-(run.first % COLUMNS + len(run.words)) // COLUMNS) for run in runs]
@@ -175,7 +179,7 @@ def _on_device(runs: Sequence[WordRun]) -> list[int]:
 
 
 def _matrices(runs: Sequence[WordRun]) -> Iterator[torch.Tensor]:
-    """The runs, of one word size, as (rows, columns), each of them in rows of its own, in pieces of bounded bytes."""
+    """Yield the runs, of one word size, as (rows, columns), in pieces of bounded bytes. No two runs share a row."""
     zeros = torch.zeros(COLUMNS, dtype=runs[0].words.dtype, device=runs[0].words.device)
     piece: list[torch.Tensor] = []
     free = _PIECE_WORDS
@@ -193,7 +197,7 @@ def _matrices(runs: Sequence[WordRun]) -> Iterator[torch.Tensor]:
 
 
 def _padded(run: WordRun, zeros: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Whole rows: zeros add nothing to a digest."""
+    """Pad a run to whole rows. Zeros add nothing to a digest."""
     before = run.first % COLUMNS
     return zeros[:before], run.words, zeros[: -(before + len(run.words)) % COLUMNS]
 

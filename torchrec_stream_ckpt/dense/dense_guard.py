@@ -1,7 +1,7 @@
-"""The checks of the attach, at every cut: the dense part must be what it was, or be checked again.
+"""Repeat the checks of the attach at every cut if the dense part has changed.
 
-Modules, parameters and optimizers are compared by identity. If some joined, left, were replaced or unfrozen, all checks
-run again: either a marker holds them exactly, or it is refused by name.
+Modules, parameters and optimizers are compared by identity. If some were added, removed, replaced or unfrozen, all
+checks run again: either a marker holds them exactly, or they are rejected by name.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from torchrec_stream_ckpt.model import (
 
 
 class DenseGuard:
-    """What was checked of the dense part of one rank.
+    """The checked dense part of one rank.
 
     Args:
         model: The live model.
-        optimizer: What the job has handed over.
+        optimizer: The optimizer that the job has handed over.
         optimizers: The dense optimizers in it, by name.
         view: The dense part of the model.
 
     Raises:
-        UnsupportedError: the model or an optimizer holds something that cannot be captured exactly.
+        UnsupportedError: The model or an optimizer holds something that cannot be captured exactly.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class DenseGuard:
         self._model, self._optimizer, self._optimizers = model, optimizer, dict(optimizers)
         self._parts = optimizer_parts(optimizer)
         self._others: WeakSet[torch.optim.Optimizer] = WeakSet()
-        """Optimizers that have stepped and were not handed over; those that are gone have no state to lose."""
+        """Optimizers that have stepped and were not handed over. Deleted optimizers have no state to lose."""
         parameters = dict(view.named_parameters())
         check_buffers(model)
         self._check_all(view, since_attach=False)
@@ -64,20 +64,20 @@ class DenseGuard:
         wrapper_states(optimizer)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer of this process has made a step; whether it was handed over or not.
+        """Note that an optimizer of this process has made a step, whether it was handed over or not.
 
-        Of a CombinedOptimizer its parts are noted: after ``DMP.reshard``, TorchRec wants a new one around the dense
-        optimizers that were there.
+        The parts of a CombinedOptimizer are noted: after ``DMP.reshard``, TorchRec needs a new one around the existing
+        dense optimizers.
         """
         for each in combined_parts(optimizer):
             if not any(each is part for part in self._parts):
                 self._others.add(each)
 
     def check(self, view: nn.Module) -> None:
-        """(each cut) Compare the dense part with what was checked; local, reads no values.
+        """(each cut) Compare the dense part with the checked one. Local, reads no values.
 
         Raises:
-            UnsupportedError: it has changed so that a marker would not hold all of it; names what.
+            UnsupportedError: It has changed so that a marker would not hold all of it. Names the change.
         """
         self._check_parts()
         check_buffers(self._model)

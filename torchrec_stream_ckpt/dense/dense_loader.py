@@ -1,4 +1,4 @@
-"""Brings the dense state of a marker back into the live objects: compares all of it first, then loads it in place."""
+"""Load the dense state of a marker into the live objects: compare all of it first, then load it in place."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class DenseLoader:
     def __init__(self, live: LiveDense) -> None:
         self._live = live
         self._given = given(live.kernels, live.optimizers)
-        """Hyperparameters as the code has given them."""
+        """Hyperparameters as the code has set them."""
 
     # Before anything is written.
 
     def entries(self, saved: SavedDense) -> tuple[tuple[DenseEntry, ...], tuple[DenseEntry, ...]]:
-        """Pair parameters and buffers of a marker with those of this model; what comes back is the same in both.
+        """Pair parameters and buffers of a marker with those of this model. A restored entry is the same in both.
 
         Returns:
-            Entries of the marker, and entries here.
+            Entries of the marker, and entries of this model.
         """
         parameters, rest = self._live.entries()
         apart = {entry.name for entry in rest}
@@ -65,15 +65,15 @@ class DenseLoader:
         return (*saved.parameters, *there, *objects), (*parameters, *here, *rest)
 
     def misfits(self, saved: SavedDense, match: Match | None, *, whole: bool) -> list[Misfit]:
-        """Compare all of the dense state that no ``Changes`` can declare. Local, and nothing is written.
+        """Compare all dense state that no ``Changes`` can declare. Local; nothing is written.
 
         Args:
-            saved: The marker's.
-            match: What of it a changed model takes; None: all that has the same name.
-            whole: Whether optimizers and id maps are compared, for which it must be known what goes where.
+            saved: Dense state of the marker.
+            match: Parts of it that a changed model takes. If None, all parts with the same names.
+            whole: True to compare optimizers and id maps, too. The match must be known for that.
 
         Returns:
-            All that differs.
+            All differences.
         """
         found = [Misfit(f"the marker holds no '{name}'", "restore another marker") for name in saved.missing()]
         if not found and not saved.imported:
@@ -106,7 +106,7 @@ class DenseLoader:
             )
 
     def _objects(self, saved: SavedDense, match: Match | None) -> Iterator[tuple[str, str]]:
-        """Owner and name of each of the user's objects whose state comes."""
+        """Yield owner and name of each of the user's objects whose state is restored."""
         if saved.imported:
             return
         live = {"shared": self._live.shared, "per_rank": self._live.per_rank}
@@ -116,7 +116,10 @@ class DenseLoader:
             yield from ((owner, name) for name in objects if name in come[owner] and name in there)
 
     def _unreadable(self, saved: SavedDense, match: Match | None) -> list[Misfit]:
-        """Objects whose state cannot be read, or that refuse it; what was read is kept for the load."""
+        """Return a misfit for each object whose state cannot be read, or that rejects it.
+
+        States read are kept for the load.
+        """
         return [
             misfit
             for owner, name in self._objects(saved, match)
@@ -124,7 +127,7 @@ class DenseLoader:
         ]
 
     def _ask(self, saved: SavedDense, owner: str, name: str) -> None:
-        """Read the state of an object, and let the object check it, if it can without a change to itself."""
+        """Read the state of an object, and let the object check it, if it can do so without changing itself."""
         state = saved.object_of(owner, name)
         item = (self._live.shared if owner == "shared" else self._live.per_rank)[name]
         check = getattr(item, "check_state_dict", None)
@@ -136,7 +139,7 @@ class DenseLoader:
         return found if match is None else [match.by_table(values) for values in found]
 
     def _optimizers_differ(self, saved: SavedDense, match: Match | None) -> list[Misfit]:
-        """What speaks against the optimizers beside classes and groups, which are compared by name."""
+        """Return misfits of the optimizers, other than of classes and groups, which are compared by name."""
         view = self._live.view()
         names, there = names_of(view), saved.outline()
         lacking = [] if saved.tree is None else optimizer_state.missing_tensors(saved.tree, saved.entries)
@@ -157,11 +160,13 @@ class DenseLoader:
     def load(self, saved: SavedDense, match: Match | None = None) -> Callable[[], None]:
         """Load model and optimizers of a marker that was compared. Local.
 
-        Random state and buffers come back on ranks that existed then; a new rank takes the buffers of rank 0
-        and random state derived from the job's seed and its rank. With ``match``, what it does not name stays as it is.
+        Random state and buffers are restored on ranks that existed then. A new rank takes the buffers of rank 0 and
+        random state derived from the job's seed and its rank. With ``match``, entries that it does not name stay
+        unchanged.
 
         Returns:
-            Loads the rest, to be called once: the user's objects, whose code may change anything, then random state.
+            A function that loads the rest: the user's objects, whose code may change anything, then random state. Call
+                it once.
         """
         if saved.imported:
             self._load_imported(saved, match)
@@ -186,7 +191,7 @@ class DenseLoader:
         return lambda: self._load_rest(saved, match, schedules)
 
     def _merged_schedules(self, saved: SavedDense, match: Match | None) -> dict[str, Any]:
-        """What each live schedule takes of the marker; nothing is changed."""
+        """Return the state that each live schedule takes from the marker. Nothing is changed."""
         found = {}
         there = saved.stateful("shared")
         for name, schedule in self._live.schedules.items():
@@ -199,15 +204,15 @@ class DenseLoader:
         return found
 
     def _all(self) -> Match:
-        """All of a marker, by the same names."""
+        """Match all of a marker by the same names."""
         names = {name: name for name in (*self._live.view().state_dict(), *self._live.buffers.attached)}
         states = {key: {name: (key, name) for name in names} for key in self._live.optimizers}
         return Match(names, states, self._live.handed, self._live.per_rank)
 
     def _load_model(self, saved: SavedDense, match: Match) -> None:
-        """Buffers, parameters and id maps; what is not matched is copied onto itself."""
+        """Load buffers, parameters and id maps. Values that are not matched are copied onto themselves."""
         held = self._put_buffers(saved, match)
-        view = self._live.view()  # which takes over buffers of modules that hold sharded ones as they are now
+        view = self._live.view()  # takes over buffers of modules that hold sharded ones in their current state
         live = view.state_dict()
         of_files = {
             name: f"model.{there}"
@@ -226,7 +231,7 @@ class DenseLoader:
         view.load_state_dict(loaded, strict=not fixed)
 
     def _put_buffers(self, saved: SavedDense, match: Match) -> set[str]:
-        """Put the marker's buffers into the live modules; returns their names here."""
+        """Put the marker's buffers into the live modules. Returns their names in this model."""
         attached, record = self._live.buffers.attached, saved.buffer_record
         if saved.imported:
             come = {name: there for name, there in match.entries.items() if name in attached and there in saved.model}
@@ -251,7 +256,7 @@ class DenseLoader:
         return set(come)
 
     def _load_rest(self, saved: SavedDense, match: Match | None, schedules: dict[str, Any]) -> None:
-        """The user's objects, then random state, of which their code may have drawn."""
+        """Load the user's objects, then random state, because their code may have drawn random numbers."""
         for name, state in schedules.items():
             self._live.schedules[name].load(state)
         live = {"shared": self._live.shared, "per_rank": self._live.per_rank}
@@ -259,7 +264,7 @@ class DenseLoader:
             item, state = live[owner][name], saved.object_of(owner, name)
             try:
                 item.load_state_dict(state)
-            except Exception as error:  # it is the user's code
+            except Exception as error:  # raised by the user's code
                 raise StreamCkptError(
                     f"load_state_dict() of the Stateful '{name}' ({type(item).__name__}) failed: "
                     f"{type(error).__name__}: {error}",
@@ -273,7 +278,10 @@ class DenseLoader:
             seed_new_rank(seed, dist.get_rank())
 
     def _load_imported(self, saved: SavedDense, match: Match | None) -> None:
-        """A marker that ``stream-ckpt import`` has made: what it does not hold stays as the job has made it."""
+        """Load a marker that ``stream-ckpt import`` created.
+
+        State that it does not hold stays as the job created it.
+        """
         whole, match = match is None, match or self._all()
         view = self._live.view()
         parameters, names = dict(view.named_parameters()), names_of(view)
@@ -292,7 +300,7 @@ class DenseLoader:
         )
 
     def _read_id_maps(self, saved: SavedDense, match: Match | None) -> tuple[list[CollisionMap], list[State]]:
-        """The live maps that come from a marker, and their state there."""
+        """Return the live maps that are restored from a marker, and their state there."""
         come = {each.table: each.table for each in self._live.id_maps}
         if match is not None and match.id_maps is not None:
             come = {table: match.id_maps[table] for table in come if table in match.id_maps}
@@ -305,7 +313,7 @@ class DenseLoader:
 
 
 def _same_groups(optimizer: torch.optim.Optimizer, saved: OptimizerState, names: Mapping[int, str]) -> bool:
-    """Return whether classes and groups are alike, in whatever order parameters are."""
+    """Return whether classes and groups are equal, in any order of parameters."""
     here = [frozenset(group["params"]) for group in optimizer_state.named_groups(optimizer, names) if group["params"]]
     there = [frozenset(group["params"]) for group in saved.groups if group["params"]]
     return saved.kind == type(optimizer).__name__ and here == there

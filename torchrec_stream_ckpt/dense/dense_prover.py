@@ -1,6 +1,7 @@
-"""Digests of the dense state that a rank saves, made of the live objects at a cut: what its MARK proves.
+"""Digests of the dense state that a rank saves, computed from the live objects at a cut, for the proof in its MARK.
 
-They are never made of the copy that is saved: what changes on the way from there to a restored job is found by them.
+They are never computed from the copy that is saved, so they reveal any change between the live objects and a restored
+job.
 """
 
 from __future__ import annotations
@@ -16,30 +17,30 @@ from torchrec_stream_ckpt.format.entry_digests import PAIR_BYTES, bytes_digest, 
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
 
 Tensors = Mapping[str, torch.Tensor]
-"""By entry."""
+"""Tensors by entry."""
 
 MAX_ENTRIES = int(MAX_FRAME_BYTES // 4 / PAIR_BYTES)
-"""Entries that a MARK proves at most: it is one frame, with other things in it."""
+"""Most entries that a MARK proves: it is one frame and has other content, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProvedEntries:
-    """Entries with their digests, and where the next marker goes on."""
+    """Entries with their digests, and the position at which the next marker continues."""
 
     digests: Mapping[str, int]
     after: str
-    """Name of the last entry; empty if these are all."""
+    """Name of the last entry. Empty if these are all entries."""
 
 
 class DenseTurns:
-    """Which entries of this rank each marker of one generation proves.
+    """Chooses the entries of this rank that each marker of one generation proves.
 
-    All of them at the first marker, and where they have at most ``limit_bytes``; otherwise as many as have, by turns in
-    the order of their names.
+    The first marker proves all of them. A later one proves all if they have at most ``limit_bytes``. Otherwise it
+    proves as many as have that, by turns in the order of their names.
 
     Args:
         limit_bytes: Bytes that a marker after the first one proves.
-        whole: Whether every marker proves all entries.
+        whole: True if every marker proves all entries.
     """
 
     def __init__(self, limit_bytes: int, *, whole: bool = False) -> None:
@@ -49,7 +50,7 @@ class DenseTurns:
         self._after = ""
 
     def choose(self, sizes: Mapping[str, int]) -> tuple[list[str], str]:
-        """(entries of the next marker, the name after which the one after it goes on).
+        """Return (entries of the next marker, the name after which the marker after that continues).
 
         Args:
             sizes: Bytes of each entry.
@@ -69,24 +70,24 @@ class DenseTurns:
         return chosen, chosen[-1] if chosen else ""
 
     def settled(self, after: str, *, committed: bool) -> None:
-        """A marker is decided: one that was given up has proved nothing.
+        """Record the decision on a marker. A marker that was given up has proved nothing.
 
         Args:
-            after: As :meth:`choose` said.
-            committed: Whether it counts.
+            after: The name that :meth:`choose` returned.
+            committed: True if the marker was committed.
         """
         if committed:
             self._first, self._after = False, after
 
 
 def prove(tensors: Tensors, blobs: Tensors, turns: DenseTurns, known: Mapping[str, int]) -> ProvedEntries:
-    """Digests of what this rank saves. Local; what is on a GPU is read back once.
+    """Return digests of the state that this rank saves. Local. Tensors on a GPU are read back once.
 
     Args:
-        tensors: Live ones, and parts of sharded ones.
+        tensors: Live tensors, and parts of sharded ones.
         blobs: Encoded objects, as bytes.
-        turns: Which of them are wanted.
-        known: Digests of whole live tensors that were made at this cut already.
+        turns: Chooses the entries to prove.
+        known: Digests of whole live tensors that were computed at this cut already.
     """
     held = {name: tensor for name, tensor in tensors.items() if is_saved_here(tensor)}
     both = {**held, **blobs}
@@ -97,19 +98,19 @@ def prove(tensors: Tensors, blobs: Tensors, turns: DenseTurns, known: Mapping[st
 
 
 def differing(staged: Tensors, proved: Mapping[str, int]) -> Iterator[str]:
-    """Names of entries of a staged copy that are not as they were proved."""
+    """Yield names of entries of a staged copy that differ from their proof."""
     found = entry_digests({name: staged[name] for name in proved if name in staged})
     return (name for name in sorted(proved) if found.get(name) != proved[name])
 
 
 def entry_digests(entries: Tensors) -> dict[str, int]:
-    """Digests of entries as they are saved and read: tensors of the job, and encoded objects."""
+    """Return digests of entries as they are saved and read: tensors of the job, and encoded objects."""
     blobs = {name: bytes_digest(name, blob.numpy()) for name, blob in entries.items() if is_blob(name)}
     return blobs | digests({name: tensor for name, tensor in entries.items() if name not in blobs})
 
 
 def is_saved_here(tensor: torch.Tensor) -> bool:
-    """Return whether a part of a sharded tensor is saved of this rank, and not of another that has the same part."""
+    """Return whether this rank, and not another one with the same part, saves this part of a sharded tensor."""
     if not isinstance(tensor, DTensor):
         return True
     mesh = tensor.device_mesh

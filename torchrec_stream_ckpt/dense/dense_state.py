@@ -1,4 +1,4 @@
-"""The dense state of a marker: all of the job that is no fused shard, saved by torch's own DCP.
+"""The dense state of a marker: all state of the job except fused shards, saved by torch's own DCP.
 
 ================================  ============================================================
 ``model.<name>``                  parameters, data-parallel tables included; replicas once
@@ -6,22 +6,22 @@
 ``nested.<key>.<n>``              any other tensor in the state of a dense optimizer
 ``grad.<name>``                   a gradient that the next optimizer step reads (``gradients.py``);
                                   a sparse one is ``grad_indices.<name>``, ``grad_values.<name>``
-``rank<r>.optimizers``            JSON: all else of that state, as ``optimizer_state.py`` says
+``rank<r>.optimizers``            JSON: the rest of that state, as ``optimizer_state.py`` describes
 ``rank<r>.fused``                 JSON: hyperparameters of the fused kernels, by table
 ``rank<r>.buffer_kinds``          JSON: shape and dtype of buffers, at the attach and now
-``shared.<name>``                 one blob a ``Stateful`` that serves all ranks, of rank 0
-``rank<r>.schedule.<name>``       one blob a schedule over groups of fused tables, by names
+``shared.<name>``                 one blob per ``Stateful`` that serves all ranks, of rank 0
+``rank<r>.schedule.<name>``       one blob per schedule over groups of fused tables, by names
 ``shared.replicas``               JSON: ``"rank0"`` if replicas may differ, and all is rank 0's
 ``rank<r>.<name>``                random state, buffers and per-rank ``Stateful`` of rank r
 ``collision.<table>.<row0>``      the id map of one table shard (managed collision)
-``shared.imported``               says that the marker was imported from a checkpoint of DCP:
+``shared.imported``               exists if the marker was imported from a checkpoint of DCP:
                                   then buffers are with the parameters, dense optimizers all
                                   below ``optim.imported``, and there is nothing else
 ================================  ============================================================
 
-Older markers have ``shared.optimizers`` in place of the two JSON entries: classes and param groups, a pickle; what an
-optimizer kept beside tensors stands there below ``optim``. DCP's own metadata and the blobs are pickles: COMMIT holds
-the SHA-256 of every file, and nothing is opened before it has been compared.
+Older markers have ``shared.optimizers`` instead of the two JSON entries: classes and param groups, as a pickle.
+Non-tensor values of an optimizer are below ``optim`` there. DCP's own metadata and the blobs are pickles. COMMIT holds
+the SHA-256 of every file, and no file is opened before its digest has been compared.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ class _Taken:
 
     parameters: Mapping[str, nn.Parameter]
     alike: Mapping[str, torch.Tensor]
-    """What all ranks hold alike."""
+    """Tensors that are equal on all ranks."""
     mine: Mapping[str, torch.Tensor]
-    """Of that, what this rank saves."""
+    """The part of ``alike`` that this rank saves."""
     apart: dict[str, Any]
-    """What each rank holds a part of: sharded parameters, id maps."""
+    """Values of which each rank holds a part: sharded parameters, id maps."""
     places: Mapping[str, str]
-    """Where the state of optimizers stands, for messages."""
+    """Places of the optimizers' state, for messages."""
     blobs: dict[str, torch.Tensor]
-    """All that is no such tensor, as bytes."""
+    """All other state, as bytes."""
     objects: Mapping[str, Any]
     """Title -> state of each object that is the same on all ranks."""
 
@@ -82,7 +82,7 @@ class DenseState:
 
     Args:
         live: The objects of this rank.
-        group: A gloo group of our own: never the one that training uses.
+        group: A separate gloo group, never the one that training uses.
     """
 
     def __init__(self, live: LiveDense, group: dist.ProcessGroup) -> None:
@@ -92,29 +92,32 @@ class DenseState:
         self._rank = dist.get_rank()
         self._copies = CopyMemory()
         self.saver = Worker("stream-ckpt-dense")
-        """For DCP's own collectives: a rank that does not come to them must not hold the vote up. One thread, whatever
-        generation the job goes on in: two on one group would take part in each other's."""
+        """Thread for DCP's own collectives: if a rank is missing there, that must not delay the vote. There is one
+        thread for all generations of the job. With two threads on one group, each would take part in the other's
+        collectives.
+        """
         self.saving: Future[Any] | None = None
-        """What it does, or did last."""
+        """The current save, or the last one."""
         self._bytes: dict[str, torch.Tensor] = {}
-        """What the last :meth:`stage` has taken as bytes."""
+        """State that the last :meth:`stage` took as bytes."""
         self._counted: list[tuple[float, ...]] = []
-        """What the kernels' own state was then; MARK holds it."""
+        """The kernels' own state at that time. MARK holds it."""
         self.held = Held()
-        """What the last :meth:`stage` has found on this rank of what all ranks must hold alike."""
+        """Result of the last :meth:`stage` on this rank for the state that must be equal on all ranks."""
         self._staged: _Taken | None = None
-        """What it has taken, until that is proved."""
+        """State that :meth:`stage` took, until it is proved."""
         self._compared: Mapping[str, int] = {}
         """(``paranoid``) Digests that the copy is compared with before it counts as saved."""
 
     def stage(self, scope: Scope | None = None) -> dict[str, Any]:
-        """(training thread) This rank's part of the dense state as it is now, copied. Local: no collectives.
+        """(training thread) Return a copy of this rank's part of the current dense state. Local: no collectives.
 
-        The copy is this marker's until the next call. Of what all ranks hold alike, a rank copies what it will save.
-        On a GPU the host waits for the whole device: buffers and id maps may be written on other streams.
+        The copy belongs to this marker until the next call. Of the state that is equal on all ranks, a rank copies only
+        the part that it will save. On a GPU the host waits for the whole device: buffers and id maps may be written on
+        other streams.
 
         Args:
-            scope: What is compared between ranks; None: all of it.
+            scope: Part of the state that is compared between ranks. If None, all of it.
         """
         taken = self._staged = self._take()
         self.live.buffers.say_passing()
@@ -126,11 +129,13 @@ class DenseState:
         return {**staged, **self._copies.copy(taken.mine), **taken.blobs}
 
     def prove(self, turns: DenseTurns, *, compare: bool = False) -> ProvedEntries:
-        """(training thread) Digests of what :meth:`stage` has just copied, made of the live tensors. Local.
+        """(training thread) Return digests of the state that :meth:`stage` just copied, computed from the live tensors.
+
+        Local.
 
         Args:
-            turns: Which entries this marker proves.
-            compare: Whether :meth:`save` compares the copy with them.
+            turns: Chooses the entries that this marker proves.
+            compare: True if :meth:`save` must compare the copy with them.
         """
         assert self._staged is not None
         taken, self._staged = self._staged, None
@@ -139,9 +144,10 @@ class DenseState:
         return proved
 
     def has_changed(self) -> bool:
-        """(training thread) Whether a marker would hold something else now, rows apart, than at the last :meth:`stage`.
+        """(training thread) Return whether a marker would hold other state now than at the last :meth:`stage`, rows
+        apart.
 
-        Local. Parts of sharded parameters and id maps are not compared: where this rank holds some, the answer is yes.
+        Local. Parts of sharded parameters and id maps are not compared: if this rank holds some, returns True.
         """
         if self._counted != self._counts():
             return True
@@ -152,7 +158,7 @@ class DenseState:
         return not same_bytes or bool(taken.apart) or not self._copies.holds(taken.mine)
 
     def _counts(self) -> list[tuple[float, ...]]:
-        """Of each kernel: trained batches, largest count, and its learning rates."""
+        """Return for each kernel: trained batches, largest count, and its learning rates."""
         scalars = [(kernel.scalars, kernel.lookups.in_flight) for kernel in self.live.kernels]
         return [
             (each.iteration - in_flight, each.max_counter, each.learning_rate, each.next_learning_rate)
@@ -160,7 +166,7 @@ class DenseState:
         ]
 
     def _take(self) -> _Taken:
-        """The dense state as it is now; its tensors are the live ones."""
+        """Return the current dense state with the live tensors."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
         fused = fused_values(self.live.kernels)
@@ -194,12 +200,12 @@ class DenseState:
         )
 
     def _steps_of(self, schedules: Mapping[str, State]) -> dict[str, Any]:
-        """What a schedule of torch's keeps beside its values for each group: on which step it is, by its title."""
+        """Return title -> the common part (its step) of each torch schedule, without the values per group."""
         live = {} if self.live.one_replica else self.live.schedules
         return {each.title: schedules[name]["common"] for name, each in live.items() if each.steps_alike}
 
     def _taken_here(self) -> Mapping[str, Any]:
-        """Shared objects whose state this rank takes: to save it, or to compare it."""
+        """Return shared objects whose state this rank takes, to save it or to compare it."""
         return self.live.shared if self._rank == 0 else self.live.compared
 
     def _blobs(
@@ -210,7 +216,7 @@ class DenseState:
         wrappers: list[Any],
         schedules: Mapping[str, State],
     ) -> dict[str, Any]:
-        """Encode what is not a tensor of the model or of an optimizer."""
+        """Encode state that is not a tensor of the model or of an optimizer."""
         state: dict[str, Any] = {
             f"rank{self._rank}.random": blob(random_state()),
             f"rank{self._rank}.buffers": buffers_blob(view, buffers),
@@ -230,13 +236,13 @@ class DenseState:
         return state
 
     def save(self, staged: dict[str, Any], path: Path, marker: MarkerId) -> None:
-        """(all ranks, commit thread) Write what :meth:`stage` returned; returns when it is durable. Collective.
+        """(all ranks, commit thread) Write the result of :meth:`stage`. Returns when it is durable. Collective.
 
         Raises:
-            MarkerFailedError: the other ranks have given this marker up.
-            CaptureMismatchError: the copy is not what was proved.
+            MarkerFailedError: The other ranks have given this marker up.
+            CaptureMismatchError: The copy differs from the proof.
         """
-        self._staged = None  # without proofs nobody took it
+        self._staged = None  # left over if the marker was not proved
         come_together(marker, self._group)
         save_together(staged, path, self._group)
         if changed := list(differing(staged, self._compared)):
@@ -248,13 +254,13 @@ class DenseState:
             )
 
     def end(self) -> None:
-        """Nothing is saved any more: let go of the thread, the group and the hooks."""
+        """End saving: release the thread, the group and the hooks."""
         self.live.unwatch()
         self.saver.close()
         del self._group
 
 
 def _split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(plain tensors, the rest): plain ones are replicas, a DTensor is a part of its own on each rank."""
+    """Return (plain tensors, the rest). Plain tensors are replicas; a DTensor is a different part on each rank."""
     apart = {name: value for name, value in state.items() if isinstance(value, DTensor)}
     return {name: value for name, value in state.items() if name not in apart}, apart

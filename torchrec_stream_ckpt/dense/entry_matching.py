@@ -1,4 +1,4 @@
-"""What of a marker's dense state goes where in this model: all of it by the same names, or what a change keeps."""
+"""Match entries of a marker's dense state with this model: all by the same names, or those that a change keeps."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ from torchrec_stream_ckpt.evolve.table_outcome import DROPPED, EXACT, Evolution
 T = TypeVar("T")
 
 PER_RANK = "per_rank."
-"""Begins the names of the user's objects that each rank has, where they stand beside the shared ones."""
+"""Prefix of the names of the user's per-rank objects where they are listed with the shared ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What the live model takes of a marker. All that is not named here stays as the model has it, bit for bit."""
+    """Parts of a marker that the live model takes. State that is not named here stays unchanged, bit for bit."""
 
     entries: Mapping[str, str]
     """Parameter or buffer of this model -> its name in the marker."""
     states: Mapping[str, Mapping[str, tuple[str, str]]]
-    """Dense optimizer, by its key -> parameter whose state comes -> optimizer and parameter in the marker."""
+    """Dense optimizer, by its key -> parameter whose state is restored -> optimizer and parameter in the marker."""
     shared: Collection[str]
-    """Objects of the user whose state of rank 0 comes."""
+    """Objects of the user whose state of rank 0 is restored."""
     per_rank: Collection[str]
-    """Objects of the user whose state comes on each rank."""
+    """Objects of the user whose state is restored on each rank."""
     groups: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
-    """Dense optimizer -> for each of its param groups the one of the marker whose settings it takes."""
+    """Dense optimizer -> for each of its param groups, the group of the marker whose settings it takes."""
     settings: Mapping[str, str] | None = None
-    """Fused tables whose hyperparameters come, with their names in the marker; None: all, by their own."""
+    """Fused tables whose hyperparameters are restored, with their names in the marker. None for all, by their own
+    names.
+    """
     id_maps: Mapping[str, str] | None = None
-    """Fused tables whose id maps would come, likewise: those that keep all their rows."""
+    """Fused tables whose id maps are restored, in the same form: tables that keep all their rows."""
 
     @classmethod
     def of(cls, tables: Evolution, dense: DenseEvolution) -> Match:
-        """Join what becomes of a marker's tables and of its dense state."""
+        """Join the evolution of a marker's tables and of its dense state."""
         states: dict[str, dict[str, tuple[str, str]]] = {
             each.key: {} for each in dense.optimizers if each.label != DROPPED
         }
@@ -59,15 +61,18 @@ class Match:
         )
 
     def there(self, live: Mapping[str, Any]) -> dict[str, Any]:
-        """Of values by their names here those that are matched, by their names in the marker."""
+        """Return the matched values of ``live``, by their names in the marker."""
         return {self.entries[name]: value for name, value in live.items() if name in self.entries}
 
     def here(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Of values by their names in the marker those that are matched, by their names here."""
+        """Return the matched values of ``saved``, by their names in this model."""
         return {name: saved[there] for name, there in self.entries.items() if there in saved}
 
     def replicated(self, live: Mapping[str, T]) -> dict[str, T]:
-        """Of tensors of replicated tables, by their entries here, those that come, by their entries in the marker."""
+        """Return the restored tensors of replicated tables, by their entries in the marker.
+
+        ``live`` has the entries here.
+        """
         found = {f"model.{there}": live.get(f"model.{name}") for name, there in self.entries.items()}
         for key, states in self.states.items():
             for name, (old_key, there) in states.items():
@@ -77,19 +82,22 @@ class Match:
         return {entry: value for entry, value in found.items() if value is not None}
 
     def by_table(self, saved: Mapping[str, T]) -> dict[str, T]:
-        """Of values by fused tables of the marker those that come, by the tables of this model."""
+        """Return the restored values of fused tables, by the tables of this model.
+
+        ``saved`` has those of the marker.
+        """
         if self.settings is None:
             return dict(saved)
         return {name: saved[there] for name, there in self.settings.items() if there in saved}
 
 
 def dense_entry(name: str, value: Any) -> DenseEntry:
-    """A parameter or buffer of a model; what a module keeps that is no tensor has no shape."""
+    """Return the entry of a parameter or buffer of a model. A value that is not a tensor has no shape."""
     if not isinstance(value, torch.Tensor):
         return DenseEntry(name, (), "object")
     return DenseEntry(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
 
 
 def optimizer_entry(key: str, kind: str, groups: Iterable[Mapping[str, Any]]) -> DenseOptimizer:
-    """A dense optimizer, from its param groups with names."""
+    """Return a dense optimizer, from its param groups with names."""
     return DenseOptimizer(key, kind, tuple(tuple(group["params"]) for group in groups))

@@ -1,9 +1,9 @@
-"""Pickles that give back what was saved where ``pickle`` alone gives back something else, or fails.
+"""Pickle values exactly that ``pickle`` alone would change or reject.
 
 * NumPy reads an array of the other byte order as one of this machine's byte order, with another dtype.
 * A ``torch.memory_format`` cannot be pickled.
 
-What is written in their place needs only NumPy, torch and the standard library to be read.
+Reading their replacements needs only NumPy, torch and the standard library.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ dump = pickle.dump
 
 
 class Pickler(pickle.Pickler):
-    """As ``pickle.Pickler``, except for the kinds that this module names."""
+    """``pickle.Pickler``, except for the kinds that this module names."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Take an object apart; NotImplemented leaves it to ``pickle``.
+        """Reduce an object. Returns NotImplemented to leave it to ``pickle``.
 
         Raises:
-            TypeError: an array of a class of its own has the other byte order.
+            TypeError: An array of a derived class has the other byte order.
         """
         if isinstance(value, np.ndarray) and value.dtype.byteorder == _FOREIGN:
             return _array(value)

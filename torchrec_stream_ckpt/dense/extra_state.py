@@ -1,4 +1,4 @@
-"""State that modules and wrappers keep beside tensors: taken for a marker, or refused by the name of its owner."""
+"""Non-tensor state of modules and wrappers: taken for a marker, or rejected by the name of its owner."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torchrec_stream_ckpt.dense.stateful_objects import blob_of, try_blob_of
 from torchrec_stream_ckpt.errors import StreamCkptError, UnsupportedError
 
 WRAPPERS = "the optimizer's wrappers"
-"""What messages call their state."""
+"""Name of their state in messages."""
 _EXTRA = "_extra_state"
 
 
 def model_state(view: nn.Module) -> dict[str, Any]:
-    """Return what the ``state_dict()`` of the dense model says now.
+    """Return the current ``state_dict()`` of the dense model.
 
     Raises:
-        UnsupportedError: it fails; names the module.
+        UnsupportedError: It fails. Names the module.
     """
     try:
         return view.state_dict()
@@ -38,7 +38,7 @@ def buffers_blob(view: nn.Module, buffers: Mapping[str, Any]) -> torch.Tensor:
     """Encode buffers and extra state of the modules.
 
     Raises:
-        UnsupportedError: something cannot be pickled; names the module.
+        UnsupportedError: Something cannot be pickled. Names the module.
     """
     try:
         return blob_of("the buffers of the model", buffers)
@@ -49,7 +49,7 @@ def buffers_blob(view: nn.Module, buffers: Mapping[str, Any]) -> torch.Tensor:
 
 
 def try_extra_state(view: nn.Module, state: Mapping[str, Any]) -> None:
-    """Raise what :func:`buffers_blob` would raise of what is not a tensor in the state of a model."""
+    """Raise the errors that :func:`buffers_blob` would raise for non-tensor values in the state of a model."""
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             try_blob_of(_title(view, name), value)
@@ -63,7 +63,7 @@ def _title(view: nn.Module, name: str) -> str:
 
 
 def _failing(view: nn.Module) -> Iterator[str]:
-    """Modules whose extra state cannot be taken."""
+    """Yield the modules whose extra state cannot be taken."""
     for path, module in view.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             try:

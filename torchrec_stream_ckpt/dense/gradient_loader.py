@@ -1,4 +1,4 @@
-"""Brings the gradients of a marker back, in place: values, zeros, or None."""
+"""Restore the gradients of a marker in place: values, zeros, or None."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torchrec_stream_ckpt.model import set_gradient
 def load_gradients(
     gradients: Gradients, saved: SavedDense, parameters: Mapping[str, nn.Parameter], entries: Mapping[str, str]
 ) -> None:
-    """Load the gradients of the matched parameters. Those of an older marker, which has none, stay as they are.
+    """Load the gradients of the matched parameters. If an older marker has none, they stay unchanged.
 
     Args:
-        gradients: Notes what was loaded.
+        gradients: Notes which gradients were loaded.
         saved: The dense state of the marker.
-        parameters: The live ones, by name.
+        parameters: The live parameters, by name.
         entries: Live parameter or buffer -> its name in the marker.
     """
     described = (saved.tree or {}).get("gradients")
@@ -40,7 +40,7 @@ def load_gradients(
 def _values(
     saved: SavedDense, described: Mapping[str, Any], parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, torch.Tensor]:
-    """Gradients that the marker has values of, and sparse ones without values."""
+    """Return the gradients with values in the marker, and sparse ones without values."""
     room = {
         entry: empty_like(saved.entries[entry], parameter if part == GRADIENT else None)
         for name, parameter in parameters.items()

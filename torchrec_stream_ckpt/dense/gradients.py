@@ -3,17 +3,17 @@
 ==================================================  ================================================================
 a gradient at the cut                               in the marker
 ==================================================  ================================================================
-``None``                                            absent: it comes back as ``None``
-zeroed by ``zero_grad(set_to_none=False)`` since    its name: it comes back as zeros
-consumed by its step, and the loop has cleared it   its name: it comes back as zeros, which the loop clears before it
+``None``                                            absent: it is restored as ``None``
+zeroed by ``zero_grad(set_to_none=False)`` since    its name: it is restored as zeros
+consumed by its step, and the loop has cleared it   its name: it is restored as zeros, which the loop clears before it
 between all steps so far                            reads them
 any other                                           its values: ``grad.<name>``
-accumulated on this rank alone                      the marker is refused
+accumulated on this rank alone                      the marker is rejected
 ==================================================  ================================================================
 
 A loop clears gradients if ``zero_grad()`` of the optimizer or of the model ran between two of its steps. No values are
-read to decide: a gradient is compared by identity and by its count of writes in place. A loop that clears them
-otherwise pays for a copy in each marker.
+read for the decision: a gradient is compared by identity and by its count of writes in place. A loop that clears
+gradients in another way pays for a copy in each marker.
 """
 
 from __future__ import annotations
@@ -37,21 +37,23 @@ from torchrec_stream_ckpt.model import GradientVersion, unreduced, watch_no_sync
 log = logging.getLogger(__name__)
 
 GRADIENT, INDICES, VALUES = "grad", "grad_indices", "grad_values"
-"""Begin the entries of gradients: whole ones, and the two tensors of sparse ones."""
+"""Prefixes of the entries of gradients: whole ones, and the two tensors of sparse ones."""
 GRADIENTS = (f"{GRADIENT}.", f"{INDICES}.", f"{VALUES}.")
 _BOUNDARY = "mark at the accumulation boundary: after the optimizer's step, and before the next backward"
 
 
 @dataclass(frozen=True, slots=True)
 class LiveGradients:
-    """The gradients that a marker holds; nothing is copied."""
+    """The gradients that a marker holds. Nothing is copied."""
 
     tensors: dict[str, torch.Tensor]
-    """By entry; alike on all ranks, but for parts of a sharded parameter."""
+    """Tensors by entry. Equal on all ranks, except parts of a sharded parameter."""
     places: dict[str, str]
-    """Entry -> what it is, for people."""
+    """Entry -> its description for people."""
     tree: dict[str, Any]
-    """JSON: ``zeros``, the names of those that come back as zeros; ``sparse``, what their two tensors do not say."""
+    """JSON. ``zeros``: names of gradients restored as zeros. ``sparse``: properties of sparse ones not in their two
+    tensors.
+    """
 
 
 @dataclass(slots=True)
@@ -60,15 +62,15 @@ class _Steps:
 
     optimizer: torch.optim.Optimizer
     begun: bool = False
-    """A step is running, which may be that of a derived class around that of its base class."""
+    """True if a step is running, possibly that of a derived class around that of its base class."""
     cleared: bool = False
-    """Its gradients were cleared since its last step."""
+    """True if its gradients were cleared since its last step."""
     clears: bool = False
-    """They were cleared between two of its steps."""
+    """True if they were cleared between two of its steps."""
     kept: bool = False
-    """They were not cleared between two of its steps: it has read their values again."""
+    """True if they were not cleared between two of its steps: it has read their values again."""
     assumed: bool = False
-    """A marker since its last step says that their values are read no more."""
+    """True if a marker since its last step assumes that their values are not read again."""
     consumed: dict[int, GradientVersion] = field(default_factory=dict)
     """By parameter: its gradient, as the last step has left it."""
 
@@ -76,7 +78,7 @@ class _Steps:
         return (parameter for group in self.optimizer.param_groups for parameter in group["params"])
 
     def end(self) -> None:
-        """Note what a step has consumed."""
+        """Note the gradients that a step has consumed."""
         if self.begun and self.consumed:
             self.clears |= self.cleared
             self.kept |= not self.cleared
@@ -102,13 +104,13 @@ class Gradients:
         self._model = model
         self._steps = {id(optimizer): _Steps(optimizer) for optimizer in optimizers.values()}
         self._zeroed: dict[int, GradientVersion] = {}
-        """By parameter: a gradient that was zeroed in place, as it was then."""
+        """By parameter: a gradient that was zeroed in place, in its state at that time."""
         self._apart: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-        """DDP wrappers whose ``no_sync()`` was entered, and which have averaged no gradients since, as far as known."""
+        """DDP wrappers whose ``no_sync()`` was entered, and which are not known to have averaged gradients since."""
         self._removers: list[Callable[[], None]] = []
 
     def watch(self) -> None:
-        """Begin to notice what clears gradients, and ``no_sync()``; until :meth:`unwatch`."""
+        """Start to observe calls that clear gradients, and ``no_sync()``, until :meth:`unwatch`."""
         for steps in self._steps.values():
             if _is_torchs_own(steps.optimizer, torch.optim.Optimizer):
                 self._removers.append(watch_zero_grad(steps.optimizer, _Cleared(self, [steps])))
@@ -119,25 +121,25 @@ class Gradients:
                 self._removers.append(watch_no_sync(module, _Entered(self._apart, module)))
 
     def unwatch(self) -> None:
-        """Leave nothing on the optimizers and the model."""
+        """Remove all hooks from the optimizers and the model."""
         while self._removers:
             self._removers.pop()()
 
     def begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """(before each step of an optimizer of this process)"""
+        """(before each step of an optimizer of this process) Note that the step has begun."""
         if (steps := self._steps.get(id(optimizer))) is not None:
             steps.begun = True
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """(after each step of an optimizer of this process)"""
+        """(after each step of an optimizer of this process) Note that the step has ended."""
         if (steps := self._steps.get(id(optimizer))) is not None:
             steps.end()
 
     def take(self, parameters: Mapping[str, nn.Parameter]) -> LiveGradients:
-        """(each cut) The gradients that a marker holds, as they are now. Local.
+        """(each cut) Return the gradients that a marker holds, in their current state. Local.
 
         Raises:
-            UnsupportedError: one is this rank's own, or of a kind that is not captured; names the parameter.
+            UnsupportedError: A gradient is this rank's own, or of a kind that is not captured. Names the parameter.
         """
         self._check_reduced(parameters)
         apart = self._unsynchronized()
@@ -157,7 +159,7 @@ class Gradients:
         return taken
 
     def loaded(self, parameters: Iterable[nn.Parameter], zeros: Iterable[nn.Parameter]) -> None:
-        """Note that gradients were put back: those of ``zeros`` are zeros, the others were consumed by no step."""
+        """Note that gradients were restored: those of ``zeros`` are zeros, the others were consumed by no step."""
         for steps in self._steps.values():
             steps.consumed, steps.cleared, steps.assumed = {}, False, False
         for parameter in parameters:
@@ -171,7 +173,7 @@ class Gradients:
             self._zeroed |= _versions(steps.parameters())
 
     def _holders(self) -> dict[int, list[_Steps]]:
-        """The optimizers of each parameter."""
+        """Return the optimizers of each parameter."""
         found: dict[int, list[_Steps]] = {}
         for steps in self._steps.values():
             for parameter in steps.parameters():
@@ -204,7 +206,7 @@ class Gradients:
                 )
 
     def _unsynchronized(self) -> set[int]:
-        """Parameters whose gradients DDP has not averaged since ``no_sync()``."""
+        """Return the parameters whose gradients DDP has not averaged since ``no_sync()``."""
         if dist.get_world_size() == 1:
             return set()
         found: set[int] = set()
@@ -237,7 +239,7 @@ class _Entered:
 
 
 def _is_torchs_own(owner: Any, base: Any) -> bool:
-    """Return whether ``owner.zero_grad()`` clears what torch's own does."""
+    """Return whether ``owner.zero_grad()`` clears the same gradients as torch's own."""
     return type(owner).zero_grad is base.zero_grad and "zero_grad" not in vars(owner)
 
 
@@ -259,7 +261,7 @@ def _add_values(taken: LiveGradients, name: str, gradient: torch.Tensor) -> None
     if isinstance(gradient, DTensor):
         parts: dict[str, torch.Tensor] = {
             GRADIENT: gradient.clone()
-        }  # one that FSDP2 has made cannot be copied by DCP's stager
+        }  # a gradient that FSDP2 created cannot be copied by DCP's stager
     elif plain and gradient.layout is torch.strided:
         parts = {GRADIENT: gradient}
     elif plain and gradient.layout is torch.sparse_coo:

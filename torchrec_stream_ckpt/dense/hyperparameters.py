@@ -1,8 +1,8 @@
-"""Hyperparameters: the marker's hold, and what the code gives otherwise is told in one line.
+"""Hyperparameters: the marker's values are used, and values of the code that differ are reported in one line.
 
-The rule is one for all: learning rates, ``eps``, weight decay and the like, of dense param groups and of fused kernels,
-come back as the marker has them, for schedules and callers change them while a job runs. To use another value, set
-it after ``restore()``.
+The rule is the same for all. Learning rates, ``eps``, weight decay and the like, of dense param groups and of fused
+kernels, are restored from the marker, because schedules and callers change them while a job runs. To use another value,
+set it after ``restore()``.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError
 from torchrec_stream_ckpt.model import FusedKernel
 
 _SCHEDULED = {"lr", "momentum", "betas"}
-"""What a schedule sets in the groups that it holds: it comes back with the schedule."""
+"""Settings that a schedule changes in its groups. They are restored with the schedule."""
 Values = dict[str, dict[str, float]]
-"""By table."""
+"""Values by table."""
 
 
 def fused_values(kernels: Iterable[FusedKernel]) -> Values:
-    """Those of this rank's kernels, without learning rates, which stand in MARK.
+    """Return the hyperparameters of this rank's kernels, without learning rates, which are in MARK.
 
     Raises:
-        ConfigError: a learning rate is not finite: MARK cannot hold it; names the tables.
+        ConfigError: A learning rate is not finite: MARK cannot hold it. Names the tables.
     """
     values: Values = {}
     for kernel in kernels:
@@ -42,10 +42,10 @@ def fused_values(kernels: Iterable[FusedKernel]) -> Values:
 
 
 def set_fused_values(kernels: Iterable[FusedKernel], saved: Iterable[Values]) -> None:
-    """Give each kernel those of its tables, from all ranks of a marker.
+    """Set each kernel's hyperparameters to those of its tables, from all ranks of a marker.
 
     Raises:
-        SchemaMismatchError: tables of one kernel had different ones.
+        SchemaMismatchError: Tables of one kernel had different ones.
     """
     for kernel, found in _of_kernels(kernels, saved):
         _check_alike(kernel, found)
@@ -54,7 +54,7 @@ def set_fused_values(kernels: Iterable[FusedKernel], saved: Iterable[Values]) ->
 
 
 def check_fused_values(kernels: Iterable[FusedKernel], saved: Iterable[Values]) -> Iterator[SchemaMismatchError]:
-    """Return the errors that :func:`set_fused_values` would raise."""
+    """Yield the errors that :func:`set_fused_values` would raise."""
     for kernel, found in _of_kernels(kernels, saved):
         try:
             _check_alike(kernel, found)
@@ -84,9 +84,9 @@ def _check_alike(kernel: FusedKernel, found: list[dict[str, float]]) -> None:
 
 
 def given(kernels: Iterable[FusedKernel], optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, str]:
-    """All of this rank, as text: what the code gives, or what the marker has given. Name -> value.
+    """Return all hyperparameters of this rank as text: set by the code, or by the marker. Name -> value.
 
-    Without what a schedule sets: the code gives the beginning of the schedule, so it differs after each restart.
+    Settings of a schedule are left out: the code sets the beginning of the schedule, so they differ after each restart.
     """
     found = {}
     for kernel in kernels:
@@ -103,7 +103,7 @@ def given(kernels: Iterable[FusedKernel], optimizers: Mapping[str, torch.optim.O
 
 
 def told(code: Mapping[str, str], marker: Mapping[str, str]) -> str:
-    """Describe what differs, with both values each; empty if nothing does."""
+    """Describe the differences, with both values each. Empty if there are none."""
     different = [name for name in sorted(code) if name in marker and code[name] != marker[name]]
     return "; ".join(f"{name} {marker[name]}, not {code[name]}" for name in different)
 

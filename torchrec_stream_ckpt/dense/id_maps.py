@@ -1,8 +1,8 @@
-"""The id maps of managed collision in a marker: one piece a table shard, merged where a restore has larger shards.
+"""The id maps of managed collision in a marker: one piece per table shard, merged if a restore has larger shards.
 
-A shard's map says which raw id has which of its rows, and raw ids go to ranks by ranges of their own. So maps can
-be put together exactly, as TorchRec does it on a load, but never taken apart: the rows of the ids that would leave
-are spread over the whole shard.
+A shard's map records which raw id has which of its rows, and raw ids are assigned to ranks by separate ranges. So maps
+can be merged exactly, as TorchRec does on a load, but never split: the rows of the ids to remove are spread over the
+whole shard.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Pieces = dict[str, dict[str, State]]
 
 
 def read_pieces(maps: Iterable[CollisionMap]) -> Pieces:
-    """The state of this rank's maps, live."""
+    """Return the live state of this rank's maps."""
     pieces: Pieces = {}
     for each in maps:
         pieces.setdefault(each.table, {})[str(each.row0)] = each.read()
@@ -31,15 +31,15 @@ def read_pieces(maps: Iterable[CollisionMap]) -> Pieces:
 
 
 def empty_pieces(entries: Mapping[str, Any], maps: Iterable[CollisionMap], names: Mapping[str, str]) -> Pieces:
-    """Empty tensors for those pieces of a marker that make up this rank's maps.
+    """Return empty tensors for those pieces of a marker that make up this rank's maps.
 
     Args:
-        entries: Of the marker.
-        maps: Those that come from it.
+        entries: Entries of the marker.
+        maps: Maps that are restored from it.
         names: Their tables, with the names in the marker.
 
     Raises:
-        SchemaMismatchError: they cannot be put together from whole pieces; names the table and both row ranges.
+        SchemaMismatchError: They cannot be merged from whole pieces. Names the table and both row ranges.
     """
     saved: dict[str, dict[int, State]] = {}
     for name, entry in entries.items():
@@ -51,7 +51,7 @@ def empty_pieces(entries: Mapping[str, Any], maps: Iterable[CollisionMap], names
 
 
 def _whole(here: CollisionMap, saved: Mapping[int, State]) -> dict[str, State]:
-    """The saved pieces, in the order of their rows, whose union is exactly the shard ``here``."""
+    """Return the saved pieces, in the order of their rows, whose union is exactly the shard ``here``."""
     ranges = [(row0, row0 + saved[row0]["map_rows"].numel()) for row0 in sorted(saved)]
     first, last = here.row0, here.row0 + here.rows
     edges = {edge for piece in ranges for edge in piece}
@@ -78,10 +78,10 @@ def _policy(fields: Iterable[str]) -> str:
 
 
 def merge_pieces(maps: Iterable[CollisionMap], pieces: Pieces, names: Mapping[str, str]) -> list[State]:
-    """The state of each map, from the pieces that :func:`empty_pieces` asked for.
+    """Return the state of each map, from the pieces of :func:`empty_pieces`.
 
     Raises:
-        SchemaMismatchError: raw ids would be looked up on another rank, or the pieces differ in a counter.
+        SchemaMismatchError: Raw ids would be looked up on another rank, or the pieces differ in a counter.
     """
     return [_merge(each, list(pieces[names[each.table]].values())) for each in maps]
 
@@ -97,13 +97,13 @@ def _merge(here: CollisionMap, pieces: Sequence[State]) -> State:
             hint="keep input_hash_size, and a number of ranks by which it divides as the row ranges do",
             table=here.table,
         )
-    # As MCHManagedCollisionModule sorts a map that it has loaded; of one piece this changes nothing.
+    # As MCHManagedCollisionModule sorts a loaded map. This does not change a map of one piece.
     order = torch.argsort(merged["map_raw_ids"], stable=True)
     return {field: values[order] if field.startswith("map_") else values for field, values in merged.items()}
 
 
 def _agreed_counters(here: CollisionMap, pieces: Sequence[State]) -> torch.Tensor:
-    """The counters that all pieces have, and a history as large as theirs together."""
+    """Return the counters, which all pieces must share, and the sum of their history capacities."""
     *counters, capacities = torch.stack([piece["counters"] for piece in pieces], dim=1)
     for name, values in zip(COUNTERS, (*counters, capacities < 0), strict=True):
         if values.unique().numel() > 1:

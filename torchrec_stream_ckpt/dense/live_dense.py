@@ -1,4 +1,4 @@
-"""The live dense state of one rank: all of the job that is no fused shard, as training holds it."""
+"""The live dense state of one rank: all state of the job except fused shards, as training holds it."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class LiveDense:
 
     Args:
         model: The live model.
-        optimizer: What the job steps: a torch optimizer, or TorchRec's wrappers around some.
+        optimizer: The optimizer that the job steps: a torch optimizer, or TorchRec's wrappers around some.
         shared: Objects whose state is the same on all ranks (a loader that counts samples, a schedule).
-        per_rank: Objects that have a state of their own on every rank.
+        per_rank: Objects with a separate state on every rank.
         kernels: The fused kernels.
-        rank0: Objects whose state on rank 0 serves all ranks, whatever it is on the others.
-        one_replica: Whether rank 0's replica is saved, and may differ from those of other ranks.
+        rank0: Objects whose state on rank 0 serves all ranks, whatever their state on the others.
+        one_replica: True if rank 0's replica is saved, and may differ from those of other ranks.
 
     Raises:
-        UnsupportedError: the model or an optimizer holds something that cannot be captured exactly.
-        ConfigError: an object cannot be saved as a Stateful.
+        UnsupportedError: The model or an optimizer holds something that cannot be captured exactly.
+        ConfigError: An object cannot be saved as a Stateful.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class LiveDense:
         self.id_maps = id_maps(model)
         schedules = ((name, NamedSchedule.of(name, item)) for name, item in shared.items())
         self.schedules = {name: schedule for name, schedule in schedules if schedule is not None}
-        """Those of the shared objects whose state depends on the plan: schedules over groups of fused tables."""
+        """Shared objects whose state depends on the plan: schedules over groups of fused tables."""
         self.compared = {} if one_replica else {name: shared[name] for name in shared if name not in self.schedules}
         """Shared objects that are the same on all ranks."""
         self.shared = {name: shared[name] for name in shared if name not in self.schedules} | dict(rank0 or {})
-        """All whose state is saved of rank 0."""
+        """All objects whose state on rank 0 is saved."""
         self.one_replica = one_replica
         self.per_rank = dict(per_rank)
         self.kernels = kernels
@@ -90,10 +90,10 @@ class LiveDense:
         self._try_rest()
 
     def _try_rest(self) -> None:
-        """Take once what markers hold beside tensors and the user's objects.
+        """Take the non-tensor state of markers once, except the user's objects.
 
         Raises:
-            UnsupportedError: no marker could hold it; names it.
+            UnsupportedError: No marker could hold it. Names it.
         """
         view = self.view()
         try_extra_state(view, model_state(view))
@@ -102,7 +102,9 @@ class LiveDense:
             try_blob_of(schedule.state_title, schedule.state())
 
     def watch(self) -> None:
-        """Begin to notice steps of optimizers, handed over or not, and what clears gradients; until :meth:`unwatch`."""
+        """Start to observe optimizer steps, handed over or not, and calls that clear gradients, until
+        :meth:`unwatch`.
+        """
         self.gradients.watch()
         self._unwatch = watch_steps(self.gradients.begins, self._stepped)
 
@@ -121,7 +123,7 @@ class LiveDense:
         """(each cut) Return :meth:`view`, after the checks of the attach.
 
         Raises:
-            UnsupportedError: the dense part has changed so that a marker would not hold all of it; names what.
+            UnsupportedError: The dense part has changed so that a marker would not hold all of it. Names the change.
         """
         view = self.view()
         self._check_hooks()
@@ -143,7 +145,7 @@ class LiveDense:
 
     @property
     def handed(self) -> tuple[str, ...]:
-        """Names of the objects that serve all ranks, schedules included."""
+        """Names of the objects that serve all ranks, including schedules."""
         return (*self.shared, *self.schedules)
 
     @property
@@ -152,7 +154,7 @@ class LiveDense:
         return frozenset(each.table for each in self.id_maps)
 
     def described(self) -> tuple[tuple[DenseEntry, ...], tuple[DenseOptimizer, ...], tuple[str, ...]]:
-        """Parameters and buffers, dense optimizers, and names of the user's objects, for a :class:`ModelSchema`.
+        """Return parameters and buffers, dense optimizers, and names of the user's objects, for a :class:`ModelSchema`.
 
         Buffers are as they were at the attach.
         """
@@ -161,7 +163,7 @@ class LiveDense:
         return (*parameters, *buffers, *rest), self.optimizers_named, self.stateful_named
 
     def entries(self) -> tuple[list[DenseEntry], list[DenseEntry]]:
-        """Return the parameters, and what ``state_dict()`` has beside these and the buffers, such as extra state."""
+        """Return the parameters, and the rest of ``state_dict()`` without the buffers, such as extra state."""
         view = self.view()
         parameters = dict(view.named_parameters()).keys()
         held = {**self.buffers.attached, **self.buffers.tensors()}.keys()
@@ -185,5 +187,5 @@ class LiveDense:
 
 
 def names_of(view: nn.Module) -> dict[int, str]:
-    """Names of the parameters of a view, by identity."""
+    """Return the names of the parameters of a view, by identity."""
     return {id(parameter): name for name, parameter in view.named_parameters()}

@@ -1,4 +1,4 @@
-"""Digests of dense state after a restore has loaded it: of the live tensors, and of what was read for all else."""
+"""Digests of dense state after a restore: of live tensors, and of the data read for all other state."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class LoadedDigests:
 
     whole: dict[str, int] = field(default_factory=dict)
     parts: dict[str, int] = field(default_factory=dict)
-    """Of this rank's parts of sharded tensors: they add up over ranks."""
+    """Digests of this rank's parts of sharded tensors. They add up over ranks."""
 
 
 def loaded_digests(
     live: LiveDense, saved: SavedDense, match: Match | None, proves: Callable[[str], bool]
 ) -> LoadedDigests:
-    """Digests of what live objects have taken of a marker. Local; what is on a GPU is read back once or twice.
+    """Return digests of the state that live objects took from a marker. Local. GPU tensors are read back once or twice.
 
     Args:
         live: The objects of this rank.
-        saved: What the marker has, and what this rank has read of it.
-        match: What of it a changed model takes; None: all, by the same names.
-        proves: Whether an entry can be compared.
+        saved: The dense state of the marker, and the part that this rank has read.
+        match: Parts of it that a changed model takes. If None, all parts by the same names.
+        proves: Returns whether an entry can be compared.
     """
     view = live.view()
     parameters = dict(view.named_parameters())

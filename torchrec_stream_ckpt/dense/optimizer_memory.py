@@ -16,16 +16,16 @@ _CAPTURED = ("state", "param_groups")
 
 
 def check_attributes(optimizers: Mapping[str, torch.optim.Optimizer], names: Mapping[int, str]) -> None:
-    """(each cut) Refuse state that shares memory with an attribute of its optimizer; local, reads no values.
+    """(each cut) Reject state that shares memory with an attribute of its optimizer. Local, reads no values.
 
-    A restored state tensor has memory of its own: what the optimizer does by its attribute would not reach it.
+    A restored state tensor has separate memory: writes of the optimizer through its attribute would not reach it.
 
     Args:
-        optimizers: The dense ones.
-        names: Of the parameters, by identity.
+        optimizers: The dense optimizers.
+        names: Names of the parameters, by identity.
 
     Raises:
-        UnsupportedError: names the state and the attribute.
+        UnsupportedError: Names the state and the attribute.
     """
     for key, optimizer in optimizers.items():
         if attributes := _attributes(optimizer):
@@ -47,7 +47,7 @@ def _refuse(title: str, name: str, place: Any, attribute: str) -> None:
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """Storage -> attribute that holds a tensor with it, itself or in a container; parameters do not count."""
+    """Return storage -> attribute that holds a tensor with it, itself or in a container. Parameters do not count."""
     parameters: set[int] | None = None
     found = {}
     for name, value in vars(optimizer).items():
@@ -63,7 +63,7 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[int, str]:
 
 
 def _storages(value: Any) -> Iterator[int]:
-    """Addresses of the storages of all tensors in a value; empty ones have none."""
+    """Yield addresses of the storages of all tensors in a value. Empty tensors have none."""
     for tensor in _tensors_in(value):
         if tensor.layout is torch.strided and not tensor.is_meta:
             address = tensor.untyped_storage().data_ptr()
@@ -72,8 +72,8 @@ def _storages(value: Any) -> Iterator[int]:
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested values, the local part of a sharded one."""
-    if isinstance(value, torch.Tensor):  # most states are that, and nothing nested
+    """Yield all tensors in nested values. For a sharded tensor, yield its local part."""
+    if isinstance(value, torch.Tensor):  # most states are a plain tensor
         yield value.to_local() if isinstance(value, DTensor) else value
         return
     seen, todo = set(), [value]
@@ -82,7 +82,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
         if isinstance(each, torch.Tensor):
             yield each.to_local() if isinstance(each, DTensor) else each
         elif id(each) not in seen:
-            seen.add(id(each))  # a state may contain itself, which is refused by name elsewhere
+            seen.add(id(each))  # a state may contain itself, which is rejected by name elsewhere
             todo += _children(each)
 
 

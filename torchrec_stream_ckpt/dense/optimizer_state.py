@@ -1,8 +1,8 @@
-"""The state of the dense optimizers: taken as it is, put back in place.
+"""The state of the dense optimizers: taken unchanged, restored in place.
 
-What is saved of an optimizer: its param groups, all of ``optimizer.state`` (under parameters and under keys of its
-own), and, if its class has a ``state_dict()`` of its own, what that returns. Tensors are entries of their own; the rest
-is JSON (``tree.py``) of each rank, for ranks may differ in it: LBFGS keeps the loss of its rank.
+A saved optimizer consists of its param groups, all of ``optimizer.state`` (under parameters and under other keys), and,
+if its class overrides ``state_dict()``, the result of that. Tensors are separate entries. The rest is JSON
+(``tree.py``) of each rank, because ranks may differ in it: LBFGS keeps the loss of its rank.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from torchrec_stream_ckpt.errors import SchemaMismatchError, UnsupportedError
 from torchrec_stream_ckpt.model import has_own_state_dict, named_states
 
 NESTED = "nested"
-"""Begins the entries of tensors that are not ``optim.<key>.<parameter>.<state>``."""
+"""Prefix of the entries of tensors that are not ``optim.<key>.<parameter>.<state>``."""
 Optimizers = Mapping[str, torch.optim.Optimizer]
-"""By a name that does not depend on the plan."""
+"""Optimizers by a name that does not depend on the plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """The state of all dense optimizers of this rank, as it is now; nothing is copied."""
+    """The current state of all dense optimizers of this rank. Nothing is copied."""
 
     tensors: dict[str, torch.Tensor]
-    """By entry; alike on all ranks, but for parts of a sharded parameter."""
+    """Tensors by entry. Equal on all ranks, except parts of a sharded parameter."""
     places: dict[str, str]
-    """Entry -> where its tensor stands, for people."""
+    """Entry -> place of its tensor, for people."""
     tree: dict[str, Any]
-    """JSON: all else, with the entries of the tensors."""
+    """JSON: the rest, with the entries of the tensors."""
 
 
 @dataclass(slots=True)
 class OptimizerState:
-    """What a marker holds of one dense optimizer."""
+    """The state of one dense optimizer in a marker."""
 
     kind: str
     """Name of its class."""
     groups: list[dict[str, Any]]
-    """Its param groups; ``params`` are names."""
+    """Its param groups. ``params`` are names."""
     state: dict[str, Any]
-    """By parameter."""
+    """State by parameter."""
     other: dict[Any, Any] = field(default_factory=dict)
-    """What stands in ``optimizer.state`` under keys that are not parameters."""
+    """Values in ``optimizer.state`` under keys that are not parameters."""
     own: Any = None
-    """What a ``state_dict()`` of its own has returned."""
+    """Result of an overridden ``state_dict()``. None if its class has none."""
 
 
 class _Tensors:
-    """Entries for the tensors of the optimizers: one for each tensor, wherever it stands."""
+    """Entries for the tensors of the optimizers: one for each tensor, however many places it has."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -65,10 +65,10 @@ class _Tensors:
         self.places: dict[str, str] = {}
         self._parameters = parameters
         self._entries: dict[int, str] = {}
-        """By identity: ``tensors`` keeps them alive."""
+        """Entries by identity of the tensor: ``tensors`` keeps them alive."""
 
     def keep(self, tensor: torch.Tensor, place: str, key: str, parameter: str = "", state: str = "") -> str:
-        """The entry of ``tensor``; ``state`` if it stands right below a parameter, under a name."""
+        """Return the entry of ``tensor``. ``state`` is set if the tensor is right below a parameter, under a name."""
         if id(tensor) not in self._entries:
             self._check(tensor, place, parameter)
             entry = f"optim.{key}.{parameter}.{state}" if state else f"{NESTED}.{key}.{len(self.tensors)}"
@@ -100,15 +100,15 @@ class _Tensors:
 def take(
     optimizers: Optimizers, parameters: Mapping[str, nn.Parameter], apart: Collection[torch.Tensor] = ()
 ) -> LiveState:
-    """The state of the dense optimizers now.
+    """Return the current state of the dense optimizers.
 
     Args:
-        optimizers: All of this rank.
-        parameters: The dense ones of the model.
+        optimizers: All optimizers of this rank.
+        parameters: The dense parameters of the model.
         apart: Parameters that are not the model's, whose state is saved elsewhere.
 
     Raises:
-        UnsupportedError: something in it cannot be saved; names the place.
+        UnsupportedError: Something in it cannot be saved. Names the place.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     tensors = _Tensors(parameters)
@@ -118,7 +118,7 @@ def take(
 
 
 def named_tensors(optimizers: Optimizers, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Tensors that stand right below a parameter, live, by their entries.
+    """Return live tensors that are right below a parameter, by their entries.
 
     Args:
         optimizers, parameters: As of :func:`take`.
@@ -164,14 +164,14 @@ def _tree(
 
 
 def named_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Param groups of ``optimizer`` with names in place of parameters."""
+    """Return the param groups of ``optimizer`` with names instead of parameters."""
     return [
         {**group, "params": [names[id(parameter)] for parameter in group["params"]]} for group in optimizer.param_groups
     ]
 
 
 def _below_parameter(values: Any, place: str, key: str, name: str, tensors: _Tensors) -> Any:
-    """The tree of one parameter's state."""
+    """Return the tree of one parameter's state."""
     for state, value in named_states(values).items():
         tensors.keep(value, f"{place}[{state!r}]", key, name, state)
     return encode(values, place, lambda tensor, where: tensors.keep(tensor, where, key, name))
@@ -192,16 +192,16 @@ def _own_state(optimizer: torch.optim.Optimizer, title: str) -> Any:
 def find_tensors(
     tree: Mapping[str, Any], entries: Entries, parameters: Mapping[str, nn.Parameter], *, whole: bool
 ) -> dict[str, torch.Tensor]:
-    """Room for the tensors of a tree, by entry.
+    """Return empty tensors for the tensors of a tree, by entry.
 
     Args:
-        tree: Of the marker.
-        entries: Of the marker.
-        parameters: Of this job, by their names in the marker.
-        whole: Whether this job has to have all parameters of the tree.
+        tree: Tree of the marker.
+        entries: Entries of the marker.
+        parameters: Parameters of this job, by their names in the marker.
+        whole: True if this job must have all parameters of the tree.
 
     Raises:
-        SchemaMismatchError: it does not.
+        SchemaMismatchError: It lacks a parameter, or the marker lacks an entry.
     """
     room = {}
     for entry in sorted(_mentioned(tree["optimizers"])):
@@ -222,7 +222,7 @@ def missing_tensors(tree: Mapping[str, Any], entries: Entries) -> list[str]:
 
 
 def _mentioned(tree: Any) -> set[str]:
-    """Entries of all tensors in a tree."""
+    """Return the entries of all tensors in a tree."""
     if isinstance(tree, dict) and tree.keys() == {"tensor"} and isinstance(tree["tensor"], str):
         return {tree["tensor"]}
     children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
@@ -230,7 +230,7 @@ def _mentioned(tree: Any) -> set[str]:
 
 
 def empty_like(saved: TensorStorageMetadata, parameter: nn.Parameter | None) -> torch.Tensor:
-    """Room for a tensor of the marker, sharded as ``parameter`` is, if it is."""
+    """Return an empty tensor for one of the marker, sharded as ``parameter`` if that is sharded."""
     dtype = saved.properties.dtype
     if parameter is not None and isinstance(parameter.data, DTensor) and saved.size == parameter.size():
         return torch.empty_like(parameter.data, dtype=dtype)
@@ -240,7 +240,7 @@ def empty_like(saved: TensorStorageMetadata, parameter: nn.Parameter | None) -> 
 def read(
     tree: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, OptimizerState]:
-    """The optimizers of a tree; nested tensors go to the device of their parameter."""
+    """Return the optimizers of a tree. Nested tensors are moved to the device of their parameter."""
     placed = dict(tensors)
     for entry, name in tree["parameters"].items():
         if entry.startswith(f"{NESTED}.") and name in parameters:
@@ -259,16 +259,18 @@ def read(
 
 
 def outline(tree: Mapping[str, Any]) -> dict[str, OptimizerState]:
-    """The optimizers of a tree, with an empty tensor in place of each of theirs."""
+    """Return the optimizers of a tree, with an empty tensor instead of each of theirs."""
     return read(tree, dict.fromkeys(_mentioned(tree["optimizers"]), torch.empty(0)), {})
 
 
 def check(optimizers: Optimizers, saved: Mapping[str, OptimizerState], names: Mapping[int, str]) -> None:
-    """Compare number, classes and parameter groups, in which the order of the parameters is free: state goes by name.
+    """Compare number, classes and parameter groups.
+
+    The order of the parameters is free, because state is matched by name.
 
     Raises:
-        SchemaMismatchError: names what differs, with both values; or an optimizer keeps state for all its parameters
-            together, which depends on their order.
+        SchemaMismatchError: Names the difference, with both values. Also raised if an optimizer keeps state for all its
+            parameters together, which depends on their order.
     """
     if saved.keys() != optimizers.keys():
         raise SchemaMismatchError(f"the marker has {len(saved)} dense optimizers, this job has {len(optimizers)}")
@@ -294,7 +296,7 @@ def check(optimizers: Optimizers, saved: Mapping[str, OptimizerState], names: Ma
 
 
 def _other_group(there: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> str:
-    """Say which parameter groups differ, and by which parameters."""
+    """Describe which parameter groups differ, and by which parameters."""
     if len(there) != len(here):
         return f"it has {len(there)} parameter groups in the marker, {len(here)} here"
     number = next(n for n, (old, new) in enumerate(zip(there, here, strict=True)) if sorted(old) != sorted(new))
@@ -311,7 +313,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _other_order(there: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> str:
-    """Say which parameters are the first that stand in another order."""
+    """Describe the first parameters with a different order."""
     return next(
         f"parameter {place} of its group {group} is {old!r} in the marker and {new!r} here"
         for group, pair in enumerate(zip(there, here, strict=True))
@@ -321,7 +323,7 @@ def _other_order(there: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) 
 
 
 def _keeps_together(optimizer: torch.optim.Optimizer, saved: OptimizerState) -> bool:
-    """Return whether there is state that belongs to no parameter alone. That of LBFGS is below its first one."""
+    """Return whether there is state that belongs to no single parameter. LBFGS keeps its state below its first one."""
     return saved.own is not None or bool(saved.other) or isinstance(optimizer, torch.optim.LBFGS)
 
 
@@ -335,14 +337,15 @@ def matched(
     """Match a marker's optimizers with those of a changed model, by the names of this one.
 
     Args:
-        optimizers: The live ones.
-        saved: What the marker has.
-        states: Optimizer -> parameter whose state goes on -> optimizer and parameter in the marker.
-        groups: Optimizer -> for each of its param groups the one of the marker whose settings it takes; None: its own.
-        names: Of the live parameters, by identity.
+        optimizers: The live optimizers.
+        saved: The optimizers of the marker.
+        states: Optimizer -> parameter whose state continues -> optimizer and parameter in the marker.
+        groups: Optimizer -> for each of its param groups, the group of the marker whose settings it takes, or None to
+            keep its own.
+        names: Names of the live parameters, by identity.
 
     Raises:
-        SchemaMismatchError: an optimizer keeps state for all its parameters together, and not all of them go on.
+        SchemaMismatchError: An optimizer keeps state for all its parameters together, and not all of them continue.
     """
     return {
         key: _matched(key, optimizer, saved, states.get(key, {}), groups[key], names)
@@ -391,13 +394,13 @@ def put_back(
     saved: OptimizerState,
     fresh: Collection[str] = (),
 ) -> None:
-    """In place: wrappers and schedules hold on to the optimizer's own state and groups.
+    """Restore the state in place: wrappers and schedules refer to the optimizer's own state and groups.
 
     Args:
-        optimizer: The live one.
-        parameters: Of the model.
-        saved: What it takes, by the names of the model.
-        fresh: Parameters that keep the state which the optimizer has for them.
+        optimizer: The live optimizer.
+        parameters: Parameters of the model.
+        saved: State to restore, by the names of the model.
+        fresh: Parameters that keep their state in the optimizer.
     """
     before = {id(parameter): values for parameter, values in optimizer.state.items()}
     if saved.own is not None:
@@ -423,7 +426,7 @@ def put_back(
 
 
 def _load_own(optimizer: torch.optim.Optimizer, saved: Any) -> None:
-    """Let it load what its ``state_dict()`` said; torch's own part of that replaces state and groups by new objects."""
+    """Load the result of its ``state_dict()``. Keep the state and group objects, which torch's own part replaces."""
     state, groups = optimizer.state, optimizer.param_groups
     optimizer.load_state_dict(saved)
     if optimizer.state is not state or optimizer.param_groups is not groups:
@@ -431,7 +434,7 @@ def _load_own(optimizer: torch.optim.Optimizer, saved: Any) -> None:
 
 
 def _beside(value: Any, live: Any) -> Any:
-    """A learning rate that is a tensor stays on its device."""
+    """Move a learning rate that is a tensor to the device of the live one."""
     both = isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor)
     return value.to(live.device) if both else value
 
@@ -439,9 +442,9 @@ def _beside(value: Any, live: Any) -> Any:
 def _on_device(
     value: torch.Tensor, key: Any, known: Any, parameter: nn.Parameter, *, counted_there: bool
 ) -> torch.Tensor:
-    """Where the optimizer keeps a state: where it had it, otherwise with the parameter.
+    """Move a state to the device where the optimizer had it, or otherwise to that of the parameter.
 
-    A step counter is on the CPU, but with the parameter in a group that is fused or capturable (``counted_there``).
+    A step counter is on the CPU. In a group that is fused or capturable (``counted_there``), it is with the parameter.
     """
     if key == "step" and counted_there:
         return value.to(parameter.device)

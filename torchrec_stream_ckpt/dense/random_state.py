@@ -1,4 +1,4 @@
-"""Random state of one rank: saved, put back, and derived where there was none."""
+"""Random state of one rank: saved, restored, and derived for a rank that had none."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ log = logging.getLogger(__name__)
 
 
 def random_state() -> dict[str, Any]:
-    """Python's, numpy's, torch's and, where this process uses CUDA, that of every visible CUDA device.
+    """Return the random state of Python, numpy, torch and, if this process uses CUDA, of every visible CUDA device.
 
-    A process that does not is left so: to ask a device for its state sets CUDA up, and raises in a forked process.
+    A process that does not use CUDA is left so: asking a device for its state initializes CUDA, and raises in a forked
+    process.
     """
     version, words, gauss = random.getstate()
     return {
-        # As a tensor: a pickle of torch's asks of each of the 625 numbers whether it is a storage, at each marker.
+        # As a tensor: torch's pickler would check for each of the 625 numbers, at each marker, whether it is a storage.
         "python": (version, torch.tensor(words, device="cpu"), gauss),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
@@ -35,15 +36,16 @@ def _uses_cuda() -> bool:
 
 
 def _cuda_state() -> dict[str, Any]:
-    """Every visible device, also those that this rank has not used yet."""
+    """Return the state of every visible device, including those that this rank has not used yet."""
     return {"current": torch.cuda.current_device(), "devices": torch.cuda.get_rng_state_all()}
 
 
 def set_random_state(state: Mapping[str, Any], seed: int, rank: int) -> None:
-    """Put back what :func:`random_state` said.
+    """Restore the result of :func:`random_state`.
 
-    A marker of a CUDA job in a process that does not use CUDA: the devices' state has no place, a warning says so. A
-    marker of a CPU job on CUDA devices: they are seeded as a new rank would be, from the job's seed and the rank.
+    If the marker has CUDA state and this process does not use CUDA, that state is dropped with a warning. If a CPU job
+    wrote the marker and this process uses CUDA, the devices are seeded as for a new rank, from the job's seed and the
+    rank.
     """
     version, words, gauss = state["python"]
     # Markers of version 0.1.0 hold a tuple.
@@ -57,7 +59,7 @@ def set_random_state(state: Mapping[str, Any], seed: int, rank: int) -> None:
         torch.cuda.manual_seed_all(_derived_seed(seed, rank))
     else:
         saved = state["cuda"]
-        if isinstance(saved, torch.Tensor):  # version 0.1.0 kept that of the current device alone
+        if isinstance(saved, torch.Tensor):  # version 0.1.0 saved only the state of the current device
             saved = {"current": 0, "devices": [saved]}
         here = place_cuda_states(saved, torch.cuda.current_device(), torch.cuda.device_count())
         for device, value in here.items():
@@ -65,15 +67,15 @@ def set_random_state(state: Mapping[str, Any], seed: int, rank: int) -> None:
 
 
 def place_cuda_states(saved: Mapping[str, Any], current: int, count: int) -> dict[int, torch.Tensor]:
-    """Which device of this job gets the random state of which device of the marker.
+    """Return device of this job -> random state, chosen from the devices of the marker.
 
-    The current device gets that of the device that was current then; the others go by their number, as far as both
+    The current device gets the state of the device that was current then. The others are matched by number, if both
     jobs have it.
 
     Args:
         saved: ``current`` and ``devices``: the state of each visible device then.
         current: The current device here.
-        count: Visible devices here.
+        count: Number of visible devices here.
     """
     states: list[torch.Tensor] = saved["devices"]
     by_number = {device: state for device, state in enumerate(states) if device < count}
@@ -81,12 +83,12 @@ def place_cuda_states(saved: Mapping[str, Any], current: int, count: int) -> dic
 
 
 def _derived_seed(seed: int, rank: int) -> int:
-    """64 bits of SHA-256 over the job's seed and the rank."""
+    """Return 64 bits of SHA-256 over the job's seed and the rank."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{rank}".encode()).digest()[:8], "little")
 
 
 def seed_new_rank(seed: int, rank: int) -> None:
-    """A rank that did not exist; torch seeds its CUDA devices too."""
+    """Seed a rank that did not exist. torch seeds its CUDA devices, too."""
     derived = _derived_seed(seed, rank)
     random.seed(derived)
     np.random.seed(derived % 2**32)

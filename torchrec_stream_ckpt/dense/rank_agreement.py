@@ -1,4 +1,4 @@
-"""Where the ranks of a job first meet: all of them make the checkpointer, of a model that is ready for it."""
+"""First synchronization of the ranks: all of them create the checkpointer, for a model that is ready for it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _MET = "stream-ckpt/met"
 
 
 def meet(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, bound_s: float) -> None:
-    """(all ranks) Wait until each rank has come to this call.
+    """(all ranks) Wait until each rank has made this call.
 
-    A rank whose model is not data parallel yet says so first: the others may be inside ``init_data_parallel()``, which
-    is collective, and would never come.
+    A rank whose model is not data parallel yet reports that first: the others may be inside ``init_data_parallel()``,
+    which is collective, and would never arrive.
 
     Raises:
-        RankLostError: some did not come; names them.
-        UnsupportedError: the model of a rank is not data parallel; names the rank, on all that have come.
+        RankLostError: Some ranks did not arrive. Names them.
+        UnsupportedError: The model of a rank is not data parallel. Names the rank, on all ranks that have arrived.
     """
     rank = dist.get_rank()
     refusal: UnsupportedError | None = None
@@ -72,14 +72,14 @@ def meet(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, bound
 
 
 def check_settings(team: Team, settings: Mapping[str, Any]) -> None:
-    """(all ranks) Refuse settings that must be the same on all ranks, and are not.
+    """(all ranks) Reject settings that must be the same on all ranks, but differ.
 
     Args:
         team: All ranks.
-        settings: This rank's, by name.
+        settings: Settings of this rank, by name.
 
     Raises:
-        ConfigError: names those that differ, on all ranks.
+        ConfigError: Names those that differ, on all ranks.
     """
     of_ranks = team.gather(dict(settings))
     found = []
@@ -95,14 +95,14 @@ def check_settings(team: Team, settings: Mapping[str, Any]) -> None:
 
 
 def check_handed_over(team: Team, kinds: Mapping[str, Iterable[str]]) -> None:
-    """(all ranks) Refuse objects that serve all ranks, and were not handed over in the same way on all of them.
+    """(all ranks) Reject objects that serve all ranks, if not all ranks handed them over in the same way.
 
     Args:
         team: All ranks.
         kinds: Names of the objects of this rank by the argument in which they were given.
 
     Raises:
-        ConfigError: names the objects, on all ranks.
+        ConfigError: Names the objects, on all ranks.
     """
     of_ranks = team.gather({name: kind for kind, names in kinds.items() for name in names})
     found = []
@@ -121,6 +121,6 @@ def check_handed_over(team: Team, kinds: Mapping[str, Iterable[str]]) -> None:
 
 
 def _listed(ranks: list[int]) -> str:
-    """At most eight of them."""
+    """List at most eight ranks, and the number of the others."""
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return ", ".join(map(str, ranks[:8])) + more

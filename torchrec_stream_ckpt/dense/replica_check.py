@@ -1,7 +1,7 @@
-"""What several ranks hold alike, compared before a marker is committed: one rank saves it for all of them.
+"""Compare state that several ranks hold alike before a marker is committed: one rank saves it for all of them.
 
-Each rank adds up digests at its cut. A checksum over them travels with the vote that all ranks cast anyway; only if
-checksums differ do the ranks exchange the digests themselves, to name what differs.
+Each rank adds up digests at its cut. A checksum over them is sent with the vote that all ranks cast in any case. Only
+if checksums differ do the ranks exchange the digests themselves, to name the difference.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchrec_stream_ckpt.dense.gradients import GRADIENTS
 from torchrec_stream_ckpt.errors import MarkerFailedError, ReplicaMismatchError
 
 ALL = ""
-"""Stands for all ranks where a group of ranks has a name."""
+"""Name for the group of all ranks."""
 _TENSOR_HINT = (
     "load weights before DMP or DDP wraps the model, and step each dense optimizer on all ranks with averaged "
     "gradients; if replicas differ by design (local SGD), set replicas='rank0'"
@@ -35,14 +35,17 @@ _WRAPPER_HINT = "step the wrapped optimizers on all ranks alike; if they differ 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Which part of the dense state a marker compares."""
+    """Part of the dense state that a marker compares."""
 
     marker: int = 1
     limit_bytes: int | None = None
-    """Compare so many bytes at a time, by turns; None: all of them."""
+    """Number of bytes to compare at a time, by turns. None for all of them."""
 
     def spans(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
-        """Elements [first, end) of this marker's turn, by entry; the same on ranks with the same names and sizes."""
+        """Return the elements [first, end) of this marker's turn, by entry.
+
+        Equal on ranks with the same names and sizes.
+        """
         sizes = {name: _local(tensors[name]) for name in sorted(tensors)}
         total = sum(each.nbytes for each in sizes.values())
         if self.limit_bytes is None or total <= self.limit_bytes:
@@ -51,13 +54,14 @@ class Scope:
         found: dict[str, tuple[int, int]] = {}
         at = 0
         for name, each in sizes.items():
-            for turn in (begin, begin - total):  # the turn after the last byte goes on at the first one
+            for turn in (begin, begin - total):  # a turn past the last byte continues at the first one
                 first, end = max(turn, at), min(turn + self.limit_bytes, at + each.nbytes)
                 if first < end:
                     size = each.element_size()
                     before = found.get(name)
                     span = (first - at) // size, -((at - end) // size)
-                    # Of an entry that is longer than a turn, its end and its beginning: all that is between them too.
+                    # If an entry is longer than a turn, the turn may cover its end and its beginning: then include
+                    # everything between.
                     found[name] = span if before is None else (min(before[0], span[0]), max(before[1], span[1]))
             at += each.nbytes
         return found
@@ -65,32 +69,32 @@ class Scope:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one rank holds of it, as it was at a cut."""
+    """State of one rank to compare, as it was at a cut."""
 
     shapes: tuple[str, ...] = ()
     """Each tensor that every rank must have, with its place, shape and dtype."""
     digests: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Group of ranks -> tensor or object, as people call it -> digest."""
+    """Group of ranks -> tensor or object, by its title -> digest."""
     leaves: Mapping[str, Mapping[str, tuple[bytes, str]]] = field(default_factory=dict)
-    """Object -> what it holds, as ``Canonical.leaves``."""
+    """Object -> its content, as ``Canonical.leaves``."""
     frozen: frozenset[str] = frozenset()
     """Tensors that are frozen parameters."""
     entries: Mapping[str, int] = field(default_factory=dict)
     """Digests of tensors of which all elements were added up, by entry."""
 
     def checksums(self) -> dict[str, int]:
-        """A number for each group of ranks that this one belongs to: equal if they hold the same."""
+        """Return a number for each group of ranks that this one belongs to. Equal numbers mean equal state."""
         lines = {group: [f"{title}\t{each[title]}" for title in sorted(each)] for group, each in self.digests.items()}
         lines[ALL] = [*self.shapes, *lines.get(ALL, ())]
         return {group: _checksum(each) for group, each in lines.items()}
 
 
 def shapes_of(tensors: Mapping[str, torch.Tensor], places: Mapping[str, str]) -> dict[str, str]:
-    """Entry -> what people call it, with its shape and dtype.
+    """Return entry -> its title, with shape and dtype.
 
     Args:
-        tensors: What each rank holds a copy of.
-        places: Entry -> where its tensor stands.
+        tensors: Tensors of which each rank holds a copy.
+        places: Entry -> place of its tensor.
     """
     return {
         name: f"{name}{f' ({places[name]})' if name in places else ''} {list(tensor.shape)} {tensor.dtype}"
@@ -106,18 +110,18 @@ def hold(
     frozen: Collection[str],
     scope: Scope | None,
 ) -> Held:
-    """Add up what this rank holds. Local; what is on a GPU is read back once.
+    """Add up the state of this rank. Local. Tensors on a GPU are read back once.
 
     Args:
-        alike: What every rank has whole, by entry.
-        apart: What ranks have parts of; DTensors in it that several ranks hold alike are compared among those.
+        alike: Tensors that every rank has whole, by entry.
+        apart: Values of which ranks have parts. DTensors in it that several ranks hold alike are compared among those.
         objects: Title -> state of an object that is the same on all ranks.
-        places: Entry -> where its tensor stands, for people.
+        places: Entry -> place of its tensor, for people.
         frozen: Entries of frozen parameters.
-        scope: Which tensors' bytes are compared; None: neither they nor objects, only names and shapes.
+        scope: Tensors whose bytes are compared. If None, neither bytes nor objects are compared, only names and shapes.
 
     Raises:
-        UnsupportedError: an object holds something that cannot be walked.
+        UnsupportedError: An object holds something that cannot be walked.
     """
     titles = shapes_of(alike, places)
     shapes = tuple(titles.values())
@@ -146,17 +150,17 @@ def hold(
 
 
 def all_same(checksums: Sequence[Mapping[str, int]]) -> bool:
-    """Return whether ranks of each group have the same :meth:`Held.checksums`."""
+    """Return whether the ranks of each group have the same :meth:`Held.checksums`."""
     pairs = {(group, number) for each in checksums for group, number in each.items()}
     return len(pairs) == len({group for group, _ in pairs})
 
 
 def check_same(ranks: Sequence[Held]) -> None:
-    """Refuse a marker to which ranks would save different sets of tensors, or of which they hold different values.
+    """Reject a marker for which ranks would save different sets of tensors, or hold different values of them.
 
     Raises:
-        MarkerFailedError: names the first tensor that one rank holds and another does not, or in another shape.
-        ReplicaMismatchError: names the first tensor or object with different values, and the ranks.
+        MarkerFailedError: Names the first tensor that one rank holds and another does not, or in another shape.
+        ReplicaMismatchError: Names the first tensor or object with different values, and the ranks.
     """
     for rank, other in enumerate(ranks):
         if different := sorted(set(ranks[0].shapes) ^ set(other.shapes)):
@@ -170,7 +174,7 @@ def check_same(ranks: Sequence[Held]) -> None:
 
 
 def _different(ranks: Sequence[Held]) -> Iterator[tuple[int, int, str]]:
-    """(a rank, another rank, title) of each digest that two ranks of a group do not share."""
+    """Yield (a rank, another rank, title) of each digest that two ranks of a group do not share."""
     first: dict[tuple[str, str], tuple[int, str]] = {}
     for rank, held in enumerate(ranks):
         for group, titles in held.digests.items():
@@ -196,7 +200,7 @@ def _mismatch(ranks: Sequence[Held], one: int, other: int, title: str, more: int
 
 
 def _leaf(here: Mapping[str, tuple[bytes, str]], there: Mapping[str, tuple[bytes, str]], one: int, other: int) -> str:
-    """Where two objects differ, with both values, as far as that is known."""
+    """Describe the place at which two objects differ, with both values, if known."""
     for place in [*here, *there]:
         mine, its = here.get(place), there.get(place)
         if mine != its:
@@ -207,7 +211,7 @@ def _leaf(here: Mapping[str, tuple[bytes, str]], there: Mapping[str, tuple[bytes
 
 
 def _replicas(tensor: DTensor) -> str:
-    """Name the ranks that hold the same part of a tensor as this one; empty if there are no others."""
+    """Return the name of the ranks that hold the same part of a tensor as this one. Empty if there are no others."""
     mesh, here = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if here is None:
         return ""

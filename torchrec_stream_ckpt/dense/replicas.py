@@ -1,8 +1,8 @@
-"""A copy of what the ranks hold alike: each of them copies a part, into memory that is kept for the next marker.
+"""A copy of the state that ranks hold alike: each rank copies a part, into memory that is kept for the next marker.
 
-The ranks compare what they hold (``replica_check.py``), so one copy of it is saved. Which rank makes the copy follows
-from names and sizes alone: every rank comes to the same answer without asking, and the votes of a marker compare what
-the answer was made from.
+The ranks compare this state (``replica_check.py``), so one copy of it is saved. The choice of the rank that makes the
+copy follows from names and sizes alone. So every rank comes to the same answer without asking, and the votes of a
+marker compare the input of that choice.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Mapping
 import torch
 
 Tensors = Mapping[str, torch.Tensor]
-"""By entry."""
+"""Tensors by entry."""
 MODEL = "model."
-"""Begins the entries of parameters."""
+"""Prefix of the entries of parameters."""
 
 
 def owners(tensors: Tensors, world: int, parameters: Mapping[str, str] | None = None) -> dict[str, int]:
-    """The rank that saves each tensor: bytes are spread, the largest groups first.
+    """Return the rank that saves each tensor: bytes are spread, the largest groups first.
 
-    A parameter and what optimizers keep for it are one group. So one rank saves all of it.
+    A parameter and its optimizer state are one group. So one rank saves all of it.
 
     Args:
-        tensors: What each rank holds a copy of.
+        tensors: Tensors of which each rank holds a copy.
         world: Number of ranks.
         parameters: Entry of a tensor of an optimizer -> the parameter that it belongs to.
     """
@@ -44,7 +44,7 @@ def owners(tensors: Tensors, world: int, parameters: Mapping[str, str] | None = 
 class CopyMemory:
     """Memory for copies, reused: fresh pages cost several times as much as the copy does.
 
-    One copy at a time: the last one's readers must be done.
+    One copy at a time: the readers of the last one must be done.
     """
 
     def __init__(self) -> None:
@@ -52,9 +52,12 @@ class CopyMemory:
 
     @torch.no_grad()
     def copy(self, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """On the CPU, as they are now; pinned memory for what is on a GPU, for which the host waits once.
+        """Return copies on the CPU, as the tensors are now.
 
-        Memory of names that are gone is freed."""
+        Tensors on a GPU use pinned memory; the host waits for them once.
+
+        Memory of names that no longer exist is freed.
+        """
         self._kept = {name: self._room(name, tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             self._kept[name].copy_(tensor, non_blocking=True)
@@ -63,7 +66,7 @@ class CopyMemory:
         return dict(self._kept)
 
     def holds(self, tensors: Tensors) -> bool:
-        """Return whether these are bit for bit what was copied last, and all of it."""
+        """Return whether these tensors are, bit for bit and without an omission, those that were copied last."""
         return self._kept.keys() == tensors.keys() and all(
             _same(self._kept[name], tensor) for name, tensor in tensors.items()
         )
@@ -76,7 +79,7 @@ class CopyMemory:
 
 
 def _same(kept: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Bit for bit: NaN is what it was, and -0.0 is not 0.0."""
+    """Compare bit for bit: a NaN equals itself, and -0.0 is not 0.0."""
     return kept.dtype == tensor.dtype and kept.shape == tensor.shape and bool(torch.equal(_bits(kept), _bits(tensor)))
 
 

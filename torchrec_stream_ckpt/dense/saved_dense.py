@@ -1,4 +1,4 @@
-"""What a marker's dense state holds, read for one rank: its names, blobs and optimizers, as the marker calls them."""
+"""Read a marker's dense state for one rank: names, blobs and optimizers, by their names in the marker."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from torchrec_stream_ckpt.errors import CorruptionError, SchemaMismatchError
 from torchrec_stream_ckpt.evolve.model_schema import NO_TENSOR, DenseEntry, DenseOptimizer
 
 Parameters = Mapping[str, nn.Parameter]
-"""Of the live model, by their names in the marker."""
+"""Parameters of the live model, by their names in the marker."""
 
 
 REPLICAS = "shared.replicas"
-"""Entry that says that replicas might differ, and that all of the dense state is rank 0's."""
+"""Entry whose presence means that replicas might differ, and that all of the dense state is rank 0's."""
 
 
 class SavedDense:
-    """The dense state of one marker. Its digests were compared: its pickles may be opened.
+    """The dense state of one marker. Its digests were compared, so its pickles may be opened.
 
     Args:
-        path: Its files.
-        world: How many ranks wrote it.
-        rank: This one: it takes the part of that rank, or of rank 0 where there was none.
+        path: Directory of its files.
+        world: Number of ranks that wrote it.
+        rank: This rank. It takes the part of the rank with its number, or of rank 0 if there was none.
     """
 
     def __init__(self, path: Path, world: int, rank: int) -> None:
@@ -49,11 +49,11 @@ class SavedDense:
         self.source = rank if rank < world else 0
         """The rank of the marker whose part this one takes."""
         self.digests: dict[str, int] = {}
-        """Of what was read so far: blobs, id maps, and tensors that optimizers keep in no place with a name."""
+        """Digests of the data read so far: blobs, id maps, and tensors of optimizers in places without a name."""
         self._objects: dict[str, Any] = {}
 
     def read(self, room: dict[str, Any]) -> dict[str, Any]:
-        """Fill room, as ``load_here``; of all but named tensors of the job the digests are kept."""
+        """Fill ``room`` as ``load_here`` does, and keep the digests of all but named tensors of the job."""
         loaded = load_here(room, self.reader)
         named = ("model.", "optim.")
         self.digests |= entry_digests(
@@ -74,17 +74,20 @@ class SavedDense:
 
     @property
     def imported(self) -> bool:
-        """True if ``stream-ckpt import`` has made it."""
+        """True if ``stream-ckpt import`` created it."""
         return "shared.imported" in self.entries
 
     @property
     def one_replica(self) -> bool:
-        """True if replicas might differ, and what it has is rank 0's (``StreamConfig.replicas``)."""
+        """True if replicas might differ, and its state is rank 0's (``StreamConfig.replicas``)."""
         return REPLICAS in self.entries
 
     @property
     def imported_states(self) -> dict[str, set[str]] | None:
-        """(of an imported marker) Names of the states of dense optimizers, by parameter; None: it was not imported."""
+        """(of an imported marker) Names of the states of dense optimizers, by parameter.
+
+        None if it was not imported.
+        """
         if not self.imported:
             return None
         found: dict[str, set[str]] = {}
@@ -96,7 +99,7 @@ class SavedDense:
 
     @cached_property
     def model(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each parameter; of an imported marker those of buffers too."""
+        """Shape and dtype of each parameter. In an imported marker, also of buffers."""
         return {
             name.removeprefix("model."): (tuple(saved.size), saved.properties.dtype)
             for name, saved in self.entries.items()
@@ -104,7 +107,7 @@ class SavedDense:
         }
 
     def stateful(self, owner: str) -> set[str]:
-        """The user's objects whose state it has: ``shared`` ones, or those ``per_rank``."""
+        """Return the user's objects whose state it has: ``shared`` ones, or those ``per_rank``."""
         prefixes = (
             ("shared.stateful.", self._schedule(self.source, ""))
             if owner == "shared"
@@ -114,19 +117,19 @@ class SavedDense:
 
     @staticmethod
     def _schedule(rank: int, name: str) -> str:
-        """Name of the entry of a schedule that has tables in its groups."""
+        """Return the entry name of a schedule that has tables in its groups."""
         return f"rank{rank}.schedule.{name}"
 
     @cached_property
     def buffers(self) -> dict[str, Any]:
-        """Those of the rank; none in an imported marker."""
+        """Buffers of the rank. Empty in an imported marker."""
         name = f"rank{self.source}.buffers"
         found: dict[str, Any] = unblob(self._blob(name), name) if name in self.entries else {}
         return found
 
     @cached_property
     def buffer_record(self) -> BufferRecord | None:
-        """What the marker says of them; None in a marker of an older release, or an imported one."""
+        """The marker's record of them. None in a marker of an older release, or an imported one."""
         name = f"rank{self.source}.buffer_kinds"
         if name not in self.entries:
             return None
@@ -135,16 +138,16 @@ class SavedDense:
 
     @cached_property
     def _common(self) -> dict[str, torch.Tensor]:
-        """Blobs that every restore takes, whatever its model, read at once: each load of DCP's has a fixed price."""
+        """Blobs that every restore needs, whatever its model, read at once: each load of DCP has a fixed cost."""
         own = (f"rank{self.source}.{name}" for name in ("random", "buffers", "buffer_kinds"))
         names = [name for name in ("shared.seed", "shared.wrappers", *own, self._tree_entry) if name in self.entries]
         return self.read({name: empty_blob(self.entries, name) for name in names})
 
     def _blob(self, name: str) -> torch.Tensor:
-        """One of these.
+        """Return one of these blobs.
 
         Raises:
-            SchemaMismatchError: the marker does not have it.
+            SchemaMismatchError: The marker does not have it.
         """
         if name not in self._common:
             raise no_blob(name)
@@ -176,10 +179,10 @@ class SavedDense:
 
         Args:
             owner: ``shared`` or ``per_rank``.
-            name: As the user has called it.
+            name: The user's name of the object.
 
         Raises:
-            SchemaMismatchError: the marker does not have it, or its classes cannot be imported.
+            SchemaMismatchError: The marker does not have it, or its classes cannot be imported.
         """
         entry = f"{'shared' if owner == 'shared' else f'rank{self.source}'}.stateful.{name}"
         if entry not in self._objects:
@@ -196,7 +199,7 @@ class SavedDense:
         return self._objects[entry]
 
     def schedule(self, name: str) -> list[Any] | None:
-        """Return the states of a schedule on all ranks that wrote it, or None if rank 0's was saved for all."""
+        """Return the states of a schedule on all ranks that wrote it. Returns None if rank 0's was saved for all."""
         if self._schedule(self.source, name) not in self.entries:
             return None
         entries = [self._schedule(rank, name) for rank in range(self.world)]
@@ -209,17 +212,17 @@ class SavedDense:
 
     @cached_property
     def tree(self) -> dict[str, Any] | None:
-        """JSON of the dense optimizers; None in a marker of an older release, or an imported one."""
+        """JSON of the dense optimizers. None in a marker of an older release, or an imported one."""
         name = self._tree_entry
         if name not in self.entries:
             return None
         with tree.reading(name, self.path):
             found: dict[str, Any] = read_json(self._blob(name), name)
-            optimizer_state.outline(found)  # what a changed name breaks, it breaks here and not after rows are written
+            optimizer_state.outline(found)  # a changed name raises here, before rows are written
         return found
 
     def described(self) -> tuple[tuple[DenseEntry, ...], tuple[DenseOptimizer, ...], tuple[str, ...]]:
-        """Parameters and buffers, dense optimizers, and names of the user's objects, for a :class:`ModelSchema`.
+        """Return parameters and buffers, dense optimizers, and names of the user's objects, for a :class:`ModelSchema`.
 
         Buffers are as that job had them at its attach, if the marker records it.
         """
@@ -237,14 +240,14 @@ class SavedDense:
 
     @property
     def parameters(self) -> tuple[DenseEntry, ...]:
-        """Entries of the parameters; of an imported marker those of buffers too."""
+        """Entries of the parameters. In an imported marker, also of buffers."""
         return tuple(
             DenseEntry(name, shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in self.model.items()
         )
 
     @cached_property
     def optimizers_named(self) -> tuple[DenseOptimizer, ...]:
-        """The dense optimizers: their classes, and the names of their parameters; none in an imported marker."""
+        """The dense optimizers: their classes, and the names of their parameters. Empty in an imported marker."""
         return tuple(self._optimizer_entries())
 
     def _optimizer_entries(self) -> Iterator[DenseOptimizer]:
@@ -266,7 +269,7 @@ class SavedDense:
         return frozenset(entry.rsplit(".", 2)[0] for entry in maps)
 
     def outline(self) -> dict[str, OptimizerState]:
-        """Return the dense optimizers with empty tensors in their state: for a comparison."""
+        """Return the dense optimizers with empty tensors in their state, for a comparison."""
         if self.imported:
             return {}
         if self.tree is not None:
@@ -290,14 +293,14 @@ class SavedDense:
             return tree.decode(read_json(saved, entry), lambda _: torch.empty(0))
 
     def optimizers(self, parameters: Parameters, *, whole: bool) -> dict[str, OptimizerState]:
-        """The dense optimizers.
+        """Return the dense optimizers.
 
         Args:
-            parameters: Of this job.
-            whole: Whether this job has to have all that the marker has.
+            parameters: Parameters of this job.
+            whole: True if this job must have all parameters of the marker.
 
         Raises:
-            SchemaMismatchError: it does not.
+            SchemaMismatchError: It does not.
         """
         if self.tree is None:
             return self._older(parameters, whole=whole)
@@ -308,7 +311,7 @@ class SavedDense:
             return optimizer_state.read(self.tree, tensors, parameters)
 
     def _older(self, parameters: Parameters, *, whole: bool) -> dict[str, OptimizerState]:
-        """The dense optimizers in a marker that has no JSON of them."""
+        """Return the dense optimizers of a marker that has no JSON of them."""
         name = "shared.optimizers"
         loaded = self.read({name: empty_blob(self.entries, name)})
         states = self.older_states(parameters, whole=whole)
@@ -318,10 +321,10 @@ class SavedDense:
         }
 
     def older_states(self, parameters: Parameters, *, whole: bool) -> dict[str, dict[str, dict[str, Any]]]:
-        """All below ``optim``: {optimizer: {parameter: {state: value}}}.
+        """Return all state below ``optim``: {optimizer: {parameter: {state: value}}}.
 
         Raises:
-            SchemaMismatchError: (``whole``) this job lacks a parameter.
+            SchemaMismatchError: (``whole``) This job lacks a parameter.
         """
         room: dict[str, Any] = {}
         for entry, saved in self.entries.items():

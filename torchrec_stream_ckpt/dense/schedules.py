@@ -1,9 +1,9 @@
 """Schedules over the param groups of fused tables: saved by the names in their groups, for any plan.
 
 A ``LambdaLR`` over ``CombinedOptimizer([dmp.fused_optimizer, dense])`` keeps lists with one value for each param group
-of its rank. Which groups a rank has depends on the plan. So such a list is saved as one value for each parameter that
-the rank's groups hold, every rank saves its own, and a restore takes for each of its groups the value that the
-parameters in it had, whatever rank that was.
+of its rank. The groups of a rank depend on the plan. So such a list is saved as one value for each parameter in the
+rank's groups, and every rank saves its own. A restore takes for each of its groups the value that the parameters in it
+had, on whatever rank that was.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _PER_GROUP = frozenset(
 )
 """Entries of a schedule's state that are lists with one value for each param group.
 
-``last_lr`` is not torch's: schedules that hold their last rates themselves, as in facebookresearch/dlrm, call them so.
+``last_lr`` is not torch's. Schedules that keep their last rates themselves, as in facebookresearch/dlrm, use this name.
 """
 _OF_GROUPS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
-"""What schedules keep in the param groups. Those of dense optimizers are saved with them; fused ones have no place."""
+"""Settings that schedules keep in the param groups. Dense optimizers save them; fused ones have no place for them."""
 _NESTED = "_schedulers"
 _SINGLE = (int, float, str, bool, type(None))
 SUPPORTED = tuple(
@@ -54,15 +54,15 @@ SUPPORTED = tuple(
 )
 """Schedules whose lists are known."""
 _OWN = "per_group_state"
-"""Attribute of a schedule of the user's: names of its other attributes that are lists with a value for each group."""
+"""Attribute of a user's schedule: names of its other attributes that are lists with a value for each group."""
 
 
 class NamedSchedule:
     """The state of one schedule, by names.
 
     Args:
-        name: As the user hands it over.
-        schedule: The live one.
+        name: Name under which the user hands it over.
+        schedule: The live schedule.
     """
 
     def __init__(self, name: str, schedule: Any) -> None:
@@ -71,7 +71,7 @@ class NamedSchedule:
 
     @classmethod
     def of(cls, name: str, item: object) -> NamedSchedule | None:
-        """Return the state by names of ``item``, or None if it is not a schedule over an optimizer of TorchRec.
+        """Return the state by names of ``item``. Returns None if it is not a schedule over an optimizer of TorchRec.
 
         The answer is the same on all ranks: a rank without tables has the same optimizers, with fewer groups.
         """
@@ -82,26 +82,29 @@ class NamedSchedule:
 
     @property
     def supported(self) -> bool:
-        """True if all of its lists are known. If not, it comes back where the groups of the rank are the same."""
+        """True if all of its lists are known.
+
+        If not, it can only be restored if the groups of the rank are the same.
+        """
         return _known(self._schedule)
 
     @property
     def steps_alike(self) -> bool:
-        """True if its single values are those of all ranks: a class of the user's may keep a rank's own."""
+        """True if its single values are equal on all ranks. A user's class may keep values of one rank."""
         return type(self._schedule) in SUPPORTED
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Name of the schedule in messages."""
         return title_of(self.name, self._schedule)
 
     @property
     def state_title(self) -> str:
-        """What messages call its state."""
+        """Name of its state in messages."""
         return stateful_title(self.name, self._schedule)
 
     def groups(self) -> list[tuple[str, ...]]:
-        """The names in each of its param groups, sorted."""
+        """Return the names in each of its param groups, sorted."""
         names = {id(member): name for name, member in self._schedule.optimizer.params.items()}
         return [
             tuple(sorted(names[id(member)] for member in group["params"] if id(member) in names))
@@ -109,7 +112,9 @@ class NamedSchedule:
         ]
 
     def state(self) -> State:
-        """What this rank saves: ``common`` is the same on all ranks, ``lists`` are those of its groups by name."""
+        """Return the state that this rank saves: ``common`` is the same on all ranks, ``lists`` are those of its groups
+        by name.
+        """
         groups, lists = self.groups(), Lists()
         common = state_of(self.name, self._schedule)
         if self.supported:
@@ -124,12 +129,12 @@ class NamedSchedule:
         """Return the state of the live schedule that follows from those of all ranks of a marker. Changes nothing.
 
         Args:
-            saved: Of each rank of the marker.
+            saved: State of each rank of the marker.
             source: The rank of the marker whose common part this one takes.
-            whole: Whether each parameter in a group must have been in the marker.
+            whole: True if each parameter in a group must have been in the marker.
 
         Raises:
-            SchemaMismatchError: it is another schedule, or tables that share a group here had different values.
+            SchemaMismatchError: It is another schedule, or tables that share a group here had different values.
         """
         there, here = saved[source]["class"], type(self._schedule).__name__
         if there != here:
@@ -160,16 +165,19 @@ class NamedSchedule:
         return {"state": state, "groups": {key: found[f"group.{key}"] for key in _OF_GROUPS if f"group.{key}" in found}}
 
     def _by_name(self, saved: Sequence[State]) -> bool:
-        """Return whether all ranks saved their lists by name. Single values of a user's class may be a rank's own."""
+        """Return whether all ranks saved their lists by name.
+
+        Single values of a user's class may be those of one rank.
+        """
         if not self.steps_alike and any(each["common"] != saved[0]["common"] for each in saved):
             return False
         return all(each["lists"] for each in saved)
 
     def older(self, state: State) -> State:
-        """Return what :meth:`load` takes, of a marker that has the lists of rank 0 alone.
+        """Return the input of :meth:`load`, from a marker that has the lists of rank 0 alone.
 
         Raises:
-            SchemaMismatchError: rank 0 had another number of param groups.
+            SchemaMismatchError: Rank 0 had another number of param groups.
         """
         counts = {len(value) for value in _lists(state)}
         if counts - {len(self.groups())}:
@@ -181,7 +189,7 @@ class NamedSchedule:
         return {"state": state, "groups": {}}
 
     def load(self, merged: State) -> None:
-        """Load what :meth:`merged` has returned."""
+        """Load the result of :meth:`merged`."""
         self._schedule.load_state_dict(merged["state"])
         for key, values in merged["groups"].items():
             for group, value in zip(self._schedule.optimizer.param_groups, values, strict=True):
@@ -197,7 +205,7 @@ class NamedSchedule:
         *,
         whole: bool,
     ) -> list[Any]:
-        """One value for each live group: that of all parameters in it."""
+        """Return one value for each live group: that of all parameters in it."""
         found = []
         for group in groups:
             missing = [member for member in group if member not in saved]
@@ -222,7 +230,7 @@ class NamedSchedule:
 
 
 def _known(schedule: Any) -> bool:
-    """Return whether all lists are known: by the class, or since all other entries of the state are single values."""
+    """Return whether all lists are known: by the class, or because all other entries of the state are single values."""
     if type(schedule) in SUPPORTED:
         return all(_known(each) for each in getattr(schedule, _NESTED, ()))
     known = _PER_GROUP | {*getattr(schedule, _OWN, ())}
@@ -232,7 +240,7 @@ def _known(schedule: Any) -> bool:
 def _without_lists(
     state: Mapping[str, Any], groups: Sequence[tuple[str, ...]], path: str, lists: Lists, own: Collection[str] = ()
 ) -> State:
-    """Move the lists with one value for each group into ``lists``; None stands where one was."""
+    """Move the lists with one value for each group into ``lists``, and replace them by None."""
     found: State = {}
     for key, value in state.items():
         if (key in _PER_GROUP or key in own) and isinstance(value, (list, tuple)) and len(value) == len(groups):
@@ -246,7 +254,7 @@ def _without_lists(
 
 
 def _lists(state: Mapping[str, Any]) -> Iterator[Sequence[Any]]:
-    """All lists with one value for each group."""
+    """Yield all lists with one value for each group."""
     for key, value in state.items():
         if key in _PER_GROUP and isinstance(value, (list, tuple)):
             yield value

@@ -1,4 +1,4 @@
-"""The user's own objects: a loader, a schedule, a scaler, whose state a marker has."""
+"""The user's own objects whose state is in a marker: a loader, a schedule, a scaler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What the user hands over: a loader, a scheduler, a scaler."""
+    """An object that the user hands over: a loader, a scheduler, a scaler."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -23,15 +23,15 @@ class Stateful(Protocol):
 
 
 def title_of(name: str, item: Stateful) -> str:
-    """What messages call an object."""
+    """Return the name of an object in messages."""
     return f"the Stateful {name!r} ({type(item).__name__})"
 
 
 def state_of(name: str, item: Stateful) -> Any:
-    """Return what its ``state_dict()`` says now.
+    """Return the current ``state_dict()`` of an object.
 
     Raises:
-        UnsupportedError: it fails.
+        UnsupportedError: It fails.
     """
     try:
         return item.state_dict()
@@ -43,7 +43,7 @@ def state_of(name: str, item: Stateful) -> Any:
 
 
 def refuse_unsaved(what: str, error: Exception) -> UnsupportedError:
-    """Say what cannot be saved, and why."""
+    """Return the error for a state that cannot be saved, with the reason."""
     return UnsupportedError(
         f"{what} cannot be pickled: {error}",
         hint="keep numbers, text, tensors, lists and dicts in it",
@@ -54,11 +54,11 @@ def blob_of(what: str, state: object) -> torch.Tensor:
     """Encode a state.
 
     Args:
-        what: What messages call it.
+        what: Name of the state in messages.
         state: Any object.
 
     Raises:
-        UnsupportedError: it cannot be pickled.
+        UnsupportedError: It cannot be pickled.
     """
     try:
         return blob(state)
@@ -67,7 +67,7 @@ def blob_of(what: str, state: object) -> torch.Tensor:
 
 
 def try_blob_of(what: str, state: object) -> None:
-    """Raise what :func:`blob_of` would raise."""
+    """Raise the errors that :func:`blob_of` would raise."""
     try:
         try_blob(state)
     except Exception as error:  # whatever the objects in it raise
@@ -75,18 +75,18 @@ def try_blob_of(what: str, state: object) -> None:
 
 
 def stateful_title(name: str, item: Stateful) -> str:
-    """What messages call an object's state."""
+    """Return the name of an object's state in messages."""
     return f"the state_dict() of {title_of(name, item)}"
 
 
 def check_given(given: Mapping[str, Mapping[str, Stateful]]) -> None:
-    """Check the names and the kinds of what is handed over.
+    """Check the names and the kinds of the objects that are handed over.
 
     Args:
-        given: By the argument that has it.
+        given: Objects by name, by the argument that has them.
 
     Raises:
-        ConfigError: a name or an object cannot be used; names it.
+        ConfigError: A name or an object cannot be used. Names it.
     """
     for argument, items in given.items():
         if not isinstance(items, Mapping):
@@ -111,15 +111,15 @@ def check_given(given: Mapping[str, Mapping[str, Stateful]]) -> None:
 def try_states(
     saved: Mapping[str, Stateful], compared: Mapping[str, Stateful], per_rank: Mapping[str, Stateful]
 ) -> None:
-    """Take each object's state once as markers do, so that one that no marker could hold is refused at the attach.
+    """Take each object's state once as markers do, so that an unsupported object is rejected at the attach.
 
     Args:
-        saved: Objects whose state is saved of rank 0.
+        saved: Objects whose state on rank 0 is saved.
         compared: Those of them that all ranks compare.
         per_rank: Objects whose state each rank saves.
 
     Raises:
-        UnsupportedError: names the object, and what in its state cannot be saved or compared.
+        UnsupportedError: Names the object, and the part of its state that cannot be saved or compared.
     """
     here = saved if dist.get_rank() == 0 else compared
     for name, item in [*here.items(), *per_rank.items()]:

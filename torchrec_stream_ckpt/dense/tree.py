@@ -1,8 +1,8 @@
-"""Nested values as JSON beside their tensors: what a dense optimizer keeps, in whatever shape it keeps it.
+"""Nested values as JSON, apart from their tensors: the state of a dense optimizer, in whatever form it has.
 
-JSON's own values stand for themselves (integers below 2^53, finite numbers). All else is an object of one key, its
-kind: ``{"tuple": [...]}``, ``{"dict": [[key, value], ...]}``, ``{"tensor": ENTRY}``. To read them runs no code of the
-state, so only kinds of :data:`KINDS` can be written; another one is refused with the place where it stands.
+JSON's own values are written as they are (integers below 2^53, finite numbers). Every other value is an object with one
+key, its kind: ``{"tuple": [...]}``, ``{"dict": [[key, value], ...]}``, ``{"tensor": ENTRY}``. Reading them runs no code
+of the state, so only kinds in :data:`KINDS` can be written. Another kind is rejected with its place.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _LEAVES: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "size": (torch.Size, list, torch.Size),
     "array": (np.ndarray, _numpy, _array),
 }
-"""Kind -> its type, how it becomes JSON, and how it comes back."""
+"""Kind -> its type, its conversion to JSON, and the conversion back."""
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
     "set": set,
@@ -83,20 +83,20 @@ def _double(saved: str) -> tuple[float, ...]:
 
 
 def shortened(place: str) -> str:
-    """A place that lies deep, for people."""
+    """Shorten a place that is deeply nested, for people."""
     return place if len(place) <= _PLACE_CHARS else f"{place[: _PLACE_CHARS // 2]} ... {place[-_PLACE_CHARS // 2 :]}"
 
 
 def encode(value: object, place: str, keep: Keep) -> Any:
-    """``value`` as JSON; ``keep`` gets its tensors.
+    """Return ``value`` as JSON. ``keep`` gets its tensors.
 
     Args:
-        value: Of the kinds above, nested at most 100 deep.
-        place: Where it stands, for errors.
+        value: A value of the kinds above, nested at most 100 deep.
+        place: Its place, for errors.
         keep: Takes a tensor and its place, returns the name of its entry.
 
     Raises:
-        UnsupportedError: something in it is of another kind; names the place.
+        UnsupportedError: Something in it is of another kind. Names the place.
     """
     return _encode(value, place, keep, ())
 
@@ -147,15 +147,15 @@ def _container(value: Any, place: str, keep: Keep, above: tuple[int, ...]) -> An
 
 
 def no_tensor(_: torch.Tensor, place: str) -> str:
-    """(``keep``) Refuse a tensor where none can stand."""
+    """(``keep``) Reject a tensor in a place that cannot have one."""
     raise UnsupportedError(f"{place} is a tensor, which is found by identity", hint="use a name for it")
 
 
 def decode(saved: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
-    """Decode what :func:`encode` was given; ``tensor`` returns the one of an entry.
+    """Decode a result of :func:`encode`. ``tensor`` returns the tensor of an entry.
 
     Raises:
-        CorruptionError: it is not of the kinds above.
+        CorruptionError: It is not of the kinds above.
     """
     if isinstance(saved, list):
         return [decode(each, tensor) for each in saved]
@@ -182,14 +182,14 @@ def decode(saved: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
 
 @contextlib.contextmanager
 def reading(entry: str, path: Path) -> Iterator[None]:
-    """Name the entry and its files in the error of whoever reads a JSON entry that was changed.
+    """Add the entry and its files to the error of a reader of a JSON entry that was changed.
 
     Args:
         entry: Entry of the dense state that holds the JSON.
         path: Its dense directory.
 
     Raises:
-        CorruptionError: a name in it is missing, or stands for something else.
+        CorruptionError: A name in it is missing, or has another meaning.
     """
     try:
         yield
