@@ -1,8 +1,8 @@
-"""The only room that touches private API of TorchRec and FBGEMM.
+"""The only package that uses private API of TorchRec and FBGEMM.
 
-All that it uses beside documented API. "Since" is the oldest release that has it, of those that were looked at:
-torchrec and fbgemm 1.0, 1.2, 1.4, 1.6 and 1.9. ``versions.py`` checks every one of these names at attach, and knows
-which versions the tests run with.
+The table lists all of it. "Since" is the oldest release that has a name, of those that were examined:
+torchrec and fbgemm 1.0, 1.2, 1.4, 1.6 and 1.9. ``versions.py`` checks every one of these names at the attach, and has
+the versions that the tests run with.
 
 ====================================================  =====  ==================================================
 name                                                  since  what for
@@ -98,8 +98,7 @@ of ``GradientClippingOptimizer``:
 ``_step_num``                                         1.6    how many steps it has made
 ====================================================  =====  ==================================================
 
-Of the fused optimizers in ``optimizers.py``, ROWWISE_RMSPROP_AR is new in 1.9, and EMAINPLACE_ROWWISE_ADAGRAD
-in 1.2.
+In ``optimizers.py``, the fused optimizer ROWWISE_RMSPROP_AR is new in 1.9, and EMAINPLACE_ROWWISE_ADAGRAD in 1.2.
 """
 
 from torchrec_stream_ckpt.model.buffers import (

@@ -1,4 +1,4 @@
-"""The live buffers of a model: which modules hold them, and how another tensor takes the place of one."""
+"""The live buffers of a model: the modules that hold them, and the replacement of one by another tensor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BufferSlot:
 
     @property
     def persistent(self) -> bool:
-        """True if it is state, as ``state_dict()`` understands it."""
+        """True if it is state in the sense of ``state_dict()``."""
         return self.key not in self.module._non_persistent_buffers_set
 
     def bind(self, value: torch.Tensor | None) -> None:
@@ -40,20 +40,20 @@ class BufferSlot:
         self.module._buffers[self.key] = value
 
     def remove(self) -> None:
-        """Let the module forget the name."""
+        """Remove the name from the module."""
         delattr(self.module, self.key)
 
 
 def buffer_slots(model: nn.Module) -> dict[str, BufferSlot]:
-    """Return the slots of all buffers outside of sharded tables and id maps, by the names that a marker gives them."""
+    """Return the slots of all buffers outside of sharded tables and id maps, by their names in markers."""
     return dict(_slots(unwrapped(model), ""))
 
 
 def check_buffers(model: nn.Module) -> None:
-    """Refuse persistent buffers whose state is more than their value, or that have none yet.
+    """Reject persistent buffers with state other than their value, or without a value so far.
 
     Raises:
-        UnsupportedError: names the buffer and what to do.
+        UnsupportedError: Names the buffer and what to do.
     """
     for name, slot in buffer_slots(model).items():
         if slot.value is None or not slot.persistent:
@@ -71,10 +71,10 @@ def check_buffers(model: nn.Module) -> None:
 
 
 def check_writable(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Refuse what a restore could not write into: tensors that the constructor has made in inference mode.
+    """Reject tensors that a restore could not write to: those that the constructor created in inference mode.
 
     Raises:
-        UnsupportedError: names the buffer or parameter and what to do.
+        UnsupportedError: Names the buffer or parameter and what to do.
     """
     buffers = {name: slot.value for name, slot in buffer_slots(model).items() if slot.persistent}
     for kind, tensors in (("parameter", parameters), ("buffer", buffers)):
@@ -87,12 +87,12 @@ def check_writable(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> 
 
 
 def _slots(module: nn.Module, prefix: str, *, rebuilt: bool = True) -> Iterator[tuple[str, BufferSlot]]:
-    """As ``dense_view`` names them.
+    """Yield buffer slots with names as in ``dense_view``.
 
     Args:
-        module: Where to begin.
-        prefix: Of its names.
-        rebuilt: Whether the view has a module of its own in place of its parent.
+        module: Module to start from.
+        prefix: Prefix of its names.
+        rebuilt: True if the view replaces the parent by a new module.
     """
     if is_sharded_embedding(module) or holds_id_maps(module):
         return
@@ -101,17 +101,17 @@ def _slots(module: nn.Module, prefix: str, *, rebuilt: bool = True) -> Iterator[
         rebuilt = is_rebuilt(module)
     for key in module._buffers:
         yield f"{prefix}{key}", BufferSlot(module, key)
-    # A view of the model has a child once, a plain module's state_dict() under each of its names.
+    # A view of the model has a child once. A plain module's state_dict() has it under each of its names.
     for name, child in module.named_children() if rebuilt else module._modules.items():
         if child is not None:
             yield from _slots(child, f"{prefix}{name}.", rebuilt=rebuilt)
 
 
 def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that a buffer's name leads to, and its key there.
+    """Return the module that a buffer's name leads to, and its key there.
 
     Raises:
-        AttributeError: there is no such module.
+        AttributeError: There is no such module.
     """
     *path, key = name.split(".")
     module = unwrapped(model)
@@ -122,7 +122,7 @@ def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def add_buffer(model: nn.Module, name: str, value: torch.Tensor) -> None:
-    """Register a buffer that the model lacks; :func:`has_home` has been asked."""
+    """Register a buffer that the model lacks. The caller must have checked :func:`has_home`."""
     module, key = _holder(model, name)
     module.register_buffer(key, value)
 
@@ -137,9 +137,9 @@ def has_home(model: nn.Module, name: str) -> bool:
 
 
 def tell_ddp(model: nn.Module) -> None:
-    """Let DDP list the buffers of its module again, as it does itself before it broadcasts them.
+    """Make DDP list the buffers of its module again, as it does itself before it broadcasts them.
 
-    An empty list stays empty: DDP broadcasts nothing then, whatever the module registers later.
+    An empty list stays empty: then DDP broadcasts nothing, whatever the module registers later.
     """
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
@@ -149,5 +149,5 @@ def tell_ddp(model: nn.Module) -> None:
 
 
 def count_writes(tensor: torch.Tensor) -> int:
-    """Return a number that each write in place by torch raises; -1 where torch counts none."""
+    """Return a number that each write in place by torch increments. Returns -1 if torch does not count writes."""
     return -1 if tensor.is_inference() else tensor._version

@@ -1,11 +1,12 @@
 """(GPU) The UVM cache of a kernel: a cached row is newer than its table.
 
-(GPU) Whether an update still writes to the rows that its lookup named, where a UVM cache stands before the tables.
+(GPU) Also checks, in a kernel with a UVM cache, whether an update still writes to the rows that its lookup named.
 
-FBGEMM's backward writes to the cache slots that its own forward found. A lookup in between, also one without a
-backward, gives slots to other rows: the update then changes rows that no lookup named, and training itself goes
-wrong. ``TrainPipelineSemiSync`` looks up so. Rows that ``prefetch_pipeline`` fetches ahead stay until their update,
-but another forward is just as wrong there: the kernel's attributes, which its backward reads, are those of the last.
+FBGEMM's backward writes to the cache slots that its own forward found. A lookup in between, even one without a
+backward, assigns slots to other rows. The update then changes rows that no lookup named, and training itself is wrong.
+``TrainPipelineSemiSync`` looks up in this way. Rows that ``prefetch_pipeline`` fetches ahead stay until their update,
+but another forward is just as wrong there: the kernel's attributes, which its backward reads, are those of the last
+forward.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from torchrec_stream_ckpt.model.streams import StreamOrder
 
 
 class CacheSlots:
-    """Counts what gives slots of one kernel's cache away.
+    """Counts events that reassign slots of one kernel's cache.
 
     Args:
-        locked: Whether rows that are fetched ahead of a forward leave the slots of earlier lookups alone.
+        locked: True if rows that are fetched ahead of a forward do not reassign the slots of earlier lookups.
     """
 
     def __init__(self, *, locked: bool) -> None:
@@ -33,19 +34,19 @@ class CacheSlots:
         self._given = 0
 
     def fetched(self) -> None:
-        """Rows of a batch are about to move into the cache."""
+        """Note that rows of a batch are about to move into the cache."""
         self._given += not self._locked
 
     def looked_up(self) -> int:
-        """A forward has found its slots; returns what ``check`` wants of its update."""
+        """Note that a forward has found its slots. Returns the argument of ``check`` for its update."""
         self._given += 1
         return self._given
 
     def check(self, lookup: int, tables: str) -> None:
-        """Before the update of a lookup: its slots must still be its own.
+        """Check before the update of a lookup that its slots are still its own.
 
         Raises:
-            UnsupportedError: another lookup came in between.
+            UnsupportedError: Another lookup came in between.
         """
         if lookup != self._given:
             raise UnsupportedError(
@@ -58,12 +59,12 @@ class CacheSlots:
 
 
 class UvmCache:
-    """Rows of one kernel's tables that lie in its cache.
+    """Rows of one kernel's tables that are in its cache.
 
     Args:
         tbe: The kernel, which has a cache.
         feature_shards: For each feature of the kernel, the index of its shard.
-        order: Told of what moves rows in and out.
+        order: Notified before rows move in or out.
         tables: Names of the kernel's tables, for errors.
     """
 
@@ -78,16 +79,16 @@ class UvmCache:
         self._order = order
         self._tables = tables
         self._bases = dict(zip(feature_shards, tbe.cache_hash_size_cumsum.tolist()[:-1], strict=True))
-        """For each shard that a feature looks up, the number by which the cache knows its first row; -1: not cached."""
+        """For each shard that a feature looks up, the cache's number of its first row. -1 if it is not cached."""
         self._slots = CacheSlots(locked=tbe.prefetch_pipeline)
 
     def newest(self, shard: int, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Weights of local ``rows``: the cache's where it holds the row, otherwise ``values``, those of the table."""
+        """Return weights of local ``rows``: the cache's if it holds the row, otherwise the table's in ``values``."""
         base = self._bases.get(shard, -1)
         if base < 0 or not rows.numel():
             return values
         tbe = self._tbe
-        # -1 where the cache does not hold a row; otherwise the cache row, whose first columns are those of the table.
+        # -1 if the cache does not hold a row; otherwise the cache row, whose first columns are those of the table.
         slots = torch.ops.fbgemm.lxu_cache_lookup(rows + base, tbe.lxu_cache_state, tbe.total_cache_hash_size)
         cached = tbe.lxu_cache_weights.index_select(0, slots.clamp(min=0).long())[:, : values.shape[1]]
         return torch.where((slots >= 0).unsqueeze(1), cached, values)
@@ -95,7 +96,7 @@ class UvmCache:
     def flush(self) -> None:
         """Write cached rows back into the tables.
 
-        The device's random state stays: FBGEMM has drawn from it to round rows that are rounded already.
+        The device's random state is kept: FBGEMM draws from it to round rows that are rounded already.
         """
         device = torch.device(self._tbe.current_device)
         random = torch.cuda.get_rng_state(device)
@@ -106,7 +107,7 @@ class UvmCache:
         """Write cached rows back and empty the cache.
 
         Raises:
-            UnsupportedError: a pipeline has moved rows of its next batch into the cache already.
+            UnsupportedError: A pipeline has moved rows of its next batch into the cache already.
         """
         if self._tbe.lxu_cache_locations_list:
             raise UnsupportedError(
@@ -118,11 +119,11 @@ class UvmCache:
         self._tbe.reset_cache_states()
 
     def guard(self) -> Callable[[], None]:
-        """A forward has ended; returns what to call before its update, which refuses slots that were given away."""
+        """Note the end of a forward. Returns a function to call before its update, which rejects reassigned slots."""
         return partial(self._slots.check, self._slots.looked_up(), self._tables)
 
     def watch_fetches(self) -> Callable[[], None]:
-        """Notice rows that move in and out, in a forward or ahead of it on a prefetch stream; returns the remover."""
+        """Observe rows that move in and out, in a forward or ahead of it on a prefetch stream. Returns the remover."""
 
         def fetching(*_args: object, **_more: object) -> None:
             self._slots.fetched()

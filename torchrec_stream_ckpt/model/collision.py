@@ -1,6 +1,6 @@
-"""Managed collision: which raw id has which row of a table, how hot it is, and what will be evicted next.
+"""Managed collision: the raw id of each row of a table, its access statistics, and the next evictions.
 
-Rows that an eviction resets are noticed by ``FusedKernel.on_rewrite``: TorchRec tells the kernel of them first.
+Rows that an eviction resets are noticed by ``FusedKernel.on_rewrite``: TorchRec passes them to the kernel first.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COLLISION_WRAPPERS = (ShardedManagedCollisionEmbeddingBagCollection, ShardedMana
 _POLICIES = (LFU_EvictionPolicy, LRU_EvictionPolicy, DistanceLFU_EvictionPolicy)
 
 NO_ID = torch.iinfo(torch.int64).max
-"""What TorchRec writes as the raw id of a free row."""
+"""Raw id that TorchRec writes for a free row."""
 
 COUNTERS = (
     "_current_iter",
@@ -38,7 +38,7 @@ COUNTERS = (
     "_eviction_interval",
     "_input_history_buffer_size",
 )
-"""The order of the field ``counters``; the last one is a capacity, -1 before the first batch."""
+"""The order of the field ``counters``. The last one is a capacity, -1 before the first batch."""
 
 
 class CollisionMap:
@@ -47,13 +47,13 @@ class CollisionMap:
     Its state is a dict of 1-D int64 tensors:
 
     ``map_raw_ids``, ``map_rows``
-        Each row of the shard with the raw id that has it, sorted by raw id; rows are global.
+        Each row of the shard with its raw id, sorted by raw id. Rows are global.
     ``map_<metadata>``
-        What the eviction policy keeps of each of them: ``counts``, ``last_access_iter``.
+        Metadata of the eviction policy for each of them: ``counts``, ``last_access_iter``.
     ``history_ids``, ``history_<metadata>``
         The raw ids that training has seen since the last eviction.
     ``evicted_rows``
-        Rows that are still to be reset in the table; empty at a step boundary.
+        Rows that are still to be reset in the table. Empty at a step boundary.
     ``counters``
         See ``COUNTERS``.
     """
@@ -69,11 +69,11 @@ class CollisionMap:
 
     @property
     def rows_text(self) -> str:
-        """The rows, as errors say them."""
+        """The rows, as text for errors."""
         return f"[{self.row0}, {self.row0 + self.rows})"
 
     def read(self) -> dict[str, torch.Tensor]:
-        """The state as it is now; live views, valid until the next forward."""
+        """Return the current state as live views, valid until the next forward."""
         module = self._module
         seen = module._current_history_buffer_offset
         counters = [int(getattr(module, name)) for name in COUNTERS]
@@ -82,7 +82,7 @@ class CollisionMap:
             "map_raw_ids": module._mch_sorted_raw_ids,
             "map_rows": module._mch_remapped_ids_mapping,
             "history_ids": module._history_accumulator[:seen] if seen else none,
-            # Once they have been reset in the table nothing reads the list again.
+            # Once they have been reset in the table, the list is not read again.
             "evicted_rows": module._evicted_emb_indices.long() if module._evicted else none,
             "counters": torch.tensor(counters, dtype=torch.int64, device="cpu"),
         }
@@ -95,7 +95,7 @@ class CollisionMap:
 
     @torch.no_grad()
     def write(self, state: dict[str, torch.Tensor]) -> None:
-        """Put a state back, in place. ``_output_segments_tensor`` follows the plan and stays."""
+        """Restore a state in place. ``_output_segments_tensor`` depends on the plan and is kept."""
         module = self._module
         counters = dict(zip(COUNTERS, state["counters"].tolist(), strict=True))
         module._mch_sorted_raw_ids.copy_(state["map_raw_ids"])
@@ -110,7 +110,10 @@ class CollisionMap:
         self._write_history(state, counters["_input_history_buffer_size"])
 
     def _write_history(self, state: dict[str, torch.Tensor], capacity: int) -> None:
-        """TorchRec allocates these buffers in the first forward, with a size that its batch decides."""
+        """Allocate the history buffers.
+
+        TorchRec does so in the first forward, with a size that depends on its batch.
+        """
         module, seen = self._module, state["history_ids"].numel()
         module._input_history_buffer_size = capacity
         module._current_history_buffer_offset = seen
@@ -126,7 +129,7 @@ class CollisionMap:
                 module._history_metadata[name] = buffer
 
     def count_strangers(self, raw_ids: torch.Tensor) -> int:
-        """(CPU) How many of these raw ids are looked up on another rank: ``RwSparseFeaturesDist`` decides."""
+        """(CPU) Count the raw ids that are looked up on another rank, as ``RwSparseFeaturesDist`` assigns them."""
         module = self._module
         buckets = module.buckets()
         by_rank, *_ = torch.ops.fbgemm.block_bucketize_sparse_features(
@@ -147,10 +150,10 @@ def holds_id_maps(module: nn.Module) -> bool:
 
 
 def id_maps(model: nn.Module) -> list[CollisionMap]:
-    """The id maps of this rank, in a fixed order.
+    """Return the id maps of this rank, in a fixed order.
 
     Raises:
-        UnsupportedError: a managed collision module or an eviction policy whose state is not known here.
+        UnsupportedError: The state of a managed collision module or an eviction policy is unknown.
     """
     maps = []
     for path, wrapper in unwrapped(model).named_modules():

@@ -1,4 +1,4 @@
-"""Communication hooks of DDP: what they keep from one step to the next is in no ``state_dict`` of torch."""
+"""Communication hooks of DDP. No ``state_dict`` of torch holds their state from one step to the next."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrec_stream_ckpt.util.types import plain_name
 
 
 def comm_hooks(model: nn.Module) -> Iterator[tuple[str, str, Any, Any]]:
-    """(path of the DDP module, name of the hook, the hook, its state) of each hook."""
+    """Yield (path of the DDP module, name of the hook, the hook, its state) of each hook."""
     for path, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             versions.REPLICATED.require(module, module=path)

@@ -9,13 +9,13 @@ from torchrec_stream_ckpt.model import versions
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether ``torch.compile`` has made this module. By name: importing its class takes seconds."""
+    """Return whether ``torch.compile`` created this module. Checked by name: importing its class takes seconds."""
     kinds = type(module).__mro__
     return any(kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch.") for kind in kinds)
 
 
 def original(module: nn.Module) -> nn.Module:
-    """Return the module inside, which shares all parameters; any other module is returned as it is."""
+    """Return the module inside, which shares all parameters. Any other module is returned unchanged."""
     while is_compiled(module):
         versions.COMPILED.require(module)
         inner = module._orig_mod
@@ -25,7 +25,10 @@ def original(module: nn.Module) -> nn.Module:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model without DMP, DDP and ``torch.compile`` around it: paths of tables and dense parameters begin there."""
+    """Return the model without DMP, DDP and ``torch.compile`` around it.
+
+    Paths of tables and dense parameters start there.
+    """
     while (inner := original(get_unwrapped_module(model))) is not model:
         model = inner
     return model

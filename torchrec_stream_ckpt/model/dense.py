@@ -1,4 +1,4 @@
-"""The part of a sharded model that is no fused shard: dense layers, data-parallel tables, feature processors."""
+"""The part of a sharded model without fused shards: dense layers, data-parallel tables, feature processors."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _KNOWN = (KeyedOptimizerWrapper, WarmupOptimizer, GradientClippingOptimizer)
 
 
 def dense_view(model: nn.Module) -> nn.Module:
-    """A throw-away module that shares everything of the model that is no fused shard, under the same names.
+    """Return a temporary module that shares the whole model except fused shards, under the same names.
 
-    ``torch.distributed.checkpoint.state_dict`` works on it where it raises on a DMP. Data-parallel tables
-    are in it. Names have no part of ``torch.compile``.
+    ``torch.distributed.checkpoint.state_dict`` works on it, but raises on a DMP. It contains data-parallel tables. Its
+    names do not contain those of ``torch.compile``.
     """
     return _view(unwrapped(model))
 
@@ -57,7 +57,7 @@ def _view(module: nn.Module) -> nn.Module:
 
 
 def is_rebuilt(module: nn.Module) -> bool:
-    """Return whether a view has a module of its own in the place of this one, with the same parameters and buffers."""
+    """Return whether a view replaces this module by a new one, with the same parameters and buffers."""
     inside = list(module.modules())
     if any(isinstance(child, ShardedModule) for child in inside):
         return True
@@ -65,10 +65,10 @@ def is_rebuilt(module: nn.Module) -> bool:
 
 
 def _check_state_is_known(module: nn.Module) -> None:
-    """A view has parameters and buffers of a module; what its own code saves beside them would be lost.
+    """Reject modules whose own code saves more than parameters and buffers: a view would lose it.
 
     Raises:
-        UnsupportedError: it has such code; names it.
+        UnsupportedError: The module has such code. Names it.
     """
     if what := _own_state(module):
         raise UnsupportedError(
@@ -78,7 +78,7 @@ def _check_state_is_known(module: nn.Module) -> None:
 
 
 def _own_state(module: nn.Module) -> list[str]:
-    """What saves state of a module beside parameters and buffers, in words."""
+    """Return descriptions of code that saves state of a module in addition to parameters and buffers."""
     what = [
         f"its own {method}()"
         for method in ("_save_to_state_dict", "state_dict")
@@ -92,7 +92,7 @@ def _own_state(module: nn.Module) -> list[str]:
 
 
 def _data_parallel_tables(module: Any) -> nn.Module:
-    """The tables of a sharded module that are replicated: their lookups stand under DDP."""
+    """Return the replicated tables of a sharded module: their lookups are under DDP."""
     replicated = {
         table.name
         for lookup in module._lookups
@@ -114,7 +114,7 @@ def _data_parallel_tables(module: Any) -> nn.Module:
 
 
 def named_states(values: Any) -> dict[str, torch.Tensor]:
-    """Of what an optimizer keeps for a parameter: the tensors right below it whose keys can end an entry's name."""
+    """Return the tensors right below a parameter in an optimizer's state whose keys can end an entry's name."""
     return {
         key: value
         for key, value in (values.items() if isinstance(values, dict) else ())
@@ -123,7 +123,7 @@ def named_states(values: Any) -> dict[str, torch.Tensor]:
 
 
 class ReplicatedTables:
-    """The tensors of tables that all ranks hold alike: weights, and what a dense optimizer keeps of their rows.
+    """The tensors of tables that all ranks hold alike: weights, and a dense optimizer's states of their rows.
 
     Args:
         model: The live model.
@@ -139,7 +139,7 @@ class ReplicatedTables:
         }
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Live tensors by their entries in the dense state; shape (rows,) or (rows, columns)."""
+        """Return live tensors by their entries in the dense state. Their shape is (rows,) or (rows, columns)."""
         found: dict[str, torch.Tensor] = {f"model.{name}": table for name, table in self._tables.items()}
         for key, optimizer in self._optimizers.items():
             for name, table in self._tables.items():
@@ -150,10 +150,10 @@ class ReplicatedTables:
 
 
 def check_dense(model: nn.Module, optimizers: dict[str, torch.optim.Optimizer]) -> None:
-    """Every dense parameter that is trained must be stepped by a known optimizer.
+    """Check that a known optimizer steps every dense parameter that is trained.
 
     Raises:
-        UnsupportedError: names the parameter and what to do.
+        UnsupportedError: Names the parameter and what to do.
     """
     view = dense_view(model)
     names = {id(parameter): name for name, parameter in view.named_parameters()}
@@ -189,7 +189,7 @@ def check_dense(model: nn.Module, optimizers: dict[str, torch.optim.Optimizer]) 
 
 
 def _check_dense_alone(model: nn.Module, kind: str, optimizer: torch.optim.Optimizer, dense: Collection[int]) -> None:
-    """An optimizer of dense parameters holds no other ones.
+    """Check that an optimizer of dense parameters holds no other parameters.
 
     Args:
         model: The live model.
@@ -221,10 +221,10 @@ def _check_dense_alone(model: nn.Module, kind: str, optimizer: torch.optim.Optim
 
 
 def check_data_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """A DMP that holds dense parameters which are stepped must have made them data parallel.
+    """Check that a DMP with dense parameters that are stepped has made them data parallel.
 
     Raises:
-        UnsupportedError: it has not.
+        UnsupportedError: It has not.
     """
     waits = isinstance(model, DistributedModelParallel) and not getattr(model, "_ddp_wrapped", True)
     if waits and any(group["params"] for each in dense_optimizers(optimizer).values() for group in each.param_groups):
@@ -234,7 +234,7 @@ def check_data_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | Non
 
 
 def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether ``state_dict()`` may say more than torch's own does, which is ``state`` and ``param_groups``."""
+    """Return whether ``state_dict()`` may hold more than torch's own does: ``state`` and ``param_groups``."""
     versions.DENSE_OPTIMIZER.require(optimizer)
     return (
         any(
@@ -246,10 +246,10 @@ def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def dense_optimizers(optimizer: torch.optim.Optimizer | None) -> dict[str, torch.optim.Optimizer]:
-    """The optimizers of the dense parameters, by a name that does not depend on the plan.
+    """Return the optimizers of the dense parameters, by a name that does not depend on the plan.
 
     Raises:
-        UnsupportedError: a wrapper whose own state we do not know.
+        UnsupportedError: The state of a wrapper is unknown.
     """
     return {
         f"optimizer{position}": leaf
@@ -258,7 +258,7 @@ def dense_optimizers(optimizer: torch.optim.Optimizer | None) -> dict[str, torch
 
 
 def _dense_leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """The torch optimizers in it; fused ones are no part of the dense state."""
+    """Yield the torch optimizers in it. Fused ones are not part of the dense state."""
     for part in walk(optimizer):
         fused = isinstance(part, EmbeddingFusedOptimizer) or (isinstance(part, FusedOptimizer) and not part.params)
         if not isinstance(part, KeyedOptimizer):

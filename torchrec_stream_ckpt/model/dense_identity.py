@@ -1,4 +1,4 @@
-"""Whether the dense part of a model and its optimizers are still made of the objects that were checked."""
+"""Check whether the dense part of a model and its optimizers still consist of the objects that were checked."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ Things = tuple[ReferenceType[Any], ...]
 
 @dataclass(frozen=True, slots=True)
 class DensePrint:
-    """The objects of a dense part, by identity; holds none of them in memory and reads no values."""
+    """The objects of a dense part, by identity. Keeps none of them in memory and reads no values."""
 
     modules: Things
-    """Every module of the model, wrappers such as DDP included."""
+    """Every module of the model, including wrappers such as DDP."""
     parameters: Things
     names: tuple[str, ...]
     trained: tuple[tuple[bool, bool], ...]
-    """Of each parameter: ``requires_grad``, and whether an optimizer is applied to it in the backward."""
+    """For each parameter: ``requires_grad``, and whether an optimizer is applied to it in the backward."""
     stepped: Things
     """Every parameter of every dense optimizer, in order."""
     groups: tuple[int, ...]
-    """Parameters of each param group."""
+    """Number of parameters of each param group."""
 
     @classmethod
     def of(
         cls, model: nn.Module, parameters: Mapping[str, nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]
     ) -> DensePrint:
-        """Look at a live model, its dense parameters by name, and their optimizers."""
+        """Record a live model, its dense parameters by name, and their optimizers."""
         groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
         return cls(
             tuple(map(ref, model.modules())),
@@ -49,7 +49,7 @@ class DensePrint:
         )
 
     def is_same(self, other: DensePrint) -> bool:
-        """Return whether another look found the same objects, trained in the same way."""
+        """Return whether the other record has the same objects, trained in the same way."""
         return (
             (self.names, self.trained, self.groups) == (other.names, other.trained, other.groups)
             and _are(self.modules, other.modules)
@@ -66,23 +66,23 @@ def _are(these: Things, those: Things) -> bool:
 
 
 def optimizer_parts(optimizer: torch.optim.Optimizer | None) -> list[Any]:
-    """An optimizer and all that it wraps or combines, outermost first."""
+    """Return an optimizer and all optimizers that it wraps or combines, outermost first."""
     return list(walk(optimizer)) if optimizer is not None else []
 
 
 def combined_parts(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """As :func:`optimizer_parts`, without wrappers that have no state of their own."""
+    """Return :func:`optimizer_parts` without wrappers that have no state of their own."""
     without = (CombinedOptimizer, KeyedOptimizerWrapper)
     return [part for part in optimizer_parts(optimizer) if type(part) not in without]
 
 
 def reduced_parameters(wrapper: DistributedDataParallel, *, exactly: bool) -> set[int]:
-    """Identities of the parameters whose gradients DDP averages: those that were trained when it was built.
+    """Return ids of the parameters whose gradients DDP averages: those that were trained when it was built.
 
     Args:
         wrapper: The live wrapper.
-        exactly: Ask its reducer, which makes room for all gradients meanwhile. Otherwise it is only asked if
-            parameters of the wrapped module are frozen, or their number is not the reducer's.
+        exactly: True to ask its reducer, which allocates memory for all gradients meanwhile. Otherwise the reducer is
+            asked only if parameters of the wrapped module are frozen, or their number is not the reducer's.
     """
     ignored = wrapper.parameters_to_ignore
     mine = {id(each): each for name, each in wrapper.module.named_parameters() if name not in ignored}

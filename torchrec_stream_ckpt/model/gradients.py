@@ -1,4 +1,4 @@
-"""Gradients of dense parameters: whether one has changed, who clears them, and where a rank keeps one of its own."""
+"""Gradients of dense parameters: their changes, the calls that clear them, and those that belong to one rank alone."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Remover = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class GradientVersion:
-    """One gradient as it was at a moment: which tensor, and how often it had been written. Reads no values."""
+    """One gradient at one moment: the tensor, and its count of writes. Reads no values."""
 
     tensor: ReferenceType[torch.Tensor]
     version: int
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> GradientVersion | None:
-        """Note the gradient of a parameter, without keeping it in memory. Returns None if it has none."""
+        """Record the gradient of a parameter, without keeping it in memory. Returns None if it has none."""
         gradient = _holder(parameter).grad
         return cls(ref(gradient), _written(gradient)) if gradient is not None else None
 
@@ -39,7 +39,7 @@ class GradientVersion:
 
 
 def _written(gradient: Any) -> int:
-    """How often a gradient was written in place; FSDP2 writes to the part of it that this rank holds."""
+    """Return how often a gradient was written in place. FSDP2 writes to the part that this rank holds."""
     if not hasattr(gradient, "to_local"):
         return int(gradient._version)
     with torch.no_grad():
@@ -47,7 +47,7 @@ def _written(gradient: Any) -> int:
 
 
 def _holder(parameter: torch.Tensor) -> torch.Tensor:
-    """The tensor that has the gradient: data-parallel tables are slices of one parameter."""
+    """Return the tensor that has the gradient: data-parallel tables are slices of one parameter."""
     if not isinstance(parameter, TableBatchedEmbeddingSlice):
         return parameter
     versions.TABLE_SLICE.require(parameter)
@@ -56,7 +56,7 @@ def _holder(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def set_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
-    """Give a parameter a gradient, in place if it has one like that: DDP may hold on to the tensor."""
+    """Set the gradient of a parameter, in place if it has a similar one: DDP may refer to the tensor."""
     live = parameter.grad
     if value is None:
         parameter.grad = None
@@ -72,11 +72,11 @@ def set_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
 def watch_steps(begins: Callable[[Any], None], ends: Callable[[Any], None]) -> Remover:
     """Call ``begins(optimizer)`` before each step of any torch optimizer of this process, and ``ends`` after it.
 
-    A step that calls the step of its base class is reported twice, one within the other. Both are bound methods, whose
-    object the hooks do not keep in memory.
+    A step that calls the step of its base class is reported twice, one within the other. Both callbacks are bound
+    methods. The hooks do not keep their objects in memory.
 
     Returns:
-        Removes both hooks.
+        A function that removes both hooks.
     """
     methods = WeakMethod(begins), WeakMethod(ends)
 
@@ -95,7 +95,7 @@ def watch_steps(begins: Callable[[Any], None], ends: Callable[[Any], None]) -> R
 
 
 def watch_zero_grad(owner: Any, cleared: Callable[[], None]) -> Remover:
-    """Call ``cleared()`` after each ``owner.zero_grad()`` of an optimizer or module; returns the remover."""
+    """Call ``cleared()`` after each ``owner.zero_grad()`` of an optimizer or module. Returns the remover."""
 
     def around(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = real(*args, **kwargs)
@@ -106,7 +106,7 @@ def watch_zero_grad(owner: Any, cleared: Callable[[], None]) -> Remover:
 
 
 def watch_no_sync(wrapper: DistributedDataParallel, entered: Callable[[], None]) -> Remover:
-    """Call ``entered()`` before each ``wrapper.no_sync()``; returns the remover."""
+    """Call ``entered()`` before each ``wrapper.no_sync()``. Returns the remover."""
 
     def around(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         entered()
@@ -116,7 +116,7 @@ def watch_no_sync(wrapper: DistributedDataParallel, entered: Callable[[], None])
 
 
 def unreduced(modules: Iterable[Any]) -> Iterator[nn.Parameter]:
-    """Of modules of FSDP2 the parameters whose gradient this rank has accumulated and not reduced over the ranks."""
+    """Yield the parameters of FSDP2 modules whose gradient this rank has accumulated and not reduced over the ranks."""
     for module in modules:
         versions.FSDP_MODULE.require(module)
         for group in _groups(module._get_fsdp_state()):
@@ -133,7 +133,7 @@ def unreduced(modules: Iterable[Any]) -> Iterator[nn.Parameter]:
 
 
 def _groups(state: Any) -> list[Any]:
-    """The groups of parameters of one FSDP2 module: several since torch 2.14, at most one before."""
+    """Return the parameter groups of one FSDP2 module: several since torch 2.14, at most one before."""
     several = getattr(state, "_fsdp_param_groups", None)
     if several is not None:
         return list(several)

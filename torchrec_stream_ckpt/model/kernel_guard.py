@@ -1,6 +1,6 @@
-"""Whether the model still computes with the kernels that were hooked.
+"""Check that the model still computes with the hooked kernels.
 
-One capture for each kernel: two would not know of each other's writes.
+Each kernel has one capture: two would not notice each other's writes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _CLAIMED: WeakSet[nn.Module] = WeakSet()
 
 
 def check_free(kernels: Sequence[FusedKernel]) -> None:
-    """Refuse kernels that another capture has.
+    """Reject kernels that another capture has.
 
     Raises:
-        ConfigError: names their tables.
+        ConfigError: Names their tables.
     """
     taken = [kernel for kernel in kernels if kernel.module in _CLAIMED]
     if taken:
@@ -36,7 +36,7 @@ def check_free(kernels: Sequence[FusedKernel]) -> None:
 
 
 def claim(kernels: Sequence[FusedKernel]) -> Callable[[], None]:
-    """Keep every other capture away from these kernels, which are free; returns what frees them again."""
+    """Claim free kernels, so that no other capture takes them. Returns a function that frees them again."""
     modules = [kernel.module for kernel in kernels]
     _CLAIMED.update(modules)
     return lambda: _CLAIMED.difference_update(modules)
@@ -44,12 +44,12 @@ def claim(kernels: Sequence[FusedKernel]) -> Callable[[], None]:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where one object on the way from the model to a kernel stands."""
+    """The place of one object on the way from the model to a kernel."""
 
     module: str
     """The sharded module, for the error."""
     held: Any
-    """What holds it: a list, or the attributes or submodules of its owner."""
+    """The container that holds it: a list, or the attributes or submodules of its owner."""
     key: Any
     value: object
 
@@ -61,7 +61,7 @@ class _Place:
 
 
 class Standing:
-    """The way to each hooked kernel, as it was at attach."""
+    """The objects on the way to each hooked kernel, as they were at the attach."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._root = model, unwrapped(model)
@@ -70,10 +70,10 @@ class Standing:
         self._kernels = {id(kernel): kernel for _, kernel in _kernels(model)}
 
     def check(self) -> None:
-        """Raise when a kernel was replaced: what was hooked is not what trains.
+        """Check that no kernel was replaced: the hooked kernels must be those that train.
 
         Raises:
-            UnsupportedError: names the sharded module, or says that it was the whole model.
+            UnsupportedError: Names the sharded module, or reports that the whole model was replaced.
         """
         if unwrapped(self._model) is not self._root:
             raise UnsupportedError(
@@ -89,10 +89,10 @@ class Standing:
                 )
 
     def check_all(self) -> None:
-        """(each marker) The same, and raise when there are more kernels than those that were hooked: walks the model.
+        """(each marker) As :meth:`check`, and check that no kernel was added after the hooks. Walks the model.
 
         Raises:
-            UnsupportedError: names the sharded module.
+            UnsupportedError: Names the sharded module.
         """
         self.check()
         for path, kernel in _kernels(self._model):
@@ -105,14 +105,14 @@ class Standing:
 
 
 def _kernels(model: nn.Module) -> Iterator[tuple[str, object]]:
-    """(path of the sharded module, fused kernel) of all that the model has now."""
+    """Yield (path of the sharded module, fused kernel) of all kernels that the model has now."""
     for path, module in sharded_embeddings(model):
         lookups = (lookup for lookup in module._lookups if not is_replicated(lookup))
         yield from ((path, group.emb_module) for lookup in lookups for group in lookup._emb_modules)
 
 
 def _way(root: nn.Module, path: str, module: Any) -> Iterator[_Place]:
-    """From the wrapped model to each fused kernel of one sharded module."""
+    """Yield the places from the wrapped model to each fused kernel of one sharded module."""
     owner = root
     for name in path.split(".") if path else ():  # the model itself may be the sharded module
         child = owner.get_submodule(name)
@@ -130,7 +130,7 @@ def _way(root: nn.Module, path: str, module: Any) -> Iterator[_Place]:
 
 
 def _place(path: str, owner: Any, value: object) -> _Place:
-    """Where ``owner`` holds ``value``: looked up once, to be compared at every step."""
+    """Return where ``owner`` holds ``value``: found once, to be compared at every step."""
     for held in [owner] if isinstance(owner, list) else [vars(owner), owner._modules]:
         for key, each in enumerate(held) if isinstance(held, list) else held.items():
             if each is value:

@@ -1,4 +1,6 @@
-"""One table-batched embedding kernel (TBE) as the capture sees it: rows, states, scalars, and when they change."""
+"""One table-batched embedding kernel (TBE) as the capture uses it: rows, states, scalars, and events
+that change them.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ class LocalShard:
     cols: int
 
     def table_shard(self, tables: Mapping[str, int]) -> TableShard:
-        """The same by the id of its table in the job."""
+        """Return the shard by the index of its table in the job."""
         return TableShard(tables[self.table.name], self.row0, self.rows, self.col0, self.cols)
 
 
@@ -60,27 +62,27 @@ class FusedKernel:
         self.feature_shards: tuple[int, ...] = tuple(tbe.feature_table_map)
         """For each feature of the kernel, the index of its shard."""
         self.order = StreamOrder(self.device)
-        """(GPU) Between what reads rows and masks of this kernel and what changes them."""
+        """(GPU) Order between readers of this kernel's rows and masks and the code that changes them."""
         cached = bool(tbe.lxu_cache_weights.numel())
         self._cache = UvmCache(tbe, self.feature_shards, self.order, self.tables) if cached else None
         self.versions = Versions(
             tbe, [(rows, *states) for rows, states in zip(self.weights(), self.states(), strict=True)]
         )
-        """Tell which shards something has written in place; the kernel's update and its cache do not count."""
+        """Detects shards that were written in place. The kernel's update and its cache do not count."""
         self.lookups = Lookups(tbe, count=kind.reads_iteration)
         self.scalars = KernelScalars(tbe, optimizer, self.lookups, reads_iteration=kind.reads_iteration)
 
     @property
     def module(self) -> nn.Module:
-        """The kernel itself, to tell it from others."""
+        """The kernel itself, to distinguish it from others."""
         module: nn.Module = self._tbe
         return module
 
     def weights(self) -> list[torch.Tensor]:
-        """Live views, one a shard, shape (rows, cols). Under UVM caching a cached row is newer than its view.
+        """Return live views, one per shard, shape (rows, cols). With a UVM cache, a cached row is newer than its view.
 
         Raises:
-            UnsupportedError: the tables are not on their device now: memory stashing has moved them to the host.
+            UnsupportedError: The tables are not on their device now: memory stashing has moved them to the host.
         """
         for buffer in (self._tbe.weights_dev, self._tbe.weights_host, self._tbe.weights_uvm):
             if buffer.numel() and (
@@ -94,16 +96,19 @@ class FusedKernel:
         return list(self._tbe.split_embedding_weights())
 
     def states(self) -> list[tuple[torch.Tensor, ...]]:
-        """Live views of the optimizer states, one tuple a shard, in the schema's order; never cached."""
+        """Return live views of the optimizer states, one tuple per shard, in the schema's order.
+
+        They are never cached.
+        """
         return row_states(self._tbe, self._state_names)
 
     def newest(self, shard: int, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """(GPU) Gathered weights of ``rows``: those of the UVM cache where it holds the row, otherwise ``values``.
+        """(GPU) Return gathered weights of ``rows``: the UVM cache's if it holds the row, otherwise ``values``.
 
         Args:
             shard: Index of the shard.
             rows: Local rows, int64, on the device.
-            values: What ``weights()[shard]`` has for them, shape (len(rows), cols).
+            values: Their rows of ``weights()[shard]``, shape (len(rows), cols).
         """
         return self._cache.newest(shard, rows, values) if self._cache is not None else values
 
@@ -114,28 +119,28 @@ class FusedKernel:
             self._cache.flush()
 
     def prepare_write(self) -> None:
-        """Rows are about to be written into ``weights()``: no cached row may cover them afterwards.
+        """Prepare for a write into ``weights()``: afterwards, no cached row covers them.
 
         Raises:
-            UnsupportedError: a pipeline has moved rows of its next batch into the cache already.
+            UnsupportedError: A pipeline has moved rows of its next batch into the cache already.
         """
         self.order.settle()
         if self._cache is not None:
             self._cache.clear()
 
     def finish_write(self) -> None:
-        """Rows were written: whichever stream looks them up next finds them."""
+        """Finish a write of rows: lookups on any stream find them."""
         self.order.settle()
 
     def on_update(
         self, before: Callable[[FusedUpdate], None], after: Callable[[Lookup, Key], None], unseen: Callable[[], None]
     ) -> Callable[[], None]:
-        """Call ``before`` and ``after`` around the fused update of every forward, as ``Lookups`` says.
+        """Call ``before`` and ``after`` around the fused update of every forward, as described in ``Lookups``.
 
         Returns:
             The remover.
         """
-        self.order.settle()  # what was queued before, no hook has seen
+        self.order.settle()  # no hook has seen the work queued before
         if self._cache is None:
             return self.lookups.on_update(before, after, unseen, self.order.writing)
         hooked = self.lookups.on_update(before, after, unseen, self.order.writing, self._cache.guard)
@@ -148,10 +153,10 @@ class FusedKernel:
         return remove
 
     def on_rewrite(self, callback: Callable[[torch.Tensor | None], None]) -> Callable[[], None]:
-        """Call ``callback`` when the kernel is about to rewrite rows outside its update; returns the remover.
+        """Call ``callback`` before the kernel rewrites rows outside its update. Returns the remover.
 
-        It gets the linear rows, or None where any row may change: a moving average over whole tables, the swap of
-        an ensemble, new random weights.
+        It gets the linear rows, or None if any row may change: in a moving average over whole tables, in the swap of an
+        ensemble, or with new random weights.
         """
 
         def rewriting(rows: torch.Tensor | None) -> None:
@@ -178,7 +183,7 @@ class FusedKernel:
             tables, ends, rows = (
                 tensor.to(self.device).long() for tensor in (logical_table_ids, pruned_indices_offsets, pruned_indices)
             )
-            # Its length is said: to learn it the host would wait for a GPU.
+            # The length is passed: otherwise the host would wait for a GPU to get it.
             rewriting(rows + first_rows[tables].repeat_interleave(ends.diff(), output_size=rows.numel()))
             reset(pruned_indices, pruned_indices_offsets, logical_table_ids, buffer_ids)
             self.versions.rebase()
@@ -198,7 +203,7 @@ class FusedKernel:
         return remove
 
     def linear_rows(self, lookup: Lookup) -> torch.Tensor:
-        """(GPU) Rows in the kernel's linear row space; ids that lie in no table become its row count."""
+        """(GPU) Return rows in the kernel's linear row space. Ids outside all tables become its row count."""
         rows: torch.Tensor = torch.ops.fbgemm.linearize_cache_indices(
             self._tbe.hash_size_cumsum, lookup.indices, lookup.offsets, lookup.bag_starts, lookup.max_bags
         )

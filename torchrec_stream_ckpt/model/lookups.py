@@ -1,8 +1,8 @@
 """The lookups of one kernel: the ids of each forward, and when the fused update of that forward runs.
 
-Ids go with the lookup. ``prepare_inputs`` returns the tensors that this forward hands to the kernel and that its
-autograd node keeps, after the bounds check has rewritten bad ids in place; they wait for the end of the forward in a
-place that no other thread sees. The kernel's own attributes (``_indices``) are those of whichever forward came last.
+Ids belong to the lookup. ``prepare_inputs`` returns the tensors that this forward passes to the kernel and that its
+autograd node keeps, after the bounds check has rewritten bad ids in place. Until the end of the forward they are kept
+in thread-local storage. The kernel's own attributes (``_indices``) are those of the most recent forward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ P = ParamSpec("P")
 
 
 def _called_as_it_is(function: Callable[P, None]) -> Callable[P, None]:
-    """Compiled autograd traces the hooks of nodes; not this one."""
+    """Exclude a function from compiled autograd, which traces the hooks of nodes."""
     disabled: Callable[P, None] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return disabled
 
@@ -36,15 +36,15 @@ class Lookup:
     indices: torch.Tensor
     """Local rows, after the bounds check, ordered by feature."""
     offsets: torch.Tensor
-    """Where the ids of each bag begin, and where the last ones end; one feature after the other."""
+    """Start of the ids of each bag, and end of the last ones, one feature after the other."""
     bag_starts: torch.Tensor | None = None
-    """First bag of each feature, and the number of bags; None: all features have the same number of bags."""
+    """First bag of each feature, and the number of bags. None if all features have the same number of bags."""
     max_bags: int = -1
     """With ``bag_starts``: the largest number of bags of a feature."""
 
 
 class _GraphTask:
-    """Lives as long as one run of the autograd engine, which calls it at the end."""
+    """Exists as long as one run of the autograd engine, which calls it at the end."""
 
     __slots__ = ("__weakref__",)
 
@@ -52,11 +52,11 @@ class _GraphTask:
 
 
 Key = tuple[int, int]
-"""One run of one lookup's update: a graph that is kept may run again, on another thread at the same time."""
+"""One run of one lookup's update: a graph that is kept may run again, even on another thread at the same time."""
 
 
 class FusedUpdate:
-    """One run of the fused update of a lookup. Made just before the kernel, on the thread that runs it."""
+    """One run of the fused update of a lookup. Created just before the kernel, on the thread that runs it."""
 
     __slots__ = ("_task", "key", "lookup")
 
@@ -70,7 +70,7 @@ class FusedUpdate:
 
     @property
     def running(self) -> bool:
-        """True if the kernel may still run. False once the backward has ended, by whatever."""
+        """True if the kernel may still run. False once the backward has ended for any reason."""
         return self._task() is not None
 
 
@@ -79,7 +79,7 @@ class Lookups:
 
     Args:
         tbe: The kernel.
-        count: Whether to know which forwards are in flight.
+        count: True to count the forwards that are in flight.
     """
 
     def __init__(self, tbe: SplitTableBatchedEmbeddingBagsCodegen, count: bool) -> None:
@@ -87,24 +87,26 @@ class Lookups:
         self._count = count
         self._numbers = itertools.count(1)
         self._made: dict[int, int] = {}
-        """Forwards that lead to an update, by the thread that made them: no other one writes its number."""
+        """Number of forwards that lead to an update, by the thread that made them. Each thread writes only its own
+        number.
+        """
         self._pending: dict[int, weakref.ref[Any]] = {}
-        """Number of a forward after the last update -> its hook, which lives as long as its graph does."""
+        """Number of a forward after the last update -> its hook, which exists as long as its graph does."""
         self._bound = threading.local()
-        """``lookup``: the ids of the forward that this thread is in."""
+        """``lookup``: the ids of the current forward of this thread."""
 
     @property
     def in_flight(self) -> int:
-        """Forwards after the last update whose backward may still come: their graphs are alive. Where counted."""
+        """Forwards after the last update whose backward may still come: their graphs exist. 0 if not counted."""
         return len(self._pending)
 
     @property
     def forwards(self) -> int:
-        """That lead to an update, since this object hooks them. No rank of a sharded module makes one alone."""
+        """Forwards that lead to an update, since the hooks exist. No rank of a sharded module makes one alone."""
         return sum(self._made.copy().values())
 
     def forget(self) -> None:
-        """No forward so far is in flight."""
+        """Count no forward so far as in flight."""
         self._pending.clear()
 
     def on_update(
@@ -115,18 +117,19 @@ class Lookups:
         writing: Callable[[], None],
         guard: Callable[[], Callable[[], None]] | None = None,
     ) -> Callable[[], None]:
-        """Call ``before`` and ``after`` around the fused update of every forward; returns the remover.
+        """Call ``before`` and ``after`` around the fused update of every forward. Returns the remover.
 
-        Both calls run on the autograd thread, right around the kernel (on its stream on a GPU). A forward
-        without a backward calls nothing.
+        Both calls run on the autograd thread, right around the kernel (on its stream on a GPU). A forward without a
+        backward calls neither.
 
         Args:
             before: A run of the update is about to start. If it raises, the update does not run.
-            after: The run of this key has ended. Not called if something raises in between.
-            unseen: A backward has run updates of this kernel, and none of them was announced: its forward came
-                before this call, or went past the hooks of modules.
+            after: The run of this key has ended. Not called if an exception is raised in between.
+            unseen: A backward has run updates of this kernel, and none of them was announced: its forward preceded this
+                call, or bypassed the hooks of modules.
             writing: (GPU) Rows change on the current stream.
-            guard: (GPU) A forward has ended; what it returns is called before the update, ahead of all of these.
+            guard: (GPU) A forward has ended. The function that it returns is called before the update, ahead of all of
+                these.
         """
         announced: set[int] = set()
         """Graph tasks that run now and in which an update was announced."""
@@ -162,7 +165,7 @@ class Lookups:
 
             if check is not None:
                 node.register_prehook(lambda _grads: check())
-            # Before what tells the streams of a write: rows may be read once more before it.
+            # Before the hook that notifies the streams of a write: rows may be read once more before it.
             node.register_prehook(starting)
             if lookup.indices.is_cuda:
                 node.register_prehook(lambda _grads: writing())
@@ -198,8 +201,8 @@ class Lookups:
                 )
             hook(lookup, node, check)
 
-        # Every lookup of this kernel leads to one node, which runs after them. Lookups from before keep the node that
-        # they have: what reaches it was not announced, even where the same backward also runs updates that were.
+        # Every lookup of this kernel leads to one node, which runs after them. Earlier lookups keep their node: an
+        # update that reaches it was not announced, even if the same backward also runs announced ones.
         leaf = self._tbe.placeholder_autograd_tensor
         earlier = torch.autograd.graph.get_gradient_edge(leaf).node
         handles = [earlier.register_prehook(reaching)]
@@ -212,7 +215,7 @@ class Lookups:
             self._tbe.register_forward_hook(Hook(looked_up), prepend=True),
         ]
         unpatch = wrap(self._tbe, "prepare_inputs", preparing)
-        keep = [accumulate]  # else it would be made anew, without the hook, once no graph is alive
+        keep = [accumulate]  # otherwise torch would create it again, without the hook, once no graph exists
 
         def remove() -> None:
             for handle in handles:
@@ -224,7 +227,7 @@ class Lookups:
 
 
 def _lead_elsewhere(leaf: torch.Tensor) -> None:
-    """Have later graphs end in a new node for this empty parameter: torch makes one when its dtype has changed."""
+    """Make later graphs end in a new node for this empty parameter: torch creates one when its dtype has changed."""
     data = leaf.data
     leaf.data = torch.empty(0, dtype=torch.float64, device=leaf.device)
     leaf.data = data

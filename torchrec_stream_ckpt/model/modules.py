@@ -1,4 +1,4 @@
-"""Walk a sharded model: every fused kernel of it, or a refusal that names what cannot be captured."""
+"""Walk a sharded model: return every fused kernel, or raise an error that names what cannot be captured."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _WRAPPERS = (ShardedFeatureProcessedEmbeddingBagCollection, *COLLISION_WRAPPERS)
 
 
 def is_sharded_embedding(module: nn.Module) -> bool:
-    """Return whether it holds tables itself; wrappers around such a module do not."""
+    """Return whether it holds tables itself. Wrappers around such a module do not."""
     return type(module) in _EMBEDDINGS
 
 
@@ -44,10 +44,10 @@ def is_replicated(lookup: nn.Module) -> bool:
 
 
 def sharded_embeddings(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(path in the unwrapped model, module) of every sharded module that holds tables.
+    """Yield (path in the unwrapped model, module) of every sharded module that holds tables.
 
     Raises:
-        UnsupportedError: a sharded module of another kind.
+        UnsupportedError: A sharded module is of another kind.
     """
     for path, module in unwrapped(model).named_modules():
         if is_sharded_embedding(module):
@@ -61,11 +61,11 @@ def sharded_embeddings(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def fused_kernels(model: nn.Module) -> list[FusedKernel]:
-    """All fused kernels of this rank, in a fixed order.
+    """Return all fused kernels of this rank, in a fixed order.
 
     Raises:
-        UnsupportedError: the model holds a module, kernel or optimizer that cannot be captured exactly, or something
-            that the capture hooks into is gone from TorchRec or FBGEMM.
+        UnsupportedError: The model holds a module, kernel or optimizer that cannot be captured exactly, or a hook point
+            of the capture no longer exists in TorchRec or FBGEMM.
     """
     versions.check_versions()
     versions.TORCH.require(torch)
@@ -79,7 +79,7 @@ def fused_kernels(model: nn.Module) -> list[FusedKernel]:
 
 
 def _check_model(model: nn.Module) -> None:
-    """It is a DMP, or what ``shard_modules`` has left of a model, in DDP or not."""
+    """Check that it is a DMP, or a model processed by ``shard_modules``, in DDP or not."""
     if isinstance(model, DMPCollection):
         raise UnsupportedError(
             "2D parallelism (DMPCollection) is not captured: sync() rewrites rows on all replicas",
@@ -103,7 +103,10 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _kernels(path: str, module: Any) -> Iterator[FusedKernel]:
-    """The fused kernels of one sharded module; a lookup under DDP holds replicated tables, which are dense state."""
+    """Yield the fused kernels of one sharded module.
+
+    A lookup under DDP holds replicated tables, which are dense state.
+    """
     versions.SHARDED_MODULE.require(module, module=path)
     for lookup in module._lookups:
         replicated = is_replicated(lookup)
@@ -153,7 +156,7 @@ def _kernel(path: str, embedding: Any) -> FusedKernel:
 
 
 def _check_hook_points(embedding: Any, where: dict[str, str]) -> None:
-    """All that the capture of one kernel will reach for."""
+    """Check all hook points that the capture of one kernel needs."""
     versions.FUSED_GROUP.require(embedding, **where)
     for table in embedding.config.embedding_tables:
         versions.TABLE.require(table, **where)
@@ -163,7 +166,7 @@ def _check_hook_points(embedding: Any, where: dict[str, str]) -> None:
 
 
 def _check_kernel(tbe: SplitTableBatchedEmbeddingBagsCodegen, where: dict[str, str]) -> FusedOptimizer:
-    """Return what its optimizer keeps; raises where rows of this kernel could not be captured exactly."""
+    """Return the states of its optimizer. Raises if rows of this kernel could not be captured exactly."""
     kind = describe(tbe)
     if kind is None:
         known = ", ".join(optimizer.name for optimizer in OPTIMIZERS)

@@ -1,8 +1,8 @@
-"""The fused optimizers of FBGEMM: which states a row has, and what beside its gradient changes a row.
+"""The fused optimizers of FBGEMM: the states of a row, and what changes a row in addition to its gradient.
 
-Every kernel of this table updates only rows that its batch looked up (FBGEMM's optimizers.py: each loops over the
-unique valid ids of the batch), some of them also where the gradient is zero. So the ids of a lookup are the exact
-safe set. What rewrites whole tables on some steps is watched apart (``FusedKernel.on_rewrite``).
+Every kernel in this table updates only rows that its batch looked up (FBGEMM's optimizers.py: each loops over the
+unique valid ids of the batch), some of them even if the gradient is zero. So the ids of a lookup are the exact safe
+set. Code that rewrites whole tables on some steps is observed separately (``FusedKernel.on_rewrite``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class FusedOptimizer:
-    """What the capture has to know of one kind of optimizer."""
+    """Properties of one kind of optimizer that the capture needs."""
 
     states: tuple[str, ...] = ()
     """Names of the states in the order of ``split_optimizer_states()``."""
@@ -47,18 +47,18 @@ _PER_ROW = {
     "PARTIAL_ROWWISE_ADAM": "exp_avg_sq",
     "PARTIAL_ROWWISE_LAMB": "exp_avg_sq",
 }
-"""The state that has one value a row, not one a weight."""
+"""The state that has one value per row instead of one per weight."""
 OPTIMIZERS = {EmbOptimType[name]: kind for name, kind in _KNOWN.items() if name in EmbOptimType.__members__}
-"""Those that this FBGEMM has."""
+"""The optimizers that this FBGEMM has."""
 
 
 def optimizer_states(name: str) -> tuple[str, ...]:
-    """Names of the states that rows have under a fused optimizer, such as ``exact_rowwise_adagrad``.
+    """Return names of the states of rows under a fused optimizer, such as ``exact_rowwise_adagrad``.
 
-    Without those of its weight decay or bias correction, which come after them.
+    States of its weight decay or bias correction, which follow them, are left out.
 
     Raises:
-        ConfigError: it is not captured.
+        ConfigError: It is not captured.
     """
     known = {optimizer.name.lower(): kind.states for optimizer, kind in OPTIMIZERS.items()}
     if name not in known:
@@ -69,12 +69,17 @@ def optimizer_states(name: str) -> tuple[str, ...]:
 
 
 def is_per_row(name: str, state: str) -> bool:
-    """Return whether a state of this optimizer has one value a row; those of weight decay and bias correction have."""
+    """Return whether a state of this optimizer has one value per row, as those of weight decay and
+    bias correction do.
+    """
     return _PER_ROW.get(name.upper()) == state or state in ("prev_iter", "row_counter")
 
 
 def describe(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> FusedOptimizer | None:
-    """Return what this kernel's optimizer keeps, with the counters of its weight decay; None: it is not known."""
+    """Return the states of this kernel's optimizer, with the counters of its weight decay.
+
+    Returns None if it is unknown.
+    """
     known = OPTIMIZERS.get(tbe.optimizer)
     if known is None:
         return None
@@ -88,7 +93,7 @@ def describe(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> FusedOptimizer | Non
 
 
 def row_states(tbe: SplitTableBatchedEmbeddingBagsCodegen, names: tuple[str, ...]) -> list[tuple[torch.Tensor, ...]]:
-    """Live views of the optimizer's rows, a tuple a table: shape (rows,) or (rows, columns)."""
+    """Return live views of the optimizer's rows, one tuple per table, shape (rows,) or (rows, columns)."""
     if not names:
         return [() for _ in tbe.embedding_specs]
     tables = [tuple(states) for states in tbe.split_optimizer_states()]

@@ -1,4 +1,4 @@
-"""Notice what changes rows from outside: loaded state dicts, moved shards."""
+"""Observe calls that change rows from outside: loaded state dicts, moved shards."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def watch_outside_writes(
     on_all_changed: Callable[[], None],
     on_reshard: Callable[[Callable[[], float]], float],
 ) -> Callable[[], None]:
-    """Notice ahead of them the calls that change rows outside the fused update; returns the remover.
+    """Intercept calls that change rows outside the fused update. Returns the remover.
 
-    Loading a state dict, of the model, of any module that holds tables, of a fused optimizer or of one that was handed
-    over, calls ``on_all_changed``. ``dmp.reshard(...)`` becomes ``on_reshard(call)``, where
-    ``call()`` moves the rows. What else writes in place is seen afterwards (``tensor_versions``).
+    Loading a state dict calls ``on_all_changed`` first: of the model, of any module that holds tables, of a fused
+    optimizer, or of an optimizer that was handed over. ``dmp.reshard(...)`` becomes ``on_reshard(call)``, where
+    ``call()`` moves the rows. Other writes in place are detected afterwards (``tensor_versions``).
     """
 
     def loading(*_args: object, **_more: object) -> None:
@@ -40,12 +40,12 @@ def watch_outside_writes(
     lookups = [lookup for module in sharded for lookup in module._lookups if not is_replicated(lookup)]
     modules = {id(part): part for root in (*sharded, *lookups) for part in root.modules()}
     handles = [part.register_load_state_dict_pre_hook(Hook(loading)) for part in modules.values()]
-    # A combined optimizer writes into the states of its parts by itself: each one that can be called is watched.
+    # A combined optimizer writes into the states of its parts itself: each one that can be called is hooked.
     dmp = model if isinstance(model, DistributedModelParallel) else None
     fused = [dmp.fused_optimizer] if dmp is not None else [module.fused_optimizer for module in sharded]
     roots = [root for root in (*fused, optimizer) if root is not None]
     optimizers = {id(part): part for root in roots for part in walk(root) if isinstance(part, KeyedOptimizer)}
-    # A lookup loads by a method of its own, which calls none of its parts' hooks.
+    # A lookup loads by its own method, which calls no hooks of its parts.
     patched = [patch(part, "load_state_dict", loading) for part in (*optimizers.values(), *lookups)]
     if dmp is not None:
         patched.append(wrap(dmp, "reshard", resharding))

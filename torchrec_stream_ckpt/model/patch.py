@@ -1,6 +1,6 @@
-"""Notice calls of methods that have no hook of their own, on one object and on none of its copies.
+"""Intercept calls of methods without hooks, on one object and on none of its copies.
 
-What is put on an object is taken off at the end. ``copy.deepcopy`` and ``pickle`` take none of it along: a copy has the
+Everything put on an object is removed at the end. ``copy.deepcopy`` and ``pickle`` do not copy it: a copy has the
 methods of its class, and an idle hook where the object has one of ours.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Hook:
-    """A callback for the hook lists of modules, which a copy of the module calls in vain."""
+    """A callback for the hook lists of modules. In a copy of the module it does nothing."""
 
     __slots__ = ("_callback",)
 
@@ -26,11 +26,11 @@ class Hook:
 
 
 def _idle(*_args: object, **_more: object) -> None:
-    """The hook of a copy."""
+    """Do nothing: the hook of a copy."""
 
 
 class _Wrapper:
-    """Stands for a method of one object."""
+    """Replaces a method of one object."""
 
     __slots__ = ("_around", "_name", "_owner", "_real", "active")
 
@@ -43,16 +43,16 @@ class _Wrapper:
         return self._around(self._real, *args, **kwargs) if self.active else self._real(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._owner, self._name)  # of the copy, whose attributes are not there yet: its class's method
+        return getattr, (self._owner, self._name)  # of the copy, whose attributes do not exist yet: its class's method
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
-    """Call ``around(real, *args, **kwargs)`` in place of each ``owner.name(*args, **kwargs)``; returns the remover."""
+    """Replace each ``owner.name(*args, **kwargs)`` by ``around(real, *args, **kwargs)``. Returns the remover."""
     before = vars(owner).get(name)
     wrapper = _Wrapper(owner, name, around)
 
     def undo() -> None:
-        wrapper.active = False  # another wrapper may stand on this one: it stays where it is, and does nothing
+        wrapper.active = False  # another wrapper may wrap this one: it stays in place and does nothing
         if vars(owner).get(name) is not wrapper:
             return
         if before is None:
@@ -65,7 +65,7 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None
 
 
 def patch(owner: Any, name: str, before: Callable[..., None]) -> Callable[[], None]:
-    """Call ``before`` with the same arguments ahead of each call of ``owner.name``; returns the remover."""
+    """Call ``before`` with the same arguments ahead of each call of ``owner.name``. Returns the remover."""
 
     def around(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         before(*args, **kwargs)

@@ -1,6 +1,6 @@
-"""Digests of live tables: what a MARK says of them, and what a reader compares after a restore.
+"""Digests of live tables, for the proof in a MARK and for the comparison by a reader after a restore.
 
-Rows are copied first and added up later: the copy is what a cut has to wait for, the sums may be made on any thread.
+Rows are copied first and added up later: a cut only waits for the copy. The sums may be computed on any thread.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ from torchrec_stream_ckpt.model import FusedKernel, LocalShard
 from torchrec_stream_ckpt.util.types import TableShard
 
 BlocksOf = Callable[[int, int, int], Ints]
-"""(id of a table, first row, row after the last one) -> which blocks of these rows; ``Window.blocks`` is one."""
+"""(id of a table, first row, row after the last one) -> blocks of these rows. ``Window.blocks`` is one
+such function.
+"""
 
 _ALIGNED = 64
 _CHUNK_BYTES = 256 * 1024
-"""Elements that are added up at a time, so that they stay in a cache while they are words of 8 bytes."""
+"""Bytes added up at a time, so that the elements stay in a cache while they are words of 8 bytes."""
 _PART_ROWS = 1 << 16
 """Rows that a reader copies at a time."""
 _WORDS = {1: "|i1", 2: "<i2", 4: "<i4", 8: "<i8"}
@@ -49,7 +51,7 @@ class TensorSection:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """Of one row: its columns; empty for one value a row."""
+    """Shape of one row: its columns. Empty if there is one value per row."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSection:
@@ -62,31 +64,31 @@ class TensorSection:
 
 @dataclass(frozen=True, slots=True)
 class BlockRows:
-    """The rows of some blocks, as far as one shard has them."""
+    """The part of some blocks that one shard has."""
 
     kernel: int
-    """Which kernel of the rank; -1 for a tensor of a replicated table."""
+    """Index of the kernel on the rank. -1 for a tensor of a replicated table."""
     position: int
-    """Which shard of the kernel, or which tensor."""
+    """Index of the shard in the kernel, or of the tensor."""
     id: int
-    """Of the table."""
+    """Id of the table."""
     row0: int
     """First global row of the shard."""
     col0: int
     cols: int
     sections: tuple[TensorSection, ...]
-    """Weights, then states in the schema's order."""
+    """Weights, followed by states in the schema's order."""
     blocks: Ints
-    """Ascending."""
+    """Block numbers, ascending."""
     counts: Ints
-    """How many rows of each block the shard has."""
+    """Number of rows of each block that the shard has."""
     rows: torch.Tensor
-    """Local rows, int64, on a CPU; pinned where the shard is on a GPU."""
+    """Local rows, int64, on a CPU. Pinned if the shard is on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardDigests:
-    """What one live shard holds of some blocks."""
+    """Digests of one live shard's part of some blocks."""
 
     shard: TableShard
     blocks: Ints
@@ -96,12 +98,12 @@ class ShardDigests:
 
 
 def pieces_of(kernels: Sequence[FusedKernel], schema: Schema, blocks_of: BlocksOf) -> list[BlockRows]:
-    """Return the part of some blocks that this rank holds: a piece for each shard that HELLO names, in its order.
+    """Return this rank's part of some blocks: a piece for each shard in HELLO, in its order.
 
     Args:
-        kernels: All of this rank.
-        schema: Of a generation, so that its tables have ids.
-        blocks_of: Which blocks.
+        kernels: All kernels of this rank.
+        schema: Schema of a generation, whose tables have ids.
+        blocks_of: Chooses the blocks.
     """
     return [
         _shard_piece(kernels, number, position, id_, blocks_of(id_, shard.row0, shard.row0 + shard.rows))
@@ -110,13 +112,13 @@ def pieces_of(kernels: Sequence[FusedKernel], schema: Schema, blocks_of: BlocksO
 
 
 def _held(kernels: Sequence[FusedKernel], schema: Schema) -> Iterator[tuple[int, int, LocalShard, int]]:
-    """(which kernel, which shard of it, the shard, id of its table) of each shard that HELLO names."""
+    """Yield (index of the kernel, index of the shard in it, the shard, id of its table) of each shard in HELLO."""
     ids = {table.name: table.id for _, table in schema.live}
     for number, kernel in enumerate(kernels):
         for position, shard in enumerate(kernel.shards):
             if shard.rows and shard.cols:
                 id_ = ids.get(shard.table.name)
-                if id_ is None:  # changed since the marker: no proof is about its rows
+                if id_ is None:  # changed since the marker: no proof covers its rows
                     continue
                 yield number, position, shard, id_
 
@@ -135,13 +137,13 @@ def _shard_piece(kernels: Sequence[FusedKernel], number: int, position: int, id_
 
 
 def replicated_piece(name: str, tensor: torch.Tensor, position: int, blocks: Ints) -> BlockRows:
-    """The same of one tensor of a replicated table.
+    """Return the piece of one tensor of a replicated table.
 
     Args:
         name: Its entry in the dense state.
         tensor: Shape (rows,) or (rows, columns).
-        position: Which of the replicated tensors.
-        blocks: Which blocks, ascending.
+        position: Index among the replicated tensors.
+        blocks: Blocks, ascending.
     """
     counts, rows = _rows_of(blocks, 0, len(tensor))
     id_ = replicated_id(name)
@@ -149,12 +151,12 @@ def replicated_piece(name: str, tensor: torch.Tensor, position: int, blocks: Int
 
 
 def columns_of(tensor: torch.Tensor) -> int:
-    """1 for one value a row."""
+    """Return the number of columns. 1 if there is one value per row."""
     return tensor.shape[1] if tensor.dim() == 2 else 1
 
 
 def _rows_of(blocks: Ints, row0: int, rows: int) -> tuple[Ints, torch.Tensor]:
-    """(how many rows of each block are in a shard, all of these as local rows)."""
+    """Return (number of rows of each block in a shard, all of these as local rows)."""
     begins = np.maximum(blocks * BLOCK_ROWS, row0)
     counts = np.minimum((blocks + 1) * BLOCK_ROWS, row0 + rows) - begins
     ends = np.cumsum(counts)
@@ -164,7 +166,7 @@ def _rows_of(blocks: Ints, row0: int, rows: int) -> tuple[Ints, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Copied rows of one tensor, and what their digest is of."""
+    """Copied rows of one tensor, and the data that identifies them in their digest."""
 
     piece: BlockRows
     section: int
@@ -188,20 +190,20 @@ class _Rows:
 
 
 class Room:
-    """Memory for copied rows, used again and again; pinned for a GPU."""
+    """Memory for copied rows, reused. Pinned for a GPU."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.targets: list[list[torch.Tensor]] = []
-        """For each piece, where each of its sections goes."""
+        """For each piece, the target of each of its sections."""
 
     def reserve(self, pieces: Sequence[BlockRows]) -> None:
-        """Make targets for these pieces; they lie where those before lay."""
+        """Create targets for these pieces, in the memory of the previous ones."""
         sizes = [piece.rows.numel() * section.row_bytes for piece in pieces for section in piece.sections]
         begins = [0, *accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
         if self._memory.numel() < begins[-1]:
-            more = begins[-1] + begins[-1] // 8  # windows differ a little
+            more = begins[-1] + begins[-1] // 8  # windows differ slightly
             self._memory = torch.zeros(more, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
         places = iter(zip(begins, sizes, strict=False))
         self.targets = [
@@ -213,9 +215,9 @@ class Room:
 
 
 class SplitTensors:
-    """Live views of the shards of some kernels. FBGEMM splits all of a kernel at once, however few are wanted.
+    """Live views of the shards of some kernels. FBGEMM splits all of a kernel at once, however few are needed.
 
-    To be kept while nothing moves the tables: a split once for each shard takes time with the square of the tables.
+    Keep this object as long as the tables do not move: a split per shard takes time quadratic in the number of tables.
     """
 
     def __init__(self, kernels: Sequence[FusedKernel]) -> None:
@@ -223,7 +225,7 @@ class SplitTensors:
         self._found: dict[int, tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]]]] = {}
 
     def of(self, number: int) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]]]:
-        """(weights, states) of all shards of a kernel."""
+        """Return (weights, states) of all shards of a kernel."""
         if number not in self._found:
             kernel = self._kernels[number]
             self._found[number] = kernel.weights(), kernel.states()
@@ -231,15 +233,15 @@ class SplitTensors:
 
 
 class CopiedRows:
-    """Copies of the live rows of some pieces; on a GPU they may be on their way.
+    """Copies of the live rows of some pieces. On a GPU they may be in flight.
 
-    To be made on the training thread, at a moment when no thread writes rows. All other methods are for any thread.
+    Create this on the training thread, at a moment when no thread writes rows. All other methods are thread-safe.
 
     Args:
-        kernels: All of this rank.
-        pieces: Of ``kernels`` and of ``replicated``.
+        kernels: All kernels of this rank.
+        pieces: Pieces of ``kernels`` and of ``replicated``.
         replicated: Tensors of replicated tables, by the position of their pieces.
-        room: Where the copies go.
+        room: Memory for the copies.
         split: Views of the shards, if they were split before.
     """
 
@@ -285,16 +287,16 @@ class CopiedRows:
             self._note(source.device)
 
     def _note(self, device: torch.device) -> None:
-        """(GPU) The copies so far are done after this moment of the current stream."""
+        """(GPU) Record an event after the copies so far on the current stream."""
         if device.type == "cuda":
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(device))
             self._waits.append((device, event))
 
     def digests(self) -> Iterator[tuple[BlockRows, Digests]]:
-        """(piece, shape (blocks, sections)) of each piece. Waits for copies from a device."""
+        """Yield (piece, digests of shape (blocks, sections)) of each piece. Waits for copies from a device."""
         for device, event in self._waits:
-            with torch.cuda.device(device):  # the thread that waits has chosen none
+            with torch.cuda.device(device):  # the waiting thread has not selected a device
                 event.synchronize()
         for piece, copies in self._copies:
             columns = [
@@ -318,20 +320,22 @@ def _copy(
 
 
 def _bits(values: torch.Tensor) -> Words:
-    """Shape (rows, columns), of any dtype."""
+    """Return the bits of values of any dtype, shape (rows, columns)."""
     flat = values.reshape(-1).view(torch.uint8).numpy()
     return flat.view(_WORDS[values.element_size()]).reshape(len(values), columns_of(values))
 
 
 def digests(kernels: Sequence[FusedKernel], schema: Schema, blocks_of: BlocksOf) -> Iterator[ShardDigests]:
-    """Digests of the live rows of some blocks, shard by shard in the order of HELLO; copies a part of them at a time.
+    """Yield digests of the live rows of some blocks, shard by shard in the order of HELLO.
+
+    Copies a part of them at a time.
 
     On a GPU the host waits.
 
     Args:
-        kernels: All of this rank.
-        schema: Of a generation, so that its tables have ids.
-        blocks_of: Which blocks, such as ``window.blocks``.
+        kernels: All kernels of this rank.
+        schema: Schema of a generation, whose tables have ids.
+        blocks_of: Chooses the blocks, for example ``window.blocks``.
     """
     index, split = schema.index(), SplitTensors(kernels)
     for number, position, shard, id_ in _held(kernels, schema):
@@ -342,7 +346,7 @@ def digests(kernels: Sequence[FusedKernel], schema: Schema, blocks_of: BlocksOf)
 
 
 def replicated_digests(name: str, tensor: torch.Tensor, blocks_of: BlocksOf) -> tuple[Ints, Digests]:
-    """(blocks, one number for each) of a live tensor of a replicated table; as :func:`digests`."""
+    """Return (blocks, one digest for each) of a live tensor of a replicated table, as :func:`digests`."""
     blocks = blocks_of(replicated_id(name), 0, len(tensor))
     pieces = map(partial(replicated_piece, name, tensor, 0), _parts(blocks))
     found = [np.empty((0, 1), np.uint64), *_digested((), pieces, (tensor,))]
@@ -350,7 +354,7 @@ def replicated_digests(name: str, tensor: torch.Tensor, blocks_of: BlocksOf) -> 
 
 
 def _parts(blocks: Ints) -> Iterator[Ints]:
-    """A part of them at a time, so that neither their rows nor the copies take much memory."""
+    """Split blocks into parts, so that neither their rows nor the copies take much memory."""
     step = _PART_ROWS // BLOCK_ROWS
     return (blocks[begin : begin + step] for begin in range(0, len(blocks), step))
 

@@ -1,4 +1,4 @@
-"""The state of a kernel that no row holds: counters, learning rates and hyperparameters."""
+"""The state of a kernel outside of rows: counters, learning rates and hyperparameters."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ _HYPERPARAMETERS = (
     "ema_beta",
     "min_shrinkage",
 )
-"""Numbers of ``optimizer_args`` that may change while a job runs; the learning rate is a scalar of its own. Modes are
-not among them: they say which states there are."""
+"""Numbers of ``optimizer_args`` that may change while a job runs. The learning rate is a separate scalar. Modes are not
+among them: they define which states exist.
+"""
 
 
 class KernelScalars:
@@ -40,7 +41,7 @@ class KernelScalars:
         tbe: The kernel.
         optimizer: Sets its learning rate.
         lookups: Its forwards.
-        reads_iteration: Whether an update depends on ``iteration``.
+        reads_iteration: True if an update depends on ``iteration``.
     """
 
     def __init__(
@@ -58,17 +59,17 @@ class KernelScalars:
 
     @property
     def iteration(self) -> int:
-        """Forward passes that the kernel has counted; before its first one, what ``set_optimizer_step`` said."""
+        """Forward passes that the kernel has counted. Before the first one, the value set by ``set_optimizer_step``."""
         return int(self._tbe.iter_cpu.item()) or int(self._tbe.iter.item())
 
     @property
     def max_counter(self) -> float:
-        """Largest count that counter-based regularization has seen; 1 where it is not used."""
+        """Largest count that counter-based regularization has seen. 1 if it is not used."""
         counter = self._counter()
         return float(counter.item()) if counter is not None else 1.0
 
     def _counter(self) -> torch.Tensor | None:
-        """Adam with a bias correction for each row has none."""
+        """Return the counter. Returns None for Adam with a bias correction per row, which has none."""
         counter: torch.Tensor | None = getattr(self._tbe, "max_counter", None)
         return counter
 
@@ -79,17 +80,17 @@ class KernelScalars:
 
     @property
     def next_learning_rate(self) -> float:
-        """Rate in the fused optimizer's param group: the kernel takes it over at the next ``step``."""
+        """Rate in the fused optimizer's param group. The kernel takes it over at the next ``step``."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     @property
     def is_scheduled(self) -> bool:
-        """True if a schedule of torch holds the param group: it leaves ``initial_lr`` there."""
+        """True if a schedule of torch controls the param group: it leaves ``initial_lr`` there."""
         return "initial_lr" in self.optimizer.param_groups[0]
 
     def put_back(self, iteration: int, max_counter: float, learning_rate: float, next_learning_rate: float) -> None:
-        """Set what the properties of these names said."""
-        # set_optimizer_step() sets `iter` only, while the kernels count on in `iter_cpu`.
+        """Restore the values of the properties with these names."""
+        # set_optimizer_step() sets only `iter`, while the kernels continue to count in `iter_cpu`.
         self._tbe.iter.fill_(iteration)
         self._tbe.iter_cpu.fill_(iteration)
         self._lookups.forget()
@@ -101,12 +102,12 @@ class KernelScalars:
 
     @property
     def hyperparameters(self) -> dict[str, float]:
-        """Numbers that the update reads, such as ``eps`` and ``weight_decay``; without the learning rate."""
+        """Numbers that the update reads, such as ``eps`` and ``weight_decay``, without the learning rate."""
         args = self._tbe.optimizer_args
         return {name: getattr(args, name) for name in _HYPERPARAMETERS if hasattr(args, name)}
 
     def set_hyperparameters(self, values: Mapping[str, float]) -> None:
-        """Put back what ``hyperparameters`` said; what this FBGEMM does not have is left out."""
+        """Restore the values of ``hyperparameters``. Values that this FBGEMM does not have are ignored."""
         args = self._tbe.optimizer_args
         names = type(args).__annotations__  # a NamedTuple's fields, in order
         changed = {name: values[name] for name in self.hyperparameters if name in values}

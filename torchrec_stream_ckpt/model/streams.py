@@ -1,8 +1,8 @@
-"""(GPU) Order between reading the rows of a kernel and all that changes them.
+"""(GPU) Order between readers of a kernel's rows and all code that changes them.
 
-A pipeline of TorchRec may run lookups, and with them the fused update in the backward, on a stream of its own, and
-move rows in and out of the UVM cache on another one. A row has to be gathered after every change that was
-queued before, and before every change that is queued later, whatever streams these are on.
+A pipeline of TorchRec may run lookups, and with them the fused update in the backward, on a separate stream, and move
+rows in and out of the UVM cache on another one. A row must be gathered after every change that was queued before, and
+before every change that is queued later, on whatever streams these are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class StreamOrder:
-    """Makes the streams that change rows, and the one that reads them, wait for each other; never the host.
+    """Makes the streams that change rows, and the one that reads them, wait for each other. The host never waits.
 
     Does nothing on a CPU.
     """
@@ -25,9 +25,9 @@ class StreamOrder:
         self._read: torch.cuda.Event | None = None
 
     def writing(self) -> None:
-        """Rows change on the current stream, by what is queued after this call; it runs after the last reading.
+        """Announce that work queued after this call on the current stream changes rows. It runs after the last reading.
 
-        On any thread; the autograd threads call it too.
+        Thread-safe; the autograd threads call it, too.
         """
         if self._device.type != "cuda":
             return
@@ -38,9 +38,9 @@ class StreamOrder:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Rows are read on the current stream, by what is queued inside; it runs after all changes and readings so far.
+        """Read rows on the current stream in work queued inside. It runs after all changes and readings so far.
 
-        Waiting for whole streams, not for one event of each, also waits for what was queued after ``writing()``.
+        This waits for whole streams instead of one event of each, so it also waits for work queued after ``writing()``.
         """
         if self._device.type != "cuda":
             yield
@@ -48,7 +48,7 @@ class StreamOrder:
         stream = torch.cuda.current_stream(self._device)
         for writer in tuple(self._writers):
             stream.wait_stream(writer)
-        if self._read is not None:  # marks that it cleared, where the last reading was on another stream
+        if self._read is not None:  # marks that it cleared, if the last reading was on another stream
             stream.wait_event(self._read)
         try:
             yield
@@ -56,6 +56,6 @@ class StreamOrder:
             self._read = stream.record_event()
 
     def settle(self) -> None:
-        """Make the host wait until everything that was queued on the device is done."""
+        """Make the host wait until all work queued on the device is done."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

@@ -1,8 +1,9 @@
-"""Writes in place beside the fused update, seen by the versions of a kernel's tensors.
+"""Detect writes in place outside the fused update by the versions of a kernel's tensors.
 
-Torch counts the in-place operators on a tensor, and all views of it share the count; FBGEMM's fused updates do not
-raise it. ``tensor.data = other`` raises none, but puts another memory under the tensor. Comparing both costs a
-microsecond a tensor. Which operators raise the count, and what escapes: docs/guarantees.md.
+Torch counts the in-place operators on a tensor, and all views of it share the count. FBGEMM's fused updates do not
+increment it. ``tensor.data = other`` does not increment it either, but gives the tensor other memory. Comparing both
+costs a microsecond per tensor. For the operators that increment the count, and for undetected writes, see
+docs/guarantees.md.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import nn
 from torchrec_stream_ckpt.model.versions import TENSOR
 
 _Seen = tuple[torch.Tensor, torch.UntypedStorage, int]
-"""A tensor, its memory and its version. Both are kept, so that nothing new can be taken for them."""
+"""A tensor, its memory and its version. Both objects are kept, so that no new object gets their identity."""
 
 
 class Versions:
@@ -36,7 +37,7 @@ class Versions:
             TENSOR.require(getattr(tbe, name))
         self._tbe = tbe
         self._shards: dict[str, set[int]] = {}
-        """Name of a tensor of the kernel -> the shards of which it holds rows: a write to one is a write to all."""
+        """Name of a tensor of the kernel -> the shards whose rows it holds. A write to one of them counts for all."""
         for shard, tensors in enumerate(views):
             for view in tensors:
                 if view.numel():
@@ -44,22 +45,22 @@ class Versions:
         self._seen = self._looked = self._now()
 
     def _now(self) -> list[_Seen]:
-        """One that was replaced may have the version of the other."""
+        """Return the current tensors and versions. A replaced tensor may have the version of the old one."""
         tensors = [getattr(self._tbe, name) for name in self._shards]
         return [(tensor, tensor.untyped_storage(), tensor._version) for tensor in tensors]
 
     def rebase(self) -> None:
-        """All writes so far are known."""
+        """Record all writes so far as known."""
         self._seen = self._looked = self._now()
 
     def changed(self) -> set[int]:
-        """Shards that may have been written since ``told``, or ``rebase``."""
+        """Return shards that may have been written since ``told`` or ``rebase``."""
         self._looked = now = self._now()
         pairs = zip(self._shards.values(), self._seen, now, strict=True)
         return set().union(*(shards for shards, was, now in pairs if not _same(was, now)))
 
     def told(self) -> None:
-        """Note that what ``changed`` has returned last is known."""
+        """Record the last result of ``changed`` as known."""
         self._seen = self._looked
 
 

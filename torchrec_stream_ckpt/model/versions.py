@@ -1,6 +1,6 @@
-"""Which versions this room was tested with, and a check at attach that all that it reaches for is still there.
+"""Tested versions of this package's dependencies, and a check at the attach that all API it uses still exists.
 
-Names that are gone are an error here, before anything is hooked: a hook that never fires would lose rows in silence.
+A missing name is an error here, before anything is hooked: a hook that never runs would silently lose rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Stack:
 
 
 TESTED = (Stack("1.6.1", "1.6.0", "2.11.0"), Stack("1.9.2", "1.9.0", "2.14.1"))
-"""What ``make test-matrix`` runs the tests with."""
+"""Versions with which ``make test-matrix`` runs the tests."""
 
 
 def installed() -> Stack:
@@ -43,7 +43,7 @@ def installed() -> Stack:
 
 @cache
 def check_versions() -> None:
-    """Say it once when the private API was tested with other versions."""
+    """Log once if the private API was tested with other versions only."""
     if installed() not in TESTED:
         log.warning("untested versions: %s; tested are %s", installed(), _tested())
 
@@ -54,23 +54,23 @@ def _tested() -> str:
 
 @dataclass(frozen=True, slots=True)
 class HookPoints:
-    """What this room uses of one kind of object, beside its public API. The table of this package says what for."""
+    """Non-public API of one kind of object that this package uses. The table of this package gives the purpose."""
 
     owner: str
     names: tuple[str, ...]
     """Attributes that the object must have."""
     used_inside: tuple[str, ...] = ()
-    """What the object's own methods must use, where being there is not enough: set by a forward, called by it."""
+    """Names that the object's own methods must use, if existence is not enough: set by a forward, called by it."""
 
     def require(self, thing: object, **where: str) -> None:
-        """Check one live object, or a class whose objects come later.
+        """Check one live object, or a class whose objects are created later.
 
         Args:
-            thing: What ``owner`` says.
+            thing: An object of the kind in ``owner``.
             where: Coordinates for the error, such as ``module=``.
 
         Raises:
-            UnsupportedError: names what is missing, and the versions.
+            UnsupportedError: Names the missing attribute, and the versions.
         """
         kind = thing if isinstance(thing, type) else type(thing)
         for name in self.names:

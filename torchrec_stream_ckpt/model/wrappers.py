@@ -1,4 +1,4 @@
-"""TorchRec's optimizer wrappers: which optimizers they hold, and what they keep beside them."""
+"""TorchRec's optimizer wrappers: the optimizers that they hold, and their own state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ State = dict[str, Any]
 
 
 def walk(optimizer: Any) -> Iterator[Any]:
-    """An optimizer and all that it wraps or combines, outermost first."""
+    """Yield an optimizer and all optimizers that it wraps or combines, outermost first."""
     yield optimizer
     if isinstance(optimizer, CombinedOptimizer):
         for _, child in optimizer.optimizers:
@@ -31,10 +31,10 @@ def walk(optimizer: Any) -> Iterator[Any]:
 
 
 def is_wrapper(optimizer: Any) -> bool:
-    """Return whether its own state is taken by :func:`wrapper_states`, and nothing else of it.
+    """Return whether :func:`wrapper_states` takes its own state, and nothing else of it is taken.
 
     Raises:
-        UnsupportedError: it is post-local SGD with an averager whose state we do not know.
+        UnsupportedError: It is post-local SGD with an averager whose state is unknown.
     """
     if type(optimizer) is PostLocalSGDOptimizer:
         averager = type(optimizer.averager)
@@ -47,7 +47,7 @@ def is_wrapper(optimizer: Any) -> bool:
 
 
 def wrapper_states(optimizer: torch.optim.Optimizer | None) -> list[State]:
-    """Return the states that the wrappers keep, in the order of :func:`walk`: the same on all ranks, whatever the plan.
+    """Return the states of the wrappers, in the order of :func:`walk`: the same on all ranks, whatever the plan.
 
     A wrapper around ``dmp.fused_optimizer`` has no place for its state in any ``state_dict``.
     """
@@ -55,7 +55,10 @@ def wrapper_states(optimizer: torch.optim.Optimizer | None) -> list[State]:
 
 
 def wrapper_parameters(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
-    """Parameters that wrappers have made: :func:`wrapper_states` saves what stands below them in the shared state."""
+    """Return parameters that wrappers created.
+
+    :func:`wrapper_states` saves the values below them in the shared state.
+    """
     return [wrapper._warmup_param for wrapper in _wrappers(optimizer) if isinstance(wrapper, WarmupOptimizer)]
 
 
@@ -63,7 +66,7 @@ def check_wrappers(optimizer: torch.optim.Optimizer | None, saved: list[State]) 
     """Compare a job's wrappers with those of a marker.
 
     Raises:
-        SchemaMismatchError: the job has others, or the warm-up has fewer stages than the marker has reached.
+        SchemaMismatchError: The job has others, or the warm-up has fewer stages than the marker has reached.
     """
     wrappers = list(_wrappers(optimizer))
     there, here = [state["class"] for state in saved], [type(wrapper).__name__ for wrapper in wrappers]
@@ -82,7 +85,7 @@ def check_wrappers(optimizer: torch.optim.Optimizer | None, saved: list[State]) 
 
 
 def load_wrapper_states(optimizer: torch.optim.Optimizer | None, saved: list[State]) -> None:
-    """Put back what :func:`wrapper_states` said. The rates that warm-up has set stand in the param groups."""
+    """Restore the result of :func:`wrapper_states`. The rates that warm-up has set are in the param groups."""
     for wrapper, state in zip(_wrappers(optimizer), saved, strict=True):
         if isinstance(wrapper, WarmupOptimizer):
             at = (state["iteration"], state["stage"])
@@ -102,7 +105,7 @@ def _wrappers(optimizer: Any) -> Iterator[Any]:
 
 
 def _state(wrapper: Any) -> State:
-    """Plain values; the last gradient norm that clipping shows is no state: the next step replaces it unread."""
+    """Return plain values. Clipping's last gradient norm is not state: the next step replaces it without reading it."""
     if isinstance(wrapper, WarmupOptimizer):
         iteration, stage = wrapper._get_warmup_state()
         return {"class": type(wrapper).__name__, "iteration": iteration, "stage": stage}

@@ -1,8 +1,8 @@
-"""Compare what a reader holds with what markers have proved, block by block.
+"""Compare the rows of readers with the proofs of markers, block by block.
 
-Digests add up over any split of rows and columns. So each reader takes what it found from what the markers say: a
-rectangle of a rank of the marker counts at the one reader that holds its first cell. A block that one reader holds
-whole must give 0 there; of a block that several share, the sums of all of them must.
+Digests add up over any split of rows and columns. So each reader subtracts the digests that it found from those in the
+markers. A rectangle of a rank of the marker counts at the one reader that holds its first cell. A block that one reader
+holds whole must give 0 there. For a block that several readers share, the sum over all of them must be 0.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torchrec_stream_ckpt.util.types import TableShard
 Flags = npt.NDArray[np.bool_]
 
 MAX_NAMED = 1000
-"""Blocks that differ which a reader names; all of them are counted."""
+"""Most differing blocks that a reader names. All of them are counted."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Differing:
-    """One block that is not what a marker has proved."""
+    """One block that differs from a marker's proof."""
 
     table: int
     block: int
     section: int
-    """0: weights; 1 and up: the states in the schema's order."""
+    """0 for weights; 1 and up for the states in the schema's order."""
     place: int
-    """Of the marker that proved it."""
+    """Place of the marker that proved it."""
 
 
 @dataclass(slots=True)
@@ -44,18 +44,18 @@ class TableCheck:
     table: int
     begin: int
     difference: Digests
-    """What markers say, less what was found; shape (blocks, sections)."""
+    """Digests of the markers minus those found, shape (blocks, sections)."""
     open: Flags
-    """True if it can be checked, as far as this reader knows; shape (blocks, sections)."""
+    """True if it can be checked, as far as this reader knows. Shape (blocks, sections)."""
     place: Places
-    """Of the marker by which."""
+    """Place of the marker that proves each block."""
     cells: npt.NDArray[np.int64]
     """Cells of this reader's shards in each block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """What came of a check, on one reader or on all."""
+    """Result of a check, on one reader or on all."""
 
     checked: int = 0
     """Cells, counted once for weights and once for each state."""
@@ -63,13 +63,13 @@ class Tally:
     named: tuple[Differing, ...] = ()
     """Blocks that differ, sorted."""
     more: int = 0
-    """So many differ that are not named."""
+    """Number of differing blocks that are not named."""
     tables: frozenset[int] = frozenset()
-    """Of all blocks that differ."""
+    """Tables of all blocks that differ."""
 
     @property
     def count(self) -> int:
-        """Blocks that differ, once for weights and once for each state."""
+        """Number of blocks that differ, once for weights and once for each state."""
         return len(self.named) + self.more
 
     @property
@@ -84,13 +84,13 @@ class Tally:
 
 
 class Check:
-    """What one reader can check.
+    """Checks the rows of one reader.
 
     Args:
         schema: Tables, by the indices that shards have.
-        path: To the marker that the reader holds.
-        marks: What it met of the path's markers.
-        circle: Which of them prove which blocks: the same for all readers.
+        path: Path to the marker that the reader holds.
+        marks: MARKs of the path's markers that the reader read.
+        circle: Markers that prove each block. The same for all readers.
         sent: For each shard of this reader, the place of the last marker that sent a row of each of its blocks.
     """
 
@@ -122,27 +122,27 @@ class Check:
         return TableCheck(table, begin, np.zeros((end - begin, sections), np.uint64), open_, place, cells)
 
     def expect(self) -> None:
-        """Add up what the markers say of the blocks that can be checked.
+        """Add up the markers' digests of the blocks that can be checked.
 
         Raises:
-            CorruptionError: a proof has more or fewer digests than its shards have.
+            CorruptionError: A proof has more or fewer digests than its shards have.
         """
         for place, said in self._wanted():
             self._expect(place, said)
 
     def blocks_of(self, table_id: int, begin: int, end: int) -> Ints:
-        """Those that are to be found among the rows [begin, end) of a table; ascending."""
+        """Return the blocks that must be found among the rows [begin, end) of a table, ascending."""
         check = self._by_id[table_id]
         first, last = begin // BLOCK_ROWS, -(-end // BLOCK_ROWS)
         return first + np.flatnonzero(check.open[first - check.begin : last - check.begin, 0])
 
     def found(self, table: int, blocks: Ints, digests: Digests) -> None:
-        """Take off what the reader holds of some blocks: one shard's part of them, shape (blocks, sections)."""
+        """Subtract the reader's digests of some blocks: one shard's part of them, shape (blocks, sections)."""
         check = self.tables[table]
         check.difference[blocks - check.begin] -= digests
 
     def _wanted(self) -> Iterator[tuple[int, Said]]:
-        """Yield what was said at each marker that proves a block here."""
+        """Yield the reports of each rank at each marker that proves a block here."""
         wanted = np.zeros(len(self._path.chain), bool)
         for check in self.tables.values():
             wanted[check.place[check.open[:, 0]]] = True
@@ -164,7 +164,7 @@ class Check:
     def _take(
         self, check: TableCheck, place: int, source: TableShard, shard: TableShard, blocks: Ints, digests: Digests
     ) -> None:
-        """Take what a rank of the marker said of its shard, as far as the reader's shard is concerned."""
+        """Add a marker rank's digests of its shard, as far as they concern the reader's shard."""
         overlaps = source.col0 < shard.col0 + shard.cols and shard.col0 < source.col0 + source.cols
         here = (blocks * BLOCK_ROWS < shard.row0 + shard.rows) & ((blocks + 1) * BLOCK_ROWS > shard.row0)
         chosen = np.flatnonzero(here)
@@ -183,7 +183,7 @@ class Check:
             check.difference[numbers[first_cell]] += digests[chosen[first_cell]]
 
     def tally(self, shared: Mapping[int, Ints]) -> Tally:
-        """Compare the blocks that this reader holds whole: all but those in ``shared``, by table."""
+        """Compare the blocks that this reader holds whole: all except those in ``shared``, by table."""
         total = Tally()
         for table, check in self.tables.items():
             whole = np.ones(len(check.place), np.bool_)
@@ -193,9 +193,10 @@ class Check:
         return total
 
     def part(self, table: int, blocks: Ints) -> tuple[Digests, Digests]:
-        """Return what it has of a table's shared blocks: (difference, 1 where it cannot check), both to be added up.
+        """Return its part of a table's shared blocks: (difference, 1 where it cannot check), both to be added up over
+        readers.
 
-        Where it holds no row of a block: zeros.
+        Values are zero for a block of which it holds no row.
         """
         sections = 1 + len(self._tables[table].states)
         difference, closed = np.zeros((len(blocks), sections), np.uint64), np.zeros((len(blocks), sections), np.uint64)
@@ -207,7 +208,7 @@ class Check:
         return difference, closed
 
     def close(self, table: int, blocks: Ints, difference: Digests, closed: Digests) -> Tally:
-        """Judge shared blocks by the sums over all readers: each counts its own cells."""
+        """Evaluate shared blocks by the sums over all readers. Each reader counts its own cells."""
         check = self.tables.get(table)
         if check is None:
             return Tally()
@@ -218,7 +219,7 @@ class Check:
 
 
 def tally_of(check: TableCheck, numbers: Ints) -> Tally:
-    """Count what came of some blocks of a table, by their numbers from its first one."""
+    """Count the results of some blocks of a table, by their numbers from its first one."""
     open_ = check.open[numbers]
     cells = check.cells[numbers]
     bad = np.argwhere(open_ & (check.difference[numbers] != 0))
@@ -232,11 +233,11 @@ def tally_of(check: TableCheck, numbers: Ints) -> Tally:
 
 
 def shared_blocks(schema: Schema, readers: Sequence[Sequence[TableShard]]) -> dict[int, Ints]:
-    """For each table, the blocks that no single reader holds whole; the same for whoever asks.
+    """Return for each table the blocks that no single reader holds whole. The result is the same on every reader.
 
     Args:
         schema: Tables, by the indices that shards have.
-        readers: The shards of each reader; together they hold each cell once.
+        readers: The shards of each reader. Together they hold each cell once.
     """
     found: dict[int, Ints] = {}
     held = _by_table(readers)
@@ -254,7 +255,7 @@ def shared_blocks(schema: Schema, readers: Sequence[Sequence[TableShard]]) -> di
 
 
 def _by_table(readers: Sequence[Sequence[TableShard]]) -> dict[int, list[list[TableShard]]]:
-    """For each table, the shards with cells of each reader that has some."""
+    """Return for each table the shards with cells, by reader. Readers without such shards are left out."""
     found: dict[int, list[list[TableShard]]] = {}
     for shards in readers:
         own: dict[int, list[TableShard]] = {}
@@ -267,7 +268,7 @@ def _by_table(readers: Sequence[Sequence[TableShard]]) -> dict[int, list[list[Ta
 
 
 def _rows_of(shard: TableShard) -> npt.NDArray[np.int64]:
-    """How many rows of a shard each of its blocks has."""
+    """Return the number of rows of a shard in each of its blocks."""
     first, last = blocks_of(shard)
     edges = np.clip(np.arange(first, last + 1) * BLOCK_ROWS, shard.row0, shard.row0 + shard.rows)
     return np.diff(edges)

@@ -1,4 +1,4 @@
-"""What the MARKs of one marker say of its dense state, and what a reader has that is not so."""
+"""Compare the dense state of a reader with the digests in the MARKs of one marker."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torchrec_stream_ckpt.format.proof import replicated_id
 from torchrec_stream_ckpt.util.types import MarkerId
 
 _NAMED = 8
-"""Entries that a message names."""
+"""Most entries that a message names."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class DifferingEntry:
-    """One entry of the dense state that is not as it was at the cut."""
+    """One entry of the dense state that differs from its state at the cut."""
 
     name: str
     ranks: tuple[int, ...]
@@ -34,7 +34,7 @@ class DenseMarks:
     """Digests of the entries of one marker, added up over its ranks.
 
     Args:
-        by_rank: What the MARK of each rank says, as far as it is known.
+        by_rank: Dense proof of each rank whose MARK is known.
         world: Number of ranks of the marker.
     """
 
@@ -52,11 +52,11 @@ class DenseMarks:
         return len(self._digests)
 
     def proves(self, name: str) -> bool:
-        """Return whether an entry can be compared: blobs are in one MARK, of tensors each may have a part."""
+        """Return whether an entry can be compared. A blob is in one MARK; a tensor may have a part in each."""
         return replicated_id(name) in self._digests and (self.is_whole or is_blob(name))
 
     def differing(self, found: Mapping[str, int]) -> list[DifferingEntry]:
-        """Compare digests of whole entries, by name; those that no MARK proves are left out."""
+        """Compare digests of whole entries, by name. Entries that no MARK proves are left out."""
         differing = []
         for name in filter(self.proves, found):
             id_ = replicated_id(name)
@@ -69,8 +69,8 @@ def not_as_proved(entries: Sequence[DifferingEntry], marker: MarkerId) -> ProofM
     """Return the error of a restore.
 
     Args:
-        entries: What differs, at least one.
-        marker: Of which they are.
+        entries: Differing entries, at least one.
+        marker: The marker of the entries.
     """
     return ProofMismatchError(
         _said(entries),
@@ -82,7 +82,7 @@ def not_as_proved(entries: Sequence[DifferingEntry], marker: MarkerId) -> ProofM
 
 
 def damaged(entries: Sequence[DifferingEntry], marker: MarkerId) -> CorruptionError:
-    """Return the error of a reader of files; arguments are those of :func:`not_as_proved`."""
+    """Return the error of a reader of files. Arguments are those of :func:`not_as_proved`."""
     return CorruptionError(
         _said(entries),
         hint="restore an older marker",

@@ -1,4 +1,4 @@
-"""How far the markers that lead to one were compared with their proofs, and since when all of it holds: a value."""
+"""Summarize comparisons of a marker's rows with proofs: how much was compared, and since when all of it holds."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ from torchrec_stream_ckpt.util.types import MarkerId
 
 @dataclass(frozen=True, slots=True)
 class ProofStanding:
-    """What comparisons of the store with proofs say of a marker: the newest one of each part of the rows counts."""
+    """Result of a marker's comparisons with proofs, by the newest comparison of each part of the rows."""
 
     marker: MarkerId
     """The newest marker that was compared."""
     time_s: float
-    """When, Unix time."""
+    """Time of that comparison, Unix time."""
     share: float
     """Part of the rows that was compared at some marker, 0 to 1."""
     oldest: MarkerId
     """The marker at which the oldest of these comparisons was made."""
     oldest_s: float
-    """When that was, Unix time."""
+    """Time of the oldest comparison, Unix time."""
     differing: int
-    """Blocks that were not as they were proved."""
+    """Number of blocks that differed from their proof."""
     differing_at: tuple[MarkerId, ...]
-    """At which markers, the newest first."""
+    """Markers at which they differed, newest first."""
 
 
 def of_history(lineage: Lineage, said: Iterable[Comparison], who: str = STORE) -> dict[MarkerId, Comparison]:
-    """The newest comparison at each committed marker; those of another history, or of other rows, are left out."""
+    """Return the newest comparison at each committed marker.
+
+    Those of another history, or of other rows, are left out.
+    """
     found: dict[MarkerId, Comparison] = {}
     for each in said:
         commit = lineage.commits.get(each.marker)
@@ -45,12 +48,12 @@ def of_history(lineage: Lineage, said: Iterable[Comparison], who: str = STORE) -
 
 
 def standing_of(lineage: Lineage, marker: MarkerId, said: Iterable[Comparison]) -> ProofStanding | None:
-    """Sum up what comparisons say of the rows of a marker; None: nothing was compared.
+    """Summarize the comparisons of the rows of a marker. Returns None if nothing was compared.
 
     Args:
         lineage: The control partition.
         marker: A committed marker.
-        said: What ``proved/`` of a store has.
+        said: Records below ``proved/`` of a store.
     """
     known = of_history(lineage, said)
     taken = np.zeros(POSITIONS, np.bool_)
@@ -83,7 +86,7 @@ def standing_of(lineage: Lineage, marker: MarkerId, said: Iterable[Comparison]) 
 
 
 def back_from(lineage: Lineage, marker: MarkerId) -> Iterator[MarkerId]:
-    """A marker, and those that lead to it, the newest first."""
+    """Yield a marker and those that lead to it, newest first."""
     at: MarkerId | None = marker
     while at is not None:
         yield at
@@ -91,10 +94,10 @@ def back_from(lineage: Lineage, marker: MarkerId) -> Iterator[MarkerId]:
 
 
 def turn_markers(window: Window) -> int:
-    """Markers that prove all rows once, with windows as wide as this one."""
+    """Return the number of markers that prove all rows once, with windows as wide as this one."""
     return -(-POSITIONS // window.width)
 
 
 def blocks_differ(count: int) -> str:
-    """For people: what is said of so many blocks of rows that do not fit their proof."""
+    """Describe, for people, a number of blocks of rows that do not match their proof."""
     return "1 block of rows is not as it was" if count == 1 else f"{count} blocks of rows are not as they were"

@@ -1,6 +1,6 @@
-"""Digests of the newest version of each row, kept while a reader goes over a marker that it does not hold as tables.
+"""Digests of the newest version of each row, for a reader that reads a marker without holding it as tables.
 
-One number for each row, section and column slice: a newer version of a row takes the place of the older one.
+There is one number for each row, section and column slice. A newer version of a row replaces the older one.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from torchrec_stream_ckpt.proofs.unproved import Compared, name_blocks
 from torchrec_stream_ckpt.util.types import TableShard, TableSpec
 
 MEMORY_BYTES = 2 * 2**30
-"""What the numbers may take. Where all blocks would take more, a share of them is looked at."""
+"""Most memory for the numbers. If all blocks would take more, only a share of them is checked."""
 _CHUNK_WORDS = 1 << 16
-"""Words that are added up at a time, so that they stay in a cache."""
+"""Words added up at a time, so that they stay in a cache."""
 _NO_KEY = np.ones(1, np.int64)
 
 Slice = tuple[int, int]
@@ -44,12 +44,12 @@ class RowSums:
     """The numbers of all tables, or of a share of their blocks.
 
     Args:
-        schema: As the marker's generation claimed it: with ids.
-        met: Takes which marker last sent a row of which block.
-        slices: By table, all column slices that rows will come in, of whichever generation.
-        shards: What the ranks of the marker's own generation held.
-        memory_bytes: What the numbers may take.
-        window: The blocks that are looked at, whatever they take; None: as many as the memory allows.
+        schema: Schema as the marker's generation claimed it, with ids.
+        met: Records which marker last sent a row of each block.
+        slices: By table, all column slices in which rows arrive, of any generation.
+        shards: Shards of the ranks of the marker's own generation.
+        memory_bytes: Most memory for the numbers.
+        window: The blocks to check, whatever memory they take. If None, as many as the memory allows.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RowSums:
         wanted = sum(each.num_bytes for each in tables.values())
         width = POSITIONS if wanted <= memory_bytes else int(POSITIONS * memory_bytes / wanted)
         marker = met.path.chain[-1].marker
-        chosen = window or Window(marker * width % POSITIONS, width)  # the next marker's is another one
+        chosen = window or Window(marker * width % POSITIONS, width)  # the next marker has another one
         self._tables = tables if chosen.width else {}
         for table, each in self._tables.items():
             sent = each.allocate(chosen)
@@ -81,31 +81,31 @@ class RowSums:
                 met.sent[TableShard(table, 0, each.spec.rows, col0, cols)] = sent
 
     def rows(self, table: int, col0: int, cols: int, rows: RowsView, place: int) -> None:
-        """Rows that are newer than all before.
+        """Add rows that are newer than all previous ones.
 
         Args:
             table: Index in the schema.
             col0: First column of their slice.
-            cols: Columns of it.
+            cols: Number of columns of it.
             rows: Each row once.
-            place: Of the marker that they were sent for, or that they are as of.
+            place: Place of the marker for which they were sent, or whose state they have.
         """
         if table in self._tables and len(rows.ids):
             self._tables[table].take(col0, cols, rows, place)
 
     def compare(self) -> Compared:
-        """Compare all rows, once they and all MARKs have come."""
+        """Compare all rows, once they and all MARKs have arrived."""
         return compare_sums(self._schema, self._met, lambda table, *each: self._tables[table].digests(*each))
 
 
 def compare_sums(schema: Schema, met: Met, digests: Callable[[int, Slice, Ints], Digests]) -> Compared:
-    """Compare digests of all rows with what MARKs say.
+    """Compare digests of all rows with those in MARKs.
 
     Args:
-        schema: As the marker's generation claimed it: with ids.
-        met: Says in ``sent`` of which blocks there are digests.
-        digests: Gives those of one table, a column slice of the marker's generation, and ascending blocks; shape
-            (blocks, sections).
+        schema: Schema as the marker's generation claimed it, with ids.
+        met: Its ``sent`` names the blocks with digests.
+        digests: Returns the digests of one table, a column slice of the marker's generation, and ascending blocks;
+            shape (blocks, sections).
     """
     circle = Circle(agree([met.marks.windows()], met.marks.floor))
     check = Check(schema, met.path, met.marks, circle, met.sent)
@@ -126,12 +126,12 @@ def _cells(schema: Schema) -> int:
 class TableSums:
     """The numbers of one table.
 
-    Between two edges of any slice, columns come together.
+    Columns between two adjacent edges of any slices are added up together.
 
     Args:
-        spec: The table: with an id.
-        slices: All column slices that rows will come in.
-        own: Those of the marker's generation.
+        spec: The table, with an id.
+        slices: All column slices in which rows arrive.
+        own: Column slices of the marker's generation.
     """
 
     def __init__(self, spec: TableSpec, slices: Sequence[Slice], own: Sequence[Slice]) -> None:
@@ -139,7 +139,7 @@ class TableSums:
         edges = sorted({edge for col0, cols in (*slices, *own) for edge in (col0, col0 + cols)})
         parts = [(begin, end - begin) for begin, end in pairwise(edges)]
         self._numbers: dict[tuple[int, Slice], int] = {}
-        """(section, columns) -> which of a row's numbers."""
+        """(section, columns) -> index among a row's numbers."""
         for section in range(1 + len(spec.states)):
             for columns in own if self._per_row(section) else parts:
                 self._numbers[section, columns] = len(self._numbers)
@@ -150,18 +150,18 @@ class TableSums:
 
     @property
     def num_bytes(self) -> int:
-        """Of the numbers of all rows."""
+        """Bytes of the numbers of all rows."""
         return 8 * self.spec.rows * len(self._numbers)
 
     def allocate(self, window: Window, begin: int = 0, end: int | None = None) -> npt.NDArray[np.int32]:
-        """Begin, with the blocks of ``window`` that have rows in [begin, end).
+        """Allocate the numbers for the blocks of ``window`` that have rows in [begin, end).
 
-        Returns the place of the marker that sent each block last, from the one of row ``begin`` on.
+        Returns the place of the marker that sent each block last, starting with the block of row ``begin``.
 
         Args:
-            window: Which blocks are looked at.
-            begin: First row that will come: of a block, too.
-            end: The row after the last one; None: all that follow.
+            window: Blocks to check.
+            begin: First row that will arrive. It is also the first row of a block.
+            end: The row after the last one. If None, the end of the table.
         """
         assert self.spec.id is not None
         end = self.spec.rows if end is None else end
@@ -176,7 +176,7 @@ class TableSums:
         return self._sent
 
     def take(self, col0: int, cols: int, rows: RowsView, place: int) -> None:
-        """As ``RowSums.rows``; there is at least one."""
+        """Add at least one row, as in ``RowSums.rows``."""
         ids, arrays = rows.ids, (rows.weights, *rows.states)
         slots = self._slot[ids // BLOCK_ROWS - self._first]
         if int(slots.min()) < 0:
@@ -201,13 +201,13 @@ class TableSums:
         return [part for part in self._parts if col0 <= part[0] and part[0] + part[1] <= col0 + cols]
 
     def _digests(self, section: int, columns: Slice, ids: Ints, array: Array, first: int) -> Ints:
-        """One number a row."""
+        """Return one number per row."""
         assert self.spec.id is not None
         values = array if self._per_row(section) else array[:, first : first + columns[1]]
         return plain_sums(values, *columns) * row_keys(self.spec.id, section, ids)
 
     def digests(self, own: Slice, blocks: Ints) -> Digests:
-        """Digests of one slice of the marker's generation, shape (blocks, sections)."""
+        """Return digests of one slice of the marker's generation, shape (blocks, sections)."""
         found = np.zeros((len(blocks), 1 + len(self.spec.states)), np.int64)
         by_block = self._values.reshape(-1, BLOCK_ROWS, len(self._numbers))
         slots = self._slot[blocks - self._first]
@@ -218,12 +218,12 @@ class TableSums:
 
 
 def plain_sums(values: Array, col0: int, cols: int) -> Ints:
-    """One number a row, without the key of the row.
+    """Return one number per row, without the key of the row.
 
     Args:
-        values: Shape (rows, cols), or (rows,) of a state with one value a row.
+        values: Shape (rows, cols), or (rows,) for a state with one value per row.
         col0: First column of the slice.
-        cols: Columns of it.
+        cols: Number of columns of it.
     """
     keys = (per_row_keys if values.ndim == 1 else column_keys)(col0, cols, 2 if values.itemsize == 8 else 1)
     found, step = np.empty(len(values), np.int64), max(1, _CHUNK_WORDS // len(keys))

@@ -1,4 +1,6 @@
-"""What the markers of a path say of their live rows: MARKs as a reader meets them, and which marker proves a block."""
+"""Proofs of the live rows in the markers of a path: MARKs as a reader reads them, and the marker that
+proves a block.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,17 @@ from torchrec_stream_ckpt.store.reader import Told
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard
 
 Places = npt.NDArray[np.int32]
-"""Markers by their places on a path; -1: no marker."""
+"""Markers by their places on a path. -1 for no marker."""
 
 NEVER = 2**31 - 1
-"""In the place of the marker that last sent a row: the block cannot be checked."""
+"""Value instead of the place of the marker that last sent a row: the block cannot be checked."""
 _ROUNDS = 2
-"""Rounds of windows that are kept of each rank: one proves all, the other makes up for markers without a proof."""
+"""Rounds of windows kept of each rank: one proves all rows, the other compensates for markers without a proof."""
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What one rank said at a marker."""
+    """Report of one rank at a marker."""
 
     shards: tuple[TableShard, ...]
     proof: Proof | None
@@ -37,34 +39,34 @@ class Said:
 
 
 class Marks:
-    """MARKs of committed markers, as one reader meets them; of each rank only the newest rounds of windows are kept."""
+    """MARKs of committed markers, as one reader reads them. Only the newest rounds of windows of each rank are kept."""
 
     def __init__(self) -> None:
         self._said: dict[int, dict[int, Said]] = {}
-        """By place, then rank."""
+        """Reports by place, then rank."""
         self._of_rank: dict[int, list[tuple[int, int]]] = {}
         """Rank -> (place, width), ascending."""
         self._widths: dict[int, int] = {}
         """Rank -> sum of these widths."""
         self.floor = 0
-        """Of markers at lower places something was let go."""
+        """At places below this one, some reports were dropped."""
         self._dense: dict[int, tuple[int, DenseProof]] = {}
-        """Rank -> (place, what it said of dense state): the newest alone."""
+        """Rank -> (place, its proof of dense state). Only the newest one."""
 
     def dense(self, place: int) -> dict[int, DenseProof]:
-        """Return what was said at a marker of its dense state, by rank; only of the newest place."""
+        """Return the dense proofs of a marker, by rank. Only the newest place has some."""
         return {rank: proof for rank, (at, proof) in self._dense.items() if at == place}
 
     def add_dense(self, place: int, rank: int, proof: DenseProof | None) -> None:
-        """Add what ``rank`` said at a marker of its dense state."""
+        """Add the proof of dense state of ``rank`` at a marker."""
         if proof is not None and place >= self._dense.get(rank, (-1, None))[0]:
             self._dense[rank] = place, proof
 
     def add(self, place: int, rank: int, shards: tuple[TableShard, ...], proof: Proof | None) -> None:
-        """Add what ``rank`` said at a marker; nothing happens if it is known.
+        """Add the report of ``rank`` at a marker. Nothing happens if it is known.
 
         Raises:
-            CorruptionError: the proof has more or fewer digests than its shards have.
+            CorruptionError: The proof has more or fewer digests than its shards have.
         """
         said = self._said.setdefault(place, {})
         if rank in said:
@@ -81,7 +83,10 @@ class Marks:
         self._widths[rank] = total
 
     def windows(self) -> dict[int, Window | None]:
-        """By place; None where a rank has no proof, or two have another window: the marker proves nothing."""
+        """Return the window by place.
+
+        None if the marker proves nothing: a rank has no proof, or two have different windows.
+        """
         found: dict[int, Window | None] = {}
         for place, said in self._said.items():
             if said:
@@ -89,21 +94,21 @@ class Marks:
         return found
 
     def at(self, place: int) -> Mapping[int, Said]:
-        """Return what was said at a marker, by rank."""
+        """Return the reports at a marker, by rank."""
         return self._said.get(place, {})
 
 
 def common_window(proofs: Iterable[Proof | None]) -> Window | None:
-    """Return the window of a marker, by what its ranks said; None: one said nothing, or two said different ones."""
+    """Return the window of a marker. Returns None if a rank has no proof, or two have different windows."""
     windows = {proof.window if proof is not None else None for proof in proofs}
     return windows.pop() if len(windows) == 1 else None
 
 
 def agree(windows: Iterable[Mapping[int, Window | None]], floor: int) -> dict[int, Window]:
-    """The windows of markers that prove something, as all readers know them.
+    """Return the windows of markers that prove something, on which all readers agree.
 
     Args:
-        windows: What each reader found.
+        windows: Windows that each reader found.
         floor: Places below it are not complete.
     """
     found: dict[int, set[Window | None]] = {}
@@ -119,32 +124,35 @@ def agree(windows: Iterable[Mapping[int, Window | None]], floor: int) -> dict[in
 
 
 class Met:
-    """What a reader of rows comes across: MARKs, and which marker last sent a row of which block."""
+    """Data that a reader of rows collects: MARKs, and the marker that last sent a row of each block."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.marks = Marks()
         self.sent: dict[TableShard, Places] = {}
-        """For each shard of the reader."""
+        """The places of the blocks for each shard of the reader."""
         self.scalars: list[TableScalars] = []
-        """What the kernels' own state was at the last marker, as far as it was met."""
+        """The kernels' own state at the last marker, as far as it was read."""
 
     def begin(self, shard: TableShard, marker: MarkerId | None) -> Places:
-        """The blocks of a shard: as they are known, or all as of ``marker``; None: nothing has come."""
+        """Return the blocks of a shard: as known or, for a new shard, all as of ``marker``.
+
+        None if no row has arrived.
+        """
         if shard not in self.sent:
             first, last = blocks_of(shard)
             self.sent[shard] = np.full(last - first, -1 if marker is None else self.path.place(marker), np.int32)
         return self.sent[shard]
 
     def mark(self, header: Header, shards: tuple[TableShard, ...], mark: Mark) -> None:
-        """A MARK on the way."""
+        """Add a MARK that was read."""
         place = self.path.place_of(header)
         if place is not None:
             self.marks.add(place, header.rank, shards, mark.proof)
             self.marks.add_dense(place, header.rank, mark.dense_proof)
 
     def told(self, told: Told) -> None:
-        """Add what a store or a HEAD says of markers on the path."""
+        """Add the records of a store or a HEAD about markers on the path."""
         for marker, notes in told.items():
             place = self.path.place(marker)
             if place < len(self.path.chain) and self.path.chain[place] == marker:
@@ -154,7 +162,7 @@ class Met:
 
 
 class Circle:
-    """By which marker a block was proved last, and before."""
+    """The marker that proved a block last, and the ones before."""
 
     def __init__(self, windows: Mapping[int, Window]) -> None:
         self._windows = windows
@@ -163,11 +171,14 @@ class Circle:
             self._newest[_turn(windows[place])] = place
 
     def newest(self, table_id: int, begin: int, end: int) -> Places:
-        """For each of the blocks [begin, end) of a table, the place of the newest marker that proves it; -1: none."""
+        """Return, for each of the blocks [begin, end) of a table, the place of the newest marker that proves it.
+
+        -1 for none.
+        """
         return self._newest[positions(table_id, np.arange(begin, end, dtype=np.int64))]
 
     def before(self, table_id: int, block: int, place: int) -> int | None:
-        """The newest marker before ``place`` that proves a block."""
+        """Return the newest marker before ``place`` that proves a block. Returns None if there is none."""
         at = int(positions(table_id, np.array([block], np.int64))[0])
         older = (each for each in sorted(self._windows, reverse=True) if each < place)
         return next(
@@ -181,14 +192,14 @@ def _turn(window: Window) -> Ints:
 
 
 def digests_of(said: Said, tables: Sequence[tuple[int | None, int]]) -> list[tuple[TableShard, Ints, Digests]]:
-    """(shard, its blocks, digests of shape (blocks, sections)) of each shard of a rank.
+    """Return (shard, its blocks, digests of shape (blocks, sections)) of each shard of a rank.
 
     Args:
-        said: With a proof.
+        said: A report with a proof.
         tables: (id, sections) by index.
 
     Raises:
-        CorruptionError: the proof has more or fewer digests than its shards have.
+        CorruptionError: The proof has more or fewer digests than its shards have.
     """
     assert said.proof is not None
     window, numbers, found, at = said.proof.window, said.proof.numbers(), [], 0
@@ -212,5 +223,5 @@ def digests_of(said: Said, tables: Sequence[tuple[int | None, int]]) -> list[tup
 
 
 def blocks_of(shard: TableShard) -> tuple[int, int]:
-    """The blocks [first, end) that have rows of a shard."""
+    """Return the blocks [first, end) that have rows of a shard."""
     return shard.row0 // BLOCK_ROWS, -(-(shard.row0 + shard.rows) // BLOCK_ROWS)

@@ -1,7 +1,7 @@
-"""The window of one marker in shares: rows of some tables, each read and summed by itself, by whichever process.
+"""The window of one marker in shares: rows of some tables. Any process can read and sum a share on its own.
 
-A digest of a block is a sum over its rows, and no share cuts a block. So the blocks of all shares are put side by side,
-and the result does not depend on how many shares there are.
+The digest of a block is a sum over its rows, and no share splits a block. So the blocks of all shares are concatenated,
+and the result does not depend on the number of shares.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchrec_stream_ckpt.store.ranges import read_window
 from torchrec_stream_ckpt.util.types import TableShard
 
 SHARE_BYTES = 64 * 2**20
-"""What a share reads, about."""
+"""Bytes that a share reads, approximately."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,58 +39,58 @@ class ShareRows:
 
 @dataclass(frozen=True, slots=True)
 class FoundBlocks:
-    """What a share has found of the blocks of one table that belong to the window."""
+    """Result of a share for the blocks of one table that belong to the window."""
 
     table: int
     blocks: Ints
-    """Ascending."""
+    """Block numbers, ascending."""
     sent: Places
-    """For each, whether anything was sent of it, as of ``Met.sent``."""
+    """For each block, whether any row of it was sent, as in ``Met.sent``."""
     digests: Mapping[Slice, Digests]
-    """By column slice of the marker's generation; shape (blocks, sections)."""
+    """Digests by column slice of the marker's generation, shape (blocks, sections)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShareFound:
-    """What a share has found."""
+    """Result of a share."""
 
     tables: tuple[FoundBlocks, ...]
     num_bytes: int
-    """What was read."""
+    """Bytes that were read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WindowShare:
-    """All that a process needs to read one share, and to sum it up. What it finds is a function of this."""
+    """All data that a process needs to read one share and to sum it up. The result depends on this alone."""
 
     window: Window
     schema: Schema
-    """Of the marker's generation."""
+    """Schema of the marker's generation."""
     own: Mapping[int, tuple[Slice, ...]]
     """By table, the column slices of the marker's generation."""
     slices: Mapping[int, tuple[Slice, ...]]
-    """By table, all that rows come in."""
+    """By table, all column slices in which rows arrive."""
     tables: tuple[ShareRows, ...]
     """Each table once."""
     pieces: tuple[tuple[Schema, tuple[Picked, ...]], ...]
     """Chunks that have such rows, the oldest piece first, each with the schema of its generation."""
     num_bytes: int
-    """Bytes to read, about."""
+    """Bytes to read, approximately."""
 
     def read(
         self, objects: Readable, pool: Executor, tell: Callable[[int], None] = lambda _: None, *, whole: bool = False
     ) -> ShareFound:
-        """Read and sum up.
+        """Read the share and sum it up.
 
         Args:
             objects: The store.
             pool: Threads to read with.
             tell: Called with the bytes of each chunk.
-            whole: Read chunks whole, and compare their checksums.
+            whole: True to read chunks whole, and to compare their checksums.
 
         Raises:
-            CorruptionError: an object of the store is gone or, as far as it was read whole, altered.
-            StoreUnavailableError: the store does not answer.
+            CorruptionError: An object of the store is missing or, as far as it was read whole, altered.
+            StoreUnavailableError: The store does not answer.
         """
         specs, sums, sent = self.schema.tables, {}, {}
         for each in self.tables:
@@ -122,14 +122,14 @@ def cut_window(
     pieces: Sequence[tuple[Schema, Piece]],
     share_bytes: int,
 ) -> list[WindowShare]:
-    """The shares of a window.
+    """Split a window into shares.
 
     Args:
-        schema: Of the marker's generation.
-        window: What the marker proves.
-        shards: What the ranks of its generation held.
-        pieces: What leads there, open, the oldest first, each with the schema of its generation.
-        share_bytes: What a share reads, about.
+        schema: Schema of the marker's generation.
+        window: The window that the marker proves.
+        shards: Shards of the ranks of its generation.
+        pieces: Pieces that lead to the marker, open, the oldest first, each with the schema of its generation.
+        share_bytes: Bytes that a share reads, approximately.
     """
     if not window.width:
         return []
@@ -164,7 +164,7 @@ def cut_window(
 def _gathered(
     schema: Schema, table_bytes: npt.NDArray[np.float64], share_bytes: int
 ) -> Iterator[tuple[tuple[ShareRows, ...], int]]:
-    """Rows of tables that are read together, with their bytes: about as many for each share."""
+    """Yield rows of tables that are read together, with their bytes: about the same number for each share."""
     gathered: list[ShareRows] = []
     gathered_bytes = 0.0
     for table, spec in enumerate(schema.tables):
@@ -187,7 +187,7 @@ def _gathered(
 
 
 def _within(opened: Sequence[Picked], tables: Sequence[ShareRows]) -> Iterator[Picked]:
-    """The chunks that have such rows."""
+    """Yield the chunks that have such rows."""
     for picked in opened:
         entries = picked.entries
         chosen = np.zeros(len(entries), np.bool_)
@@ -202,9 +202,9 @@ def compare_shares(schema: Schema, met: Met, found: Sequence[ShareFound]) -> Com
     """Compare a window by all of its shares.
 
     Args:
-        schema: Of the marker's generation.
-        met: What its ranks said.
-        found: What each share has found.
+        schema: Schema of the marker's generation.
+        met: MARKs of its ranks.
+        found: Result of each share.
     """
     by_table: dict[int, list[FoundBlocks]] = {}
     for each in (each for share in found for each in share.tables):
@@ -224,7 +224,7 @@ def compare_shares(schema: Schema, met: Met, found: Sequence[ShareFound]) -> Com
 
 
 def _together(parts: Sequence[FoundBlocks]) -> FoundBlocks:
-    """All blocks of one table."""
+    """Join all blocks of one table."""
     blocks = np.concatenate([each.blocks for each in parts])
     order = np.argsort(blocks)
     digests = {own: np.concatenate([each.digests[own] for each in parts])[order] for own in parts[0].digests}

@@ -1,4 +1,4 @@
-"""Rows that are not as a marker proved them, in words and as what has to be sent again."""
+"""Rows that differ from a marker's proof: their description, and the rows that have to be sent again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchrec_stream_ckpt.proofs.seen_marks import Circle
 from torchrec_stream_ckpt.util.types import MarkerId, RowRange
 
 _SAID = 8
-"""Blocks that a message names."""
+"""Most blocks that a message names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class UnprovedBlock:
     """First row."""
     end: int
     proved: MarkerId
-    """The marker whose proof it does not fit."""
+    """The marker whose proof it does not match."""
     before: MarkerId | None
-    """The marker that proved it before that one; None: that is not known."""
+    """The previous marker that proved it. None if it is not known."""
 
     def __str__(self) -> str:
         before = f"before it by {self.before}" if self.before is not None else "not before it"
@@ -40,23 +40,23 @@ class UnprovedBlock:
 
 @dataclass(frozen=True, slots=True)
 class Unproved:
-    """All that differs."""
+    """All differing blocks."""
 
     count: int
-    """Blocks, each once for weights and once for each state."""
+    """Number of blocks, each once for weights and once for each state."""
     blocks: tuple[UnprovedBlock, ...]
-    """Sorted; the first ones of them, where there are many."""
+    """Sorted. Only the first ones if there are many."""
     tables: tuple[str, ...]
-    """Of all of them."""
+    """Tables of all of them."""
 
     def rows(self, schema: Schema) -> tuple[RowRange, ...]:
-        """All rows that have to be sent again."""
+        """Return all rows that have to be sent again."""
         if self.count > len(self.blocks):  # not all are named
             return tuple(RowRange(table.name, 0, table.rows) for _, table in schema.live if table.name in self.tables)
         return tuple(sorted({RowRange(block.table, block.begin, block.end) for block in self.blocks}))
 
     def table_rows(self, schema: Schema) -> list[TableRows]:
-        """The same for a verdict."""
+        """Return all rows that have to be sent again, for a verdict."""
         ids = {table.name: table.id for _, table in schema.live}
         return [
             TableRows(id_, begin, end) for name, begin, end in self.rows(schema) if (id_ := ids.get(name)) is not None
@@ -82,13 +82,13 @@ class Unproved:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What came of a comparison with proofs."""
+    """Result of a comparison with proofs."""
 
     checked: int = 0
     """Cells, counted once for weights and once for each state."""
     total: int = 0
     unproved: Unproved | None = None
-    """What differs."""
+    """Differing blocks. None if none differ."""
 
     @property
     def share(self) -> float:
@@ -103,7 +103,7 @@ class Compared:
 
 
 def name_blocks(tally: Tally, schema: Schema, path: Path, circle: Circle) -> Unproved | None:
-    """Name the blocks that differ; None: none does."""
+    """Name the blocks that differ. Returns None if none differ."""
     found = []
     for each in tally.named:
         table, id_ = schema.tables[each.table], path.id(each.table)

@@ -1,4 +1,4 @@
-"""What one marker proves of weights alone, for a reader that holds tables without optimizer states."""
+"""The proof of one marker for weights alone, for a reader that holds tables without optimizer states."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved, UnprovedBlo
 from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
 
 ReadRows = Callable[[Ints], Array]
-"""Weights of some rows of a table, ids ascending; shape (n, dim), bfloat16 as its bits."""
+"""Reads weights of some rows of a table, ids ascending. Returns shape (n, dim), bfloat16 as its bits."""
 
 _PART_BLOCKS = 1 << 10
 """Blocks whose rows are read at a time."""
@@ -24,26 +24,29 @@ _PART_BLOCKS = 1 << 10
 
 @dataclass(frozen=True, slots=True)
 class WeightProof:
-    """Digests of weights, of the blocks in the window of one marker. A digest has one number for each section of a row
-    (docs/format.md), and that of the weights stands by itself: so weights are compared exactly, without the states."""
+    """Digests of the weights of the blocks in the window of one marker.
+
+    A digest has one number for each section of a row (docs/format.md), and that of the weights is separate. So weights
+    are compared exactly, without the states.
+    """
 
     marker: MarkerId
     tables: Mapping[str, tuple[Ints, Digests]]
-    """By name of a table: blocks, ascending, and the digest of the weights of each, over all columns."""
+    """By table name: blocks, ascending, and the digest of the weights of each, over all columns."""
     proof: Proof
-    """What rank 0 said: of replicated tables, which travel with the dense state."""
+    """Proof of rank 0 for replicated tables, which are part of the dense state."""
 
     @classmethod
     def of(cls, marker: MarkerId, schema: Schema, said: Sequence[Said]) -> WeightProof | None:
-        """Return the proof of a marker; None: it proves nothing.
+        """Return the proof of a marker. Returns None if it proves nothing.
 
         Args:
             marker: The marker.
             schema: The tables of its generation, with ids.
-            said: What each of its ranks said.
+            said: Report of each of its ranks.
 
         Raises:
-            CorruptionError: a proof has more or fewer digests than its shards have.
+            CorruptionError: A proof has more or fewer digests than its shards have.
         """
         window = common_window(each.proof for each in said)
         if window is None:
@@ -63,13 +66,13 @@ class WeightProof:
         return cls(marker, found, said[0].proof)
 
     def compare(self, table: TableSpec, row0: int, rows: int, read: ReadRows) -> Compared:
-        """Compare what a reader holds of one table; blocks that it does not hold whole are left out.
+        """Compare a reader's rows of one table. Blocks that it does not hold whole are left out.
 
         Args:
-            table: One of the marker's.
+            table: A table of the marker.
             row0: First row that the reader holds.
-            rows: How many rows it holds from there on.
-            read: Gives them.
+            rows: Number of rows that it holds from there on.
+            read: Returns them.
         """
         checked, found, total = 0, [], table.rows * table.dim
         for blocks, expected in self._parts(table, row0, rows):
@@ -85,7 +88,7 @@ class WeightProof:
         return Compared(checked, total, Unproved(len(found), tuple(found), (table.name,)) if found else None)
 
     def _parts(self, table: TableSpec, row0: int, rows: int) -> Iterator[tuple[Ints, Digests]]:
-        """Blocks that lie in [row0, row0 + rows), with what is proved of them; a part at a time."""
+        """Yield blocks inside [row0, row0 + rows) with their proved digests, a part at a time."""
         blocks, expected = self.tables.get(table.name, (np.empty(0, np.int64), np.empty(0, np.uint64)))
         last = row0 + rows
         whole = (blocks * BLOCK_ROWS >= row0) & (np.minimum((blocks + 1) * BLOCK_ROWS, table.rows) <= last)
@@ -95,7 +98,7 @@ class WeightProof:
 
 
 def _digests(table: TableSpec, blocks: Ints, counts: Ints, read: ReadRows) -> Digests:
-    """Of the weights that a reader holds, one number a block."""
+    """Return one digest per block of the weights that a reader holds."""
     assert table.id is not None
     ids = (blocks[:, None] * BLOCK_ROWS + np.arange(BLOCK_ROWS)).ravel()
     ids = ids[ids < table.rows]

@@ -1,6 +1,6 @@
-"""Compare the rows that one marker proves, as a store holds them, with its proof. Nothing else is read.
+"""Compare the rows that one marker proves, as a store holds them, with its proof. No other data is read.
 
-Compare what a HEAD holds of the rows that its marker proves with that proof.
+Also compares the rows in a HEAD that its marker proves with that proof.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from torchrec_stream_ckpt.store.reader import open_segments
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard
 
 _MOST_OPEN = 2**14
-"""Segments whose directories are kept from marker to marker: some 40 MB."""
+"""Most segments whose directories are kept from marker to marker: about 40 MB."""
 _MOST_AT_HAND = 64 * 2**20
-"""Bytes of small objects that are kept while one marker is compared: each is read once, directory and rows."""
+"""Most bytes of small objects that are kept while one marker is compared: each is read once, directory and rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class WindowCheck:
-    """What came of one marker's proof."""
+    """Result of the comparison with one marker's proof."""
 
     marker: MarkerId
     window: Window | None
-    """Which blocks it speaks of; None: the marker proves nothing."""
+    """Window of the proof. None if the marker proves nothing."""
     compared: Compared = field(default_factory=Compared)
     """Cells of the window alone."""
     num_bytes: int = 0
-    """What was read."""
+    """Bytes that were read."""
 
     @property
     def differing(self) -> int:
-        """Blocks that are not as they were proved, each once for weights and once for each state."""
+        """Number of blocks that differ from their proof, each once for weights and once for each state."""
         return self.compared.unproved.count if self.compared.unproved is not None else 0
 
 
@@ -61,8 +61,9 @@ class WindowReader:
     Args:
         objects: The store.
         pool: Threads to read with.
-        progress: Called with the bytes of rows that were read.
-        run: Reads shares of a window by workers, whole chunks if its flag says so; None: this process reads all.
+        progress: Called with the number of bytes of rows that were read.
+        run: Reads shares of a window in workers, with whole chunks if its flag is set. If None, this process reads all
+            of them.
     """
 
     def __init__(
@@ -77,26 +78,26 @@ class WindowReader:
         self._progress = progress
         self._run = run
         self._open: dict[SegmentRef, Picked] = {}
-        """Directories, that of the segment used last at the end: many markers are read through the same pieces."""
+        """Directories of segments, the most recently used last: many markers are read through the same pieces."""
 
     def check(
         self, lineage: Lineage, catalog: Catalog, marker: MarkerId, cover: Sequence[Piece] | None = None
     ) -> WindowCheck:
-        """Read the rows that a marker proves, by the pieces that a restore takes, and compare them.
+        """Read the rows that a marker proves, from the pieces that a restore uses, and compare them.
 
-        Rows that do not fit are read again with their whole chunks, so that what was altered in the store is named as
-        that, and only rows whose checksums are right count as not proved.
+        Rows that do not match are read again with their whole chunks. So altered objects of the store are reported as
+        such, and only rows with correct checksums count as not proved.
 
         Args:
             lineage: The control partition.
-            catalog: What the store holds.
-            marker: One that the store serves.
-            cover: The pieces that lead there; None: they are looked up, along all that leads to the marker.
+            catalog: Catalog of the store.
+            marker: A marker that the store serves.
+            cover: The pieces that lead to it. If None, they are looked up along the path to the marker.
 
         Raises:
-            CorruptionError: an object of the store is gone or altered; names it.
-            OtherLogError: the marker's manifest is of another history, also where a fold has its rows.
-            StoreUnavailableError: the store does not answer.
+            CorruptionError: An object of the store is missing or altered. Names it.
+            OtherLogError: The marker's manifest is of another history, even if a fold has its rows.
+            StoreUnavailableError: The store does not answer.
         """
         if cover is None:
             cover = catalog.cover(lineage.chain(marker), pool=self._pool)
@@ -120,7 +121,7 @@ class WindowReader:
         return found
 
     def _opened(self, near: _AtHand, catalog: Catalog, refs: Sequence[SegmentRef]) -> list[Picked]:
-        """All chunks of each segment; what was not read yet is read, small objects whole."""
+        """Return all chunks of each segment. Segments that were not read yet are read; small objects whole."""
         missing = [ref for ref in dict.fromkeys(refs) if ref not in self._open]
         near.take(missing, self._pool)
         found = {ref: self._open.pop(ref) for ref in dict.fromkeys(refs) if ref in self._open}
@@ -133,7 +134,7 @@ class WindowReader:
     def _pieces(
         self, near: _AtHand, catalog: Catalog, lineage: Lineage, marker: MarkerId, cover: Sequence[Piece]
     ) -> tuple[Piece, ...]:
-        """Open, and without tables that a later generation has sent whole."""
+        """Return the opened pieces of a cover, without tables that a later generation has sent whole."""
         picked = iter(self._opened(near, catalog, [ref for piece in cover for ref in piece.segments]))
         bases, pieces = lineage.bases(marker), []
         for piece in cover:
@@ -155,7 +156,7 @@ class WindowReader:
 
 
 class _AtHand:
-    """A store of which small objects are at hand, while one marker is compared."""
+    """A store with small objects kept in memory while one marker is compared."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
@@ -163,7 +164,7 @@ class _AtHand:
         self._num_bytes = 0
 
     def take(self, refs: Iterable[SegmentRef], pool: Executor) -> None:
-        """Read small ones whole, side by side, as far as there is room; raises as ``Objects.read``."""
+        """Read small objects whole, in parallel, as far as there is room. Raises as ``Objects.read``."""
         names = []
         for ref in refs:
             if ref.num_bytes <= SMALL_BYTES and self._num_bytes + ref.num_bytes <= _MOST_AT_HAND:
@@ -172,7 +173,7 @@ class _AtHand:
         self._held |= pool.map(lambda each: (each[0], self._objects.read(each[0], 0, each[1])), names)
 
     def clear(self) -> None:
-        """Nothing is at hand any more."""
+        """Drop all objects in memory."""
         self._held.clear()
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
@@ -189,7 +190,7 @@ class _MarkerWindow:
 
     lineage: Lineage
     path: Path
-    """The marker alone."""
+    """The path with only the marker."""
     notes: tuple[Notes, ...]
     window: Window
     pieces: tuple[tuple[Schema, Piece], ...]
@@ -205,12 +206,12 @@ class _MarkerWindow:
 
     @property
     def shards(self) -> list[TableShard]:
-        """What its ranks hold."""
+        """Shards of its ranks."""
         return _with_rows(shard for each in self.notes for shard in each.shards)
 
 
 def met_at(path: Path, notes: Sequence[Notes]) -> Met:
-    """Collect what the ranks of one marker said: ``path`` is the marker alone."""
+    """Collect the reports of the ranks of one marker. ``path`` is only the marker."""
     met = Met(path)
     met.told({path.chain[-1]: tuple(notes)})
     return met
@@ -219,14 +220,14 @@ def met_at(path: Path, notes: Sequence[Notes]) -> Met:
 def window_sums(
     schema: Schema, path: Path, notes: Sequence[Notes], slices: dict[int, set[Slice]], window: Window
 ) -> RowSums:
-    """Numbers of the rows that one marker proves, to be compared with its proof.
+    """Return numbers of the rows that one marker proves, to be compared with its proof.
 
     Args:
-        schema: Of its generation.
-        path: The marker alone.
-        notes: What its ranks said.
-        slices: By table, the column slices that rows will come in.
-        window: What they prove.
+        schema: Schema of its generation.
+        path: Path with only the marker.
+        notes: Reports of its ranks.
+        slices: By table, the column slices in which rows arrive.
+        window: The window that they prove.
     """
     own = [shard for each in notes for shard in each.shards]
     return RowSums(schema, met_at(path, notes), slices, _with_rows(own), window=window)
@@ -237,12 +238,12 @@ def _with_rows(shards: Iterable[TableShard]) -> list[TableShard]:
 
 
 def window_of(notes: Sequence[Notes]) -> Window | None:
-    """Return the window that a marker proves, by what its ranks said; None: there is none."""
+    """Return the window that a marker proves, from the reports of its ranks. Returns None if there is none."""
     return common_window(each.mark.proof for each in notes)
 
 
 def cells_of(schema: Schema, window: Window) -> int:
-    """Cells of the blocks of a window, counted once for weights and once for each state."""
+    """Return the cells of the blocks of a window, counted once for weights and once for each state."""
     total = 0
     for table in schema.tables:
         if table.id is not None and table.rows:
@@ -253,14 +254,14 @@ def cells_of(schema: Schema, window: Window) -> int:
 
 
 def check_head(lineage: Lineage, head: Head) -> WindowCheck:
-    """Read the rows that a HEAD's marker proves out of its arrays, and compare them.
+    """Read the rows that a HEAD's marker proves from its arrays, and compare them.
 
     Args:
-        lineage: The control partition; it has the marker.
-        head: Open: nobody writes to it meanwhile.
+        lineage: The control partition. It has the marker.
+        head: An open HEAD to which no process writes meanwhile.
 
     Raises:
-        HeadDamagedError: a file of it is gone or too short, or its checksums were altered.
+        HeadDamagedError: A file of it is missing or too short, or its checksums were altered.
     """
     state = head.state
     window = window_of(state.notes)
