@@ -26,8 +26,7 @@ assert 1 << _SHIFT == BLOCK  # a cache line of the mask
 _SMALL = 100_000
 _FEW = 64
 """A lookup flags its blocks one by one if a scan of the shard would cost more: with more than ``_SMALL`` rows plus 64
-per id. Otherwise it flags the whole shard.
-"""
+per id. Otherwise it flags the whole shard."""
 _MANY = 16
 """If more than a 16th of all blocks have a flag, the whole mask is scanned: read in order, a block costs a 16th."""
 

@@ -76,8 +76,7 @@ class _Walk:
         self.leaves: dict[str, tuple[bytes, str]] = {}
         self._done: dict[int, tuple[bytes, Any]] = {}
         """By identity: the digest of an object that may occur at many places, and the object, so that no other gets its
-        identity.
-        """
+        identity."""
 
     def digest(self, value: Any, place: str, above: tuple[int, ...]) -> bytes:
         kind = type(value)

@@ -94,8 +94,7 @@ class DenseState:
         self.saver = Worker("stream-ckpt-dense")
         """Thread for DCP's own collectives: if a rank is missing there, that must not delay the vote. There is one
         thread for all generations of the job. With two threads on one group, each would take part in the other's
-        collectives.
-        """
+        collectives."""
         self.saving: Future[Any] | None = None
         """The current save, or the last one."""
         self._bytes: dict[str, torch.Tensor] = {}

@@ -34,8 +34,7 @@ class Match:
     """Dense optimizer -> for each of its param groups, the group of the marker whose settings it takes."""
     settings: Mapping[str, str] | None = None
     """Fused tables whose hyperparameters are restored, with their names in the marker. None for all, by their own
-    names.
-    """
+    names."""
     id_maps: Mapping[str, str] | None = None
     """Fused tables whose id maps are restored, in the same form: tables that keep all their rows."""
 

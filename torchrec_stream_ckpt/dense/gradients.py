@@ -52,8 +52,7 @@ class LiveGradients:
     """Entry -> its description for people."""
     tree: dict[str, Any]
     """JSON. ``zeros``: names of gradients restored as zeros. ``sparse``: properties of sparse ones not in their two
-    tensors.
-    """
+    tensors."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Checks of the arguments that users pass: a wrong one is an error that names the argument and its value."""
+"""Check arguments that users pass: the error for a wrong one names the argument and its value."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torchrec_stream_ckpt.errors import ConfigError
 
 
 def whole_number(name: str, value: Any, *, least: int | None = None, hint: str = "") -> int:
-    """Return ``value`` as an int, such as that of a NumPy integer. A bool is not a number here.
+    """Return ``value`` as an int, for example that of a NumPy integer. A bool is not a number here.
 
     Raises:
-        ConfigError: it is not a whole number, or less than ``least``.
+        ConfigError: It is not a whole number, or less than ``least``.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
@@ -34,7 +34,7 @@ def true_or_false(name: str, value: Any) -> bool:
     """Return ``value``, which must be a bool.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: It is not a bool.
     """
     if not isinstance(value, bool):
         raise ConfigError(
@@ -48,7 +48,7 @@ def text_or_none(name: str, value: Any) -> str | None:
     """Return ``value``, which must be a string or None.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: It is neither.
     """
     if value is not None and not isinstance(value, str):
         raise ConfigError(
@@ -61,7 +61,7 @@ def callable_value(name: str, value: Any) -> Any:
     """Return ``value``, which must be callable.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: It is not callable.
     """
     if not callable(value):
         raise ConfigError(

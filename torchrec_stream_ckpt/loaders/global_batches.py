@@ -1,4 +1,4 @@
-"""Global batches of numbered samples that a function makes in line, without a ``DataLoader``."""
+"""Global batches of numbered samples that a function creates in the training process, without a ``DataLoader``."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ T = TypeVar("T")
 
 
 class GlobalBatches(Deal, Generic[T]):
-    """Global batches of numbered samples, cut over the ranks, and made in line: for data that need no workers.
+    """Global batches of numbered samples, cut over the ranks and created in line: for data that need no workers.
 
-    The position counts samples, never batches of one rank, so it is one state for all ranks (``stateful={...}``) and
-    means the same to a job of another size. Where the ranks do not divide the batch, parts differ by one sample:
-    ``make`` fills them up to ``size`` with samples that weigh nothing, and the loss of a rank is its weighted sum times
-    ``world / batch_size``, whose mean over the ranks is that of the global batch::
+    The position counts samples, never batches of one rank. So it is one state for all ranks (``stateful={...}``), and
+    is valid for a job with another number of ranks. If the number of ranks does not divide the batch size, parts differ
+    by one sample. ``make`` fills them up to ``size`` with samples of weight zero. The loss of a rank is its weighted
+    sum times ``world / batch_size``, whose mean over the ranks is that of the global batch::
 
         loader = TrackedLoader(GlobalBatches(make, samples=len(data), batch_size=256, rank=rank, world=world))
 
     Args:
-        make: Called as ``make(epoch, rows, size)``; returns this rank's batch: the samples ``rows`` of an epoch, a pure
+        make: Called as ``make(epoch, rows, size)``. Returns this rank's batch: the samples ``rows`` of an epoch, a pure
             function of both, filled up to ``size`` samples.
-        samples: How many an epoch has; an incomplete last batch is left out.
+        samples: Number of samples of an epoch. An incomplete last batch is left out.
         batch_size: Samples of a global batch.
         rank: This rank.
         world: Number of ranks.
-        data_name: What the samples are of, such as the name of a file. A position in data of another name is refused.
-        new_batch_size: As of ``GlobalSampler``.
+        data_name: Name of the data, for example the name of a file. A position in data of another name is rejected.
+        new_batch_size: As in ``GlobalSampler``.
 
     Raises:
-        ConfigError: an epoch has less than one batch, or a batch has less than one sample a rank; or an argument has
+        ConfigError: An epoch has less than one batch, or a batch has less than one sample per rank; or an argument has
             the wrong type.
     """
 
@@ -76,7 +76,7 @@ class GlobalBatches(Deal, Generic[T]):
         self._epoch, self._samples = 0, 0
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Return the number of batches of a whole epoch."""
         return self.batches
 
     @property
@@ -90,7 +90,7 @@ class GlobalBatches(Deal, Generic[T]):
         return self._epoch
 
     def __iter__(self) -> Iterator[T]:
-        """One epoch, or what a loaded position leaves of it."""
+        """Yield one epoch, or the rest of it after a loaded position."""
         begin, end = self.part(self.batch_size)
         while (first := self._samples) + self.batch_size <= self._count:
             batch = self._make(self._epoch, range(first + begin, first + end), self._size)
@@ -99,22 +99,22 @@ class GlobalBatches(Deal, Generic[T]):
         self.next_epoch()
 
     def next_epoch(self) -> None:
-        """The next pass is one of the next epoch."""
+        """Go to the start of the next epoch."""
         self.begin(self._epoch + 1, 0)
 
     def begin(self, epoch: int, samples: int) -> None:
-        """The next batch is the one at this position."""
+        """Go to this position: the next batch is the one there."""
         self._epoch, self._samples = epoch, samples
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: the epoch, and how many samples of it the whole job has read."""
+        """Return the position: the epoch, and the number of its samples that the whole job has read."""
         return self.at(self._epoch, self._samples)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to a saved position.
 
         Raises:
-            ConfigError: it is a position in data of another name or in batches of another size, or this data has fewer
+            ConfigError: It is a position in data of another name or in batches of another size, or this data has fewer
                 samples.
         """
         self.begin(*self.check(state_dict))
@@ -123,7 +123,7 @@ class GlobalBatches(Deal, Generic[T]):
         """Return the epoch and the samples of a saved position.
 
         Raises:
-            ConfigError: it is a position in data of another name or in batches of another size, or this data has fewer
+            ConfigError: It is a position in data of another name or in batches of another size, or this data has fewer
                 samples.
         """
         epoch, samples = super().check(state)

@@ -1,8 +1,8 @@
-"""Samples of the whole job, dealt out over its ranks: the position is the job's, whatever the number of ranks is.
+"""Samples of the whole job, distributed over its ranks. The position is the job's, for any number of ranks.
 
 An epoch is one order of all samples, a function of the seed and the epoch alone. It is cut into global batches, and
-each rank takes its part of every one. So ``(epoch, samples)`` is the position of the whole job: any number of ranks
-goes on from it, and every sample is trained exactly once an epoch.
+each rank takes its part of every one. So ``(epoch, samples)`` is the position of the whole job: any number of ranks can
+continue from it, and every sample is trained exactly once per epoch.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _MASK = (1 << 64) - 1
 
 
 class Deal:
-    """How global batches are dealt out over ranks, and where the job stands. The base of all classes that deal samples.
+    """Distribution of global batches over ranks, and the position of the job. Base of all classes that deal samples.
 
     Args:
         batch_size: Samples of a global batch; with ``per_rank`` those of one rank.
         rank: This rank.
         world: Number of ranks.
-        per_rank: Whether the batch of a rank stays as large as it is on any number of ranks, and the global batch
-            grows with them. By default the global batch stays.
-        drop_last: Whether an epoch leaves an incomplete last batch out.
-        data_name: Name of the data, such as the name of a file. A position in data of another name is refused.
-        new_batch_size: Whether a position of a job with another ``batch_size`` is accepted: the rest of its epoch is
-            then cut into batches of this size. Otherwise it is refused, within an epoch and between two.
+        per_rank: True to keep the batch size of a rank on any number of ranks, so that the global batch grows with
+            them. By default the global batch size is kept.
+        drop_last: True to leave an incomplete last batch of an epoch out.
+        data_name: Name of the data, for example the name of a file. A position in data of another name is rejected.
+        new_batch_size: True to accept a position of a job with another ``batch_size``. The rest of its epoch is then
+            cut into batches of this size. Otherwise it is rejected, within an epoch and between two.
 
     Raises:
-        ConfigError: an argument has the wrong type or is out of range.
+        ConfigError: An argument has the wrong type or is out of range.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Deal:
         self.data_name = text_or_none("data_name", data_name)
         self._new_batch_size = true_or_false("new_batch_size", new_batch_size)
         self.seed: int | None = None
-        """Chooses the order of each epoch; None: samples come in the order of the data."""
+        """Chooses the order of each epoch. If None, samples come in the order of the data."""
 
     @property
     def smallest_part(self) -> int:
@@ -80,18 +80,18 @@ class Deal:
 
     @property
     def largest_part(self) -> int:
-        """Samples of the largest batch that a rank can get: what ``collate_fn`` fills each batch up to.
+        """Samples of the largest batch that a rank can get: ``collate_fn`` fills each batch up to this size.
 
-        TorchRec needs batches of one size on all ranks where a table is sharded by rows.
+        TorchRec needs batches of one size on all ranks if a table is sharded by rows.
         """
         return -(-self.batch_size // self.world)
 
     def part(self, samples: int) -> tuple[int, int]:
-        """Return where this rank's part of a global batch of ``samples`` begins and ends."""
+        """Return begin and end of this rank's part of a global batch of ``samples``."""
         return samples * self.rank // self.world, samples * (self.rank + 1) // self.world
 
     def at(self, epoch: int, samples: int) -> dict[str, Any]:
-        """Return a position as a state: ``samples`` of an epoch were read by the whole job."""
+        """Return a position as a state: the whole job has read ``samples`` of an epoch."""
         named = {} if self.data_name is None else {"data_name": self.data_name}
         fixed = {"rank_batch_size": self.batch_size // self.world} if self._per_rank else {}
         return {"epoch": epoch, "samples": samples, "batch_size": self.batch_size, **fixed, **named}
@@ -100,7 +100,7 @@ class Deal:
         """Return the epoch and the samples of a saved position.
 
         Raises:
-            ConfigError: it is not a position in these data.
+            ConfigError: It is not a position in these data.
         """
         if not {"epoch", "samples"} <= state.keys():
             raise ConfigError(
@@ -126,7 +126,7 @@ class Deal:
         return epoch, samples
 
     def _check_batch_size(self, state: dict[str, Any]) -> None:
-        """Refuse another size of the batch that stays fixed, the global one or that of a rank, unless it is allowed."""
+        """Reject another size of the fixed batch, the global one or that of a rank, unless it is allowed."""
         of_rank = self._per_rank and "rank_batch_size" in state
         now = self.batch_size // self.world if of_rank else self.batch_size
         before = state.get("rank_batch_size" if of_rank else "batch_size", now)
@@ -143,12 +143,12 @@ class Deal:
             log.info("the %s had %d samples at the marker, it has %d now", what, before, now)
 
     def begin(self, epoch: int, samples: int) -> None:
-        """The next pass begins at this position."""
+        """Start the next pass at this position."""
         raise NotImplementedError
 
 
 class _Indices(list[int]):
-    """Indices of the samples of one batch, and their epoch, which a worker learns when it receives them.
+    """Indices of the samples of one batch, and their epoch, which a worker gets with them.
 
     The epoch is not in the indices: ``Subset`` and ``ConcatDataset`` pass on others.
     """
@@ -162,7 +162,10 @@ class _Indices(list[int]):
 
 
 def _received(indices: list[int], epoch: int) -> list[int]:
-    """Return what a worker is to fetch next. A worker serves one loader, so no other one has another epoch there."""
+    """Return the samples that a worker fetches next, and set its epoch.
+
+    A worker serves one loader, so the epoch is unique.
+    """
     fetch_in_epoch(epoch)
     return indices
 
@@ -172,28 +175,31 @@ _epoch_of_fetch = 0
 
 
 def fetch_in_epoch(epoch: int) -> None:
-    """Say which epoch :func:`sample_generator` draws for in this process, from now on; 0 outside of a fetch."""
+    """Set the epoch for which :func:`sample_generator` draws in this process from now on.
+
+    It is 0 outside of a fetch.
+    """
     global _epoch_of_fetch
     _epoch_of_fetch = epoch
 
 
 def sample_generator(index: int, seed: int = 0) -> torch.Generator:
-    """Return a generator whose numbers depend on the seed, the sample and the epoch, and on nothing else.
+    """Return a generator whose numbers depend only on the seed, the sample and the epoch.
 
-    A ``__getitem__`` that draws from it gives the same sample in any worker of any rank, in a resumed epoch too, also
+    A ``__getitem__`` that draws from it gives the same sample in any worker of any rank, even in a resumed epoch, or
     under torch's ``Subset`` and ``ConcatDataset``. Draws from the random state of the worker (``torch.rand``,
-    ``random``) depend on how far that worker has come, and are not exact after a restore.
+    ``random``) depend on the progress of that worker, and are not exact after a restore.
 
     The epoch is that of the :class:`TrackedLoader` that fetches the sample, over a ``DataLoader`` with a
-    :class:`GlobalSampler` or :class:`GlobalStream`; elsewhere, such as in an evaluation, it is 0.
+    :class:`GlobalSampler` or :class:`GlobalStream`. Elsewhere, for example in an evaluation, it is 0.
 
     Args:
-        index: As ``__getitem__`` gets it. Each part of a ``ConcatDataset`` counts from 0: give each a ``seed`` if
-            their numbers should differ.
+        index: Index as passed to ``__getitem__``. Each part of a ``ConcatDataset`` counts from 0: pass a different
+            ``seed`` for each if their numbers should differ.
         seed: Chooses another stream of numbers.
 
     Raises:
-        ConfigError: an argument is not a whole number.
+        ConfigError: An argument is not a whole number.
     """
     import torch  # the rest of this module is for processes without it, too
 
@@ -213,25 +219,25 @@ class GlobalSampler(Deal):
         loader = TrackedLoader(DataLoader(data, batch_sampler=sampler, num_workers=4, collate_fn=collate))
         ckpt = StreamCheckpointer(dmp, optimizer, config=config, stateful={"loader": loader})
 
-    Where the ranks do not divide a batch, parts differ by one sample, and a rank whose part has none gets
+    If the number of ranks does not divide a batch, parts differ by one sample, and a rank whose part is empty gets
     ``collate_fn([])``. TorchRec needs batches of one size on all ranks: fill each one up to :attr:`largest_part` with
-    samples that have no ids and weigh nothing. A loss that is the sum over the rank's samples times
-    ``world / batch_size`` has the mean of the global batch as its mean over the ranks.
+    samples without ids and with weight zero. If the loss of a rank is the sum over its samples times ``world /
+    batch_size``, its mean over the ranks is the mean of the global batch.
 
     Args:
-        samples: How many the data have; or the data, which have a length.
+        samples: Number of samples of the data, or the data, if they have a length.
         batch_size: Samples of a global batch; with ``per_rank`` those of one rank.
         rank: This rank.
         world: Number of ranks.
-        shuffle: Whether each epoch has an order of its own, a function of ``seed`` and epoch.
+        shuffle: True if each epoch has a different order, a function of ``seed`` and epoch.
         seed: Chooses the orders.
-        per_rank: Keep the batch of a rank, not the global one, when the number of ranks changes.
-        drop_last: Leave an incomplete last batch out. By default it is trained.
-        data_name: As of :class:`Deal`.
-        new_batch_size: As of :class:`Deal`.
+        per_rank: True to keep the batch size of a rank instead of the global one when the number of ranks changes.
+        drop_last: True to leave an incomplete last batch out. By default it is trained.
+        data_name: As in :class:`Deal`.
+        new_batch_size: As in :class:`Deal`.
 
     Raises:
-        ConfigError: an epoch would have no batch; or an argument has the wrong type or is out of range.
+        ConfigError: An epoch would have no batch; or an argument has the wrong type or is out of range.
     """
 
     def __init__(
@@ -259,10 +265,10 @@ class GlobalSampler(Deal):
         )
         count = len(samples) if isinstance(samples, Sized) and not isinstance(samples, str) else samples
         self.samples = whole_number("samples", count, hint="pass len(data), or data that have a length")
-        """How many the data have."""
+        """Number of samples of the data."""
         seed = whole_number("seed", seed)
         self.seed = seed if true_or_false("shuffle", shuffle) else None
-        """Chooses the order of each epoch; None: samples come in the order of the data."""
+        """Chooses the order of each epoch. If None, samples come in the order of the data."""
         least = self.batch_size if drop_last else 1
         if self.samples < least:
             raise ConfigError(
@@ -272,7 +278,7 @@ class GlobalSampler(Deal):
         self._begin = (0, 0)
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Return the number of batches of a whole epoch."""
         whole, rest = divmod(self.samples, self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
@@ -283,7 +289,9 @@ class GlobalSampler(Deal):
         return (rest or self.batch_size) // self.world
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The indices of this rank's part of each global batch, from the position that :meth:`begin` was given."""
+        """Yield the indices of this rank's part of each global batch, starting at the position passed
+        to :meth:`begin`.
+        """
         epoch, first = self._begin
         order = self.order(epoch)
         while first < self.samples:
@@ -295,7 +303,10 @@ class GlobalSampler(Deal):
             first += size
 
     def order(self, epoch: int) -> npt.NDArray[np.int64]:
-        """The samples in the order of an epoch; shape (samples,). The same with every version of every library."""
+        """Return the samples in the order of an epoch, shape (samples,).
+
+        It is the same with every version of every library.
+        """
         numbers = np.arange(self.samples)
         if self.seed is None:
             return numbers
@@ -303,14 +314,16 @@ class GlobalSampler(Deal):
         return np.argsort(keys, kind="stable")
 
     def begin(self, epoch: int, samples: int) -> None:
-        """The next pass begins at this position."""
+        """Start the next pass at this position."""
         self._begin = (epoch, samples)
 
     def set_epoch(self, epoch: int) -> None:
-        """For frameworks that set the epoch before each pass. The position knows it: another one is refused.
+        """Check the epoch, for frameworks that set it before each pass.
+
+        The position contains it, so another one is rejected.
 
         Raises:
-            ConfigError: the next pass is of another epoch.
+            ConfigError: The next pass is of another epoch.
         """
         if whole_number("epoch", epoch) != self._begin[0]:
             raise ConfigError(
@@ -319,14 +332,14 @@ class GlobalSampler(Deal):
             )
 
     def at(self, epoch: int, samples: int) -> dict[str, Any]:
-        """Return a position as a state; with what the order of the samples depends on."""
+        """Return a position as a state, with all values that determine the order of the samples."""
         return {**super().at(epoch, samples), "length": self.samples, "seed": self.seed}
 
     def check(self, state: dict[str, Any]) -> tuple[int, int]:
         """Return the epoch and the samples of a saved position.
 
         Raises:
-            ConfigError: the data or their order are not those of the marker.
+            ConfigError: The data or their order are not those of the marker.
         """
         epoch, samples = super().check(state)
         length = state.get("length", self.samples)
@@ -347,7 +360,7 @@ def _ordered(seed: int | None) -> str:
 
 
 def seed_of(*parts: int) -> int:
-    """64 bits that depend on all parts and on their order."""
+    """Return 64 bits that depend on all parts and on their order."""
     found = np.zeros(1, np.uint64)
     for part in parts:
         found = mixed((found ^ np.uint64(part & _MASK)) * GOLDEN + GOLDEN)
@@ -355,10 +368,11 @@ def seed_of(*parts: int) -> int:
 
 
 def check_source(source: object, what: str) -> None:
-    """Refuse what cannot be iterated, and an iterator: it gives its samples once, so the next epoch would be empty.
+    """Reject objects that cannot be iterated, and iterators: they give their samples once, so the next epoch would be
+    empty.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: ``source`` is such an object.
     """
     if not (hasattr(source, "__iter__") or hasattr(source, "__getitem__")):
         raise ConfigError(
@@ -373,10 +387,10 @@ def check_source(source: object, what: str) -> None:
 
 
 def check_long_enough(there: int, samples: int, batch_size: int) -> None:
-    """Refuse data that end before the last global batch that was trained; it may have had fewer samples than others.
+    """Reject data that end before the last trained global batch, which may have had fewer samples than others.
 
     Raises:
-        ConfigError: they do.
+        ConfigError: They do.
     """
     if samples and there <= samples - batch_size:
         raise ConfigError(

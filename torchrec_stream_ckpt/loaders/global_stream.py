@@ -1,4 +1,4 @@
-"""An endless or finite stream of samples, dealt out over ranks and workers by the number of each sample."""
+"""An endless or finite stream of samples, distributed over ranks and workers by the number of each sample."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ T = TypeVar("T")
 
 
 class GlobalStream(IterableDataset[Any], Deal):
-    """Deals the samples of an iterable out by their number: the counterpart of ``GlobalSampler`` for a stream.
+    """Distributes the samples of an iterable by their number: the counterpart of ``GlobalSampler`` for a stream.
 
-    It yields whole batches, made in the workers, so its ``DataLoader`` gets ``batch_size=None``::
+    It yields whole batches, created in the workers, so its ``DataLoader`` gets ``batch_size=None``::
 
         stream = GlobalStream(rows, batch_size=4096, rank=rank, world=world, collate_fn=collate)
         loader = TrackedLoader(DataLoader(stream, batch_size=None, num_workers=4))
 
-    Every worker of every rank reads the whole stream and keeps what is its own: all ranks have to read the same samples
-    in the same order. To go on from a position it reads and drops what comes before, unless the source has
+    Every worker of every rank reads the whole stream and keeps its own part: all ranks must read the same samples in
+    the same order. To continue from a position, it reads and drops the samples before, unless the source has
     ``iter_from(samples)``.
 
     Args:
-        source: The samples of one epoch, as often as it is iterated. If it has ``set_epoch(epoch)``, that is called
-            before each pass.
+        source: The samples of one epoch each time it is iterated. If it has ``set_epoch(epoch)``, that is called before
+            each pass.
         batch_size: Samples of a global batch; with ``per_rank`` those of one rank.
         rank: This rank.
         world: Number of ranks.
-        collate_fn: Makes a batch of a list of samples, of an empty one too if a rank can get no sample; fills it up to
-            ``largest_part`` samples where TorchRec needs batches of one size.
-        per_rank: Keep the batch of a rank, not the global one, when the number of ranks changes.
-        drop_last: Leave an incomplete last batch out.
-        data_name: Name of the data. A position in data of another name is refused.
-        new_batch_size: As of ``GlobalSampler``.
+        collate_fn: Makes a batch of a list of samples. The list may be empty if a rank can get no sample. If TorchRec
+            needs batches of one size, it must fill the batch up to ``largest_part`` samples.
+        per_rank: True to keep the batch size of a rank instead of the global one when the number of ranks changes.
+        drop_last: True to leave an incomplete last batch out.
+        data_name: Name of the data. A position in data of another name is rejected.
+        new_batch_size: As in ``GlobalSampler``.
 
     Raises:
-        ConfigError: an argument has the wrong type or is out of range.
+        ConfigError: An argument has the wrong type or is out of range.
     """
 
     def __init__(
@@ -71,36 +71,36 @@ class GlobalStream(IterableDataset[Any], Deal):
         self._source = source
         self.collate_fn = callable_value("collate_fn", collate_fn)
         """Makes a batch of a list of samples."""
-        # In shared memory: workers that live on see where the next pass begins.
+        # In shared memory: persistent workers see the position at which the next pass begins.
         self._begin: torch.Tensor = torch.zeros(3, dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def smallest_part(self) -> int:
-        """Samples of the smallest batch that a rank can get: nobody knows how long the last one is."""
+        """Samples of the smallest batch that a rank can get. The size of the last one is unknown."""
         return super().smallest_part if self.drop_last else 0
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, where the source has a length.
+        """Return the number of batches of a whole epoch, if the source has a length.
 
         Raises:
-            TypeError: it has none.
+            TypeError: It has none.
         """
         source: Any = self._source
         whole, rest = divmod(len(source), self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
     def begin(self, epoch: int, samples: int) -> None:
-        """The next pass begins at this position."""
+        """Start the next pass at this position."""
         self._begin[:2] = torch.tensor([epoch, samples], device="cpu")
 
     def check(self, state: dict[str, Any]) -> tuple[int, int]:
-        """Return the epoch and the samples of a saved position; raises as :meth:`Deal.check`."""
+        """Return the epoch and the samples of a saved position. Raises as :meth:`Deal.check`."""
         found = super().check(state)
         self._begin[2] = state.get("batch_size", 0)  # the last batch may have had fewer samples
         return found
 
     def __iter__(self) -> Iterator[Any]:
-        """This worker's share of this rank's batches: one of ``num_workers`` batches, in turn."""
+        """Yield this worker's share of this rank's batches: one of ``num_workers`` batches, in turn."""
         epoch, first, last = self._begin.tolist()
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)

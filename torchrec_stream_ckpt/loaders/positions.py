@@ -1,4 +1,4 @@
-"""How a loader says where it stands: by its own state, by the samples of the whole job, or by counting batches."""
+"""Positions of loaders: by their own state, by the samples of the whole job, or by counting batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class StatefulLoader(Protocol[T_co]):
-    """An iterable that knows its position. If it has ``position_of = "job"``, its state serves any number of ranks."""
+    """An iterable that knows its position.
+
+    If it has ``position_of = "job"``, its state is valid for any number of ranks.
+    """
 
     def __iter__(self) -> Iterator[T_co]: ...
 
@@ -24,7 +27,7 @@ class StatefulLoader(Protocol[T_co]):
 
 
 class _Seeds:
-    """Gives a ``DataLoader`` without a generator one of its own.
+    """Gives a separate generator to a ``DataLoader`` without one.
 
     Otherwise torch draws a seed for the workers from the random state of the job at the beginning of each pass, and
     once more if a pass is resumed.
@@ -39,7 +42,7 @@ class _Seeds:
             self._generator = loader.generator = torch.Generator()
 
     def begin(self, *at: int) -> None:
-        """A pass begins at this position: other numbers for each seed of the job, rank, epoch and resumed position."""
+        """Seed a pass at this position: the numbers differ by seed of the job, rank, epoch and resumed position."""
         if self._generator is not None:
             import torch
 
@@ -47,12 +50,12 @@ class _Seeds:
 
 
 class DealtLoader:
-    """torch's ``DataLoader`` over samples that are dealt out: counts the global batches that it has given.
+    """torch's ``DataLoader`` over distributed samples. Counts the global batches that it has returned.
 
     Args:
         loader: The ``DataLoader``.
         deal: Its ``GlobalSampler`` or ``GlobalStream``.
-        limit: Global batches of an epoch; None: all.
+        limit: Global batches of an epoch. If None, all.
     """
 
     position_of: Literal["job"] = "job"
@@ -65,7 +68,7 @@ class DealtLoader:
         self._at = (0, 0)
 
     def __iter__(self) -> Iterator[Any]:
-        """One epoch, or what a loaded position leaves of it."""
+        """Yield one epoch, or the rest of it after a loaded position."""
         epoch, samples = self._at
         _check_length(self._loader, self._deal)
         self._seeds.begin(self._deal.rank, epoch, samples)
@@ -80,18 +83,18 @@ class DealtLoader:
         self.next_epoch()
 
     def next_epoch(self) -> None:
-        """The next pass is one of the next epoch, as a pass over a ``DataLoader`` that begins after a ``break``."""
+        """Go to the start of the next epoch, as a new pass over a ``DataLoader`` after a ``break`` does."""
         self._go_to(self._at[0] + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: the epoch, and how many samples of it the whole job has read."""
+        """Return the position: the epoch, and the number of its samples that the whole job has read."""
         return self._deal.at(*self._at)
 
     def check(self, state: dict[str, Any]) -> None:
-        """Refuse a position in other data, or in another order of them.
+        """Reject a position in other data, or in another order of them.
 
         Raises:
-            ConfigError: it is one.
+            ConfigError: It is one.
         """
         self._deal.check(state)
 
@@ -105,7 +108,7 @@ class DealtLoader:
 
 
 def _fetched(batches: Iterator[Any], epoch: int) -> Iterator[Any]:
-    """The batches; without workers, each sample is fetched here, in this epoch."""
+    """Yield the batches. Without workers, each sample is fetched here, in this epoch."""
     end = object()
     while True:
         fetch_in_epoch(epoch)
@@ -119,11 +122,11 @@ def _fetched(batches: Iterator[Any], epoch: int) -> Iterator[Any]:
 
 
 class CountedLoader:
-    """A loader that does not know its position: batches are counted, and those before a position fetched and dropped.
+    """A loader without a position of its own: batches are counted, and those before a position are fetched and dropped.
 
     Args:
-        loader: Gives the same batches in each pass, or those of an epoch that its sampler is told.
-        limit: Batches of a pass; None: all.
+        loader: Returns the same batches in each pass, or those of the epoch that its sampler was given.
+        limit: Batches of a pass. If None, all.
     """
 
     position_of: Literal["rank"] = "rank"
@@ -136,10 +139,10 @@ class CountedLoader:
         """Epoch of the sampler in the pass that is to be resumed."""
 
     def __iter__(self) -> Iterator[Any]:
-        """One pass without the batches before a loaded position.
+        """Yield one pass without the batches before a loaded position.
 
         Raises:
-            ConfigError: the pass is shorter than that, or one of another epoch of the sampler.
+            ConfigError: The pass is shorter than that, or it is of another epoch of the sampler.
         """
         skip, self._skip = self._skip, 0
         if skip and self._epoch != self._sampler_epoch():
@@ -161,18 +164,20 @@ class CountedLoader:
         self.next_epoch()
 
     def next_epoch(self) -> None:
-        """The next pass begins at its first batch."""
+        """Start the next pass at its first batch."""
         self._batches = self._skip = 0
         self._passes += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: how many batches of the pass were fetched, its number, and the epoch of a sampler with one."""
+        """Return the position: the number of fetched batches of the pass, the pass, and the sampler's epoch if it has
+        one.
+        """
         epoch = self._epoch if self._skip else self._sampler_epoch()
         of_sampler = {} if epoch is None else {"sampler_epoch": epoch}
         return {"batches": max(self._batches, self._skip), "passes": self._passes, **of_sampler, **self._order()}
 
     def _order(self) -> dict[str, int]:
-        """What the batches of a pass depend on, as far as torch's loaders say it."""
+        """Return the values that determine the batches of a pass, if torch's loaders have them."""
         sampler = getattr(self._loader, "sampler", None)
         size = getattr(self._loader, "batch_size", None) or getattr(
             getattr(self._loader, "batch_sampler", None), "batch_size", None
@@ -181,15 +186,18 @@ class CountedLoader:
         return {name: value for name, value in found.items() if isinstance(value, int)}
 
     def _sampler_epoch(self) -> int | None:
-        """The epoch that torch's ``DistributedSampler`` was told; None if the loader has none such."""
+        """Return the epoch that torch's ``DistributedSampler`` was given.
+
+        Returns None if the loader has no such sampler.
+        """
         epoch = getattr(getattr(self._loader, "sampler", None), "epoch", None)
         return epoch if isinstance(epoch, int) else None
 
     def check(self, state: dict[str, Any]) -> None:
-        """Refuse a state that is no count of batches.
+        """Reject a state that is not a count of batches.
 
         Raises:
-            ConfigError: it is not; or within a pass batches are of another size, or the sampler has another seed.
+            ConfigError: It is not; or within a pass batches have another size, or the sampler has another seed.
         """
         if state.keys() - {"passes", "sampler_epoch", "batch_size", "sampler_seed"} != {"batches"}:
             raise ConfigError(
@@ -205,17 +213,17 @@ class CountedLoader:
                 )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The next pass begins after as many batches."""
+        """Start the next pass after the saved number of batches."""
         self._batches = self._skip = state_dict["batches"]
         self._passes = state_dict.get("passes", 0)
         self._epoch = state_dict.get("sampler_epoch", self._sampler_epoch())
 
 
 def position_source(loader: Any, *, skip: bool, limit: int | None) -> StatefulLoader[Any]:
-    """Return what says where ``loader`` stands: itself, or something around it.
+    """Return the object that knows the position of ``loader``: the loader itself, or a wrapper around it.
 
     Raises:
-        ConfigError: nothing can.
+        ConfigError: No object can know it.
     """
     check_source(loader, "TrackedLoader")
     if getattr(loader, "num_workers", None) and not getattr(loader, "in_order", True):
@@ -278,10 +286,10 @@ def _check_dealt(loader: Any, deal: Deal) -> None:
 
 
 def _check_length(loader: Any, deal: Deal) -> None:
-    """Refuse a sampler of fewer or more samples than the data have: a part would never be trained.
+    """Reject a sampler with fewer or more samples than the data: a part would never be trained.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: The numbers differ.
     """
     data: Any = getattr(loader, "dataset", None)
     if isinstance(deal, GlobalSampler) and hasattr(data, "__len__") and len(data) != deal.samples:
@@ -292,7 +300,7 @@ def _check_length(loader: Any, deal: Deal) -> None:
 
 
 def _check_order(loader: Any) -> None:
-    """Refuse torch's own shuffling: its order comes from the random state of the job, and differs in a resumed pass."""
+    """Reject torch's own shuffling: its order comes from the random state of the job, and differs in a resumed pass."""
     data = sys.modules.get("torch.utils.data")
     samplers = (getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None))
     if data is not None and any(
@@ -307,7 +315,7 @@ def _check_order(loader: Any) -> None:
 
 
 def place_in_job() -> tuple[int, int]:
-    """(this rank, number of ranks); (0, 1) where there is no process group."""
+    """Return (this rank, number of ranks). Returns (0, 1) if there is no process group."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return 0, 1

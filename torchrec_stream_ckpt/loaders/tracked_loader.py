@@ -27,13 +27,13 @@ class _Position:
     state: dict[str, Any]
     epoch: int
     batches: int
-    """How many batches lead from the position before to this one: one, or none at the end of a pass."""
+    """Number of batches from the previous position to this one: one, or zero at the end of a pass."""
 
 
 class TrackedLoader(Generic[T]):
     """A loader whose state is that of the last *trained* batch, however many a pipeline or workers have fetched.
 
-    Hand it over as a ``Stateful``; ``StreamCheckpointer.step()`` then tells it that a batch has been trained::
+    Hand it over as a ``Stateful``. Then ``StreamCheckpointer.step()`` notifies it that a batch has been trained::
 
         sampler = GlobalSampler(len(data), batch_size=4096, rank=rank, world=world, shuffle=True)
         loader = TrackedLoader(DataLoader(data, batch_sampler=sampler, num_workers=4))
@@ -48,7 +48,7 @@ class TrackedLoader(Generic[T]):
 
     A plain ``for batch in loader`` works as well, and has the same positions. Attributes that it does not have are
     those of the wrapped loader, and ``len()`` is its length: batches of a whole epoch. A pass that is left by ``break``
-    or ``islice`` is over, as one over a ``DataLoader`` is: the next one is one of the next epoch.
+    or ``islice`` is over, as with a ``DataLoader``: the next pass belongs to the next epoch.
 
     ==========================================  ===================  =============================================
     wrapped loader                              position             restored on another number of ranks
@@ -56,23 +56,23 @@ class TrackedLoader(Generic[T]):
     torch's ``DataLoader`` over a               of the whole job     yes
     ``GlobalSampler`` or ``GlobalStream``
     ``GlobalBatches``                           of the whole job     yes
-    has ``state_dict()`` (torchdata's           of one rank, unless  refused; if it says ``position_of = "job"``,
+    has ``state_dict()`` (torchdata's           of one rank, unless  rejected; if it has ``position_of = "job"``,
     ``StatefulDataLoader``)                     it says otherwise    yes
-    any other, with ``skip=True``               of one rank          refused
+    any other, with ``skip=True``               of one rank          rejected
     ==========================================  ===================  =============================================
 
     Args:
-        loader: One of these. The state of one with ``state_dict()`` is copied after every batch, so a large state (a
+        loader: One of these. If it has ``state_dict()``, its state is copied after every batch, so a large state (a
             shuffle buffer) makes fetching slow.
-        max_in_flight: How many batches may be fetched and not trained; more are an error.
-        skip: For a loader that does not know its position and gives the same batches in every pass, or those of an
-            epoch that it is told: batches are counted, and a resumed pass fetches and drops as many as were trained.
-            That takes as long as it took to fetch them.
-        limit: Batches of an epoch, of which a resumed one trains what is left; None: all. ``itertools.islice`` would
+        max_in_flight: Most batches that may be fetched and not trained. More are an error.
+        skip: True for a loader that does not know its position and returns the same batches in every pass, or those of
+            an epoch that it is given. Batches are counted, and a resumed pass fetches and drops as many as were
+            trained, which takes as long as fetching them did.
+        limit: Batches of an epoch; a resumed epoch trains the rest of them. If None, all. ``itertools.islice`` would
             count them from the restored position. Not for a loader with ``state_dict()``.
 
     Raises:
-        ConfigError: the loader does not know its position, or draws its order anew in each pass.
+        ConfigError: The loader does not know its position, or draws a new order in each pass.
     """
 
     def __init__(
@@ -87,9 +87,9 @@ class TrackedLoader(Generic[T]):
         self._of_rank = getattr(self._loader, "position_of", "rank") == "rank"
         self._max_in_flight = max_in_flight
         self._trained: _Position | None = None
-        """None until a pass begins: the wrapped loader stands where training does."""
+        """None until a pass begins: the wrapped loader is at the position of training."""
         self._ahead: deque[_Position] = deque()
-        """States after each batch in flight, and at the ends of passes among and after them; oldest first."""
+        """States after each batch in flight, and at the ends of passes among and after them, oldest first."""
         self._epoch = 0
         """Number of the pass that is being fetched, or of the next one."""
         self._pass: object | None = None
@@ -97,21 +97,23 @@ class TrackedLoader(Generic[T]):
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
-        """Batches of a whole epoch, as the wrapped loader counts them; at most ``limit``."""
+        """Return the batches of a whole epoch, as the wrapped loader counts them, but at most ``limit``."""
         return min(len(self._wrapped), self._limit) if self._limit is not None else len(self._wrapped)
 
     def __getattr__(self, name: str) -> Any:
-        """What a TrackedLoader does not have is the wrapped loader's: ``dataset``, ``batch_size``, ``sampler``."""
-        if name.startswith("_"):  # a copy that is being made has nothing wrapped yet
+        """Return an attribute of the wrapped loader, such as ``dataset``, ``batch_size`` or ``sampler``."""
+        if name.startswith("_"):  # a copy in construction has no wrapped loader yet
             raise AttributeError(f"{type(self).__name__} has no {name}")
         return getattr(self._wrapped, name)
 
     @property
     def epoch(self) -> int:
-        """Passes over the data that were over at the last trained batch; saved and restored with the position.
+        """Number of passes over the data that were over at the last trained batch.
 
-        A pipeline meets the end of the data before it has trained the last batches. So count epochs by this, not
-        by a counter of your own, if markers are cut between two passes.
+        Saved and restored with the position.
+
+        A pipeline reaches the end of the data before it has trained the last batches. So if markers are cut between two
+        passes, count epochs by this, not by your own counter.
         """
         return self._trained.epoch if self._trained is not None else self._epoch
 
@@ -122,11 +124,11 @@ class TrackedLoader(Generic[T]):
             return sum(position.batches for position in self._ahead)
 
     def __iter__(self) -> Iterator[T]:
-        """One pass, or what a restored position leaves of it; it begins when its first batch is fetched.
+        """Yield one pass, or the rest of it after a restored position. It begins when its first batch is fetched.
 
         Raises:
-            ConfigError: an unfinished pass has batches in flight; this pass is over because another one has begun
-                or a state was loaded; or more than ``max_in_flight`` batches were not trained.
+            ConfigError: An unfinished pass has batches in flight; this pass is over because another one has begun or a
+                state was loaded; or more than ``max_in_flight`` batches were not trained.
         """
         this = object()
         for batch in self._begin(this):
@@ -140,10 +142,10 @@ class TrackedLoader(Generic[T]):
         self._end()
 
     def trained(self, batches: int = 1) -> None:
-        """The oldest batches in flight have been trained. ``StreamCheckpointer.step()`` says it.
+        """Record that the oldest batches in flight have been trained. ``StreamCheckpointer.step()`` calls this.
 
         Raises:
-            ConfigError: fewer are in flight.
+            ConfigError: Fewer are in flight.
         """
         batches = whole_number("batches", batches)
         with self._lock:
@@ -157,15 +159,15 @@ class TrackedLoader(Generic[T]):
                 batches -= self._trained.batches
 
     def end_epoch(self) -> None:
-        """The pass is over, and with it the epoch: for loops over a pipeline, before what they do between two epochs.
+        """End the pass and its epoch: for loops over a pipeline, before their work between two epochs.
 
-        A pipeline meets the end of the data before it has trained the last batches, so nobody but the loop knows when
-        it has left the pass. Nor does a loader know whether a ``break`` ends the epoch or the job: call this where it
-        ends the epoch and a marker may be cut before the next pass. A ``for`` loop that ends by itself needs no call.
-        A marker that is cut before it leaves an empty pass.
+        A pipeline reaches the end of the data before it has trained the last batches, so only the loop knows when it
+        has left the pass. A loader does not know either whether a ``break`` ends the epoch or the job. Call this if the
+        loop ends the epoch and a marker may be cut before the next pass. A ``for`` loop that ends by itself needs no
+        call. A restore of a marker that is cut before this call starts with an empty pass.
 
         Raises:
-            ConfigError: batches are in flight.
+            ConfigError: Batches are in flight.
         """
         with self._lock:
             if self.in_flight:
@@ -181,23 +183,25 @@ class TrackedLoader(Generic[T]):
                 self._trained = self._position(batches=0)
 
     def drop_in_flight(self) -> None:
-        """The batches in flight will never be trained: their pipeline was given up, or they were skipped."""
+        """Drop the batches in flight: they will never be trained, because their pipeline was given up or they were
+        skipped.
+        """
         with self._lock:
             if self._ahead and not self._ahead[-1].batches:
                 self._trained = self._ahead[-1]
             self._ahead.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last trained batch."""
+        """Return the position after the last trained batch."""
         at = self._trained or self._position(batches=0)
         world = {"world": place_in_job()[1]} if self._of_rank else {}
         return {"epoch": at.epoch, "loader": copy.deepcopy(at.state), **world}
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Refuse a saved position that this loader cannot go to; changes nothing.
+        """Reject a saved position that this loader cannot go to. Changes nothing.
 
         Raises:
-            ConfigError: it is the position of one rank, saved on another number of ranks, or one in other data.
+            ConfigError: It is the position of one rank, saved on another number of ranks, or one in other data.
         """
         if not isinstance(state_dict, Mapping) or not {"epoch", "loader"} <= state_dict.keys():
             raise ConfigError(
@@ -216,10 +220,10 @@ class TrackedLoader(Generic[T]):
             check(state_dict["loader"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to a saved position; passes that have begun before are over.
+        """Go to a saved position. Passes that have begun before are over.
 
         Raises:
-            ConfigError: as :meth:`check_state_dict`.
+            ConfigError: As :meth:`check_state_dict`.
         """
         self.check_state_dict(state_dict)
         with self._lock:
@@ -240,7 +244,7 @@ class TrackedLoader(Generic[T]):
                 self._leave_pass()
             try:
                 source = iter(self._loader)
-            except StopIteration:  # torchdata's, resumed where its epoch is over: nothing is left of this pass
+            except StopIteration:  # from torchdata, resumed at the end of its epoch: this pass is empty
                 source = iter(())
             if not self.in_flight and self._ahead:
                 self._trained = self._ahead.pop()  # the end of the last pass, with all of its batches trained
@@ -251,7 +255,7 @@ class TrackedLoader(Generic[T]):
             return source
 
     def _leave_pass(self) -> None:
-        """End a pass that was left by ``break``. A loader with a state of its own decides itself where it goes on."""
+        """End a pass that was left by ``break``. A loader with its own state decides itself where it continues."""
         self._epoch, self._pass = self._epoch + 1, None
         if (next_epoch := getattr(self._loader, "next_epoch", None)) is not None:
             next_epoch()
@@ -276,5 +280,5 @@ class TrackedLoader(Generic[T]):
                 self._trained = end
 
     def _position(self, batches: int) -> _Position:
-        """Where the wrapped loader stands."""
+        """Return the position of the wrapped loader."""
         return _Position(copy.deepcopy(self._loader.state_dict()), self._epoch, batches)

@@ -88,8 +88,7 @@ class Lookups:
         self._numbers = itertools.count(1)
         self._made: dict[int, int] = {}
         """Number of forwards that lead to an update, by the thread that made them. Each thread writes only its own
-        number.
-        """
+        number."""
         self._pending: dict[int, weakref.ref[Any]] = {}
         """Number of a forward after the last update -> its hook, which exists as long as its graph does."""
         self._bound = threading.local()

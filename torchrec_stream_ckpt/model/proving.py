@@ -34,8 +34,7 @@ from torchrec_stream_ckpt.util.types import TableShard
 
 BlocksOf = Callable[[int, int, int], Ints]
 """(id of a table, first row, row after the last one) -> blocks of these rows. ``Window.blocks`` is one
-such function.
-"""
+such function."""
 
 _ALIGNED = 64
 _CHUNK_BYTES = 256 * 1024

@@ -30,8 +30,7 @@ _HYPERPARAMETERS = (
     "min_shrinkage",
 )
 """Numbers of ``optimizer_args`` that may change while a job runs. The learning rate is a separate scalar. Modes are not
-among them: they define which states exist.
-"""
+among them: they define which states exist."""
 
 
 class KernelScalars:

@@ -1,6 +1,6 @@
-"""Small steps that all ranks take together: what fails on one rank fails on all, with the same error.
+"""Short collective steps of all ranks: a failure on one rank fails on all, with the same error.
 
-The process groups of one checkpointer, and what talks over them.
+Also holds the process groups of one checkpointer, and the teams that communicate over them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ T = TypeVar("T")
 
 
 def new_group(timeout_s: float) -> dist.ProcessGroup:
-    """(all ranks) A gloo group of our own over all ranks, apart from those that training uses.
+    """(all ranks) Return a separate gloo group over all ranks, apart from those that training uses.
 
     Raises:
-        RankLostError: not all ranks have come.
+        RankLostError: Not all ranks have arrived.
     """
     try:
         return cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
@@ -41,19 +41,21 @@ def new_group(timeout_s: float) -> dist.ProcessGroup:
 
 
 def outlast(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The group, whose collectives wait as long as it takes: whoever calls them waits on another thread, and gives up.
+    """Disable the time-out of a group's collectives, and return the group.
 
-    gloo's own time-out ends the connections of all ranks for good. A rank that came back after it found no group, and
-    no marker came any more.
+    Its callers wait on another thread, and give up.
+
+    gloo's own time-out ends the connections of all ranks for good. A rank that resumed after it found no group, and no
+    marker was committed any more.
     """
-    # Older torch has the same under another name.
+    # Older torch has this function under another name.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     set_timeout(timedelta(days=365), group)
     return group
 
 
 def end_group(group: dist.ProcessGroup) -> None:
-    """Let go of a group of our own: its threads and sockets end once nothing refers to it any more. Local."""
+    """Release a separate group: its threads and sockets end once nothing refers to it any more. Local."""
     with contextlib.suppress(ValueError):  # the job has ended all groups before
         dist.destroy_process_group(group)
 
@@ -61,14 +63,14 @@ def end_group(group: dist.ProcessGroup) -> None:
 class Team:
     """Collective helpers over one gloo group. Called by all ranks in the same order, from one thread.
 
-    Each collective runs on a thread of its own, so that a wait for a rank that does not come can end. After that the
-    training thread's team is of no use any more: the ranks are not in step.
+    Each collective runs on a separate thread, so that a wait for a missing rank can end. After that, the training
+    thread's team is unusable: the ranks are not in step.
 
     Args:
         group: Nothing else uses it meanwhile.
-        roll: Tells where the ranks are.
-        bound_s: How long one wait may take.
-        in_call: It serves the calls on the training thread, which must be the same on all ranks.
+        roll: Knows the calls that the ranks are in.
+        bound_s: Longest time of one wait.
+        in_call: True if it serves the calls on the training thread, which must be the same on all ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, roll: Roll, bound_s: float, *, in_call: bool = True) -> None:
@@ -82,7 +84,7 @@ class Team:
         self._worker = Worker("stream-ckpt-collective") if self.world > 1 else None
 
     def close(self) -> None:
-        """End the group. What still calls this fails, and does not fall back to a group that training uses."""
+        """End the group. Later calls of this object fail, and do not fall back to a group that training uses."""
         if hasattr(self, "_group"):
             end_group(self._group)
             del self._group
@@ -90,11 +92,11 @@ class Team:
             self._worker.close()
 
     def gather(self, value: T) -> list[T]:
-        """(all ranks) The value of each rank.
+        """(all ranks) Return the value of each rank.
 
         Raises:
-            RankLostError: a rank did not come.
-            ConfigError: the ranks have come from different calls.
+            RankLostError: A rank did not arrive.
+            ConfigError: The ranks are in different calls.
         """
         said = self._all_gather((self._roll.current if self._in_call else "", value), self._bound_s, "")
         calls = [call for call, _ in said]
@@ -104,20 +106,20 @@ class Team:
         return [each for _, each in said]
 
     def agree(self, tag: tuple[int, int], value: T, bound_s: float, what: str) -> list[T]:
-        """(all ranks, commit thread) The value of each rank at ``tag``, a marker and a phase of it.
+        """(all ranks, commit thread) Return the value of each rank at ``tag``, a marker and a phase of it.
 
-        A rank that gave up waiting has gone on to a higher tag. A late rank hears so, and the others ask again: they
-        are in step again without having said a word about it.
+        A rank that gave up waiting has continued with a higher tag. A late rank detects this and raises, and the others
+        ask again. So the ranks are in step again without further messages.
 
         Raises:
-            RankLostError: a rank did not come.
-            MarkerFailedError: the others have gone on.
+            RankLostError: A rank did not arrive.
+            MarkerFailedError: The others have continued.
         """
         begin = time.monotonic()
         while True:
             said = self._all_gather((tag, value), max(0.0, begin + bound_s - time.monotonic()), what)
             if len({phase for (_, phase), _ in said}) == 1:
-                return [each for _, each in said]  # of different markers, too: the votes name them
+                return [each for _, each in said]  # even if of different markers: the votes name them
             newest = max(other for other, _ in said)
             if tag < newest:
                 ahead = [str(rank) for rank, (other, _) in enumerate(said) if other == newest]
@@ -127,7 +129,7 @@ class Team:
 
     def _all_gather(self, value: T, bound_s: float, what: str) -> list[T]:
         def act() -> list[T]:
-            group = self._group  # which is gone once this is closed, on one rank as well
+            group = self._group  # missing once this is closed, even with one rank
             if self.world == 1:
                 return [value]
             values: list[T | None] = [None] * self.world
@@ -137,7 +139,7 @@ class Team:
         return self._wait(act, bound_s, what)
 
     def _wait(self, act: Callable[[], T], bound_s: float, what: str) -> T:
-        """Run a collective, but wait no longer than this."""
+        """Run a collective, but wait at most ``bound_s``."""
         if self._worker is None:
             return act()
         if self._failure is not None:
@@ -150,26 +152,26 @@ class Team:
             if self._in_call:
                 self._failure = error
             raise
-        except RuntimeError as error:  # of gloo: a connection broke
+        except RuntimeError as error:  # from gloo: a connection broke
             raise self._roll.lost(error, what or self._roll.current) from error
 
     def add(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """(all ranks) The sum over ranks of arrays of one shape."""
+        """(all ranks) Return the sum over ranks of arrays of one shape."""
         total = torch.from_numpy(np.array(numbers))
         if self.world > 1:
             self._wait(lambda: dist.all_reduce(total, group=self._group), self._bound_s, "")
         return cast("npt.NDArray[np.int64]", total.numpy())
 
     def together(self, action: Callable[[], T]) -> T:
-        """(all ranks) Do ``action`` on each rank; if it fails on one, the lowest such rank's error is raised on all.
+        """(all ranks) Run ``action`` on each rank. If it fails on some, raise the error of the lowest such rank on all.
 
-        ``action`` must be local: a collective inside would be left alone by a rank that fails before it.
+        ``action`` must be local: a rank that fails before a collective inside it would not take part in that.
         """
         error: StreamCkptError | None = None
         result: T | None = None
         try:
             result = action()
-        except Exception as failure:  # whatever it is: the other ranks must hear of it
+        except Exception as failure:  # any error: the other ranks must get it
             error = self._carried(failure)
         for raised in self.gather(error):
             if raised is not None:
@@ -177,7 +179,7 @@ class Team:
         return cast("T", result)
 
     def on_rank0(self, action: Callable[[], T]) -> T:
-        """Do ``action`` on rank 0 and give its result, or its error, to all ranks."""
+        """Run ``action`` on rank 0 and return its result, or raise its error, on all ranks."""
         self.gather(None)  # all ranks are in this call
         outcome: list[T | StreamCkptError | None] = [None]
         if self.rank == 0:
@@ -192,7 +194,7 @@ class Team:
         return cast("T", outcome[0])
 
     def _carried(self, failure: Exception) -> StreamCkptError:
-        """An error that other ranks can be sent; one that is not ours keeps its name, text and rank."""
+        """Return an error that can be sent to other ranks. A foreign error keeps its name, text and rank."""
         if isinstance(failure, StreamCkptError):
             return failure
         error = StreamCkptError(f"{type(failure).__name__}: {failure}", rank=self.rank)
@@ -201,32 +203,32 @@ class Team:
 
 
 PEERS_S = 20.0
-"""Other ranks are waited for so much longer than for the log."""
+"""Additional time to wait for other ranks, compared with the log."""
 
 
 class Groups:
     """One group for each thread and purpose: calls on one group are in the same order on every rank. Collective.
 
     Args:
-        commit_timeout_s: How long a commit may take.
+        commit_timeout_s: Longest time of a commit.
     """
 
     def __init__(self, commit_timeout_s: float) -> None:
         bound_s = commit_timeout_s + PEERS_S
         self.vote_s = 2 * commit_timeout_s + 60
-        """How long a vote may take."""
+        """Longest time of a vote."""
         self.step, commit_group, dense_group = (new_group(self.vote_s) for _ in range(3))
         self.dense = outlast(dense_group)
-        """Dense state is saved over it, on a thread of its own."""
+        """The group for saving dense state, on a separate thread."""
         self.roll = Roll.of(self.step)
-        """Tells where the ranks are."""
+        """Knows the calls that the ranks are in."""
         self.team = Team(self.step, self.roll, bound_s)
-        """The training threads; over ``step``, as votes are."""
+        """The team of the training threads, over ``step``, as votes are."""
         self.commit_team = Team(outlast(commit_group), self.roll, bound_s, in_call=False)
-        """The commit threads."""
+        """The team of the commit threads."""
 
     def close(self) -> None:
-        """End their threads and sockets here: whatever still refers to this object keeps none alive."""
+        """End their threads and sockets here, even if other objects still refer to this one."""
         self.roll.close()
         self.team.close()
         self.commit_team.close()

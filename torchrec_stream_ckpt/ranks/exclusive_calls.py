@@ -1,4 +1,4 @@
-"""One collective call at a time: a call that begins inside of another one is refused, on whatever thread."""
+"""One collective call at a time: a call that starts inside another one is rejected, on any thread."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ T = TypeVar("T")
 
 
 class _Call:
-    """Lives as long as a collective call."""
+    """Exists as long as a collective call."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 class Calls:
-    """Guards the collective calls of one object. None begins inside of another: it would find rows and cuts half way.
+    """Guards the collective calls of one object. None starts inside another: it would find rows and cuts in progress.
 
     Args:
-        roll: Tells the other ranks which call this one is in.
+        roll: Reports to the other ranks which call this one is in.
     """
 
     def __init__(self, roll: Roll) -> None:
@@ -37,19 +37,19 @@ class Calls:
 
     @property
     def in_fork(self) -> bool:
-        """True if this is a process that was forked from the one that made the object."""
+        """True if this process was forked from the one that created the object."""
         return os.getpid() != self._process
 
     def check_none(self, name: str) -> None:
-        """Refuse ``name`` while a call is running."""
+        """Reject ``name`` while a call is running."""
         if (held := self._now.get("now")) is not None and (running := held()) is not None:
             raise _inside(name, running)
 
     def make(self, name: str, call: Callable[[], T]) -> T:
-        """Run ``call`` under its name: a waiting rank can say so, and be told where others are.
+        """Run ``call`` under its name, which waiting ranks report.
 
         Raises:
-            ConfigError: another call is running, or this is a fork.
+            ConfigError: Another call is running, or this is a fork.
         """
         if self.in_fork:
             raise ConfigError(
@@ -60,7 +60,7 @@ class Calls:
         running: _Call | None = None
         try:
             running = self._now.setdefault("now", weakref.ref(mine))()  # one step, for all threads
-            if running is None:  # one that was interrupted where it could not say that it has ended
+            if running is None:  # an interrupted call that could not record its end
                 self._now["now"], running = weakref.ref(mine), mine
             if running is not mine:
                 raise _inside(name, running)
@@ -84,7 +84,7 @@ Method = Callable[Concatenate[G, P], T]
 
 
 def collective(name: str) -> Callable[[Method[G, P, T]], Method[G, P, T]]:
-    """A method that all ranks call, guarded by the ``Calls`` of its object."""
+    """Guard a method that all ranks call by the ``Calls`` of its object."""
 
     def named(method: Method[G, P, T]) -> Method[G, P, T]:
         @wraps(method)

@@ -1,9 +1,8 @@
-"""Where the ranks of a job are: told out of band, over the job's own store, and read by a rank that has waited long.
+"""The call that each rank of a job is in: reported out of band over the job's own store, for ranks that wait long.
 
-A rank that waits asks all ranks, and each of them answers from a thread of its own, once a second, with the call that
-it is in. So a wait can end with the name of the rank that did not come, and a call that was made on one rank alone is
-named on all of them. A rank that does not answer is frozen or dead. While no rank waits, each looks once a second
-whether it is asked.
+A rank that waits asks all ranks. Each of them answers from a separate thread, once a second, with its current call. So
+a wait can end with the name of the missing rank, and a call that was made on one rank alone is named on all of them. A
+rank that does not answer is frozen or dead. While no rank waits, each checks once a second whether it is asked.
 """
 
 from __future__ import annotations
@@ -30,35 +29,35 @@ QUIET_S = 3.0
 """A rank asks the others only after a wait of this length."""
 TICK_S = 1.0
 SILENT_S = 3.0
-"""A rank that has not answered for so long is frozen, dead, or cut off."""
+"""A rank that has not answered for this long is frozen, dead, or cut off."""
 PROOF_S = 4.0
-"""Two ranks that have waited in different calls for so long wait for each other."""
+"""Two ranks that have waited in different calls for this long wait for each other."""
 WARN_S = 10.0
 _LAST_WORD_S = 2.0
-"""How long a rank that closes waits for its last answer to be told."""
+"""Longest time that a closing rank waits until its last answer is sent."""
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What is known of one rank."""
+    """State of one rank, as far as known."""
 
     said: str = ""
     """Its last answer."""
     changed_s: float = 0.0
-    """When that was another one than before."""
+    """Time of the last change of the answer."""
     state: tuple[str, bool] = ("", False)
     """The call that it is in, and whether it waits there."""
     since_s: float = 0.0
-    """Since when that is so."""
+    """Time since which that state holds."""
 
 
 class Roll:
     """The ranks of one checkpointer.
 
     Args:
-        store: Shared by all ranks; None: nothing is told, and waits end without names.
-        rank: This one.
-        world: How many there are.
+        store: Shared by all ranks. If None, nothing is reported, and waits end without names.
+        rank: This rank.
+        world: Number of ranks.
     """
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
@@ -66,46 +65,46 @@ class Roll:
         self._rank = rank
         self._world = world
         self._call = ""
-        """The collective call that the training thread is in; empty between calls."""
+        """The collective call that the training thread is in. Empty between calls."""
         self._call_ends_s: float | None = None
         self._waits_in_call = False
         self._waiting: set[object] = set()
-        """One a wait: whatever a signal's handler raises where it begins, it is taken off again."""
+        """One object per wait. It is removed even if a signal handler raises at the start of the wait."""
         self._asked = False
         self._alarm = ""
         self._beat = 0
         self._seen = {other: _Seen(since_s=time.monotonic()) for other in range(world) if other != rank}
         self._answered_s = time.monotonic()
-        """When the store has answered last."""
+        """Time of the store's last answer."""
         self._woken = SafeEvent()
         self._ending = SafeEvent()
         self._closed = False
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        """Held where the thread begins, where it ends, and where it is looked for."""
+        """Held where the thread starts, ends, or is looked up."""
         self._start()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Roll:
-        """(all ranks) Over the store of a group, by a connection of its own."""
+        """(all ranks) Create a roll over the store of a group, with a separate connection."""
         store = group.get_group_store() if hasattr(group, "get_group_store") else None
         with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
             store = store.clone() if store is not None else None
         return cls(store, dist.get_rank(), dist.get_world_size())
 
     def close(self, call: str = "close()") -> None:
-        """This rank makes no call any more; ranks that wait for it are told so."""
+        """Report to waiting ranks that this rank makes no more calls."""
         self._call, self._waits_in_call, self._closed = call, True, True
         self._ending.set()
         self._woken.set()
-        with self._lock:  # another thread may just start it
+        with self._lock:  # another thread may be starting it
             thread = self._thread
         if thread is not None and thread.is_alive():
-            thread.join(_LAST_WORD_S)  # while the store is there
+            thread.join(_LAST_WORD_S)  # while the store exists
 
     def _start(self) -> None:
-        """Have a thread, unless there is no other rank to talk to."""
-        begun = self._thread is not None and self._thread.is_alive()  # not if its start was interrupted
+        """Start the thread if it is not running. Not needed without another rank."""
+        begun = self._thread is not None and self._thread.is_alive()  # False if its start was interrupted
         if not begun and self._store is not None and self._world > 1:
             left, woken = SafeEvent(), self._woken
             self._thread = threading.Thread(
@@ -120,7 +119,7 @@ class Roll:
             end_at_exit(self._thread, leave)
 
     def _is_over(self) -> bool:
-        """(its thread) Whether it is no longer needed: a marker in flight may wait after a close as well."""
+        """(its thread) Return whether it is no longer needed. A marker in flight may still wait after a close."""
         with self._lock:
             if not self._closed or self._waiting:
                 return False
@@ -129,7 +128,7 @@ class Roll:
 
     @property
     def store(self) -> Any:
-        """Shared by all ranks; None: there is none."""
+        """Store shared by all ranks. None if there is none."""
         return self._store
 
     @property
@@ -139,7 +138,7 @@ class Roll:
 
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
-        """(training thread) A collective call, or one within another, which then keeps its name."""
+        """(training thread) Run a collective call, or one inside another, which then keeps its name."""
         before = self._call, self._call_ends_s
         if not self._call:
             self._call, self._call_ends_s = name, None
@@ -149,21 +148,21 @@ class Roll:
             self._call, self._call_ends_s = before
 
     def bound(self, bound_s: float) -> None:
-        """End all waits of the call that the training thread is in within ``bound_s``."""
+        """End all waits of the training thread's current call within ``bound_s``."""
         self._call_ends_s = time.monotonic() + bound_s
 
     def wait(self, done: Callable[[float], bool], bound_s: float, what: str = "", *, in_call: bool = True) -> None:
         """Wait for other ranks.
 
         Args:
-            done: Waits for the given seconds at most, and says whether what is waited for has come.
-            bound_s: How long.
-            what: What this rank waits in; default: the call that the training thread is in.
-            in_call: On the training thread.
+            done: Waits at most for the given seconds, and returns whether the wait is over.
+            bound_s: Longest time of the wait.
+            what: Name of the wait for messages. By default the call that the training thread is in.
+            in_call: True on the training thread.
 
         Raises:
-            RankLostError: it did not come; names the ranks that it was waited for.
-            ConfigError: other ranks are in another call, and wait there as well.
+            RankLostError: The wait was not over in time. Names the missing ranks.
+            ConfigError: Other ranks are in another call, and wait there as well.
         """
         begin = time.monotonic()
         ends = begin + bound_s
@@ -188,7 +187,7 @@ class Roll:
                     self._tell(f"rank {self._rank} waits in {what} for {self._missing()}", fatal=False)
 
     def lost(self, error: Exception, what: str) -> RankLostError:
-        """A connection to another rank broke: which one it was, as soon as it can be told."""
+        """Return the error for a broken connection. It names the lost rank, as soon as it is known."""
         with self._asking(in_call=False):
             ends = time.monotonic() + SILENT_S + 2 * TICK_S
             while self._store is not None and time.monotonic() < ends and not (self._silent() or self._gone()):
@@ -202,18 +201,18 @@ class Roll:
             said = f"it has lost {self._missing()}"
         return RankLostError(f"rank {self._rank} cannot finish {what}: {said}", hint=hint)
 
-    # What is known.
+    # Known state.
 
     def _silent(self) -> list[int]:
         now = time.monotonic()
         return [other for other, seen in self._seen.items() if now - seen.changed_s > SILENT_S]
 
     def _gone(self) -> list[int]:
-        """The ranks that have closed."""
+        """Return the ranks that have closed."""
         return [other for other, seen in self._seen.items() if seen.state[0] == "close()"]
 
     def _missing(self) -> str:
-        """The ranks that are waited for, and what they are doing."""
+        """Describe the missing ranks and their current calls."""
         if self._store is None:
             return "another rank"
         if time.monotonic() - self._answered_s > SILENT_S:
@@ -225,7 +224,7 @@ class Roll:
         return ", ".join(f"rank {other} (in {call})" for other, call in calls.items())
 
     def _check_calls(self, mine: str) -> None:
-        """Raises ConfigError once ranks wait for each other in different calls."""
+        """Raise ConfigError once ranks wait for each other in different calls."""
         if not self._alarm:
             now = time.monotonic()
             others = {
@@ -241,13 +240,13 @@ class Roll:
         raise ConfigError(self._alarm, hint="every call is collective: make it on all ranks, at the same step boundary")
 
     def out_of_step(self, calls: list[str]) -> ConfigError:
-        """The ranks have met in different calls."""
+        """Return the error for ranks that are in different calls."""
         said = ", ".join(f"rank {rank} is in {call or 'no call'}" for rank, call in enumerate(calls))
         self._alarm = self._alarm or said
         return ConfigError(said, hint="every call is collective: make it on all ranks, at the same step boundary")
 
     def _tell(self, said: str, *, fatal: bool) -> None:
-        """Say it on all ranks."""
+        """Log a message on all ranks."""
         log.log(logging.ERROR if fatal else logging.WARNING, "%s", said)
         if fatal:
             self._alarm = said
@@ -316,7 +315,7 @@ class Roll:
             now = time.monotonic()
             if said == seen.said:
                 if seen.state[0] == "close()":
-                    seen.changed_s = now  # it has said its last word
+                    seen.changed_s = now  # it has sent its last answer
                 continue
             _, call, waits = json.loads(said)
             if (call, waits) != seen.state:
@@ -325,7 +324,7 @@ class Roll:
 
 
 def _run(of: weakref.ref[Roll], woken: threading.Event, ending: threading.Event, left: threading.Event) -> None:
-    """The thread of a roll: ends with it, also if it is never closed."""
+    """Run the thread of a roll. It ends with the roll, even if that is never closed."""
     heard: set[str] = set()
     while True:
         woken.wait(TICK_S)
@@ -335,7 +334,7 @@ def _run(of: weakref.ref[Roll], woken: threading.Event, ending: threading.Event,
             return
         try:
             roll._tick(heard)
-        except Exception as error:  # the store is gone, with the rank that held it: waits say so
+        except Exception as error:  # the store is gone, with the rank that held it: waits report that
             log.debug("the ranks' store does not answer: %s", error)
             ending.wait(TICK_S)
         if roll._is_over():

@@ -1,8 +1,8 @@
-"""How many steps the ranks train from one vote to the next.
+"""Number of steps that the ranks train from one vote to the next.
 
-A vote costs each rank a fraction of a millisecond. So each rank says in it how long it needs no other one, and the next
-vote comes once the first rank needs it. What a rank has to say meanwhile waits for that vote: for about ``LATEST_S``,
-measured at the pace since the last vote, and for ``MOST_STEPS`` steps at most, whatever the pace becomes.
+A vote costs each rank a fraction of a millisecond. So each rank states in it for how long it needs no other vote, and
+the next vote comes once the first rank needs it. Messages of a rank meanwhile wait for that vote: for about
+``LATEST_S``, measured at the pace since the last vote, and for ``MOST_STEPS`` steps at most, whatever the pace becomes.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import time
 from collections.abc import Callable
 
 LATEST_S = 1.0
-"""About so much time lies between two votes at most, where votes come by themselves."""
+"""Longest time between two votes, approximately, if votes come without a request."""
 MOST_STEPS = 32
-"""And no more steps than this."""
+"""Most steps between two votes."""
 NEVER = 2**62
-"""No vote until something is cut, or due."""
+"""No vote until a marker is cut or due."""
 
 
 class Spacing:
-    """Of one rank. It only proposes: the next vote comes where the least of all proposals says.
+    """The vote interval of one rank. It is a proposal: the least of all proposals determines the next vote.
 
     Args:
-        alone: There is no other rank: a vote costs nothing, and comes at every step.
-        clock: In seconds.
+        alone: True if there is no other rank: a vote costs nothing, and comes at every step.
+        clock: Clock in seconds.
     """
 
     def __init__(self, *, alone: bool, clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,15 +43,18 @@ class Spacing:
 
     @property
     def longest(self) -> int:
-        """Steps after which a rank is heard at the latest."""
+        """Most steps until the next vote."""
         return 1 if self._alone else max(1, min(MOST_STEPS, int(LATEST_S / self._step_s)))
 
     def steps_in(self, seconds: float) -> int:
-        """Steps that end before ``seconds`` have passed, at the pace since the last vote; 1 at least."""
+        """Return the steps that end before ``seconds`` have passed, at the pace since the last vote. At least 1."""
         return max(1, int(min(seconds / self._step_s, NEVER)))
 
     def poll(self) -> int:
-        """1, 2, 4... steps from one vote to the next, up to the longest: something may have changed at any moment."""
+        """Return 1, 2, 4...
+
+        steps from one vote to the next, up to the longest: something may have changed at any moment.
+        """
         steps = min(self._polls, self.longest)
         self._polls = 2 * steps
         return steps

@@ -1,4 +1,4 @@
-"""How a job streams its checkpoints: the settings, checked as soon as they are given."""
+"""Settings of how a job streams its checkpoints, checked as soon as they are given."""
 
 from __future__ import annotations
 
@@ -31,101 +31,105 @@ _OF_ALL_RANKS = (
 
 @dataclass(kw_only=True, slots=True)
 class StreamConfig:
-    """How a job streams its checkpoints."""
+    """Settings of how a job streams its checkpoints."""
 
     uri: str | Sequence[str]
     """``file://DIR`` or ``kafka://HOST:PORT[,HOST:PORT...]/JOB``; or two of them, nearest first, the first a ``file://``:
     the job writes to that one, and a relay copies it to the other (docs/tiers.md)."""
     outer_every: int = 1
-    """(two tiers) Which markers the outer one gets: those whose number is a multiple of this. Rows go there in any
-    case; of the other markers, dense state and COMMIT stay on the inner one."""
+    """(two tiers) The outer tier gets the markers whose number is a multiple of this. Rows are sent there in any case.
+    Dense state and COMMIT of the other markers stay on the inner tier."""
     store: str | None = None
-    """Where dense state goes, and where a restore looks for rows that a materializer has put there: ``file://DIR`` or
-    ``s3://BUCKET/PREFIX``. Default: inside the file log's folder; required with Kafka. With two tiers it is the outer
-    one's; that of the inner one is inside its folder."""
+    """Location of dense state, and of rows that a materializer has stored there for a restore: ``file://DIR`` or
+    ``s3://BUCKET/PREFIX``. Default: inside the file log's folder. Required with Kafka. With two tiers it is the outer
+    one's; the inner one's store is inside its folder."""
     store_options: Options = field(default=None, repr=False)
     """Settings of an object store, credentials included (fsspec's, for S3 those of s3fs), or a file of ``key=value``
     lines (docs/operations.md)."""
     drain_every: int | Literal["auto"] = 1
-    """Steps between two drains, which send the rows that changed. ``auto``: about half a ring at a time, and none while
-    the log lags."""
+    """Steps between two drains, which send the rows that changed. With ``auto``, a drain sends about half a ring, and
+    there is none while the log lags."""
     marker_every: int | None = _MARKER_EVERY
-    """A marker is due at every multiple of this number of steps, and cut at the first step boundary from then on at
-    which every rank has finished its sweep and has no marker in flight; None: not by steps."""
+    """A marker is due at every multiple of this number of steps. It is cut at the first step boundary from then on at
+    which every rank has finished its sweep and has no marker in flight. None disables markers by steps."""
     marker_every_s: float | None = None
-    """Cut a marker when this many seconds have passed since the last one, by rank 0's clock; None: not by time. Among
-    several ranks it may be cut a second or 32 steps later where the steps become slower (docs/training_loop.md)."""
+    """Cut a marker when this many seconds have passed since the last one, by rank 0's clock. None disables markers by
+    time. With several ranks, a marker may be cut a second or 32 steps later if the steps become slower
+    (docs/training_loop.md)."""
     marker_every_event_s: float | None = None
-    """Cut a marker once all ranks have trained a further stretch of so many seconds of *event time*, which is the time
-    that ``step(event_s=...)`` says. Stretches begin at multiples of it, in Unix time. None: not by event time."""
+    """Cut a marker once all ranks have trained a further interval of this many seconds of *event time*, which is the
+    time passed to ``step(event_s=...)``. Intervals begin at multiples of it, in Unix time. None disables markers by
+    event time."""
     max_overhead: float | None = None
     """Cut markers as often as ``step()`` takes at most this part of the time that training takes by itself on each rank
-    (0.01: 1%), instead of by steps or seconds; ``drain_every`` then says how often a drain may come at most. If
+    (0.01: 1%), instead of by steps or seconds. Then ``drain_every`` is the minimum number of steps between drains. If
     step boundaries alone use up the budget, markers may use 10% more. Time spent marking rows in the backward pass is
     not included (docs/performance.md)."""
     kafka_options: Options = field(default=None, repr=False)
     """Kafka client settings, security included, or a file of ``key=value`` lines."""
     commit_key_file: str | Path | None = None
-    """A file of at least 32 random bytes, or 64 hex digits, that only its owner may open. With it, rank 0 signs what
-    it claims and commits, and takes nothing for committed that is not signed with it (docs/security.md)."""
+    """A file of at least 32 random bytes, or 64 hex digits, that only its owner may open. With it, rank 0 signs its
+    CLAIM and COMMIT records, and accepts only records signed with it as committed (docs/security.md)."""
     on_stream_failure: Literal["continue", "raise"] = "continue"
-    """What a marker that fails does besides failing its future: training goes on and the next one tries again, or
-    ``step()`` raises the reason, on all ranks at the same step."""
+    """Reaction to a failed marker, besides failing its future. With ``continue``, training continues and the next
+    marker tries again. With ``raise``, ``step()`` raises the reason, on all ranks at the same step."""
     on_signal: Literal["mark", "none"] | None = None
-    """``mark``: SIGTERM leads to a marker at the next step boundary of all ranks, waited for there, after which
+    """With ``mark``, SIGTERM leads to a marker at the next step boundary of all ranks, which waits for it. After that
     ``StreamCheckpointer.should_stop`` is true on all of them: leave the loop and close. SIGUSR1 leads to a marker, and
-    training goes on. One rank that is signalled is enough. None or ``none``: signals do what they did. See
+    training continues. A signal to one rank is enough. With None or ``none``, signals are not handled. See
     docs/training_loop.md."""
     signal_s: float = SIGNAL_S
-    """How long the marker of a signal may take, from the first step boundary after the signal on. Then the job says why
-    there is none, and after SIGTERM it ends without it. A marker gets 5 s in any case."""
+    """Longest time for the marker of a signal, from the first step boundary after the signal on. Then the job reports
+    why there is no marker, and after SIGTERM it ends without it. A marker gets 5 s in any case."""
     replicas: Literal["same", "rank0"] = "same"
-    """``same``: each marker compares what ranks hold alike (dense parameters, their optimizers, ``stateful``), and is
-    refused if they differ. ``rank0``: replicas may differ by design (local SGD, mixed hardware): nothing is compared,
-    rank 0's is saved as a whole, and a restore gives it to all ranks, and says so. Not with FSDP2."""
+    """``same``: each marker compares the state that ranks hold alike (dense parameters, their optimizers,
+    ``stateful``), and is rejected if it differs. ``rank0``: replicas may differ by design (local SGD, mixed hardware).
+    Nothing is compared, rank 0's replica is saved as a whole, and a restore gives it to all ranks and reports that. Not
+    with FSDP2."""
     on_column_resplit: Literal["refuse", "merge"] = "refuse"
-    """What a restore does when the plan splits columns of a row-wise optimizer in another way."""
+    """Reaction of a restore if the plan splits columns of a row-wise optimizer in another way."""
     ring_bytes: int = 64 * 2**20
-    """Memory for frames that the log has not acknowledged, and the most that one ``step()`` gathers of touched
-    rows. Two frames of 1 MB at least. Over Kafka the client holds as much again."""
+    """Memory for frames that the log has not acknowledged, and the most that one ``step()`` gathers of touched rows. At
+    least two frames of 1 MB. With Kafka the client holds as much again."""
     marker_budget_bytes: int = 2**30
-    """Memory that a marker may take on top: for rows of its cut that training overwrites before they have found space
-    in the ring. Without room all ranks give the marker up, and its rows go with the next one."""
+    """Additional memory of a marker for rows of its cut that training overwrites before they found space in the ring.
+    If it is full, all ranks give the marker up, and its rows go with the next one."""
     sweep_bytes: int = 16 * 2**20
-    """Bytes a step of rows that no step has touched, until all have been sent."""
+    """Bytes per step of rows that no step has touched, until all have been sent."""
     proof_bytes: int = PROOF_BYTES
-    """Bytes of its live rows whose digests each rank adds to a marker, each time of other rows: all are proved in
-    turn. Readers compare what they have restored with them, so that a row is found that was changed past the hooks, or
-    lost on its way (docs/guarantees.md). That of rank 0 counts for all. At the least a marker proves
-    1/65,536 of all blocks of 64 rows, also where these are more bytes. 0: no digests."""
+    """Bytes of its live rows whose digests each rank adds to a marker. Each marker covers other rows, so that all are
+    proved in turn. Readers compare restored rows with the digests, and so detect rows that were changed without the
+    hooks or lost on the way (docs/guarantees.md). Rank 0's value counts for all. A marker proves at least 1/65,536 of
+    all blocks of 64 rows, even if these have more bytes. 0 disables digests."""
     fresh: bool = False
-    """Start from nothing on a log that holds markers. Without it, a first ``step()`` or ``mark()`` there that no
-    ``restore()`` came before is refused: the new run's first marker would be newer than all of them. It begins beside
-    markers that are whole: a log that has lost a piece is refused all the same."""
+    """Start from nothing on a log that holds markers. Without it, a first ``step()`` or ``mark()`` without a
+    ``restore()`` is rejected on such a log: the new run's first marker would be newer than all of them. It only accepts
+    intact markers: a log that has lost a piece is rejected in any case."""
     max_fallback: int = 3
-    """How many damaged markers ``restore()`` without a name may pass over until it finds one that is whole; 0: none."""
+    """Most damaged markers that ``restore()`` without a name may skip until it finds an intact one. 0 for none."""
     head: str | None = "auto"
-    """Folder in which ``stream-ckpt materialize --head DIR`` keeps a marker warm on this host: a restore of it, or of
-    one that stands on it, copies rows from there. ``auto``: this user's folder in shared memory; None: never."""
+    """Folder in which ``stream-ckpt materialize --head DIR`` keeps a marker warm on this host. A restore of it, or of a
+    marker based on it, copies rows from there. ``auto``: this user's folder in shared memory. None disables it."""
     verify_head: bool = True
-    """Compare what is copied from a HEAD with its checksums. It costs as much time as the copy; without it, memory that
-    was altered since the materializer wrote it is trained on, without a word."""
+    """Compare the data copied from a HEAD with its checksums. This takes as much time as the copy. Without it, the job
+    trains without notice on memory that was altered since the materializer wrote it."""
     commit_timeout_s: float = 600.0
-    """Give a marker up when the log or the store has not taken it after this many seconds; ``mark()`` waits for space
-    no longer than that."""
+    """Give a marker up if the log or the store has not accepted it after this many seconds. ``mark()`` waits for space
+    at most that long."""
     metrics_port: int | None = None
-    """Serve this rank's metrics to Prometheus at this port and the rank's number on its host: ranks 0 to 3 of one host
-    at 9400 to 9403. 0: each rank takes a free port, and says so in the log. None: not at all. What they are:
+    """Serve this rank's metrics to Prometheus at this port plus the rank's number on its host: ranks 0 to 3 of one host
+    at 9400 to 9403. With 0, each rank takes a free port and logs it. None disables metrics. For the metrics, see
     docs/observability.md."""
     metrics_host: str = "127.0.0.1"
-    """The address to serve them at; ``0.0.0.0`` for scrapers on other hosts. There is no password."""
+    """The address to serve them at. ``0.0.0.0`` for scrapers on other hosts. There is no password."""
     metrics_run: str = ""
-    """Label ``run`` of these metrics: tells runs of a job apart, such as a scheduler's id; empty: none."""
+    """Label ``run`` of these metrics, which distinguishes runs of a job, for example a scheduler's id. Empty for no
+    label."""
     tensorboard: str | Path | None = None
-    """Folder in which rank 0 writes its values for TensorBoard, about once a second; None: nowhere."""
+    """Folder in which rank 0 writes its values for TensorBoard, about once a second. None disables it."""
     restore_mb_per_s: float | None = None
-    """10^6 bytes that one rank restores in a second: only for the estimate among the metrics. None: an
-    assumption, by the log's scheme (docs/observability.md)."""
+    """10^6 bytes that one rank restores in a second. Used only for the estimate among the metrics. None for an
+    assumption by the log's scheme (docs/observability.md)."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -203,17 +207,18 @@ class StreamConfig:
 
     @classmethod
     def from_file(cls, path: str | Path | None = None, **given: Any) -> StreamConfig:
-        """The settings of a TOML file, under their names here; what the environment says counts more.
+        """Read the settings of a TOML file, under their names here. Environment variables take precedence.
 
-        ``STREAM_CKPT_MARKER_EVERY=50`` is ``marker_every``. In a file with a table ``[stream_ckpt]``, that table alone
-        counts. ``"none"`` says None where that is not the default. Paths are relative to the working directory.
+        ``STREAM_CKPT_MARKER_EVERY=50`` sets ``marker_every``. If a file has a table ``[stream_ckpt]``, only that table
+        counts. ``"none"`` sets None for a setting with another default. Paths are relative to the working directory.
 
         Args:
-            path: The file; None: the one that the variable ``STREAM_CKPT_CONFIG`` names, or none.
-            given: Settings that count more than both.
+            path: The file. If None, the file that the variable ``STREAM_CKPT_CONFIG`` names, if any.
+            given: Settings that take precedence over both.
 
         Raises:
-            ConfigError: an unknown setting (the error says the nearest one), a wrong value, or no file.
+            ConfigError: A setting is unknown (the error names the nearest one) or has a wrong value, or the file is
+                missing.
         """
         found = gather(cls, path, os.environ)
         warn_of_strangers(cls, os.environ)
@@ -254,23 +259,23 @@ class StreamConfig:
 
     @property
     def outer(self) -> StreamConfig | None:
-        """Settings of the outer tier, as if it were the only one; None with a single tier."""
+        """Settings of the outer tier, as if it were the only one. None with a single tier."""
         return replace(self, uri=self.uris[-1], outer_every=1) if len(self.uris) > 1 else None
 
     def of_all_ranks(self) -> dict[str, Any]:
-        """Settings by which ranks act together, and which therefore must be the same on all of them."""
+        """Return the settings by which ranks act together, and which therefore must be the same on all of them."""
         return {name: getattr(self, name) for name in _OF_ALL_RANKS} | {"tiers": len(self.uris)}
 
     @property
     def restore_bytes_per_s(self) -> float:
-        """What one rank restores in a second, as far as is known."""
+        """Bytes that one rank restores in a second, as far as is known."""
         if self.restore_mb_per_s is not None:
             return self.restore_mb_per_s * 1e6
         return RESTORE_BYTES_PER_S["file" if isinstance(parse_uri(self.uris[0]), FileUri) else "kafka"]
 
     @property
     def store_url(self) -> str:
-        """URL of the store, in its one form."""
+        """URL of the store, in its normalized form."""
         if self.store is not None:
             return str(check_store_url(self.store))
         parsed = parse_uri(self.uris[-1])
@@ -283,22 +288,22 @@ class Source:
     """A marker of another job, in which a new job begins (``StreamCheckpointer.warm_start()``). It is only read.
 
     Raises:
-        ConfigError: the URI, the store or the marker has no known form.
+        ConfigError: The URI, the store or the marker has no known form.
     """
 
     uri: str | Sequence[str]
-    """Its log, ``file://DIR`` or ``kafka://HOST:PORT[,HOST:PORT...]/JOB``; of a job with two tiers both, nearest first,
-    if this machine has both: the marker then comes from the nearest tier that has it whole."""
+    """Its log, ``file://DIR`` or ``kafka://HOST:PORT[,HOST:PORT...]/JOB``. For a job with two tiers, both of them,
+    nearest first, if this machine can reach both: the marker then comes from the nearest tier that has it intact."""
     marker: str | None = None
-    """Which one, as ``GENERATION:MARKER``; None: the newest that is whole."""
+    """The marker to use, as ``GENERATION:MARKER``. None for the newest intact one."""
     store: str | None = None
-    """Its store; of two tiers the outer one's. Default: inside the file log's folder; required with Kafka."""
+    """Its store. With two tiers, the outer one's. Default: inside the file log's folder. Required with Kafka."""
     store_options: Options = field(default=None, repr=False)
-    """Of its store, if that is an object store; None: this job's."""
+    """Options of its store, if that is an object store. None for this job's options."""
     kafka_options: Options = field(default=None, repr=False)
-    """Of its log; None: this job's."""
+    """Options of its log. None for this job's options."""
     commit_key_file: str | Path | None = None
-    """Its commit key; None: this job's. With a key, markers that are not signed with it do not count."""
+    """Its commit key. None for this job's key. With a key, only markers that are signed with it count."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.uri, str | tuple | list) or not all(isinstance(each, str) for each in self.uris):
@@ -309,11 +314,13 @@ class Source:
 
     @staticmethod
     def of(text: str | Sequence[str], *, store: str | None = None) -> Source:
-        """Read ``URI``, ``URI@latest`` or ``URI@GENERATION:MARKER``; of two tiers both, either of them with the marker.
+        """Read ``URI``, ``URI@latest`` or ``URI@GENERATION:MARKER``.
+
+        For two tiers, pass both, either of them with the marker.
 
         Raises:
-            ConfigError: as of the class; or two markers are named, or what stands after the @ is none. A folder that
-                is there may have an @ in its name.
+            ConfigError: As for the class; or two markers are named, or the text after the @ is not a marker. An
+                existing folder may have an @ in its name.
         """
         if not isinstance(text, str | tuple | list) or not all(isinstance(each, str) for each in text):
             raise _no_source(text)
@@ -341,14 +348,14 @@ class Source:
 
     @property
     def name(self) -> str:
-        """What people call it: its log, or both of them."""
+        """Its name in messages: its log, or both of them."""
         return ", ".join(self.uris)
 
     def settings(self, own: StreamConfig) -> StreamConfig:
-        """How this source is read by a job with the settings ``own``.
+        """Return the settings with which a job with the settings ``own`` reads this source.
 
         Raises:
-            ConfigError: no store is named, and it is not inside the log.
+            ConfigError: No store is named, and it is not inside the log.
         """
         there = StreamConfig(uri=self.uri, store=self.store)
         remote = check_store_url(there.store_url).folder is None
@@ -373,10 +380,10 @@ def _is_folder(uri: str) -> bool:
 
 
 def check_tiers(uris: Sequence[str], outer_every: int) -> None:
-    """See that a job can write to these logs.
+    """Check that a job can write to these logs.
 
     Raises:
-        ConfigError: not in this number, order or combination; says the right form.
+        ConfigError: The number, order or combination is wrong. Names the right form.
     """
     hint = "name one log, or two, nearest first: file:///LOCAL/DIR, then kafka://HOST:PORT/JOB"
     if not 1 <= len(uris) <= 2 or not all(isinstance(uri, str) for uri in uris):
@@ -395,7 +402,7 @@ def check_tiers(uris: Sequence[str], outer_every: int) -> None:
 
 
 def _check_apart(inner: Path, outer: Path, hint: str) -> None:
-    """Two folders, whatever links lead there, and neither of them inside the other."""
+    """Check that two folders differ after resolving links, and that neither is inside the other."""
     first, second = inner.resolve(), outer.resolve()
     if first == second:
         raise ConfigError(f"both tiers are {first}", hint=hint, inner=inner, outer=outer)
@@ -405,14 +412,18 @@ def _check_apart(inner: Path, outer: Path, hint: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Takeover:
-    """When a spare takes the job over. A false alarm is safe: the old trainer is fenced, and stops."""
+    """Conditions under which a spare takes the job over.
+
+    A false alarm is safe: the old trainer is fenced, and stops.
+    """
 
     after_s: float | None = 60.0
-    """Seconds without a sign of life: nothing new in the log, no rows and no record. Longer than the longest pause of
-    the trainer (evaluation, compilation). A trainer that says that it has failed is taken over at once, one that says
-    that it was preempted after this time; one that says that the job is finished, never. None: never by itself."""
+    """Seconds without a sign of life: nothing new in the log, no rows and no record. Must be longer than the longest
+    pause of the trainer (evaluation, compilation). A trainer that reports a failure is taken over at once. One that
+    reports that it was preempted is taken over after this time. One that reports that the job is finished is never
+    taken over. With None, the spare never takes over by itself."""
     trigger: Path | str | None = None
-    """A file on rank 0's host: once it is there, the spare takes over."""
+    """A file on rank 0's host: once it exists, the spare takes over."""
     poll_s: float = 0.2
     """Seconds between two looks at the log."""
 

@@ -1,4 +1,4 @@
-"""Folders and files that are there after a power loss, and whole writes."""
+"""Write folders and files that survive a power loss, and write all bytes of a buffer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 _MOST_PARTS = 512
-"""Parts that one call writes; a system may refuse more than 1024."""
+"""Parts that one call writes. A system may reject more than 1024."""
 
 
 def make_dirs(path: Path) -> None:
-    """Make a folder and the ones above it that are missing; their names are durable then."""
+    """Create a folder and its missing parents. Their names are durable afterwards."""
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for folder in made:
@@ -28,7 +28,7 @@ def fsync_dir(path: Path) -> None:
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a file; its bytes are durable then, its name is not."""
+    """Write a file. Its bytes are durable afterwards, its name is not."""
     with open(path, "wb") as file:
         file.write(data)
         file.flush()
@@ -36,10 +36,10 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def write_all(fd: int, parts: Iterable[memoryview]) -> None:
-    """Write all bytes of ``parts``, each one a view of bytes, one after the other; they are not synced.
+    """Write all bytes of ``parts``, views of bytes, one after the other. They are not synced.
 
     Raises:
-        OSError: not all of them were written.
+        OSError: Not all of them were written.
     """
     rest = [part for part in parts if len(part)]
     rest.reverse()

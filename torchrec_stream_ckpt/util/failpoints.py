@@ -1,12 +1,12 @@
-"""Points at which a process can be killed, stopped or made to fail, for tests of what that leaves.
+"""Points at which a process can be killed, stopped or made to fail, for tests of the state that this leaves.
 
 Off by default: a point is then one look at an empty mapping. Armed by the environment of the process,
 
     STREAM_CKPT_FAILPOINTS="commit.append=kill@2;segment.write=raise"
 
-or by :func:`arm`: the second pass of ``commit.append`` ends the process by SIGKILL, the first pass of
-``segment.write`` raises ``OSError`` with EIO. The actions are ``kill``, ``stop`` (SIGSTOP) and ``raise``. A point that
-fires first adds a line with its name to the file that STREAM_CKPT_FAILPOINTS_REPORT names, so that a test knows it did.
+or by :func:`arm`: the second pass of ``commit.append`` ends the process by SIGKILL, the first pass of ``segment.write``
+raises ``OSError`` with EIO. The actions are ``kill``, ``stop`` (SIGSTOP) and ``raise``. A point that fires first adds a
+line with its name to the file named by STREAM_CKPT_FAILPOINTS_REPORT, so that a test knows it did.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _report: Path | None = None
 
 
 def failpoint(name: str) -> None:
-    """Pass the point ``name``; safe on any thread.
+    """Pass the point ``name``. Thread-safe.
 
     Raises:
-        OSError: it is armed with ``raise``, and this is the pass.
+        OSError: It is armed with ``raise``, and this is the pass.
     """
     if _armed and (fuse := _armed.get(name)) and next(fuse.passes) == fuse.nth:
         _fire(name, fuse.action)
 
 
 def arm(spec: str, report: Path | None = None) -> None:
-    """Arm the points of ``spec`` in this process, instead of those that were; an empty one disarms.
+    """Arm the points of ``spec`` in this process, and disarm all others. An empty ``spec`` disarms all.
 
     Raises:
         ConfigError: ``spec`` is not ``NAME=ACTION[@NTH]``, joined by semicolons.
@@ -72,7 +72,7 @@ def _fire(name: str, action: str) -> None:
             file.write(f"{name}\n")
     if action == "raise":
         raise OSError(errno.EIO, f"failpoint {name}")
-    # At this thread: a signal for the process may be taken by another one, and this one would get a little further.
+    # To this thread: another thread may handle a signal for the process, and this one would continue for a moment.
     signal.pthread_kill(threading.get_ident(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
 
 

@@ -1,9 +1,9 @@
 """End our background threads before the interpreter does.
 
-At its end the interpreter kills a daemon thread as soon as the thread asks for the interpreter's lock. A thread that
-is inside torch asks for it in a C++ destructor, where being killed ends the whole process with SIGABRT and hides the
-user's traceback and exit status. So these threads are ended in ``atexit``: after all threads of the user, and while
-ours can still run.
+At its end, the interpreter kills a daemon thread as soon as the thread asks for the interpreter's lock. A thread inside
+torch asks for it in a C++ destructor. Being killed there ends the whole process with SIGABRT, and hides the user's
+traceback and exit status. So these threads are ended in ``atexit``: after all threads of the user, and while ours can
+still run.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 GRACE_S = 5.0
-"""How long threads may finish their work: a marker in flight is committed or given up within it."""
+"""Time for threads to finish their work: a marker in flight is committed or given up within it."""
 _STOP_S = 1.0
-"""How long interrupted threads are waited for after that."""
+"""Time to wait after that for interrupted threads."""
 _POLL_S = 0.005
 
 
@@ -36,7 +36,7 @@ class _Background:
 _running: list[_Background] = []
 _lock = threading.Lock()
 stopping = threading.Event()
-"""Set once the interpreter ends and no background thread may begin anything else."""
+"""Set once the interpreter ends and no background thread may start new work."""
 
 
 def end_at_exit(
@@ -78,7 +78,7 @@ def _end_threads() -> None:
     for thread in late:
         _interrupt(thread)
     deadline = time.monotonic() + _STOP_S
-    for thread in late:  # one that waits in gloo for another rank stays there, and harms nothing
+    for thread in late:  # a thread that waits in gloo for another rank stays there and is harmless
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
@@ -89,7 +89,7 @@ def _interrupt(thread: threading.Thread) -> None:
 
 
 def _forget() -> None:
-    """(in a fork) The threads are the parent's."""
+    """(in a fork) Forget the threads, which are the parent's."""
     global _lock
     _lock = threading.Lock()
     _running.clear()

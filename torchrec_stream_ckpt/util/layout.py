@@ -105,13 +105,13 @@ _MAX_OBJECT_NAME = 800
 
 
 def check_object_name(name: str) -> str:
-    """``name``, when it can be that of a store's object: the one check for all backends.
+    """Return ``name`` if it is valid for an object of a store. This is the one check for all backends.
 
-    Names may come from a manifest of another writer: they must not lead out of the store, nor be one of those
-    under which a folder keeps what is not written yet.
+    Names may come from a manifest of another writer. They must not lead out of the store, nor be among those under
+    which a folder keeps unfinished writes.
 
     Raises:
-        CorruptionError: it cannot.
+        CorruptionError: It is not valid.
     """
     if not is_object_name(name):
         raise CorruptionError(f"{name[:200]!r} is not the name of an object of a store")
@@ -119,7 +119,7 @@ def check_object_name(name: str) -> str:
 
 
 def is_object_name(name: str) -> bool:
-    """Return whether :func:`check_object_name` lets ``name`` pass."""
+    """Return whether :func:`check_object_name` accepts ``name``."""
     return len(name) <= _MAX_OBJECT_NAME and all(_OBJECT_PART.fullmatch(part) for part in name.split("/"))
 
 
@@ -127,25 +127,28 @@ def partition_dir(root: Path, partition: int) -> Path:
     return root / DATA_DIR / f"p{partition:05d}"
 
 
-@lru_cache(maxsize=64)  # a generation has a first segment in each of its partitions, and all have one name
+@lru_cache(maxsize=64)  # a generation has a first segment in each of its partitions, all with the same name
 def segment_name(generation: int, base: int) -> str:
     return f"g{generation:08d}-{base:020d}.seg"
 
 
 def parse_segment(name: str) -> tuple[int, int] | None:
-    """(generation, offset of the first byte), or None when the name is no segment's."""
+    """Return (generation, offset of the first byte). Returns None if it is not the name of a segment."""
     match = _SEGMENT.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def dense_name(job: bytes, marker: MarkerId) -> str:
-    """Path of a marker's dense state below its store. COMMIT names it; readers make it again and compare."""
+    """Return the path of a marker's dense state below its store.
+
+    COMMIT names it; readers build it again and compare.
+    """
     return f"{DENSE_DIR}/{job.hex()}/{_marker_name(marker)}"
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class StoreSegment:
-    """Part ``part`` of what ``rank`` sent between ``marker`` and the marker before it."""
+    """Part ``part`` of the rows that ``rank`` sent between ``marker`` and the marker before it."""
 
     job: bytes
     marker: MarkerId
@@ -160,7 +163,7 @@ class StoreSegment:
 
 @dataclass(frozen=True, slots=True)
 class FoldName:
-    """The fold of all rows that changed in (``start``, ``end``]; a base when ``start`` is None, the root."""
+    """The fold of all rows that changed in (``start``, ``end``]. It is a base if ``start`` is None, the root."""
 
     job: bytes
     end: MarkerId
@@ -171,7 +174,7 @@ class FoldName:
         return f"{FOLDS_DIR}/{self.job.hex()}/{self._span}.json"
 
     def segment_name(self, part: int) -> str:
-        """Name of part ``part`` of its rows."""
+        """Return the name of part ``part`` of its rows."""
         return f"{SEGMENTS_DIR}/{self.job.hex()}/f-{self._span}-p{part:03d}.seg"
 
     @property
@@ -180,7 +183,7 @@ class FoldName:
 
 
 def parse_store_segment(name: str) -> StoreSegment | None:
-    """Parse what :attr:`StoreSegment.name` made; None: it is another name."""
+    """Parse a name built by :attr:`StoreSegment.name`. Returns None for any other name."""
     match = _STORE_SEGMENT.fullmatch(name)
     if match is None:
         return None
@@ -190,14 +193,14 @@ def parse_store_segment(name: str) -> StoreSegment | None:
 
 
 def parse_fold_name(name: str) -> FoldName | None:
-    """Parse what :attr:`FoldName.name` made; None: it is another name."""
+    """Parse a name built by :attr:`FoldName.name`. Returns None for any other name."""
     match = _FOLD.fullmatch(name)
     found = _fold(match) if match else None
     return found if found is not None and found.name == name else None
 
 
 def parse_fold_segment(name: str) -> tuple[FoldName, int] | None:
-    """(fold, part) of what :meth:`FoldName.segment_name` made, or None."""
+    """Parse a name built by :meth:`FoldName.segment_name` into (fold, part). Returns None for any other name."""
     match = _FOLD_SEGMENT.fullmatch(name)
     if match is None:
         return None
@@ -216,7 +219,7 @@ def claim_name(job: bytes, generation: int) -> str:
 
 
 def parse_claim_name(name: str) -> tuple[bytes, int] | None:
-    """(job, generation), or None when the name is no claim's."""
+    """Return (job, generation). Returns None if it is not the name of a claim."""
     match = _CLAIM.fullmatch(name)
     found = (bytes.fromhex(match[1]), int(match[2])) if match else None
     return found if found and claim_name(*found) == name else None
@@ -227,7 +230,7 @@ def manifest_name(job: bytes, marker: MarkerId) -> str:
 
 
 def parse_manifest_name(name: str) -> tuple[bytes, MarkerId] | None:
-    """(job, marker), or None when the name is no manifest's."""
+    """Return (job, marker). Returns None if it is not the name of a manifest."""
     found = _job_and_marker(_MANIFEST.fullmatch(name))
     return found if found and manifest_name(*found) == name else None
 
@@ -237,7 +240,7 @@ def dropped_name(job: bytes, marker: MarkerId) -> str:
 
 
 def parse_dropped_name(name: str) -> tuple[bytes, MarkerId] | None:
-    """(job, marker), or None when the name does not say that a marker was dropped."""
+    """Return (job, marker). Returns None if it is not the name for a dropped marker."""
     found = _job_and_marker(_DROPPED.fullmatch(name))
     return found if found and dropped_name(*found) == name else None
 
@@ -247,30 +250,30 @@ def pin_name(job: bytes, marker: MarkerId) -> str:
 
 
 def parse_pin_name(name: str) -> tuple[bytes, MarkerId] | None:
-    """(job, marker), or None when the name is no pin's."""
+    """Return (job, marker). Returns None if it is not the name of a pin."""
     found = _job_and_marker(_PIN.fullmatch(name))
     return found if found and pin_name(*found) == name else None
 
 
 def attempt_name(job: bytes, marker: MarkerId, attempt: str) -> str:
-    """Name of what is put before a pin; ``attempt`` has 16 hex digits."""
+    """Return the name of the object that is put before a pin. ``attempt`` has 16 hex digits."""
     return f"{pin_name(job, marker)}-{attempt}"
 
 
 def parse_attempt_name(name: str) -> tuple[bytes, MarkerId] | None:
-    """(job, marker), or None when the name is no attempt's to pin one."""
+    """Return (job, marker). Returns None if it is not the name of an attempt to pin one."""
     match = _ATTEMPT.fullmatch(name)
     found = _job_and_marker(match)
     return found if match and found and attempt_name(*found, match[4]) == name else None
 
 
 def reached_name(job: bytes, marker: MarkerId, every: int) -> str:
-    """Name of what says how far the outer tier has come; ``every``: the numbers of its markers are multiples of it."""
+    """Return the name of the outer tier's progress. Its marker numbers are multiples of ``every``."""
     return f"{OUTER_DIR}/{job.hex()}/{_marker_name(marker)}-e{every:08d}"
 
 
 def parse_reached_name(name: str) -> tuple[bytes, MarkerId, int] | None:
-    """(job, marker, every), or None when :func:`reached_name` did not make the name."""
+    """Parse a name built by :func:`reached_name` into (job, marker, every). Returns None for any other name."""
     match = _REACHED.fullmatch(name)
     found = _job_and_marker(match)
     if match is None or found is None or not int(match[4]) or reached_name(*found, int(match[4])) != name:
@@ -279,79 +282,82 @@ def parse_reached_name(name: str) -> tuple[bytes, MarkerId, int] | None:
 
 
 def verdict_name(job: bytes, marker: MarkerId, crc: int) -> str:
-    """Name of what a checker found of a marker, by its content's checksum."""
+    """Return the name of a checker's verdict on a marker, by its content's checksum."""
     return f"{VERDICTS_DIR}/{job.hex()}/{_marker_name(marker)}-{crc:08x}.json"
 
 
 def parse_verdict_name(name: str) -> tuple[bytes, MarkerId] | None:
-    """(job, marker), or None when the name is no verdict's."""
+    """Return (job, marker). Returns None if it is not the name of a verdict."""
     match = _VERDICT.fullmatch(name)
     found = _job_and_marker(match)
     return found if match and found and verdict_name(*found, int(match[4], 16)) == name else None
 
 
 def proved_name(job: bytes, marker: MarkerId, said: str) -> str:
-    """Name of what says that a marker was compared with its proof; ``said``: with what, and what came of it."""
+    """Return the name of the record of a marker's comparison with its proof.
+
+    ``said`` has the comparer and the result.
+    """
     return f"{PROVED_DIR}/{job.hex()}/{_marker_name(marker)}-{said}"
 
 
 def parse_proved_name(name: str) -> tuple[bytes, MarkerId, str] | None:
-    """(job, marker, said), or None when :func:`proved_name` did not make the name."""
+    """Parse a name built by :func:`proved_name` into (job, marker, said). Returns None for any other name."""
     match = _PROVED.fullmatch(name)
     found = _job_and_marker(match)
     return (*found, match[4]) if match and found and proved_name(*found, match[4]) == name else None
 
 
 def damaged_name(name: str, number: int = 1) -> str:
-    """Where the bytes of a damaged object are kept once it is written anew; ``number`` counts its repairs."""
+    """Return the name for the bytes of a damaged object once it is rewritten. ``number`` counts its repairs."""
     return f"{DAMAGED_DIR}/{name}" + (f".{number}" if number > 1 else "")
 
 
 def scrub_place_name(job: bytes, who: str, number: int) -> str:
-    """Name of where a scrub stands; ``who`` is ``service`` or ``command``, each has a place of its own."""
+    """Return the name of a scrub's position. ``who`` is ``service`` or ``command``; each has a separate position."""
     return f"{SCRUB_DIR}/{job.hex()}/{who}-{number:08d}"
 
 
 def parse_scrub_place(name: str) -> tuple[bytes, str, int] | None:
-    """(job, who, number), or None when :func:`scrub_place_name` did not make the name."""
+    """Parse a name built by :func:`scrub_place_name` into (job, who, number). Returns None for any other name."""
     match = _SCRUB_PLACE.fullmatch(name)
     found = (bytes.fromhex(match[1]), match[2], int(match[3])) if match else None
     return found if found and scrub_place_name(*found) == name else None
 
 
 def garbage_name(job: bytes, time_ms: int, crc: int) -> str:
-    """Name of a list of garbage that was found at a time, by its content's checksum."""
+    """Return the name of a list of garbage that was found at a time, by its content's checksum."""
     return f"{GARBAGE_DIR}/{job.hex()}/t{time_ms:016d}-{crc:08x}.json"
 
 
 def probe_name(job: bytes, probe: str) -> str:
-    """Name of what is put for a while, to learn the store's own time or to know the store by: 16 hex digits."""
+    """Return the name of a temporary object that reads the store's clock or identifies the store: 16 hex digits."""
     return f"{GARBAGE_DIR}/{job.hex()}/now-{probe}"
 
 
 def is_probe(name: str) -> bool:
-    """Return whether :func:`probe_name` made it."""
+    """Return whether :func:`probe_name` built it."""
     return _PROBE.fullmatch(name) is not None
 
 
 def reading_name(job: bytes, time_ms: int, crc: int) -> str:
-    """Name of what was read whole at a time, by its content's checksum."""
+    """Return the name of the list of objects that were read whole at a time, by its content's checksum."""
     return f"{READINGS_DIR}/{job.hex()}/t{time_ms:016d}-{crc:08x}.json"
 
 
 def is_reading(name: str) -> bool:
-    """Return whether :func:`reading_name` made it."""
+    """Return whether :func:`reading_name` built it."""
     return _READING.fullmatch(name) is not None
 
 
 def is_garbage_list(name: str) -> bool:
-    """Return whether :func:`garbage_name` made it."""
+    """Return whether :func:`garbage_name` built it."""
     return _GARBAGE.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class SummaryName:
-    """A summary of ``count`` markers, from ``first`` to ``last``; ``crc`` is the CRC32C of the object."""
+    """A summary of ``count`` markers, from ``first`` to ``last``. ``crc`` is the CRC32C of the object."""
 
     job: bytes
     first: MarkerId
@@ -366,7 +372,7 @@ class SummaryName:
 
 
 def parse_summary_name(name: str) -> SummaryName | None:
-    """Parse what :attr:`SummaryName.name` made; None: it is another name."""
+    """Parse a name built by :attr:`SummaryName.name`. Returns None for any other name."""
     if (match := _SUMMARY.fullmatch(name)) is None:
         return None
     first, last = (MarkerId(int(match[place]), int(match[place + 1])) for place in (2, 4))
@@ -376,16 +382,17 @@ def parse_summary_name(name: str) -> SummaryName | None:
 
 @dataclass(frozen=True, slots=True, order=True)
 class CopyName:
-    """Control records at offsets ``first`` to ``last``, kept a second time.
+    """A second copy of the control records at offsets ``first`` to ``last``.
 
-    Nothing in it, and no folder above it, is like the name of a file of a log: what deletes those by pattern spares it.
+    Neither the name nor a folder above it matches the pattern of a log's file, so a deletion of those by pattern spares
+    it.
     """
 
     job: bytes
     log: str
-    """Which log they are of, as :func:`copied_log` says."""
+    """The log of the records, as returned by :func:`copied_log`."""
     epoch: int
-    """Counts how often the control partition was put back: offsets of one epoch are of one partition."""
+    """Counts how often the control partition was restored: offsets of one epoch are of one partition."""
     first: int
     last: int
     crc: int
@@ -397,17 +404,17 @@ class CopyName:
 
 
 def records_dir(job: bytes) -> str:
-    """Where all copies of a job's control records are."""
+    """Return the folder of all copies of a job's control records."""
     return f"{RECORDS_DIR}/{job.hex()}"
 
 
 def copied_log(incarnation: str) -> str:
-    """Which log records are of, in names: 8 hex digits. A control topic that was made again changes nothing."""
+    """Return 8 hex digits that identify a log in names. They stay the same if a control topic is created again."""
     return hashlib.sha256(incarnation.partition("+")[0].encode()).hexdigest()[:8]
 
 
 def parse_copy_name(name: str) -> CopyName | None:
-    """Parse what :attr:`CopyName.name` made; None: it is another name."""
+    """Parse a name built by :attr:`CopyName.name`. Returns None for any other name."""
     match = _COPY.fullmatch(name)
     if match is None:
         return None
@@ -417,23 +424,26 @@ def parse_copy_name(name: str) -> CopyName | None:
 
 
 def place_dir(uri: FileUri | KafkaUri) -> str:
-    """Where a store says whose log was at ``uri``: of a Kafka job, its name alone, for brokers have many names."""
+    """Return the folder in which a store lists jobs with a log at ``uri``.
+
+    Only the job's name counts for Kafka, as brokers have many.
+    """
     place = str(uri) if isinstance(uri, FileUri) else f"kafka job {uri.job}"
     return f"{PLACES_DIR}/{hashlib.sha256(place.encode()).hexdigest()[:32]}"
 
 
 def place_name(uri: FileUri | KafkaUri, job: bytes) -> str:
-    """Says that ``job`` has committed markers in the log at ``uri``."""
+    """Return the name that records that ``job`` has committed markers in the log at ``uri``."""
     return f"{place_dir(uri)}/{job.hex()}"
 
 
 def dense_file_name(job: bytes, marker: MarkerId, file: str) -> str:
-    """Name of one file of a marker's dense state."""
+    """Return the name of one file of a marker's dense state."""
     return f"{dense_name(job, marker)}/{file}"
 
 
 def parse_dense_file(name: str) -> tuple[bytes, MarkerId, str] | None:
-    """(job, marker, file), or None when the name is not of a file of a marker's dense state."""
+    """Return (job, marker, file). Returns None if it is not the name of a file of a marker's dense state."""
     match = _DENSE_FILE.fullmatch(name)
     found = _job_and_marker(match)
     if match is None or found is None or dense_file_name(*found, match[4]) != name:

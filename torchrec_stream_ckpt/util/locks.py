@@ -1,8 +1,8 @@
-"""Locks of files that this process alone holds: let go explicitly, and never inherited by a child.
+"""File locks that this process alone holds: released explicitly, and never inherited by a child.
 
-``flock`` belongs to the open file, which a forked child shares: while the child lives, a close in the parent lets go of
-nothing, and a lock outlives the parent that held it. So a lock is given back by name, and each child of ``fork`` (a
-DataLoader's workers, say) gives its copies away at its start. A child that runs another program has none: all
+``flock`` belongs to the open file, which a forked child shares. While the child lives, a close in the parent releases
+nothing, and a lock outlives the parent that held it. So locks are released explicitly, and each child of ``fork`` (for
+example a DataLoader's workers) drops its copies at its start. A child that runs another program has none: all
 descriptors here are close-on-exec.
 """
 
@@ -21,16 +21,16 @@ from pathlib import Path
 _OWNER_ONLY = 0o600
 
 _forking = threading.Lock()
-"""No fork falls between the opening of a lock's file and its entry in ``_open``."""
+"""Prevents a fork between the opening of a lock's file and its entry in ``_open``."""
 _open: set[int] = set()
 """Descriptors of lock files of this process."""
 
 
 def open_lock(path: Path | str, *, dir_fd: int | None = None, create: bool = True) -> int:
-    """Open the file of a lock; only its owner may open it: any other user who could might hold the lock for ever.
+    """Open the file of a lock. Only its owner may open it: any other user could hold the lock forever.
 
     Raises:
-        OSError: it cannot be opened: it is another user's, or a link.
+        OSError: It cannot be opened: it is another user's, or a link.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
     with _forking:
@@ -39,7 +39,7 @@ def open_lock(path: Path | str, *, dir_fd: int | None = None, create: bool = Tru
     try:
         found = os.fstat(fd)
         if found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) != _OWNER_ONLY:
-            os.fchmod(fd, _OWNER_ONLY)  # of an older program, or made under an odd umask
+            os.fchmod(fd, _OWNER_ONLY)  # from an older program, or created under an unusual umask
     except BaseException:
         close_lock(fd)
         raise
@@ -47,7 +47,7 @@ def open_lock(path: Path | str, *, dir_fd: int | None = None, create: bool = Tru
 
 
 def try_lock(fd: int, *, exclusive: bool = True) -> bool:
-    """Take the lock of an open file, if no other lock forbids it."""
+    """Take the lock of an open file if no other lock prevents it. Returns whether it was taken."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -56,7 +56,10 @@ def try_lock(fd: int, *, exclusive: bool = True) -> bool:
 
 
 def await_lock(fd: int, timeout_s: float, *, exclusive: bool = True, poll_s: float = 0.01) -> bool:
-    """Take the lock of an open file as soon as no other lock forbids it; False if one does all that time."""
+    """Take the lock of an open file as soon as no other lock prevents it.
+
+    Returns False if one does until the time-out.
+    """
     deadline = time.monotonic() + timeout_s
     while not try_lock(fd, exclusive=exclusive):
         if time.monotonic() >= deadline:
@@ -66,7 +69,7 @@ def await_lock(fd: int, timeout_s: float, *, exclusive: bool = True, poll_s: flo
 
 
 def close_lock(fd: int) -> None:
-    """Let go of the lock, also where a child still has the file open, and close it."""
+    """Release the lock, even if a child still has the file open, and close the file."""
     with _forking:
         _open.discard(fd)
         with contextlib.suppress(OSError):
@@ -76,11 +79,11 @@ def close_lock(fd: int) -> None:
 
 @contextlib.contextmanager
 def held(path: Path, *, timeout_s: float, poll_s: float = 0.01) -> Iterator[int]:
-    """Hold the exclusive lock of ``path``; gives its descriptor.
+    """Hold the exclusive lock of ``path``. Yields its descriptor.
 
     Raises:
-        TimeoutError: another process has held it all that time; a descriptor of the file is not open any more.
-        OSError: the file cannot be opened.
+        TimeoutError: Another process has held it until the time-out. The file is closed again.
+        OSError: The file cannot be opened.
     """
     fd = open_lock(path)
     try:
@@ -92,7 +95,10 @@ def held(path: Path, *, timeout_s: float, poll_s: float = 0.01) -> Iterator[int]
 
 
 def _give_away() -> None:
-    """(child of a fork) These locks are the parent's: the numbers stay, so that what holds one may still close it."""
+    """(child of a fork) Drop the parent's locks.
+
+    The descriptors stay valid, so that their holders may still close them.
+    """
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for fd in _open:
         os.dup2(nothing, fd, inheritable=False)

@@ -1,4 +1,5 @@
-"""Metrics for Prometheus: names of the trainer's, the materializer's and a follower's, and the port to read them at.
+"""Metrics for Prometheus: names of those of the trainer, the materializer and a follower, and the port that serves
+them.
 
 The only module that imports ``prometheus_client``, lazily: it is the extra ``metrics``.
 """
@@ -19,14 +20,14 @@ class Metric:
     """One value that can be scraped."""
 
     name: str
-    """As scraped: that of a counter ends with ``_total``, that of a histogram is followed by ``_bucket``, ``_sum`` or
+    """Name as scraped. A counter's ends with ``_total``; a histogram's is followed by ``_bucket``, ``_sum`` or
     ``_count``."""
     help: str
     kind: Literal["counter", "gauge", "histogram"] = "gauge"
 
     @property
     def series(self) -> tuple[str, ...]:
-        """Names that a query can ask for."""
+        """Names that a query can use."""
         if self.kind != "histogram":
             return (self.name,)
         return tuple(f"{self.name}_{part}" for part in ("bucket", "sum", "count"))
@@ -74,7 +75,7 @@ METRICS: Mapping[str, Metric] = {
     "workers": Metric(f"{_PREFIX}_workers", "Tasks that this materializer's engine runs at once."),
     "worker_deaths": Metric(f"{_PREFIX}_worker_deaths_total", "Workers that died and were replaced.", "counter"),
 }
-"""The materializer's, by the name of the value that :func:`serve_metrics` reads."""
+"""Metrics of the materializer, by the name of the value that :func:`serve_metrics` reads."""
 
 _OURS = "stream_ckpt"
 TRAINER_METRICS: Mapping[str, Metric] = {
@@ -129,7 +130,8 @@ TRAINER_METRICS: Mapping[str, Metric] = {
     "cut": Metric(f"{_OURS}_cut_seconds", "Part of it, or of mark(): cuts at their step boundary.", "histogram"),
     "commit": Metric(f"{_OURS}_commit_seconds", "From a cut to its COMMIT, of committed markers.", "histogram"),
 }
-"""The trainer's, each with the labels of :func:`labels_of`; by the name of the value in :func:`trainer_values`."""
+"""Metrics of the trainer, each with the labels of :func:`labels_of`, by the name of the value in
+:func:`trainer_values`."""
 
 _REPLICA = "stream_ckpt_follower"
 FOLLOWER_METRICS: Mapping[str, Metric] = {
@@ -149,14 +151,14 @@ FOLLOWER_METRICS: Mapping[str, Metric] = {
         f"{_REPLICA}_doubted_blocks", "Of these, held still: the replica serves nothing while there are any."
     ),
 }
-"""A follower's, by the name of the value."""
+"""Metrics of a follower, by the name of the value."""
 
 Value = float | Timing
 Read = Callable[[], Mapping[str, Value]]
 
 
 def trainer_values(stats: Stats) -> Mapping[str, Value]:
-    """A rank's values by the names of :data:`TRAINER_METRICS`."""
+    """Return a rank's values by the names in :data:`TRAINER_METRICS`."""
     values: dict[str, Value] = {"newest_marker": stats.newest.marker if stats.newest is not None else 0}
     for key in TRAINER_METRICS.keys() - values.keys():
         value = getattr(stats, key)
@@ -165,7 +167,7 @@ def trainer_values(stats: Stats) -> Mapping[str, Value]:
 
 
 class _Collector:
-    """Reads all values anew at each scrape, so that ages are those of now."""
+    """Reads all values again at each scrape, so that ages are current."""
 
     def __init__(self, read: Read, core: Any, metrics: Mapping[str, Metric], labels: Mapping[str, str]) -> None:
         self._read = read
@@ -193,17 +195,17 @@ class _Collector:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where metrics can be read."""
+    """The place where metrics can be read."""
 
     port: int
     close: Callable[[], None]
-    """Ends it."""
+    """Stops the server."""
 
 
 def labels_of(uri: str, *, run: str = "", rank: int | None = None) -> Mapping[str, str]:
-    """Labels of all metrics that one process serves: which job, which run of it, which rank.
+    """Return labels of all metrics that one process serves: the job, its run, the rank.
 
-    Prometheus has a label ``job`` of its own, so ours is ``stream_job``.
+    Prometheus has its own label ``job``, so ours is ``stream_job``.
     """
     labels = {"rank": str(rank) if rank is not None else "", "stream_job": job_name(uri), "run": run}
     return {name: value for name, value in labels.items() if value}
@@ -217,15 +219,15 @@ def serve_metrics(
     labels: Mapping[str, str] | None = None,
     flag: str = "--metrics-port",
 ) -> Endpoint:
-    """Answer ``GET http://host:port/metrics`` from a thread of its own.
+    """Answer ``GET http://host:port/metrics`` from a separate thread.
 
     Args:
-        host: Where to listen.
-        port: 0 takes a free one.
-        read: Values by the names of ``metrics``; called on another thread.
-        metrics: What is served.
-        labels: Of all of them.
-        flag: What the user has asked for it with, for errors.
+        host: Address to listen at.
+        port: Port to listen at. 0 takes a free one.
+        read: Returns values by the names in ``metrics``. Called on another thread.
+        metrics: Metrics to serve.
+        labels: Labels of all of them.
+        flag: The user's flag that asked for it, for errors.
 
     Raises:
         ConfigError: ``prometheus_client`` is not installed, or it cannot listen there.

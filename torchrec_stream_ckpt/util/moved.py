@@ -1,4 +1,4 @@
-"""Old import paths of public names: importing one names the new path."""
+"""Old import paths of public names: the error of an import names the new path."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _MOVED = frozenset(
 
 
 class MovedFinder(MetaPathFinder):
-    """The last finder: it sees a module of this package only if no file of that name exists."""
+    """The last finder: it gets a module of this package only if no file of that name exists."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        """Raises ModuleNotFoundError for an old path; other modules are not its business."""
+        """Raise ModuleNotFoundError for an old path. Ignore other modules."""
         parent, _, name = fullname.rpartition(".")
         if parent == _PACKAGE and name in _MOVED:
             raise ModuleNotFoundError(

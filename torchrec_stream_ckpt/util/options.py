@@ -1,4 +1,4 @@
-"""Settings that go to a client library as they are: a mapping, or a file of ``key=value`` lines."""
+"""Settings passed unchanged to a client library: a mapping, or a file of ``key=value`` lines."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Options = Mapping[str, Any] | str | Path | None
 
 
 def read_options(options: Options, what: str) -> dict[str, Any]:
-    """The settings of a mapping, or of a file whose values are text.
+    """Return the settings of a mapping, or of a file whose values are text.
 
     Args:
         options: A mapping, or a file's path.
-        what: Whose settings they are, for errors: ``"client"``, ``"store"``. No error shows a value: it may be secret.
+        what: Owner of the settings, for errors: ``"client"``, ``"store"``. No error shows a value: it may be secret.
     """
     if options is None:
         return {}

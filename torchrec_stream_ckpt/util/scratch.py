@@ -1,4 +1,4 @@
-"""Folders for temporary files, each locked by who uses it: the next process takes away what a killed one has left."""
+"""Locked folders for temporary files: the next process deletes those that a killed process has left."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _ATTEMPTS = 10
 
 
 class ScratchFolder:
-    """A new folder for temporary files; those of killed processes of this user beside it are deleted first.
+    """A new folder for temporary files. Folders of killed processes of this user next to it are deleted first.
 
     Args:
-        where: In which folder; None: where temporary files are (``TMPDIR``).
+        where: Parent folder. If None, the one for temporary files (``TMPDIR``).
 
     Raises:
-        OSError: it cannot be made.
+        OSError: It cannot be created.
     """
 
     def __init__(self, where: Path | None = None) -> None:
         self.where = where if where is not None else Path(tempfile.gettempdir())
-        """The folder in which it lies."""
+        """Its parent folder."""
         clear_dead(self.where)
         self.path, self._lock = _make(self.where)
 
     def close(self) -> None:
-        """Delete the folder with all that is in it."""
+        """Delete the folder and its content."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             close_lock(self._lock)
@@ -41,7 +41,10 @@ class ScratchFolder:
 
 
 def clear_dead(where: Path) -> None:
-    """Delete scratch folders of this user whose process is no more; those without a lock stay: nothing tells whose."""
+    """Delete scratch folders of this user whose process has ended.
+
+    Those without a lock stay: their owner is unknown.
+    """
     with contextlib.suppress(OSError):
         for path in where.glob(f"{PREFIX}*"):
             with contextlib.suppress(OSError):
@@ -49,7 +52,10 @@ def clear_dead(where: Path) -> None:
 
 
 def _make(where: Path) -> tuple[Path, int | None]:
-    """A folder, and its lock; None where the file system has no locks: nobody deletes that folder but its owner."""
+    """Create a folder, and its lock.
+
+    The lock is None if the file system has no locks: only its owner deletes that folder.
+    """
     for _ in range(_ATTEMPTS):
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=where))
         lock = None

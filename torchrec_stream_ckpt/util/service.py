@@ -1,4 +1,4 @@
-"""A service: works round by round until it is told to stop, and outlasts what is away."""
+"""A service: works in rounds until it is stopped, and retries while a dependency is unavailable."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from torchrec_stream_ckpt.errors import StreamCkptError
 
 
 class Stopped(Exception):  # noqa: N818
-    """The service was asked to stop; what it was doing is done again when it starts."""
+    """The service was asked to stop. Its current work is done again when it starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened. Names of events and fields are stable: ``--json`` prints them."""
+    """An event of a service. Names of events and fields are stable: ``--json`` prints them."""
 
     event: str
-    """``start``, ``marker``, ``trouble``, ``recovered``, ``stop``, or what a service adds to these."""
+    """``start``, ``marker``, ``trouble``, ``recovered``, ``stop``, or one that a service adds to these."""
     fields: dict[str, Any]
 
 
 class Service(ABC):
-    """Follows something that others write. :meth:`run` is for one thread, :meth:`stop` for any.
+    """Follows data that others write. :meth:`run` is for one thread, :meth:`stop` for any.
 
     Args:
         report: Takes events, on the thread of :meth:`run`.
         outlasts: Errors after which a round is tried again.
-        retry_s: How long it waits before that: at first, and at most.
+        retry_s: Seconds to wait before that: the first time, and at most.
     """
 
     def __init__(
@@ -44,29 +44,29 @@ class Service(ABC):
         self._retry_s = retry_s
         self._stop = threading.Event()
         self._trouble = ""
-        """What is away now; empty while nothing is."""
+        """Headline of the current error. Empty if there is none."""
 
     def stop(self) -> None:
-        """End :meth:`run` soon; safe on any thread and in a signal handler."""
+        """End :meth:`run` soon. Safe on any thread and in a signal handler."""
         self._stop.set()
 
     def going_on(self) -> None:
-        """Called again and again by whatever takes long: ends it where it stands.
+        """Stop long work: called repeatedly by it.
 
         Raises:
-            Stopped: the service is to stop.
+            Stopped: The service was asked to stop.
         """
         if self._stop.is_set():
             raise Stopped
 
     def run(self, *, once: bool = False, poll_s: float) -> bool:
-        """Work until :meth:`stop`; with ``once``, until nothing is missing that is there now.
+        """Work until :meth:`stop`. With ``once``, work until all that exists now is done.
 
         Returns:
-            Whether it came to its own end: False after :meth:`stop`.
+            True if it came to its own end, False after :meth:`stop`.
 
         Raises:
-            StreamCkptError: waiting does not help; with ``once``, anything.
+            StreamCkptError: Waiting does not help; with ``once``, any error.
         """
         retry_s = self._retry_s[0]
         try:
@@ -95,28 +95,28 @@ class Service(ABC):
 
     @abstractmethod
     def _round(self, *, once: bool, last: bool) -> None:
-        """Do what there is to do now; with ``last``, no other round follows."""
+        """Do the work that exists now. With ``last``, no other round follows."""
 
     @abstractmethod
     def _totals(self) -> dict[str, Any]:
-        """Sum up what was done, for the last event."""
+        """Sum up the work done, for the last event."""
 
     def _is_last(self) -> bool:
-        """Return whether nothing more is to come."""
+        """Return whether no more work will come."""
         return False
 
     def _is_over(self) -> bool:
-        """Return whether the round that was just done is the last one, by what it has seen."""
+        """Return whether the round just done is the last one, judging by its data."""
         return False
 
     def _wait(self, seconds: float) -> None:
         self._stop.wait(seconds)
 
     def _close(self) -> None:  # noqa: B027 (a service that opens nothing has nothing to close)
-        """Let go of what rounds have opened."""
+        """Close resources that rounds have opened."""
 
     def _say_trouble(self, error: StreamCkptError) -> None:
-        """Once for each change: a log that is away for hours is one line."""
+        """Report an error once for each change: a log that is away for hours is one line."""
         if error.headline != self._trouble:
             self._trouble = error.headline
             self.report(Event("trouble", {"message": error.headline, "hint": error.hint}))

@@ -16,20 +16,20 @@ from torchrec_stream_ckpt.errors import ConfigError
 log = logging.getLogger(__name__)
 
 PREFIX = "STREAM_CKPT_"
-"""What the names of our variables begin with."""
+"""Prefix of the names of our variables."""
 FILE_VARIABLE = f"{PREFIX}CONFIG"
 """The variable that names the file."""
 TABLE = "stream_ckpt"
-"""The table of a file that holds our settings; without it all of the file is ours."""
+"""The table of a file that holds our settings. Without it, all of the file is ours."""
 _NONE = "none"
 _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
 _NEAR = 0.9
-"""How much the name of a variable that nobody reads is like the one that it may be meant for."""
+"""Minimum similarity between the name of an unknown variable and the one that it may be meant for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value, and where it came from."""
+    """A value and its origin."""
 
     value: Any
     origin: str
@@ -37,15 +37,15 @@ class Setting:
 
 
 def gather(kind: type[Any], path: str | Path | None, environ: Mapping[str, str]) -> dict[str, Setting]:
-    """The settings of a file and of the environment, which counts more.
+    """Return the settings of a file and of the environment, which takes precedence.
 
     Args:
-        kind: A dataclass; its fields are the settings.
-        path: The file; None: the one that ``STREAM_CKPT_CONFIG`` names, or none.
-        environ: The environment. A variable that is empty counts as not set.
+        kind: A dataclass. Its fields are the settings.
+        path: The file. If None, the one that ``STREAM_CKPT_CONFIG`` names, if any.
+        environ: The environment. An empty variable counts as not set.
 
     Raises:
-        ConfigError: a setting is unknown or of another type; the file cannot be read, or is not TOML.
+        ConfigError: A setting is unknown or of another type; the file cannot be read, or is not TOML.
     """
     types = get_type_hints(kind)
     hints = {field.name: _Type(types[field.name], field) for field in dataclasses.fields(kind)}
@@ -59,13 +59,13 @@ def gather(kind: type[Any], path: str | Path | None, environ: Mapping[str, str])
 
 
 def warn_of_strangers(kind: type[Any], environ: Mapping[str, str]) -> None:
-    """Log a warning of each variable that looks like a setting, and is none."""
+    """Log a warning for each variable that looks like a setting, but is not one."""
     for variable, meant in strangers(environ, (field.name for field in dataclasses.fields(kind))).items():
         log.warning("nothing reads the environment variable %s: did you mean %s?", variable, meant)
 
 
 def strangers(environ: Mapping[str, str], known: Iterable[str]) -> dict[str, str]:
-    """Variables that are no setting, and look like one: name -> the variable of the setting."""
+    """Return variables that look like a setting, but are not: name -> the variable of the setting."""
     names = [each.upper() for each in known]
     strange = [each for each in sorted(environ) if each.startswith(PREFIX) and each.removeprefix(PREFIX) not in names]
     near = {each: difflib.get_close_matches(each.removeprefix(PREFIX), names, 1, _NEAR) for each in strange}
@@ -97,7 +97,7 @@ def _read_file(path: Path, hints: Mapping[str, _Type]) -> dict[str, Setting]:
 
 
 class _Type:
-    """What values a setting takes, as its annotation says."""
+    """Types of values that a setting takes, from its annotation."""
 
     def __init__(self, hint: Any, field: dataclasses.Field[Any]) -> None:
         members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
@@ -109,14 +109,14 @@ class _Type:
 
     @property
     def words(self) -> str:
-        """For an error."""
+        """Description for an error."""
         words = ["true or false"] * self._bool + ["a number"] * self._float + ["a whole number"] * self._int
         words += ["text"] * self._text + ["a table"] * self._table + ["a list of texts"] * self._list
         words += [repr(each) for each in self._choices] + [repr(_NONE)] * self._may_be_none
         return " or ".join(words)
 
     def problem(self, value: object) -> bool:
-        """Return whether a file may not say this."""
+        """Return whether a file must not have this value."""
         if isinstance(value, bool):
             return not self._bool
         if isinstance(value, int):
@@ -136,10 +136,10 @@ class _Type:
         return tuple(value) if isinstance(value, list) else value
 
     def parse(self, variable: str, text: str) -> Any:
-        """The value that an environment variable says.
+        """Return the value of an environment variable.
 
         Raises:
-            ConfigError: it says none.
+            ConfigError: Its text is not a valid value.
         """
         if (self._may_be_none and text == _NONE) or text in self._choices:
             return self.value(text)

@@ -1,8 +1,8 @@
 """Conditions, events and futures of the training thread: a signal handler that raises leaves none of them locked.
 
 ``with`` on a lock of the interpreter cannot be interrupted between the lock and the block. The standard library's
-``Condition`` enters and leaves by functions in Python instead: what a handler raises inside of those leaves the lock
-with the training thread for ever, and every other thread waits for it. ``Event`` and ``Future`` are built on it.
+``Condition`` is entered and left by Python functions instead. If a handler raises inside of those, the training thread
+keeps the lock forever, and every other thread waits for it. ``Event`` and ``Future`` are built on it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class SafeCondition(threading.Condition):
-    """Entered and left by its lock's own functions, without a line of Python in between."""
+    """A condition entered and left by its lock's own functions, without a line of Python in between."""
 
     __enter__ = property(attrgetter("_lock.__enter__"))
     __exit__ = property(attrgetter("_lock.__exit__"))

@@ -1,4 +1,4 @@
-"""The nouns that all rooms share. Plain values: no torch, no I/O."""
+"""Types that all packages share. Plain values: no torch, no I/O."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from torchrec_stream_ckpt.errors import ConfigError
 class MarkerId(NamedTuple):
     """Name of one marker: the generation that committed it, and its number on the lineage.
 
-    A tuple, for it is made, hashed and compared tens of thousands of times when the log of an old job is read.
+    It is a tuple because it is created, hashed and compared tens of thousands of times when the log of an old job is
+    read.
     """
 
     generation: int
     """Run of the trainer that committed it, counted from 1 on each log."""
     marker: int
-    """Number of the marker, 1 for the first of a new job. After a restore, counting goes on from the restored one."""
+    """Number of the marker, 1 for the first of a new job. After a restore, counting continues from the restored one."""
 
     def __str__(self) -> str:
         return f"{self.generation}:{self.marker}"
 
     @classmethod
     def of(cls, marker: MarkerId | str | tuple[int, int] | None) -> MarkerId | None:
-        """A marker however a user names it; None stays None."""
+        """Convert any form in which a user names a marker. None stays None."""
         if isinstance(marker, str):
             return cls.parse(marker)
         if isinstance(marker, tuple) and len(marker) == 2 and all(type(number) is int for number in marker):
@@ -50,7 +51,7 @@ class StateSpec:
     name: str
     dtype: str
     per_row: bool
-    """True: one value a row. False: one value a weight, shape (rows, dim)."""
+    """True if there is one value per row. False if there is one value per weight, shape (rows, dim)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,26 +66,26 @@ class TableSpec:
     optimizer: str
     states: tuple[StateSpec, ...]
     id: int | None = field(default=None, compare=False)
-    """Which table it is, below 2^53, whatever it is called later; None until a generation was claimed for it, and in
-    logs of format version 1. Two specs are equal without it."""
+    """Identifies the table, below 2^53, even if it is renamed. None until a generation was claimed for it, and in logs
+    of format version 1. The comparison of two specs ignores it."""
 
     def __hash__(self) -> int:
-        # Of the name alone: layouts are looked up by their table for each frame that is read.
+        # Hash the name alone: for each frame that is read, its layout is looked up by its table.
         return hash(self.name)
 
     @property
     def has_row_state(self) -> bool:
-        """True if some state holds one value a row, and so depends on the column split."""
+        """True if some state has one value per row, and so depends on the column split."""
         return any(state.per_row for state in self.states)
 
     @property
     def dropped(self) -> bool:
-        """True if it is a tombstone: it keeps the index of a table that the model has no longer."""
+        """True if it is a tombstone: it keeps the index of a table that the model no longer has."""
         return not self.name
 
 
 TOMBSTONE = TableSpec(name="", rows=0, dim=0, dtype="", optimizer="", states=())
-"""What stands in a schema at the index of a table that was dropped, so that the indices of all others stay."""
+"""Entry of a schema at the index of a dropped table, so that the indices of all others stay."""
 
 
 class RowRange(NamedTuple):
@@ -110,7 +111,7 @@ class TableShard:
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """Where one rank's stream stands at a marker."""
+    """Position of one rank's stream at a marker."""
 
     rank: int
     partition: int
@@ -119,7 +120,7 @@ class RankEnd:
     end: int
     """Log offset just past this rank's MARK."""
     frames: int
-    """Number of frames from HELLO to MARK, both counted: the MARK has seq ``frames - 1``."""
+    """Number of frames from HELLO to MARK, including both: the MARK has seq ``frames - 1``."""
     chain: int
     """Header checksum of the MARK."""
     rows: int
@@ -139,7 +140,7 @@ class LogSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MarkPlace:
-    """Where the log has acknowledged a MARK."""
+    """Position of a MARK that the log has acknowledged."""
 
     generation: int
     partition: int
@@ -151,14 +152,14 @@ class MarkPlace:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What the future of a marker resolves to."""
+    """Result of the future of a marker."""
 
     generation: int
     """Generation that committed the marker: this run's own."""
     marker: int
     """Number of the marker."""
     step: int
-    """Steps of the job when it was cut, those before a restored marker counted."""
+    """Steps of the job when it was cut, including those before a restored marker."""
 
     @property
     def id(self) -> MarkerId:
@@ -168,7 +169,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class MarkerReport:
-    """What ``on_commit`` hears of a committed marker."""
+    """Report of a committed marker for ``on_commit``."""
 
     generation: int
     """Generation that committed the marker."""
@@ -177,9 +178,9 @@ class MarkerReport:
     step: int
     """Steps of the job when it was cut."""
     time_s: float
-    """When it was committed, Unix time of rank 0."""
+    """Time of its commit, Unix time of rank 0."""
     meta: dict[str, str | int | float]
-    """All that ``mark(meta=...)`` has said of it."""
+    """All metadata passed to ``mark(meta=...)``."""
     rows: int
     """Row records that all ranks have sent for this marker alone."""
     num_bytes: int
@@ -195,14 +196,14 @@ class MarkerReport:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What a restore brought back."""
+    """Result of a restore."""
 
     generation: int
     """Generation of the marker that was restored (this job's own generation is higher)."""
     marker: int
     """Number of the marker that was restored."""
     step: int
-    """Steps that the job had made at that marker: training goes on with the next one."""
+    """Steps that the job had made at that marker. Training continues with the next one."""
     world: int
     """Number of ranks of the job that wrote the marker."""
     rows: int
@@ -210,18 +211,18 @@ class Restored:
     skipped: tuple[str, ...] = ()
     """Newer markers that could not be used, each with its reason."""
     source: str = "log"
-    """Where the rows came from: ``head 1:40``, ``store 1:40 + log``, ``log``; with two tiers, after the name of one:
+    """Source of the rows: ``head 1:40``, ``store 1:40 + log``, ``log``. With two tiers it starts with the name of one:
     ``inner: log``, ``inner + outer: log``, ``outer: store 1:40 + log``."""
     proved: float = 0.0
-    """Share of all rows that were compared with what markers proved of them; weights and states count apart. Rows of
-    tables that have changed, or were added, count as not compared."""
+    """Share of all rows that were compared with proofs of markers. Weights and states count separately. Rows of tables
+    that have changed, or were added, count as not compared."""
     evolved: Any = None
-    """The ``EvolutionReport`` of a model that has changed: what was kept, and what stayed as the model had made it; its
-    ``lines()`` are for people. None: the model is that of the marker."""
+    """The ``EvolutionReport`` of a model that has changed: state that was kept, and state that stayed as the model
+    created it. Its ``lines()`` are for people. None if the model is that of the marker."""
     origin: str | None = None
-    """URI of the other job whose marker it is, after a warm start; None: the marker is this job's."""
+    """URI of the other job whose marker it is, after a warm start. None if the marker is this job's."""
     replicas: str = "same"
-    """``rank0``: dense replicas might differ when the marker was cut, and all ranks have rank 0's now
+    """``rank0`` if dense replicas might differ when the marker was cut, and all ranks have rank 0's now
     (``StreamConfig.replicas``)."""
 
     @property

@@ -1,4 +1,4 @@
-"""Sizes and times as people read and write them."""
+"""Sizes and times in the form that people read and write."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SIZE = re.compile(r"(\d+)\s*([KMGT]?)B?")
 
 
 def size(num_bytes: float) -> str:
-    """Bytes for people, in powers of 1000."""
+    """Format bytes for people, in powers of 1000."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 1000:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -26,7 +26,7 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A length of time for people."""
+    """Format a length of time for people."""
     for unit, length in _LENGTHS.items():
         if seconds >= length:
             many = seconds / length
@@ -37,17 +37,20 @@ def duration(seconds: float) -> str:
 
 
 def age(time_s: float) -> str:
-    """How long ago a moment of the wall clock was, for people."""
+    """Format for people how long ago a moment of the wall clock was."""
     return duration(max(0.0, time.time() - time_s))
 
 
 def clock(time_s: float, form: str = "%Y-%m-%d %H:%M:%S") -> str:
-    """A moment of the wall clock, in local time; "an unknown day" if no calendar has it (records may say anything)."""
+    """Format a moment of the wall clock in local time.
+
+    Returns "an unknown day" if no calendar has it (records may have any value).
+    """
     return _moment(time.localtime, time_s, form)
 
 
 def day(time_s: float, form: str = "%Y-%m-%d %H:%M UTC") -> str:
-    """A moment of the wall clock, in UTC; "an unknown day" as in :func:`clock`."""
+    """Format a moment of the wall clock in UTC. Returns "an unknown day" as in :func:`clock`."""
     return _moment(time.gmtime, time_s, form)
 
 
@@ -59,10 +62,10 @@ def _moment(fields: Callable[[float], time.struct_time], time_s: float, form: st
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``5GB``, ``800MB`` or ``4096``.
+    """Parse bytes from ``5GB``, ``800MB`` or ``4096``.
 
     Raises:
-        ConfigError: the text is not a size.
+        ConfigError: The text is not a size.
     """
     match = _SIZE.fullmatch(text.strip().upper())
     if match is None or not int(match[1]):
@@ -71,10 +74,10 @@ def parse_size(text: str) -> int:
 
 
 def parse_duration(text: float | str) -> float:
-    """Seconds, from a number of them or from text: ``90``, ``90s``, ``15min``, ``24h``, ``7d``, ``2w``.
+    """Parse seconds from a number of them or from text: ``90``, ``90s``, ``15min``, ``24h``, ``7d``, ``2w``.
 
     Raises:
-        ConfigError: the text is not a length of time.
+        ConfigError: The text is not a length of time.
     """
     if isinstance(text, str):
         match = _DURATION.fullmatch(text.strip())
@@ -87,10 +90,10 @@ def parse_duration(text: float | str) -> float:
 
 
 def parse_rate(text: str) -> int:
-    """Bytes a second of ``20MB``, ``800kB`` or ``4096``.
+    """Parse bytes per second from ``20MB``, ``800kB`` or ``4096``.
 
     Raises:
-        ConfigError: the text is not a rate above zero.
+        ConfigError: The text is not a rate above zero.
     """
     try:
         return parse_size(text)

@@ -1,4 +1,4 @@
-"""Where logs and stores are: their URIs, read and shown; with the names of a Kafka job's topics."""
+"""URIs of logs and stores, parsed and formatted, and the names of a Kafka job's topics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FileUri:
 
     @property
     def aside(self) -> str:
-        """What to do with a control partition that is not to count, as a hint begins."""
+        """Hint for a control partition that must not count, for the start of an error's hint."""
         return f"move {self.directory}/control.log aside"
 
 
@@ -47,7 +47,7 @@ class KafkaUri:
 
     @property
     def aside(self) -> str:
-        """What to do with a control partition that is not to count, as a hint begins; no topic can be moved."""
+        """Hint for a control partition that must not count, for the start of an error's hint. No topic can be moved."""
         command = f"kafka-topics.sh --bootstrap-server {self.brokers} --delete --topic {self.control_topic}"
         return f"copy what you want to keep of topic {self.control_topic} and delete it ({command})"
 
@@ -59,7 +59,7 @@ def job_name(uri: str) -> str:
 
 
 def without_login(uri: str) -> str:
-    """``uri`` as it may be shown: with stars for what stands before an ``@``, unless it is a path."""
+    """Return ``uri`` for display, with stars instead of the text before an ``@``, unless it is a path."""
     scheme, separator, rest = uri.partition("://")
     if not separator or scheme == "file" or "@" not in rest:
         return uri
@@ -94,12 +94,12 @@ def parse_uri(uri: str) -> FileUri | KafkaUri:
 
 @dataclass(frozen=True, slots=True)
 class StoreUrl:
-    """Where a store is: a folder, or a place that fsspec knows by its scheme."""
+    """Location of a store: a folder, or a place that fsspec knows by its scheme."""
 
     scheme: str
     """``file`` for a folder."""
     place: str
-    """An absolute path for a folder, otherwise what follows ``://``, without a slash at its end."""
+    """An absolute path for a folder. Otherwise the text after ``://``, without a slash at its end."""
 
     @property
     def folder(self) -> Path | None:
@@ -110,10 +110,10 @@ class StoreUrl:
 
 
 def check_store_url(store: str) -> StoreUrl:
-    """Read the URL of a store: ``file://DIR``, a plain path, or ``SCHEME://PLACE`` of what fsspec knows.
+    """Read the URL of a store: ``file://DIR``, a plain path, or ``SCHEME://PLACE`` that fsspec knows.
 
     Raises:
-        ConfigError: it is none, or holds a secret: it is written into the log, for all to read.
+        ConfigError: It is not a store's URL, or it holds a secret: the URL is written into the log, for all to read.
     """
     if not store.isprintable():
         raise ConfigError(f"{without_login(store)!r} is not a store: it has control characters", hint=_STORE_HINT)
