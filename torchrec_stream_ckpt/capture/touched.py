@@ -262,7 +262,7 @@ class TouchedRows:
         self.sweep.drained(rows[:count])
 
     def forget(self) -> None:
-        """Forget all changes so far: these rows are sent in another way, or not at all."""
+        """Forget all changes so far: these rows are sent by a sweep with their current values, or not at all."""
         self.touched.clear_all()
         self.frozen.clear_all()
 
@@ -300,7 +300,7 @@ class TouchedRows:
         self.touched.merge(self.frozen)
 
     def frozen_among(self, rows: torch.Tensor | None) -> torch.Tensor:
-        """Return those of the linear ``rows`` (None: of all rows) that are frozen, ascending.
+        """Return the frozen rows among the linear ``rows``, or among all rows if None, ascending.
 
         On a GPU the host waits.
         """

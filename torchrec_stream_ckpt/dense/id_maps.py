@@ -1,8 +1,8 @@
 """The id maps of managed collision in a marker: one piece per table shard, merged if a restore has larger shards.
 
 A shard's map records which raw id has which of its rows, and raw ids are assigned to ranks by separate ranges. So maps
-can be merged exactly, as TorchRec does on a load, but never split: the rows of the ids to remove are spread over the
-whole shard.
+can be merged exactly, as TorchRec does on a load, but never split: the rows of the ids that would move to another shard
+are spread over the whole shard.
 """
 
 from __future__ import annotations

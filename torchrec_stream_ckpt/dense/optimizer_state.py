@@ -121,7 +121,7 @@ def named_tensors(optimizers: Optimizers, parameters: Mapping[str, nn.Parameter]
     """Return live tensors that are right below a parameter, by their entries.
 
     Args:
-        optimizers, parameters: As of :func:`take`.
+        optimizers, parameters: As in :func:`take`.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     return {

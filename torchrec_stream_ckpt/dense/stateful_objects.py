@@ -115,7 +115,7 @@ def try_states(
 
     Args:
         saved: Objects whose state on rank 0 is saved.
-        compared: Those of them that all ranks compare.
+        compared: Objects in ``saved`` that all ranks compare.
         per_rank: Objects whose state each rank saves.
 
     Raises:

@@ -164,7 +164,7 @@ class _Indices(list[int]):
 def _received(indices: list[int], epoch: int) -> list[int]:
     """Return the samples that a worker fetches next, and set its epoch.
 
-    A worker serves one loader, so the epoch is unique.
+    A worker serves one loader, so no other loader sets another epoch there.
     """
     fetch_in_epoch(epoch)
     return indices

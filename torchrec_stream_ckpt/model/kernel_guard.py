@@ -89,7 +89,7 @@ class Standing:
                 )
 
     def check_all(self) -> None:
-        """(each marker) As :meth:`check`, and check that no kernel was added after the hooks. Walks the model.
+        """(each marker) Run :meth:`check`, and check that no kernel was added after the attach. Walks the model.
 
         Raises:
             UnsupportedError: Names the sharded module.

@@ -1,4 +1,4 @@
-"""The fused optimizers of FBGEMM: the states of a row, and what changes a row in addition to its gradient.
+"""The fused optimizers of FBGEMM: the states of a row, and the changes of a row other than by its gradient.
 
 Every kernel in this table updates only rows that its batch looked up (FBGEMM's optimizers.py: each loops over the
 unique valid ids of the batch), some of them even if the gradient is zero. So the ids of a lookup are the exact safe

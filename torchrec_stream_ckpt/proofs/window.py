@@ -177,7 +177,7 @@ class _AtHand:
         self._held.clear()
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
-        """As ``Objects.read``."""
+        """Read an object as ``Objects.read`` does, from memory if possible."""
         held = self._held.get(name)
         if held is None or end is None or end > len(held):
             return self._objects.read(name, begin, end)

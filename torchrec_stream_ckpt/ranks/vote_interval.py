@@ -15,7 +15,7 @@ LATEST_S = 1.0
 MOST_STEPS = 32
 """Most steps between two votes."""
 NEVER = 2**62
-"""No vote until a marker is cut or due."""
+"""No vote until a cut, or until something is due."""
 
 
 class Spacing:

@@ -74,10 +74,10 @@ class StreamConfig:
     """Reaction to a failed marker, besides failing its future. With ``continue``, training continues and the next
     marker tries again. With ``raise``, ``step()`` raises the reason, on all ranks at the same step."""
     on_signal: Literal["mark", "none"] | None = None
-    """With ``mark``, SIGTERM leads to a marker at the next step boundary of all ranks, which waits for it. After that
-    ``StreamCheckpointer.should_stop`` is true on all of them: leave the loop and close. SIGUSR1 leads to a marker, and
-    training continues. A signal to one rank is enough. With None or ``none``, signals are not handled. See
-    docs/training_loop.md."""
+    """With ``mark``, SIGTERM leads to a marker at the next step boundary of all ranks, and they wait for it there.
+    After that ``StreamCheckpointer.should_stop`` is true on all of them: leave the loop and close. SIGUSR1 leads to a
+    marker, and training continues. A signal to one rank is enough. With None or ``none``, the job's own signal handling
+    is unchanged. See docs/training_loop.md."""
     signal_s: float = SIGNAL_S
     """Longest time for the marker of a signal, from the first step boundary after the signal on. Then the job reports
     why there is no marker, and after SIGTERM it ends without it. A marker gets 5 s in any case."""
@@ -103,8 +103,8 @@ class StreamConfig:
     all blocks of 64 rows, even if these have more bytes. 0 disables digests."""
     fresh: bool = False
     """Start from nothing on a log that holds markers. Without it, a first ``step()`` or ``mark()`` without a
-    ``restore()`` is rejected on such a log: the new run's first marker would be newer than all of them. It only accepts
-    intact markers: a log that has lost a piece is rejected in any case."""
+    ``restore()`` is rejected on such a log: the new run's first marker would be newer than all of them. It starts next
+    to intact markers only: a log that has lost a piece is rejected in any case."""
     max_fallback: int = 3
     """Most damaged markers that ``restore()`` without a name may skip until it finds an intact one. 0 for none."""
     head: str | None = "auto"

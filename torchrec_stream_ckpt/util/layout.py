@@ -1,11 +1,11 @@
-"""Every path and key name, made and parsed in this one place.
+"""Every path and key name, built and parsed in this one place.
 
 File log, under its folder DIR::
 
     LOG                                   identity of this incarnation of the log
     control.log                           CLAIM and COMMIT records, in commit order
     control.lock                          lock of the appenders
-    relay.lock                            lock of those who copy this log to an outer tier, and who did last
+    relay.lock                            lock of the relays of this log, and the last one to hold it
     data/p00000/g00000001-00000000000000000000.seg   frames: partition, generation, offset of its first byte
     dense/<job>/g00000001-m00000001/      dense state of a marker (default store)
 
@@ -13,9 +13,9 @@ Kafka job JOB: topic ``JOB.data`` (one partition a rank) and ``JOB.control`` (on
 
 Store, below its URL (``<job>`` is the job's id in 32 hex digits)::
 
-    STORE                                                       which format the store has
+    STORE                                                       format of the store
     claims/<job>/g00000001                                      CLAIM of a generation, as in the control partition
-    segments/<job>/g00000001-r00000-m00000007-p000.seg          part 0 of what rank 0 sent up to marker 7
+    segments/<job>/g00000001-r00000-m00000007-p000.seg          part 0 of the rows that rank 0 sent up to marker 7
     manifests/<job>/g00000001-m00000007.json                    the marker is in the store
     folds/<job>/g00000001-m00000048-from-g00000001-m00000032.json   rows that changed in (32, 48]; "-from-root": a base
     segments/<job>/f-g00000001-m00000048-from-root-p000.seg     part 0 of a fold's rows
@@ -23,13 +23,13 @@ Store, below its URL (``<job>`` is the job's id in 32 hex digits)::
     pins/<job>/g00000001-m00000003                              retention must not give this marker up
     pins/<job>/g00000001-m00000003-0123456789abcdef             it is about to be pinned
     outer/<job>/g00000001-m00000004-e00000002                   the outer tier has marker 4, and gets every second one
-    verdicts/<job>/g00000001-m00000007-1a2b3c4d.json            rows that are not as they were in the tables
+    verdicts/<job>/g00000001-m00000007-1a2b3c4d.json            rows that differ from the tables
     proved/<job>/g00000001-m00000007-store-c1a2b3c4d-p00512-w00209-d000000-t0001771234567890
-                                                                who compared the proof of a marker, and when
-    garbage/<job>/t0001771234567890-1a2b3c4d.json               what was not needed at a time, in milliseconds
-    readings/<job>/t0001771234567890-1a2b3c4d.json              what was read whole at a time
+                                                                a comparison of a marker's proof: by whom, and when
+    garbage/<job>/t0001771234567890-1a2b3c4d.json               objects not needed at a time, in milliseconds
+    readings/<job>/t0001771234567890-1a2b3c4d.json              objects read whole at a time
     summaries/<job>/g00000001-m00000001-to-g00000001-m00000064-n00000064-1a2b3c4d   copies of manifests, directories
-    scrub/<job>/service-00000042                                where the materializer's scrub stands: its 42nd place
+    scrub/<job>/service-00000042                                position of the materializer's scrub: its 42nd one
     dense/<job>/g00000001-m00000007/NAME                        dense state of a marker
     records/<job>/0a1b2c3d-e0001-00000000000000000512-00000000000000001024-1a2b3c4d   second copy of control records: of
                                                                 which log, from offset 512 to 1024, and a checksum
@@ -331,7 +331,10 @@ def garbage_name(job: bytes, time_ms: int, crc: int) -> str:
 
 
 def probe_name(job: bytes, probe: str) -> str:
-    """Return the name of a temporary object that reads the store's clock or identifies the store: 16 hex digits."""
+    """Return the name of a temporary object to read the store's clock or to identify the store.
+
+    ``probe`` has 16 hex digits.
+    """
     return f"{GARBAGE_DIR}/{job.hex()}/now-{probe}"
 
 
@@ -426,7 +429,7 @@ def parse_copy_name(name: str) -> CopyName | None:
 def place_dir(uri: FileUri | KafkaUri) -> str:
     """Return the folder in which a store lists jobs with a log at ``uri``.
 
-    Only the job's name counts for Kafka, as brokers have many.
+    For Kafka, only the job's name counts, because brokers have many names.
     """
     place = str(uri) if isinstance(uri, FileUri) else f"kafka job {uri.job}"
     return f"{PLACES_DIR}/{hashlib.sha256(place.encode()).hexdigest()[:32]}"

@@ -51,7 +51,7 @@ class Service(ABC):
         self._stop.set()
 
     def going_on(self) -> None:
-        """Stop long work: called repeatedly by it.
+        """End long work if the service was asked to stop. Long work calls this repeatedly.
 
         Raises:
             Stopped: The service was asked to stop.
