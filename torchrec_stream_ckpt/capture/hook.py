@@ -302,11 +302,11 @@ class Capture:
     # A cut.
 
     def freeze(self, drain: Drain, on_give_up: Callable[[str], object]) -> tuple[TableScalars, ...]:
-        """Make a cut of all touched rows, sent with their current values in frames that carry ``drain``'s step and
-        marker.
+        """Make a cut of all touched rows, in frames that carry ``drain``'s step and marker.
 
-        No fused update runs on any thread during this call. The cut is open until ``frozen`` finishes it or gives it
-        up. Hooks may give it up in between, on any thread that writes rows. If this raises, give the cut up.
+        The rows are sent with their current values. No fused update runs on any thread during this call. The cut is
+        open until ``frozen`` finishes it or gives it up. Hooks may give it up in between, on any thread that writes
+        rows. If this raises, give the cut up.
 
         Returns:
             The kernels' own state at this moment. The iteration counts trained batches.

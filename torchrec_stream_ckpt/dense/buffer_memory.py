@@ -37,9 +37,7 @@ def together(*sides: Tensors) -> list[list[str]]:
 
 
 def is_alike(names: Iterable[str], one: Tensors, other: Tensors) -> bool:
-    """Return whether tensors of both sides have the same shapes, dtypes and strides, and share memory
-    in the same way.
-    """
+    """Return whether tensors of both sides have equal shapes, dtypes and strides, and share memory in the same way."""
     places: dict[tuple[Memory, Memory], int] = {}
     left, right = set(), set()
     for name in names:

@@ -53,9 +53,7 @@ class LocalBox:
         return cls(tensor.to_local().detach(), tuple(tensor.shape), tuple(chunk.offsets))
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (first element in the box, first one in the whole tensor, length) of runs that are
-        consecutive in both.
-        """
+        """Yield (first element in the box, first one in the whole tensor, length) of runs consecutive in both."""
         box = tuple(self.local.shape)
         if not (elements := math.prod(box)):
             return
@@ -118,8 +116,9 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 @torch.no_grad()
 def _together(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, int]]:
-    """Yield digests of small CPU tensors of one dtype, copied into one tensor: a call per tensor costs more than its
-    bytes.
+    """Yield digests of small CPU tensors of one dtype.
+
+    They are copied into one tensor, because a call for each tensor costs more than its bytes.
     """
     names = list(tensors)
     each = max(1, _SMALL_TOGETHER_BYTES // _SMALL_BYTES)

@@ -102,9 +102,7 @@ class LiveDense:
             try_blob_of(schedule.state_title, schedule.state())
 
     def watch(self) -> None:
-        """Start to observe optimizer steps, handed over or not, and calls that clear gradients, until
-        :meth:`unwatch`.
-        """
+        """Observe optimizer steps, handed over or not, and calls that clear gradients, until :meth:`unwatch`."""
         self.gradients.watch()
         self._unwatch = watch_steps(self.gradients.begins, self._stepped)
 

@@ -112,8 +112,9 @@ class NamedSchedule:
         ]
 
     def state(self) -> State:
-        """Return the state that this rank saves: ``common`` is the same on all ranks, ``lists`` are those of its groups
-        by name.
+        """Return the state that this rank saves.
+
+        ``common`` is the same on all ranks. ``lists`` are those of its groups, by name.
         """
         groups, lists = self.groups(), Lists()
         common = state_of(self.name, self._schedule)

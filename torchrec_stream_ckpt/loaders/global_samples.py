@@ -289,9 +289,7 @@ class GlobalSampler(Deal):
         return (rest or self.batch_size) // self.world
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the indices of this rank's part of each global batch, starting at the position passed
-        to :meth:`begin`.
-        """
+        """Yield the indices of this rank's part of each global batch, starting at the position set by :meth:`begin`."""
         epoch, first = self._begin
         order = self.order(epoch)
         while first < self.samples:
@@ -368,8 +366,9 @@ def seed_of(*parts: int) -> int:
 
 
 def check_source(source: object, what: str) -> None:
-    """Reject objects that cannot be iterated, and iterators: they give their samples once, so the next epoch would be
-    empty.
+    """Reject objects that cannot be iterated, and iterators.
+
+    An iterator gives its samples once, so the next epoch would be empty.
 
     Raises:
         ConfigError: ``source`` is such an object.

@@ -169,9 +169,7 @@ class CountedLoader:
         self._passes += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: the number of fetched batches of the pass, the pass, and the sampler's epoch if it has
-        one.
-        """
+        """Return the position: number of fetched batches, number of the pass, and the sampler's epoch if it has one."""
         epoch = self._epoch if self._skip else self._sampler_epoch()
         of_sampler = {} if epoch is None else {"sampler_epoch": epoch}
         return {"batches": max(self._batches, self._skip), "passes": self._passes, **of_sampler, **self._order()}

@@ -183,9 +183,7 @@ class TrackedLoader(Generic[T]):
                 self._trained = self._position(batches=0)
 
     def drop_in_flight(self) -> None:
-        """Drop the batches in flight: they will never be trained, because their pipeline was given up or they were
-        skipped.
-        """
+        """Drop the batches in flight. They will never be trained: their pipeline was given up, or they were skipped."""
         with self._lock:
             if self._ahead and not self._ahead[-1].batches:
                 self._trained = self._ahead[-1]

@@ -1,6 +1,4 @@
-"""One table-batched embedding kernel (TBE) as the capture uses it: rows, states, scalars, and events
-that change them.
-"""
+"""One table-batched embedding kernel (TBE) as the capture uses it: rows, states, scalars, and their changes."""
 
 from __future__ import annotations
 

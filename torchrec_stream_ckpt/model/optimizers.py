@@ -69,9 +69,7 @@ def optimizer_states(name: str) -> tuple[str, ...]:
 
 
 def is_per_row(name: str, state: str) -> bool:
-    """Return whether a state of this optimizer has one value per row, as those of weight decay and
-    bias correction do.
-    """
+    """Return whether a state of this optimizer has one value per row. States of weight decay and bias correction do."""
     return _PER_ROW.get(name.upper()) == state or state in ("prev_iter", "row_counter")
 
 

@@ -1,6 +1,4 @@
-"""Proofs of the live rows in the markers of a path: MARKs as a reader reads them, and the marker that
-proves a block.
-"""
+"""MARKs of the markers of a path as a reader reads them, and the marker that proves each block."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Metrics for Prometheus: names of those of the trainer, the materializer and a follower, and the port that serves
-them.
+"""Metrics of the trainer, the materializer and a follower for Prometheus, and the port that serves them.
 
 The only module that imports ``prometheus_client``, lazily: it is the extra ``metrics``.
 """
