@@ -143,8 +143,7 @@ class DenseState:
         return proved
 
     def has_changed(self) -> bool:
-        """(training thread) Return whether a marker would hold other state, apart from rows, than at the last
-        :meth:`stage`.
+        """(training thread) Return whether a marker would differ, apart from rows, from the last :meth:`stage`.
 
         Local. Parts of sharded parameters and id maps are not compared: if this rank holds some, returns True.
         """

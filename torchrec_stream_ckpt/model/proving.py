@@ -234,7 +234,7 @@ class SplitTensors:
 class CopiedRows:
     """Copies of the live rows of some pieces. On a GPU they may be in flight.
 
-    Create this on the training thread, at a moment when no thread writes rows. All other methods are thread-safe.
+    Create this on the training thread, at a moment when no thread writes rows. All other methods may run on any thread.
 
     Args:
         kernels: All kernels of this rank.

@@ -27,7 +27,7 @@ class StreamOrder:
     def writing(self) -> None:
         """Announce that work queued after this call on the current stream changes rows. It runs after the last reading.
 
-        Thread-safe; the autograd threads call it, too.
+        May be called on any thread; the autograd threads call it, too.
         """
         if self._device.type != "cuda":
             return

@@ -193,8 +193,7 @@ class Check:
         return total
 
     def part(self, table: int, blocks: Ints) -> tuple[Digests, Digests]:
-        """Return its part of a table's shared blocks, to be added up over readers: (difference, 1 where it cannot
-        check).
+        """Return (difference, 1 where it cannot check) of a table's shared blocks, to be added up over readers.
 
         Values are zero for a block of which it holds no row.
         """

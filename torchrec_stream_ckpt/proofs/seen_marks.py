@@ -133,9 +133,9 @@ class Met:
         """The kernels' own state at the last marker, as far as it was read."""
 
     def begin(self, shard: TableShard, marker: MarkerId | None) -> Places:
-        """Return the blocks of a shard: as known or, for a new shard, all as of ``marker``.
+        """Return the places of a shard's blocks. If the shard is new, they start at ``marker``.
 
-        None if no row has arrived.
+        If ``marker`` is None, no row has arrived.
         """
         if shard not in self.sent:
             first, last = blocks_of(shard)

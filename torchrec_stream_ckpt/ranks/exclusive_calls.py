@@ -23,7 +23,7 @@ class _Call:
 
 
 class Calls:
-    """Guards the collective calls of one object. None starts inside another: it would find rows and cuts in progress.
+    """Guards the collective calls of one object. None starts inside another: it would find rows and cuts half done.
 
     Args:
         roll: Reports to the other ranks which call this one is in.

@@ -194,7 +194,7 @@ class _Collector:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The place where metrics can be read."""
+    """A server from which metrics can be read."""
 
     port: int
     close: Callable[[], None]

@@ -24,7 +24,7 @@ Measured on 2 cores: an uncached file log 1.55 GB/s (``benchmarks/recovery``); K
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Durations of one kind of action, of all times in this process."""
+    """Durations of one kind of action, over the life of this process."""
 
     count: int = 0
     total_s: float = 0.0

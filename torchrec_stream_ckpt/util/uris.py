@@ -25,7 +25,7 @@ class FileUri:
 
     @property
     def aside(self) -> str:
-        """Hint for a control partition that must not count, for the start of an error's hint."""
+        """Start of a hint: how to set aside a control partition that must not count."""
         return f"move {self.directory}/control.log aside"
 
 
@@ -47,7 +47,7 @@ class KafkaUri:
 
     @property
     def aside(self) -> str:
-        """Hint for a control partition that must not count, for the start of an error's hint. No topic can be moved."""
+        """Start of a hint: how to set aside a control partition that must not count. No topic can be moved."""
         command = f"kafka-topics.sh --bootstrap-server {self.brokers} --delete --topic {self.control_topic}"
         return f"copy what you want to keep of topic {self.control_topic} and delete it ({command})"
 
