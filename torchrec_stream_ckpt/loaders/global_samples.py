@@ -221,8 +221,8 @@ class GlobalSampler(Deal):
 
     If the number of ranks does not divide a batch, parts differ by one sample, and a rank whose part is empty gets
     ``collate_fn([])``. TorchRec needs batches of one size on all ranks: fill each one up to :attr:`largest_part` with
-    samples without ids and with weight zero. If the loss of a rank is the sum over its samples times ``world /
-    batch_size``, its mean over the ranks is the mean of the global batch.
+    samples without ids and with weight zero. If the loss of a rank is the sum over its samples times
+    ``world / batch_size``, its mean over the ranks is the mean of the global batch.
 
     Args:
         samples: Number of samples of the data, or the data, if they have a length.
