@@ -23,7 +23,7 @@ Store, below its URL (``<job>`` is the job's id in 32 hex digits)::
     pins/<job>/g00000001-m00000003                              retention must not give this marker up
     pins/<job>/g00000001-m00000003-0123456789abcdef             it is about to be pinned
     outer/<job>/g00000001-m00000004-e00000002                   the outer tier has marker 4, and gets every second one
-    verdicts/<job>/g00000001-m00000007-1a2b3c4d.json            rows that differ from the tables
+    verdicts/<job>/g00000001-m00000007-1a2b3c4d.json            rows that differ from the tables at the cut
     proved/<job>/g00000001-m00000007-store-c1a2b3c4d-p00512-w00209-d000000-t0001771234567890
                                                                 a comparison of a marker's proof: by whom, and when
     garbage/<job>/t0001771234567890-1a2b3c4d.json               objects not needed at a time, in milliseconds
