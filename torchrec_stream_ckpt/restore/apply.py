@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 _HEAD_THREADS = 4
 _PART_CELLS = 2**27
-"""Values that a thread copies at once."""
+"""Number of values that a thread copies at once."""
 
 
 @torch.no_grad()
@@ -42,24 +42,24 @@ def apply_rows(
 ) -> int:
     """Write every row that the plan names into the live tables, and set the kernels' own state.
 
-    Where the model has changed, :func:`set_scalars` sets the kernels' own state afterwards: a rank that takes no row of
-    a table hears of it from others.
+    If the model has changed, call :func:`set_scalars` afterwards to set the kernels' own state. A rank that reads no
+    rows of a table gets that state from other ranks.
 
-    The tables are half written when this raises: such a job must not train on.
+    If this raises, the tables are partly written, and the job must not continue training.
 
     Args:
-        log: Where ``plan.reads`` are.
-        plan: What to write.
+        log: Log that holds ``plan.reads``.
+        plan: The plan to execute.
         kernels: The live tables.
-        objects: Where ``plan.stored`` is; None if the plan has none.
-        head: Where ``plan.warm`` is; None if the plan has none.
-        met: Takes what the rows come with: MARKs, and which marker last sent a row of which block.
+        objects: Store that holds ``plan.stored``; may be None if the plan reads nothing from a store.
+        head: HEAD that holds ``plan.warm``; may be None if the plan reads nothing from HEAD.
+        met: Collects the MARKs that are read, and for each block the newest marker that sent a row of it.
 
     Returns:
-        How many row records this rank applied.
+        Number of row records that this rank applied.
 
     Raises:
-        HeadDamagedError: HEAD does not hold what was written there.
+        HeadDamagedError: the data in HEAD differs from the data that was written there.
         CorruptionError: the log or the store is damaged or incomplete.
         SchemaMismatchError: the plan puts tables with different learning rates into one kernel.
     """
@@ -79,7 +79,7 @@ def apply_rows(
     applied += rows
     met.scalars = [*scalars, *found]
     for shard, target in targets.items():
-        if plan.live is None:  # else every row was there before
+        if plan.live is None:  # otherwise every row was already in the tables
             target.finish(plan.schema.tables[shard.table].name)
     for kernel in kernels:
         kernel.finish_write()
@@ -116,7 +116,10 @@ def _targets(plan: RestorePlan, kernels: list[FusedKernel], met: Met) -> dict[Ta
 def _viewed(
     view: View, weights: torch.Tensor, states: Sequence[torch.Tensor], moves: Sequence[Move], *, merged: bool
 ) -> Target:
-    """The part of a live shard that comes from the marker: of its first columns, and of its first rows or by a map."""
+    """Target for the part of a live shard that comes from the marker.
+
+    It has the first columns of the shard, and either its first rows or the rows that a map selects.
+    """
     rows = slice(None) if view.numbers is not None else slice(view.shard.rows)
     cols = slice(view.shard.cols)
     kept = [states[position] if position is not None else None for position in view.states]
@@ -126,16 +129,16 @@ def _viewed(
 
 
 def set_scalars(plan: RestorePlan, kernels: list[FusedKernel], records: Sequence[TableScalars]) -> None:
-    """Give each kernel the state of those whose rows it has got.
+    """Set the own state of each kernel from the records of the shards whose rows it holds.
 
-    Where the model has changed: that of its tables whose optimizer is the marker's. A kernel of new tables alone takes
-    that of all kept tables with its optimizer, if they agree: so it does not depend on the plan what it takes. Any
-    other kernel, of a table whose optimizer was switched, stays as the model has made it.
+    If the model has changed, only tables that keep the marker's optimizer count. A kernel that holds only new tables
+    takes the state of all kept tables with the same optimizer, if those agree; the result does not depend on the plan.
+    Any other kernel (of a table whose optimizer was switched) keeps the state that the model created.
 
     Args:
-        plan: What was written.
-        kernels: The live ones.
-        records: What the marker's ranks said; where the model has changed, all of it.
+        plan: The plan that was executed.
+        kernels: The live kernels.
+        records: Records of the marker's ranks. If the model has changed, the records of all ranks.
 
     Raises:
         SchemaMismatchError: the plan puts tables with different states into one kernel.
@@ -170,7 +173,7 @@ def _by_table(records: Iterable[TableScalars]) -> dict[int, list[TableScalars]]:
 def _sources(
     shard: TableShard, records: Mapping[int, Sequence[TableScalars]], plan: RestorePlan
 ) -> Sequence[TableScalars]:
-    """Return the records of this very shard; where the marker has no such one, those of all shards of the table."""
+    """Return the records of this shard, or those of all shards of the table if the marker has no such shard."""
     if plan.views is not None and not plan.views.outcomes[shard.table].keeps_iteration:
         return []
     of_table = records.get(shard.table, [])
@@ -181,9 +184,10 @@ def _sources(
 
 
 def _likewise(kernel: FusedKernel, records: Sequence[TableScalars], plan: RestorePlan) -> list[TableScalars]:
-    """(a changed model) What kept tables with the optimizer of a kernel of new tables say, if they all say the same.
+    """(a changed model) Return the records of kept tables with the same optimizer as a kernel of new tables.
 
-    A table whose optimizer was switched is not a new one: no table's count of steps is its own.
+    Returns an empty list if the records differ. A table whose optimizer was switched is not a new table: no table has a
+    step count that is valid for it.
     """
     if plan.views is None or any(plan.views.outcomes[index].source is not None for index in _indices(kernel, plan)):
         return []
@@ -203,7 +207,7 @@ def _indices(kernel: FusedKernel, plan: RestorePlan) -> set[int]:
 
 
 def _agreed(what: str, tables: str, values: Iterable[T]) -> T:
-    """The one value that all tables of a kernel had."""
+    """Return the value that all tables of a kernel have in common; raises SchemaMismatchError if they differ."""
     first, *others = dict.fromkeys(values)
     if others:
         raise SchemaMismatchError(
@@ -215,19 +219,19 @@ def _agreed(what: str, tables: str, values: Iterable[T]) -> T:
 
 
 def _apply_head(plan: RestorePlan, head: Head, targets: Mapping[TableShard, Target]) -> int:
-    """Write what ``plan.warm`` names into the targets; before anything else is.
+    """Write the rows of ``plan.warm`` into the targets. Call this before any other rows are written.
 
     Returns:
-        How many rows were copied.
+        Number of rows that were copied.
 
     Raises:
-        HeadDamagedError: HEAD does not hold what was written there.
+        HeadDamagedError: the data in HEAD differs from the data that was written there.
     """
     slices = {(each.table, each.col0): each for each in head.state.slices}
     with ThreadPoolExecutor(_HEAD_THREADS, "stream-ckpt-head") as pool:
         copies = []
         for place, moves in groupby(sorted(plan.warm), lambda move: (move.source.table, move.source.col0)):
-            # Only its parts hold a map: the thread that is the last to use it gives it back, while others copy.
+            # Only the parts hold a reference to a map: the last thread to use it unmaps it while others still copy.
             arrays = head.arrays(slices[place], plan.schema)
             for part in (part for move in moves for part in _parts(plan.warm, move)):
                 copies.append(pool.submit(_copy, arrays, targets[part.target], part, verify=head.verify))
@@ -238,7 +242,7 @@ def _apply_head(plan: RestorePlan, head: Head, targets: Mapping[TableShard, Targ
 
 
 def _parts(moves: Sequence[Move], move: Move) -> Iterator[Move]:
-    """``move`` cut by rows: enough parts for all threads, but large ones, which are copied past the caches."""
+    """Split ``move`` by rows into enough parts for all threads, but large ones, whose copies bypass the caches."""
     cells = sum(each.rows * each.cols for each in moves)
     count = min(max(1, round(move.rows * move.cols / min(cells / _HEAD_THREADS, _PART_CELLS))), move.rows)
     edges = [move.row0 + part * move.rows // count for part in range(count + 1)]

@@ -1,4 +1,4 @@
-"""Which cells of some tables have been sent: whether they all were can only be told by looking at each row."""
+"""Record which cells of some tables were sent. Only a check of each row shows whether all cells were sent."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torchrec_stream_ckpt.util.types import TableSpec
 
 
 class Coverage:
-    """One row of flags for each column slice.
+    """Flags of the rows that were sent, one array for each column slice.
 
     Args:
         schema: The tables.
-        wanted: Those that have to be sent whole, by their index; of others no account is kept.
+        wanted: Indices of the tables that must be sent completely. Rows of other tables are ignored.
     """
 
     def __init__(self, schema: Schema, wanted: Collection[int]) -> None:
@@ -29,7 +29,7 @@ class Coverage:
         self._records = dict.fromkeys(self._wanted, 0)
 
     def add(self, table: int, col0: int, cols: int, ids: npt.NDArray[np.int64]) -> None:
-        """Rows of one column slice have been sent."""
+        """Record that rows of one column slice were sent."""
         if table not in self._wanted:
             return
         key = (table, col0, cols)
@@ -39,17 +39,17 @@ class Coverage:
         self._records[table] += len(ids)
 
     def check(self) -> None:
-        """Raises CorruptionError for the first table of which rows were not sent."""
+        """Raise CorruptionError for the first table with missing rows."""
         of_table: dict[int, list[tuple[int, int, npt.NDArray[np.bool_]]]] = {}
         for (index, col0, cols), sent in self._sent.items():
             of_table.setdefault(index, []).append((col0, cols, sent))
         for index in sorted(self._wanted):
             table = self._schema.tables[index]
             missing = table.rows - self._records[index]
-            if missing > 0:  # said before a table that only claims to be huge takes memory
+            if missing > 0:  # checked before a table that only claims to be huge takes memory
                 raise CorruptionError(f"{missing} rows are not there", table=table.name)
             slices = sorted(of_table.get(index, []), key=lambda each: -each[0])
-            here: list[tuple[int, int, npt.NDArray[np.bool_]]] = []  # those that hold the column
+            here: list[tuple[int, int, npt.NDArray[np.bool_]]] = []  # slices that hold the column
             edges = {edge for col0, cols, _ in slices for edge in (col0, col0 + cols)}
             for column in sorted(edges | {0}):
                 here = [each for each in here if column < each[0] + each[1]]
@@ -63,7 +63,7 @@ class Coverage:
 
 
 def _flags(table: TableSpec) -> npt.NDArray[np.bool_]:
-    """One a row; the system gives memory only for those that are set."""
+    """Return one flag for each row. The system allocates memory only for flags that are set."""
     try:
         return np.zeros(table.rows, np.bool_)
     except (MemoryError, ValueError):
@@ -71,7 +71,7 @@ def _flags(table: TableSpec) -> npt.NDArray[np.bool_]:
 
 
 def rows_of_frame(header: Header, payload: memoryview, schema: Schema) -> RowsView:
-    """The rows of a frame; raises CorruptionError if its table is unknown, or the rows do not fit it."""
+    """Decode the rows of a frame; raises CorruptionError if its table is unknown, or the rows do not fit the table."""
     if header.table >= len(schema.tables):
         raise CorruptionError(f"table {header.table} is not in the schema", **header.place())
     return decode_rows(header, payload, schema.tables[header.table])

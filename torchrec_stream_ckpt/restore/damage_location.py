@@ -1,4 +1,4 @@
-"""Where damage is, in words that a person can act on: the file, the offset in it, the table."""
+"""Locate damage by what a person can act on: the file, the offset in it, and the table."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def located(
     schema: Schema,
     segments: Iterable[Picked] = (),
 ) -> CorruptionError:
-    """``error`` with the file, the offset and the table of its damage, as far as they can be told.
+    """Return ``error`` with the file, the offset and the table of its damage, if they can be determined.
 
     Args:
-        error: What reading has raised.
-        log: What was read from.
-        read: What was read there.
-        schema: Of the tables.
-        segments: What was read of the store.
+        error: The error that a read raised.
+        log: The log that was read.
+        read: Intervals that were read from the log.
+        schema: Schema of the tables.
+        segments: Segments that were read from the store.
     """
     try:
         found = in_segments(error, segments, schema) if "name" in error.where else _in_log(error, log, read, schema)
-    except StreamCkptError:  # what is damaged may not be readable at all: the error says what it knows
+    except StreamCkptError:  # the damaged part may be unreadable: keep what the error itself reports
         found = {}
     return type(error)(error.message, hint=error.hint, **{**error.where, **found})
 
@@ -44,7 +44,7 @@ def _in_log(error: CorruptionError, log: LogReader, read: Iterable[Interval], sc
             continue
         found: dict[str, object] = {}
         offset, header = _frame(error, log, LogSpan(commit.generation, end.partition, end.begin, end.end))
-        tables = interval.claim.schema.tables  # those of the marker may be others
+        tables = interval.claim.schema.tables  # the marker may have other tables
         if header is not None and header.table < len(tables) and header.rows:
             found["table"] = tables[header.table].name
         if offset is not None and "path" not in where:
@@ -55,7 +55,10 @@ def _in_log(error: CorruptionError, log: LogReader, read: Iterable[Interval], sc
 
 
 def _frame(error: CorruptionError, log: LogReader, span: LogSpan) -> tuple[int | None, Header | None]:
-    """The frame with the number that the error names, if its header can be read; else where the error says."""
+    """Return offset and header of the frame with the number in ``error``.
+
+    If that header cannot be read, returns the offset in ``error``, or None, and no header.
+    """
     for offset, frame in log.read(span):
         try:
             header = parse_header(frame)
@@ -68,7 +71,7 @@ def _frame(error: CorruptionError, log: LogReader, span: LogSpan) -> tuple[int |
 
 
 def in_segments(error: CorruptionError, segments: Iterable[Picked], schema: Schema) -> dict[str, object]:
-    """The table of a damaged chunk of one of these segments."""
+    """Return the table of a damaged chunk of one of these segments, as a field of an error."""
     name, offset = error.where.get("name"), error.where.get("offset")
     for picked in segments:
         if picked.ref.name == name and offset is not None:
@@ -80,7 +83,7 @@ def in_segments(error: CorruptionError, segments: Iterable[Picked], schema: Sche
 
 
 class Placing:
-    """A log for reading, that knows the place of the frame that was read last."""
+    """A log reader that remembers the location of the frame that was read last."""
 
     def __init__(self, log: LogReader) -> None:
         self._log = log
@@ -102,7 +105,10 @@ class Placing:
             yield offset, frame
 
     def where(self, error: CorruptionError) -> dict[str, object]:
-        """The file and the offset that ``error`` is about: what it says, or the frame that was read last."""
+        """Return file and offset of ``error``: the offset that it names, or that of the frame that was read last.
+
+        Returns an empty dict if the error names a file, or nothing was read.
+        """
         if "path" in error.where or self._at is None:
             return {}
         path, offset = self._log.place(self._at._replace(begin=int(str(error.where.get("offset", self._at.begin)))))

@@ -1,4 +1,4 @@
-"""All ranks compare the dense state that they have loaded with what the marker's ranks have proved of it."""
+"""Compare the loaded dense state, on all ranks, with the proofs of the marker's ranks."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ log = logging.getLogger(__name__)
 def check_dense(
     team: Team, live: LiveDense, saved: SavedDense, match: Match | None, proofs: Mapping[int, DenseProof]
 ) -> tuple[DifferingEntry, ...]:
-    """(all ranks) What differs of a marker's dense state, which the live objects have taken; the same on all ranks.
+    """(all ranks) Return the entries of the loaded dense state that differ from the proofs; the same on all ranks.
 
-    Live tensors are compared where the marker has one of the same name and kind, and of all else what was read.
+    If the marker has a tensor of the same name and kind, the live tensor is compared. For everything else, the value
+    that was read is compared.
 
     Args:
         team: All ranks.
         live: The objects of this rank.
-        saved: What the marker has, and what this rank has read of it.
-        match: What of it a changed model takes; None: all, by the same names.
-        proofs: What MARKs of the marker say, by their ranks, as far as this rank has met them.
+        saved: The marker's dense state, with the part that this rank has read.
+        match: Part of the dense state that a changed model takes; None for all of it, by the same names.
+        proofs: Proofs in those MARKs of the marker that this rank has read, by the rank that sent them.
     """
     marks = _gathered(team, proofs, saved.world)
     if not len(marks):
@@ -42,16 +43,16 @@ def check_dense(
 
 
 def refuse_or_accept_dense(different: tuple[DifferingEntry, ...], marker: MarkerId, *, accept: bool, say: bool) -> None:
-    """Raise if dense state is not as it was proved, or say what is accepted.
+    """Raise if dense state differs from its proofs, or log what is accepted.
 
     Args:
-        different: What came of the comparison.
-        marker: What was restored.
-        accept: Whether to go on with it.
-        say: Whether this rank logs.
+        different: Entries that differ, from :func:`check_dense`.
+        marker: The marker that was restored.
+        accept: Continue with the dense state although it differs.
+        say: Log on this rank.
 
     Raises:
-        ProofMismatchError: without ``accept``.
+        ProofMismatchError: entries differ, and ``accept`` is false.
     """
     if not different:
         return
@@ -63,7 +64,7 @@ def refuse_or_accept_dense(different: tuple[DifferingEntry, ...], marker: Marker
 
 
 def _gathered(team: Team, proofs: Mapping[int, DenseProof], world: int) -> DenseMarks:
-    """(all ranks) What all MARKs say; each is sent by the first rank that has met it."""
+    """(all ranks) Gather the proofs of all MARKs; each is sent by the lowest rank that has read it."""
     known = team.gather(sorted(proofs))
     mine = {
         rank: proof
@@ -75,7 +76,7 @@ def _gathered(team: Team, proofs: Mapping[int, DenseProof], world: int) -> Dense
 
 
 def _added(said: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Digests of whole entries, from those of their parts on all ranks."""
+    """Add up digests of parts on all ranks to digests of whole entries."""
     found: dict[str, int] = {}
     for parts in said:
         for name, digest in parts.items():

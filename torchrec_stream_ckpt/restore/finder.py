@@ -1,6 +1,7 @@
-"""Where all ranks read one marker from: found together, and again while places with damage are passed over.
+"""Find the marker that a user asks for, and where all ranks read it from.
 
-Which marker a user asks for: by its name, the newest one, or the best one by what was said of it.
+A user asks for a marker by its name, for the newest one, or for the best one by its notes. All ranks search together,
+and repeat the search to skip locations with damage.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from torchrec_stream_ckpt.util.config import StreamConfig
 from torchrec_stream_ckpt.util.types import MarkerId
 
 Named = MarkerId | str | tuple[int, int] | None
-"""A marker as a user names it."""
+"""Forms in which a user can name a marker; None for the newest one."""
 
 
 def chosen(team: Team, job: Job | Tiers, marker: Named, best: str | None) -> MarkerId | None:
-    """(all ranks) The marker that is asked for; None: the newest that is whole.
+    """(all ranks) Return the marker that is asked for, or None for the newest intact one.
 
     Raises:
-        ConfigError: it is not a marker, the ranks ask for different ones, or nothing of that name was said of any.
-        MarkerNotFoundError: no marker is offered, so none is the best.
-        StoreUnavailableError: the store does not answer: it says which markers were given up.
+        ConfigError: the name is not a marker, the ranks ask for different ones, or no marker has a note of that name.
+        MarkerNotFoundError: there is no marker to choose the best from.
+        StoreUnavailableError: the store does not answer; it holds the list of markers that were given up.
     """
     wanted = team.together(lambda: _wanted(marker, best))
     said = team.gather(wanted)
@@ -65,7 +66,7 @@ def _wanted(marker: Named, best: str | None) -> MarkerId | Best | None:
 
 
 def _offered(job: Job | Tiers) -> dict[MarkerId, dict[str, Value]]:
-    """(rank 0) What was said of each marker that is offered, oldest first; with two tiers on either one."""
+    """(rank 0) Return the notes of each marker that can be restored, oldest first; with two tiers, from both."""
     state = TierState.read(job)
     found = job.outer.offered()
     if job.inner is not None and state.inner.claims:
@@ -80,20 +81,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A job that has markers of its own."""
+    """Newest marker and origin of a job that has committed markers."""
 
     newest: MarkerId
     origin: tuple[str, MarkerId] | None
-    """The job, in hex, and the marker that it began in by a warm start; None: it did not."""
+    """Id in hex of the job, and the marker, that a warm start began from; None if the job had no warm start."""
 
 
 class Finder:
-    """Finds a marker on all ranks alike, again and again while places with damage are passed over.
+    """Finds the same marker on all ranks, repeatedly if locations with damage must be skipped.
 
     Args:
-        config: Of the nearest tier.
+        config: Configuration of the nearest tier.
         team: All ranks.
-        tier: What the job writes to.
+        tier: Tier that the job writes to.
         tiers: Both tiers, if there are two.
     """
 
@@ -103,35 +104,39 @@ class Finder:
         self._tiers = tiers
         self._job = tiers.logs if tiers is not None else tier
         self.head: Head | None = None
-        """What rows are copied from; its writer waits until it is closed."""
+        """HEAD that rows are copied from; its writer waits until it is closed."""
         self.use_head = True
-        """True if a HEAD is looked for."""
+        """True if the search includes HEAD."""
         self.damaged = Damaged(config.max_fallback)
-        """Which places were found damaged; the same on all ranks, but for what is passed over."""
+        """Locations that were found damaged; the same on all ranks, except for the markers that were skipped."""
         self._place = OUTER
-        """Where the marker is read from that was found last."""
+        """Place that the marker found last is read from."""
 
     def begin(self) -> None:
-        """Forget which places were damaged: they may have been repaired."""
+        """Reset the list of known damage; files may have been repaired since."""
         self.use_head, self.damaged = True, self.damaged.anew()
 
     @property
     def frames(self) -> LogReader:
-        """Frames of the marker that was found last."""
+        """Log that holds the frames of the marker that was found last."""
         return self._place.log(self._job)
 
     @property
     def objects(self) -> Objects:
-        """The store that its rows may come from."""
+        """Store that may hold rows of the marker that was found last."""
         return self._place.objects(self._job)
 
     @property
     def dense(self) -> DenseStore:
-        """Its dense state."""
+        """Store that holds the dense state of the marker that was found last."""
         return self._place.dense(self._job)
 
     def find(self, marker: MarkerId | None) -> Route | None:
-        """(all ranks) The marker. After it, all ranks know where to read it from, and a HEAD that they use is open."""
+        """(all ranks) Find a marker, or the newest one if ``marker`` is None.
+
+        Afterwards all ranks know where to read it from, and a HEAD that they use is open. Returns None if no marker
+        exists.
+        """
         route = self._look(marker, self._open_head if self.use_head else no_head)
         if route is not None and route.head is not None:
             route = self._everywhere(route, route.head)
@@ -140,19 +145,19 @@ class Finder:
         return route
 
     def begun(self) -> Begun | None:
-        """(rank 0) The newest marker, and where the first rows of the way to it come from.
+        """(rank 0) Return the newest marker, and the origin of the first rows on the path to it.
 
         Returns:
-            None where nothing was ever committed.
+            None if no marker was ever committed.
 
         Raises:
             CorruptionError: the log was lost, and its store holds markers.
-            MarkerNotFoundError: an import has begun in it, and has not ended.
+            MarkerNotFoundError: an import into the log has begun and has not finished.
         """
         state = TierState.read(self._job)
         newest = next(state.newest_first(), None)
         if newest is None:
-            find(self._job, None)  # looks whether a log was lost
+            find(self._job, None)  # checks whether a log was lost
             outer = self._job.outer
             check_no_import(outer.control.lineage, outer.uri)
             return None
@@ -160,16 +165,16 @@ class Finder:
         return Begun(newest.id, begun_in(lineage.claims[lineage.way(newest.id)[0].generation]))
 
     def check_may_begin(self) -> None:
-        """(rank 0) See that a log without a marker does not wait for that of an import or of a warm start.
+        """(rank 0) Check that a log without a marker is not waiting for the marker of an import or of a warm start.
 
         Raises:
-            MarkerNotFoundError: it does.
+            MarkerNotFoundError: the log waits for one of them.
         """
         outer = self._job.outer
         check_may_begin(outer.control.lineage, outer.uri)
 
     def made_of(self, marker: MarkerId, digest: str) -> MarkerId | None:
-        """(rank 0) The newest marker, if the way to it leads through ``marker`` and the changes with this digest."""
+        """(rank 0) Return the newest marker if its path has ``marker``, followed by the changes with this digest."""
         state = TierState.read(self._job)
         newest = next(state.newest_first(), None)
         if newest is None:
@@ -181,7 +186,7 @@ class Finder:
         return newest.id if made else None
 
     def close(self) -> None:
-        """Let the writer of the HEAD go on."""
+        """Close the HEAD, so that its writer can continue."""
         if self.head is not None:
             self.head.close()
             self.head = None
@@ -194,7 +199,7 @@ class Finder:
         return route
 
     def _everywhere(self, route: Route, head: HeadState) -> Route:
-        """``route`` if each host has what rank 0's HEAD holds, otherwise one that uses no HEAD."""
+        """Return ``route`` if every host has the same HEAD as rank 0, otherwise a route without HEAD."""
         if all(self._team.gather(self._has_head(head))):
             return route
         if self._team.rank == 0:
@@ -204,7 +209,7 @@ class Finder:
         return replace(cold, skipped=route.skipped)
 
     def _has_head(self, wanted: HeadState) -> bool:
-        """Return whether this host holds what rank 0's does; it is open then."""
+        """Return whether the HEAD of this host has the same content as that of rank 0. If so, it is open."""
         if self._team.rank:
             self._open_head(wanted.job)
         return self.head is not None and self.head.state.same_image(wanted)

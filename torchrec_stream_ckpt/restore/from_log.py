@@ -1,7 +1,8 @@
-"""Restore rows from the log: read in order, checked by some threads, placed by others, a table by always the same one.
+"""Restore rows from the log.
 
-A row stands in the log as often as it was sent, and the last one counts: frames of a table are placed in their order,
-those of different tables side by side.
+Frames are read in order, checked by one set of threads and written by another. Each table always has the same writing
+thread. The log holds a row as often as it was sent, and the last copy counts. So the frames of one table are written in
+order, and those of different tables in parallel.
 """
 
 from __future__ import annotations
@@ -30,32 +31,32 @@ from torchrec_stream_ckpt.util.types import MarkerId, TableShard
 BATCH_BYTES = 8 * 2**20
 BATCH_FRAMES = 64
 BATCHES = 8
-"""As many batches are read ahead of the one that is waited for."""
+"""Number of batches to read ahead of the batch that is waited for."""
 THREADS_AT_LEAST = 2
-"""One checks while another places, whatever torch may use for one operation."""
+"""Minimum number of threads: one checks while another writes, whatever number torch uses for one operation."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """A frame of rows, and where they go."""
+    """A frame of rows, with the moves that take rows of it."""
 
     interval: Interval
     header: Header
     data: memoryview
     moves: Sequence[Move]
     place: int
-    """Of the marker that it was sent for."""
+    """Position in the path of the marker that the frame was sent for."""
 
 
 def apply_log(
     plan: RestorePlan, log: LogReader, targets: Mapping[TableShard, Target], met: Met
 ) -> tuple[int, list[TableScalars]]:
-    """Write what ``plan.reads`` names into the targets; the MARKs on the way go into ``met``.
+    """Write the rows of ``plan.reads`` into the targets, and add the MARKs that are read to ``met``.
 
-    Memory: ``BATCHES`` + 1 batches of frames where the log is no folder.
+    Memory: ``BATCHES`` + 1 batches of frames if the log is not a directory.
 
     Returns:
-        How many row records were written, and the kernels' own state at the plan's marker.
+        Number of row records that were written, and the kernels' own state at the plan's marker.
 
     Raises:
         CorruptionError: the log is damaged or incomplete.
@@ -80,7 +81,7 @@ def apply_log(
 
 
 def _frames(plan: RestorePlan, log: LogReader, scalars: list[TableScalars], met: Met) -> Iterator[_Frame]:
-    """The frames of rows that concern this rank, oldest first; what the last MARK says goes into ``scalars``."""
+    """Yield the frames with rows for this rank, oldest first; add the kernel state in the last MARK to ``scalars``."""
     for read in plan.reads:
         interval = read.interval
         moves = by_slice(read.moves)
@@ -131,7 +132,7 @@ def _place(
     numbers: Sequence[int],
     targets: Mapping[TableShard, Target],
 ) -> int:
-    """Write the rows of one lane's frames, once they are checked."""
+    """Wait until a batch is checked, then write the rows of the frames of one lane."""
     rows = checked.result()
     applied = 0
     for number in numbers:

@@ -1,12 +1,11 @@
 """Restore rows from the store, several parts of the tables at a time.
 
-The oldest piece as it is, then what changed since, in its order: a row is placed as fast as one finds out that a newer
-piece has it (``benchmarks/recovery``, death_index).
+The oldest piece is written completely, then the newer ones in their order: writing a row takes no longer than finding
+out that a newer piece has it (``benchmarks/recovery``, death_index).
 
-Restore runs of rows from a store in a folder: read straight to where they belong, and checked there.
-
-A base's chunks hold rows that lie side by side in a table as well. Reading them by way of a map would cost page faults
-and a second pass over memory, twice the time.
+If the store is a directory, runs of rows are read directly into the tables and checked there: rows that are adjacent in
+a chunk of a base are adjacent in the table as well. Reading them through a memory map would cost page faults and a
+second pass over memory, which takes twice the time.
 """
 
 from __future__ import annotations
@@ -39,16 +38,16 @@ from torchrec_stream_ckpt.util.failpoints import failpoint
 from torchrec_stream_ckpt.util.types import TableShard
 
 THREADS_AT_LEAST = 4
-"""A disk is asked for more than one thing at a time."""
+"""Minimum number of threads, so that a disk has more than one request at a time."""
 
 
 def read_runs(
     plan: RestorePlan, objects: ReadsInto, targets: Mapping[TableShard, Target]
 ) -> tuple[int, tuple[Piece, ...]]:
-    """Write what of the base can be read straight into the targets; before anything else of the store.
+    """Write those rows of the base that can be read directly into the targets. Call this before other store reads.
 
     Returns:
-        How many row records were written, and what is left to read.
+        Number of row records that were written, and the pieces that are left to read.
 
     Raises:
         CorruptionError: the store is damaged.
@@ -74,9 +73,9 @@ def read_runs(
 
 
 def _alone(base: Sequence[Picked]) -> dict[str, npt.NDArray[np.bool_]]:
-    """Find the chunks that have no id in common with another chunk of the base, as far as ranges tell; by segment.
+    """Find the chunks of the base whose id ranges overlap no other chunk; by segment.
 
-    Parts of an interval may each hold a version of a row, and the last one counts: these are put in their order.
+    Parts of an interval may each hold a version of a row, and the last one counts, so those are written in their order.
     """
     if not base:
         return {}
@@ -96,7 +95,7 @@ def _alone(base: Sequence[Picked]) -> dict[str, npt.NDArray[np.bool_]]:
 def _runs(
     picked: Picked, moves: Mapping[Columns, Sequence[Move]], targets: Mapping[TableShard, Target]
 ) -> Iterator[tuple[int, ChunkEntry, Move]]:
-    """(number in the directory, entry, move) of chunks whose rows lie side by side in one target as well."""
+    """Yield (number in the directory, entry, move) of chunks whose rows are also adjacent in one target."""
     for number, entry in zip(picked.chunks.tolist(), entries_of(picked.entries), strict=True):
         if entry.last - entry.first + 1 != entry.rows:
             continue
@@ -110,7 +109,7 @@ def _runs(
 
 
 def _copy(objects: ReadsInto, schema: Schema, name: str, entry: ChunkEntry, target: Target, move: Move) -> None:
-    """Read one chunk, its ids aside and its rows in place, and compare what has come with its checksum."""
+    """Read one chunk and compare it with its checksum; ids go to a separate buffer, rows directly into the target."""
     layout = chunk_layout(entry, schema, name)
     ids = np.empty(entry.rows, np.int64)
     sections = [ids.view(np.uint8).data, *target.run(entry.first, entry.rows)]
@@ -132,16 +131,19 @@ def _padding(num_bytes: int) -> memoryview:
 
 
 WINDOW_BYTES = 256 * 2**20
-"""A table with more weights than this is cut into windows, one a thread: a chunk may concern two of them."""
+"""Size of the weights above which a table is split into windows, one for each thread.
+
+A chunk may have rows of two windows.
+"""
 
 _lock = Lock()
 _running: list[int] = []
-"""For each restore of this process that places rows now, how many threads torch had for one operation before."""
+"""Torch's threads per operation before the restore; one entry for each restore that now runs in this process."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Rows [row0, row0+rows) of one target."""
+    """Window of rows [row0, row0+rows) of one target."""
 
     target: TableShard
     row0: int
@@ -153,16 +155,16 @@ class _Window:
 
 
 def apply_store(plan: RestorePlan, objects: Objects, targets: Mapping[TableShard, Target]) -> int:
-    """Write what ``plan.stored`` names into the targets.
+    """Write the rows of ``plan.stored`` into the targets.
 
-    Memory: a chunk of each thread and, where the store is no folder, the reads in flight, of at most 16 MB each:
-    ``reads_ahead`` of them, or two for each thread if these are more.
+    Memory: one chunk for each thread. If the store is not a directory, also the reads in flight, of at most 16 MB each:
+    ``reads_ahead`` of them, or two for each thread if that is more.
 
     Returns:
-        How many row records were written.
+        Number of row records that were written.
 
     Raises:
-        CorruptionError: the store is damaged. No thread writes any more, and the targets are half written.
+        CorruptionError: the store is damaged. No thread writes any more, and the targets are partly written.
     """
     straight = 0
     if isinstance(objects, ReadsInto):
@@ -176,12 +178,12 @@ def apply_store(plan: RestorePlan, objects: Objects, targets: Mapping[TableShard
             ThreadPoolExecutor(ahead * max(1, len(lanes)), "stream-ckpt-read") as readers,
         ):
             placing = [pool.submit(_write, plan, objects, targets, readers, ahead, lane) for lane in lanes]
-            # If one fails, this ends the readers, and the other lanes with their next read.
+            # If one lane fails, this stops the readers, and the other lanes at their next read.
             return straight + sum(each.result() for each in as_completed(placing))
 
 
 def _lanes(plan: RestorePlan, threads: int) -> list[list[_Window]]:
-    """All rows of all targets, dealt out by what is read for them; windows of one thread lie side by side."""
+    """Divide all rows of all targets among threads by the bytes to read for them; each gets adjacent windows."""
     windows = sorted(_windows(plan, threads), key=lambda window: (window.target.table, window.row0))
     num_bytes, cells = Counter[int](), Counter[int]()
     for picked in (picked for piece in plan.stored for picked in piece.opened):
@@ -201,7 +203,7 @@ def _windows(plan: RestorePlan, threads: int) -> Iterator[_Window]:
     for target in plan.targets:
         count = min(threads, 1 + 4 * target.rows * target.cols // WINDOW_BYTES)
         first, last = blocks_of(target)
-        height = max(1, -(-(last - first) // count)) * BLOCK_ROWS  # no block is of two threads
+        height = max(1, -(-(last - first) // count)) * BLOCK_ROWS  # no block belongs to two threads
         for edge in range(first * BLOCK_ROWS, last * BLOCK_ROWS, height):
             row0, end = max(edge, target.row0), min(edge + height, target.row0 + target.rows)
             if row0 < end:
@@ -235,7 +237,7 @@ def _write(
 
 
 def _within(mine: Mapping[TableShard, Sequence[_Window]], moves: Sequence[Move]) -> tuple[Move, ...]:
-    """What of some moves concerns these windows, given by target."""
+    """Return the parts of some moves that are inside these windows, which are given by target."""
     return tuple(
         part
         for move in moves
@@ -246,10 +248,10 @@ def _within(mine: Mapping[TableShard, Sequence[_Window]], moves: Sequence[Move])
 
 @contextmanager
 def _one_thread_an_operation() -> Iterator[int]:
-    """The threads are ours: each runs its operations by itself. Gives how many torch has for one otherwise.
+    """Set torch to one thread per operation, because the restore has its own threads; yields the previous number.
 
-    Torch gives a new thread what was set last in any other one. So what it had is put back by all restores that run at
-    once, whichever ends last.
+    In torch, a new thread starts with the number that was set last in any thread. So each of the restores that run at
+    the same time sets the original number again, whichever ends last.
     """
     with _lock:
         threads = max(torch.get_num_threads(), *_running, 1)

@@ -1,4 +1,4 @@
-"""What a marker becomes in a model that has changed: the same on every rank, resolved before a row is read."""
+"""Resolve what a marker becomes in a changed model: the same on every rank, and before any row is read."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
 log = logging.getLogger(__name__)
 
 _COLUMN_HALVES = "emainplace"
-"""Begins the names of optimizers that keep weights on the left of each column shard, and their average on its right."""
+"""Prefix of optimizers that keep weights in the left half of each column shard, and their average in the right half."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evolved:
-    """A marker in a model that has changed."""
+    """Resolved changes from a marker to the model that restores it."""
 
     model: ModelEvolution
     match: Match
-    """What of the dense state comes."""
+    """Entries of the dense state that are restored."""
     record: ClaimChanges
-    """What the CLAIM of the new generation says of it."""
+    """Record of the changes for the CLAIM of the new generation."""
 
     @property
     def tables(self) -> Evolution:
-        """What becomes of the tables."""
+        """Outcome of every table."""
         return self.model.tables
 
     @property
     def report(self) -> EvolutionReport:
-        """What becomes of the marker, for people."""
+        """Report of the changes for people."""
         return EvolutionReport.of(self.model)
 
     @property
     def schema(self) -> Schema:
-        """Of the new generation."""
+        """Schema of the new generation."""
         return self.model.tables.schema
 
 
@@ -61,10 +61,10 @@ def model_schema(schema: Schema, dense: LiveDense) -> ModelSchema:
 
 
 def declared(changes: Changes | None) -> Changes | None:
-    """Check what a user has given as changes; None: nothing is declared. Local.
+    """Check the ``changes`` argument of a user. Returns None if no change is declared. Local.
 
     Raises:
-        ChangesError: it is of another kind.
+        ChangesError: the argument is of another type.
     """
     if changes is None or (isinstance(changes, Changes) and changes.is_empty):
         return None
@@ -76,7 +76,7 @@ def declared(changes: Changes | None) -> Changes | None:
 
 
 def nothing_to_change(uri: str) -> MarkerNotFoundError:
-    """Changes are declared, and there is no marker of before."""
+    """Return the error for changes that are declared for a job without a marker."""
     return MarkerNotFoundError(
         "changes are declared, and no marker was ever committed that they could be made of",
         hint="check the URI; for a new job leave the changes out",
@@ -86,12 +86,12 @@ def nothing_to_change(uri: str) -> MarkerNotFoundError:
 
 @dataclass(frozen=True, slots=True)
 class MarkerComparison:
-    """A marker and this job, compared before anything is written."""
+    """Result of comparing a marker with this job before anything is written."""
 
     model: ModelEvolution | None
-    """What becomes of the marker; None: something speaks against it, or nothing differs that has a name."""
+    """Evolution of the marker; None if there are findings against it, or everything that has a name is the same."""
     found: Findings
-    """All that speaks against it on this rank."""
+    """All findings against it on this rank."""
 
 
 def compared(
@@ -103,8 +103,8 @@ def compared(
         route: The marker.
         schema: Tables of this model.
         dense: The live dense state.
-        saved: That of the marker.
-        changes: What was declared; None: nothing.
+        saved: The dense state of the marker.
+        changes: The declared changes; None if no change is declared.
 
     Raises:
         SchemaMismatchError: a table is sharded on one side and data-parallel on the other.
@@ -144,19 +144,19 @@ def evolved(
     collisions: frozenset[str],
     again: bool,
 ) -> Evolved | None:
-    """A marker in this model, by what was declared; None: the marker is of this model. Local.
+    """Resolve the declared changes from a marker to this model. Returns None if the marker is of this model. Local.
 
     Args:
         route: The marker.
-        model: What becomes of it.
-        saved: Its dense state.
-        changes: What was declared.
-        collisions: Tables with an id map of managed collision on any rank.
-        again: Whether they may repeat what was made and is not seen.
+        model: Evolution of the marker, from :func:`compared`.
+        saved: The dense state of the marker.
+        changes: The declared changes.
+        collisions: Tables that have an id map of managed collision on any rank.
+        again: Accept changes that repeat earlier ones of which nothing is visible.
 
     Raises:
-        ChangesError: they repeat what was made.
-        UnsupportedError: a change cannot be made exactly; names the table.
+        ChangesError: the changes repeat earlier ones.
+        UnsupportedError: a change cannot be made exactly; the error names the table.
     """
     if model.already:
         log.info(
@@ -175,16 +175,16 @@ def evolved(
 
 
 def refuse_changed(lineage: Lineage, generation: int, held: MarkerId) -> None:
-    """(a spare, rank 0) It holds a marker of its model, and goes on with nothing that another model has sent.
+    """(a spare, rank 0) Refuse a generation whose model is not that of the marker that the spare holds.
 
     Args:
-        lineage: The log's.
-        generation: What it would go on with, or fence.
-        held: The marker that its tables hold.
+        lineage: Lineage of the log.
+        generation: The generation that the spare would continue from, or fence.
+        held: The marker that the tables of the spare hold.
 
     Raises:
-        SchemaMismatchError: that generation has another model: it was restored into a changed one, or back into an
-            older one.
+        SchemaMismatchError: the generation has another model: it was restored into a changed one, or back into an older
+            one.
     """
     if generation <= held.generation or _is_same_model(lineage, lineage.claims[generation], held):
         return
@@ -197,9 +197,9 @@ def refuse_changed(lineage: Lineage, generation: int, held: MarkerId) -> None:
 
 
 def _is_same_model(lineage: Lineage, claim: Claim, held: MarkerId) -> bool:
-    """Return whether a generation has the model of a marker: both have the same tables, and were told the same changes.
+    """Return whether a generation has the model of a marker: same tables, same declared changes.
 
-    One that stands on nothing and was told nothing (``fresh=True``) tells itself by its tables alone.
+    For a generation that is based on no marker and declares no changes (``fresh=True``), only the tables are compared.
     """
     own = lineage.claims[held.generation]
     if own.schema is not claim.schema and _tables(own.schema) != _tables(claim.schema):
@@ -210,27 +210,27 @@ def _is_same_model(lineage: Lineage, claim: Claim, held: MarkerId) -> bool:
 
 
 def _tables(schema: Schema) -> dict[str, TableSpec]:
-    """By name, whatever their ids and indices."""
+    """Return the live tables by name, ignoring ids and indices."""
     return {table.name: replace(table, id=None) for _, table in schema.live}
 
 
 def _root(lineage: Lineage, claim: Claim) -> int:
-    """The first generation of those that one stands on."""
+    """Return the first of the generations that ``claim`` is based on."""
     while claim.parent is not None:
         claim = lineage.claims[claim.parent.generation]
     return claim.generation
 
 
 def _check_outcome(outcome: TableOutcome, collisions: frozenset[str], saved: frozenset[str]) -> None:
-    """Refuse what cannot be changed exactly.
+    """Refuse changes that cannot be made exactly.
 
     Args:
-        outcome: Of a table.
-        collisions: Tables with an id map of managed collision, by their names in this model.
-        saved: Those of the marker, by their names there.
+        outcome: Outcome of a table.
+        collisions: Names in this model of the tables with an id map of managed collision.
+        saved: Names in the marker of the tables with such a map there.
 
     Raises:
-        UnsupportedError: names the table.
+        UnsupportedError: the change cannot be made exactly; the error names the table.
     """
     old, new = outcome.saved_spec, outcome.spec
     if old is None or new is None:

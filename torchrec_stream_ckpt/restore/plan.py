@@ -1,8 +1,8 @@
-"""What a restore will do, computed before anything is done: a pure value that prints.
+"""Restore plans: immutable values, computed before anything is read or written.
 
-How many cells of a table some rectangles cover together: in O(n log n), for a log may name many of them.
-
-Which part of which source shard lands in which target shard: intervals, nothing else.
+A plan lists which part of which source shard is copied to which target shard. :meth:`RestorePlan.describe` renders it.
+The module also counts the cells of a table that a set of rectangles covers, in O(n log n), because a log may name many
+rectangles.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torchrec_stream_ckpt.store.catalog import Picked, Piece
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard, TableSpec
 
 Columns = tuple[int, int, int]
-"""A slice of a table: (table, first column, columns)."""
+"""Column slice of a table: (table, first column, number of columns)."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -45,17 +45,17 @@ class Move:
 
     @property
     def same_columns(self) -> bool:
-        """True if both shards hold the very same columns: then a state of one value a row is exact."""
+        """True if both shards hold the same columns, so that a state with one value per row is exact."""
         return (self.source.col0, self.source.cols) == (self.target.col0, self.target.cols)
 
     def between(self, row0: int, end: int) -> Move | None:
-        """Its part with rows [row0, end); None when there is none."""
+        """Return the part of this move with rows [row0, end), or None if it has no such rows."""
         first, last = max(self.row0, row0), min(self.row0 + self.rows, end)
         return replace(self, row0=first, rows=last - first) if first < last else None
 
 
 def intersect(source: TableShard, target: TableShard) -> Move | None:
-    """Return the part that the two shards have in common; None: there is none."""
+    """Return the part that the two shards have in common, or None if they do not overlap."""
     if source.table != target.table:
         return None
     row0, col0 = max(source.row0, target.row0), max(source.col0, target.col0)
@@ -65,7 +65,7 @@ def intersect(source: TableShard, target: TableShard) -> Move | None:
 
 
 def by_slice(moves: Iterable[Move]) -> dict[Columns, list[Move]]:
-    """Moves by the slice that they come from."""
+    """Group moves by the column slice of their source."""
     found: dict[Columns, list[Move]] = {}
     for move in moves:
         found.setdefault((move.source.table, move.source.col0, move.source.cols), []).append(move)
@@ -73,11 +73,11 @@ def by_slice(moves: Iterable[Move]) -> dict[Columns, list[Move]]:
 
 
 Rectangle = tuple[int, int, int, int]
-"""First row, rows, first column, columns."""
+"""Rectangle of cells: (first row, number of rows, first column, number of columns)."""
 
 
 def covered_cells(rectangles: Collection[Rectangle]) -> int:
-    """Cells of the union: a line is swept over the rows, and a tree keeps how many columns it meets."""
+    """Count the cells of the union by a sweep over the rows; a tree keeps the number of columns that are covered."""
     edges = sorted({edge for _, _, col0, cols in rectangles for edge in (col0, col0 + cols)})
     columns = _Columns(edges)
     events = sorted(
@@ -94,13 +94,13 @@ def covered_cells(rectangles: Collection[Rectangle]) -> int:
 
 
 class _Columns:
-    """A segment tree over the intervals between ``edges``: how many columns at least one open rectangle has."""
+    """Segment tree over the intervals between ``edges`` that counts the columns covered by open rectangles."""
 
     def __init__(self, edges: list[int]) -> None:
         self._edges = edges
         self._size = max(1, len(edges) - 1)
         self._open = [0] * (4 * self._size)
-        """Rectangles that are open over the whole interval of a node, and not over that of its parent."""
+        """Number of rectangles that are open over the whole interval of a node, but not over that of its parent."""
         self._met = [0] * (4 * self._size)
 
     @property
@@ -126,17 +126,17 @@ class _Columns:
 
 @dataclass(frozen=True, slots=True)
 class StreamRead:
-    """Read what one rank has sent, and make these moves."""
+    """Part of a plan: read an interval of one rank's stream, and make these moves."""
 
     interval: Interval
     moves: tuple[Move, ...]
     shards: tuple[TableShard, ...] = ()
-    """What the rank held."""
+    """Shards that the rank held."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestorePlan:
-    """All that one rank will read and write to have a marker: ``warm``, then ``stored``, then ``reads`` in order."""
+    """All reads and writes of one rank to restore a marker: ``warm``, then ``stored``, then ``reads`` in order."""
 
     marker: MarkerId
     step: int
@@ -146,48 +146,51 @@ class RestorePlan:
     targets: tuple[TableShard, ...]
     reads: tuple[StreamRead, ...]
     merged: frozenset[int]
-    """Tables whose row-wise state has no exact value under this plan's column split, and will be merged."""
+    """Indices of tables whose row-wise state has no exact value under this plan's column split, and will be merged."""
     stored: tuple[Piece, ...] = ()
-    """Oldest first, with the chunks that are read: of a piece that holds every row they are written straight, of others
-    a row is written if no newer piece has given it."""
+    """Pieces of the store to read, oldest first, with their chunks that are read.
+
+    Rows of a piece that holds every row are written directly. A row of another piece is written if no newer piece has
+    it.
+    """
     cold: tuple[Move, ...] = ()
-    """What is copied from there; their sources are column slices of whole tables."""
+    """Moves from the store; their sources are column slices of whole tables."""
     reach: MarkerId | None = None
-    """The marker up to which HEAD and the store serve; None: all comes from the log."""
+    """Marker up to which rows come from HEAD and the store; None if all rows come from the log."""
     head: MarkerId | None = None
-    """The marker that HEAD gives, if it is used."""
+    """Marker in HEAD; None if HEAD is not used."""
     warm: tuple[Move, ...] = ()
-    """What is copied from HEAD; their sources are its column slices."""
+    """Moves from HEAD; their sources are the column slices of HEAD."""
     live: MarkerId | None = None
-    """The marker that the targets hold already: only what was sent behind it is read."""
+    """Marker that the targets already hold, so that only rows sent after it are read; otherwise None."""
     path: Path = field(default_factory=Path, repr=False)
-    """The markers that lead to it; with ``live``, those behind that one."""
+    """Markers that lead to ``marker``; if ``live`` is set, only those after it."""
     based_on: MarkerId | None = None
-    """The marker that HEAD or the base of the store gives; None: there is neither."""
+    """Marker of HEAD or of the base in the store; None if neither is read."""
     scalars: tuple[TableScalars, ...] = field(default=(), repr=False)
-    """Of all ranks at the reach, if nothing comes after it."""
+    """Kernel state of all ranks at ``reach``; empty if rows of the log follow."""
     views: Views | None = field(default=None, repr=False)
-    """Which part of each live shard a target is, where the model has changed; None: the targets are the live shards."""
+    """Part of each live shard that a target is, if the model has changed; None if the targets are the live shards."""
     report: EvolutionReport | None = field(default=None, repr=False)
-    """What becomes of the marker in a model that has changed."""
+    """Report of the changes; None if the model has not changed."""
 
     @property
     def index(self) -> dict[str, int]:
-        """The index of each live table, by its name."""
+        """Index of each live table, by its name."""
         return (self.views.evolution.schema if self.views is not None else self.schema).index()
 
     def is_same(self, table: int) -> bool:
-        """Return whether a live table is one of the marker that goes on."""
+        """Return whether a live table continues a table of the marker without change."""
         return self.views is None or self.views.outcomes[table].goes_on
 
     @property
     def moves(self) -> list[Move]:
-        """All of them once, in no order."""
+        """All distinct moves, in no particular order."""
         return _distinct(self.warm, self.cold, self.reads)
 
     @property
     def source(self) -> str:
-        """Where rows come from, the oldest first: ``head 1:40``, ``store 1:40 + log``, ``log``."""
+        """Sources of the rows, oldest first: ``head 1:40``, ``store 1:40 + log``, ``log``."""
         parts = [f"live {self.live}"] if self.live is not None else []
         parts += [f"head {self.head}"] if self.head is not None else []
         if self.reach != self.head:
@@ -197,7 +200,7 @@ class RestorePlan:
         return " + ".join(parts)
 
     def describe(self) -> str:
-        """The plan in words, one line a stream and a move."""
+        """Render the plan as text, with one line for each stream and each move."""
         lines = [f"marker {self.marker}, step {self.step}, written by {self.world} ranks", f"  source: {self.source}"]
         if self.reach != self.head:
             segments = [picked for piece in self.stored for picked in piece.opened]
@@ -221,22 +224,22 @@ class RestorePlan:
 
 
 def _distinct(warm: Sequence[Move], cold: Sequence[Move], reads: Sequence[StreamRead]) -> list[Move]:
-    """Their moves, each once."""
+    """Return the moves of all sources, each once."""
     return list(dict.fromkeys((*warm, *cold, *(move for read in reads for move in read.moves))))
 
 
 def plan_restore(route: Route, schema: Schema, targets: Sequence[TableShard], *, merge: bool = False) -> RestorePlan:
-    """Plan what brings a marker into ``targets``. Pure: reads and writes nothing.
+    """Plan how to restore a marker into ``targets``. Pure: reads and writes nothing.
 
     Args:
-        route: The way to the marker, :meth:`~Route.complete`.
+        route: The route to the marker, :meth:`~Route.complete`.
         schema: The tables of the restoring job.
-        targets: The shards of this rank. If the route begins at a marker, they hold that one.
+        targets: The shards of this rank. If the route begins at a marker, they hold that marker.
         merge: Allow a changed column split of a row-wise optimizer (``on_column_resplit="merge"``).
 
     Raises:
-        SchemaMismatchError: a table is missing or differs, or has another index; names it and both values.
-        ColumnResplitError: row-wise state has no exact answer under the new columns.
+        SchemaMismatchError: a table is missing or differs, or has another index; the error names it and both values.
+        ColumnResplitError: row-wise state has no exact value under the new columns.
         CorruptionError: the sources do not cover a target.
     """
     plan = plan_reads(route, schema, targets)
@@ -245,16 +248,18 @@ def plan_restore(route: Route, schema: Schema, targets: Sequence[TableShard], *,
 
 
 def plan_evolved(route: Route, views: Views, shards: Sequence[TableShard], *, merge: bool = False) -> RestorePlan:
-    """``plan_restore`` for a model that has changed: targets are the parts of its shards that come from the marker.
+    """Plan a restore, like :func:`plan_restore`, into a changed model.
+
+    The targets are the parts of its shards that come from the marker.
 
     Args:
-        route: As there.
-        views: Of ``shards``.
-        shards: Of this rank, by the indices of the new schema.
-        merge: As there; columns are compared as far as they are kept.
+        route: The route to the marker, :meth:`~Route.complete`.
+        views: Views of ``shards``.
+        shards: The shards of this rank, by the indices of the new schema.
+        merge: Allow a changed column split, as in :func:`plan_restore`; only columns that are kept are compared.
 
     Raises:
-        ColumnResplitError, CorruptionError: as there.
+        ColumnResplitError, CorruptionError: as in :func:`plan_restore`.
     """
     targets = [target for shard in shards if (target := views.target(shard)) is not None]
     plan = plan_reads(route, route.schema, targets)
@@ -268,7 +273,7 @@ def plan_evolved(route: Route, views: Views, shards: Sequence[TableShard], *, me
 
 
 def _is_resplit(move: Move, outcome: TableOutcome, schema: Schema) -> bool:
-    """Return whether a state of one value a row that is kept comes from another split of the columns that are kept."""
+    """Return whether a kept state with one value per row comes from another split of the kept columns."""
     states = schema.tables[move.source.table].states
     kept = any(states[source].per_row for _, source in outcome.states if source is not None)
     cols = min(move.source.col0 + move.source.cols, outcome.cols_kept) - move.source.col0
@@ -276,11 +281,11 @@ def _is_resplit(move: Move, outcome: TableOutcome, schema: Schema) -> bool:
 
 
 def plan_reads(route: Route, schema: Schema, targets: Sequence[TableShard]) -> RestorePlan:
-    """``plan_restore`` for one that only reads: whether states can be put together is not asked."""
+    """Plan a restore, like :func:`plan_restore`, without a check that row-wise states can be combined exactly."""
     check_schema(route.schema, schema)
     _check_indices(route.schema, schema)
     check_pieces(route.pieces, route.lineage)
-    schema, head, bases = route.schema, route.head, route.bases  # the tables of the marker have their ids
+    schema, head, bases = route.schema, route.head, route.bases  # unlike `schema`, the marker's tables have ids
     stored, cold = _store_reads(schema, route.pieces, targets, bases)
     warm = _head_moves(schema, head, targets, bases) if head is not None else ()
     reads = _stream_reads(route.intervals, route.shards, targets, bases)
@@ -312,10 +317,10 @@ def plan_reads(route: Route, schema: Schema, targets: Sequence[TableShard]) -> R
 def _store_reads(
     schema: Schema, pieces: Iterable[Piece], targets: Sequence[TableShard], bases: Mapping[int, int]
 ) -> tuple[tuple[Piece, ...], tuple[Move, ...]]:
-    """(what is read of the pieces, where it goes)."""
+    """Return (pieces with the chunks that are read, moves of their rows)."""
     by_table = _by_table(targets)
     moves: dict[Columns, list[Move]] = {}
-    """Of all slices that a piece has: most have the same ones."""
+    """Moves of all slices that any piece has; most pieces have the same slices."""
 
     def moves_of(slice_: Columns) -> list[Move]:
         if slice_ not in moves:
@@ -347,7 +352,7 @@ def _head_moves(
 
 
 def pick(picked: Picked, moves: Mapping[Columns, Sequence[Move]]) -> Picked:
-    """The chunks that may hold rows of one of the moves, which are given by the slice that they come from."""
+    """Return the chunks that may hold rows of one of the moves, which are given by their source slice."""
     directory = picked.front.directory
     first, last = directory["first"], directory["last"]
     chosen = np.zeros(len(directory), np.bool_)
@@ -363,7 +368,7 @@ def _stream_reads(
     targets: Sequence[TableShard],
     bases: Mapping[int, int],
 ) -> tuple[StreamRead, ...]:
-    """Those that have rows of these targets."""
+    """Return the reads that have rows of these targets."""
     by_table = _by_table(targets)
     known: dict[tuple[int, int], tuple[Move, ...]] = {}
     reads = []
@@ -392,10 +397,10 @@ def _by_table(targets: Sequence[TableShard]) -> dict[int, list[TableShard]]:
 
 
 def check_pieces(pieces: Iterable[Piece], lineage: Lineage) -> None:
-    """Each segment of open pieces must be of the tables of its own generation: an older one may have had others.
+    """Check that each segment of the open pieces matches the tables of its own generation, which may be older ones.
 
     Raises:
-        CorruptionError: it is of others.
+        CorruptionError: a segment has other tables.
     """
     for piece in pieces:
         for picked in piece.opened:
@@ -403,7 +408,7 @@ def check_pieces(pieces: Iterable[Piece], lineage: Lineage) -> None:
 
 
 def _check_indices(saved: Schema, here: Schema) -> None:
-    """Shards name their tables by index: the same tables in another order would get each other's rows."""
+    """Check that tables have the same indices: shards name tables by index, so rows would end up in other tables."""
     there = saved.index()
     for name, index in here.index().items():
         if there[name] != index:
@@ -418,7 +423,7 @@ def check_schema(saved: Schema, here: Schema) -> None:
     """Compare the log's tables with the model's.
 
     Raises:
-        SchemaMismatchError: names the first table that differs, the field, and both values.
+        SchemaMismatchError: the tables differ; the error names the first one that differs, the field, and both values.
     """
     there_by_name = {table.name: table for _, table in saved.live}
     here_by_name = {table.name: table for _, table in here.live}
@@ -452,7 +457,7 @@ def _resplit_tables(schema: Schema, moves: Sequence[Move]) -> frozenset[int]:
 
 
 def _check_resplit(plan: RestorePlan, *, merge: bool) -> None:
-    """Refuse a changed column split where there is no exact answer, unless ``merge`` asks for the rule of one."""
+    """Refuse a changed column split that has no exact result, unless ``merge`` allows to merge the state."""
     tables = [plan.schema.tables[table] for table in sorted(plan.merged)]
     halves = ", ".join(table.name for table in tables if table.optimizer.startswith("emainplace"))
     if halves:
@@ -470,7 +475,7 @@ def _check_resplit(plan: RestorePlan, *, merge: bool) -> None:
 
 
 def _check_cover(schema: Schema, targets: Sequence[TableShard], moves: Sequence[Move]) -> None:
-    """Every cell of every target has a source. (That each row was really sent is checked when it is read.)"""
+    """Check that every cell of every target has a source. (The read checks that each row was really sent.)"""
     cells_of: dict[TableShard, set[tuple[int, int, int, int]]] = {target: set() for target in targets}
     for move in moves:
         cells_of[move.target].add((move.row0, move.rows, move.col0, move.cols))

@@ -1,6 +1,6 @@
-"""All ranks compare the tables that they hold with what the marker's path has proved of them.
+"""Compare the live tables, on all ranks, with the proofs on the marker's path.
 
-Compare replicated tables, which come with the dense state, with what rank 0 of their marker proved of them.
+Replicated tables, which are restored with the dense state, are compared with the proof of rank 0 of their marker.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from torchrec_stream_ckpt.util.types import MarkerId, TableShard
 
 
 def compare_replicated(tensors: Mapping[str, torch.Tensor], proof: Proof, marker: MarkerId) -> Compared:
-    """Compare the blocks of the marker's window. A tensor that is not there, or of another shape, is not compared.
+    """Compare the blocks of the marker's window. A tensor that is missing or has another shape is not compared.
 
     Args:
-        tensors: By their entries in the dense state.
-        proof: What rank 0 said.
-        marker: Where it said it.
+        tensors: The tensors, by their entries in the dense state.
+        proof: The proof of rank 0.
+        marker: The marker of that proof.
 
     Raises:
         CorruptionError: the proof has more or fewer digests than a tensor has blocks.
@@ -45,7 +45,7 @@ def compare_replicated(tensors: Mapping[str, torch.Tensor], proof: Proof, marker
         total += each.rows * each.cols
         tensor = tensors.get(each.name)
         if tensor is None or (len(tensor), columns_of(tensor)) != (each.rows, each.cols):
-            continue  # of another optimizer, or a table that is gone
+            continue  # belongs to another optimizer, or to a table that was dropped
         blocks, numbers = replicated_digests(each.name, tensor, proof.window.blocks)
         expected = each.numbers()
         if len(expected) != len(numbers):
@@ -63,31 +63,31 @@ def compare_replicated(tensors: Mapping[str, torch.Tensor], proof: Proof, marker
 log = logging.getLogger(__name__)
 
 _CHUNK_BLOCKS = 1 << 16
-"""Blocks whose sums are added over ranks at a time."""
+"""Number of blocks whose sums are added over ranks at a time."""
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What the live tables of all ranks were compared with; the same on every rank."""
+    """Result of the comparison of the live tables of all ranks; the same on every rank."""
 
     compared: Compared
     proved_up_to: int
-    """Where the window of the newest proof ends; 0: there is no proof."""
+    """Position at which the window of the newest proof ends; 0 if there is no proof."""
 
 
 def check_live(
     team: Team, kernels: Sequence[FusedKernel], schema: Schema, shards: Sequence[TableShard], met: Met
 ) -> Checked:
-    """(all ranks) Compare the live tables, which hold the last marker of ``met.path``, with what was proved.
+    """(all ranks) Compare the live tables, which hold the last marker of ``met.path``, with the proofs.
 
     Args:
         team: All ranks.
-        kernels: Of this rank.
-        schema: As the marker's generation claimed it: with ids. Of a changed model, that of the new generation.
-        shards: What this rank holds of it that can be compared; all else counts as not compared.
-        met: What it met when it read them.
+        kernels: The kernels of this rank.
+        schema: Schema in the CLAIM of the marker's generation, with ids. For a changed model, that of the new one.
+        shards: Shards of this rank that can be compared; all other cells count as not compared.
+        met: MARKs and newest markers of blocks that this rank collected when it read the rows.
     """
     marks = met.marks
     said = team.gather((marks.windows(), marks.floor, tuple(shards)))
@@ -109,7 +109,7 @@ def check_live(
 
 
 def say_unproved(objects: Objects, commit: Commit, unproved: Unproved, schema: Schema) -> None:
-    """(one rank) Leave a verdict for the trainer of the marker, if the store can be written."""
+    """(one rank) Write a verdict for the trainer of the marker to the store, if the store is writable."""
     try:
         name = leave_verdict(objects, commit, unproved.table_rows(schema))
     except StreamCkptError as error:
@@ -127,7 +127,7 @@ def _compare(check: Check, kernels: Sequence[FusedKernel], schema: Schema) -> No
 
 
 def _added(team: Team, check: Check, table: int, blocks: Ints) -> tuple[Digests, Digests]:
-    """(all ranks) What all of them have of shared blocks; sums of halves, which overflow nowhere."""
+    """(all ranks) Add up the digests of shared blocks over ranks, as sums of 32-bit halves, which cannot overflow."""
     difference, closed = check.part(table, blocks)
     parts = np.stack([difference & _LOW, difference >> _HALF, closed]).astype(np.int64)
     low, high, count = team.add(parts).astype(np.uint64)
@@ -135,12 +135,12 @@ def _added(team: Team, check: Check, table: int, blocks: Ints) -> tuple[Digests,
 
 
 def check_replicated(team: Team, tensors: Mapping[str, torch.Tensor], met: Met) -> Compared:
-    """(all ranks) Compare tables that came with the dense state with what rank 0 of the marker proved of them.
+    """(all ranks) Compare tables that were restored with the dense state with the proof of rank 0 of the marker.
 
     Args:
         team: All ranks.
-        tensors: Live ones, by their entries in the dense state.
-        met: What this rank met when it read rows.
+        tensors: The live tensors, by their entries in the dense state.
+        met: MARKs that this rank collected when it read rows.
     """
     chain = met.path.chain
     said = met.marks.at(len(chain) - 1).get(0)
@@ -156,16 +156,16 @@ def check_replicated(team: Team, tensors: Mapping[str, torch.Tensor], met: Met) 
 
 
 def refuse_or_accept(unproved: Unproved | None, marker: MarkerId, *, accept: bool, say: bool) -> None:
-    """Raise if rows are not as a marker proved them, or say what is accepted.
+    """Raise if rows differ from their proofs, or log what is accepted.
 
     Args:
-        unproved: What came of the comparison.
-        marker: What was restored.
-        accept: Whether to go on with such rows.
-        say: Whether this rank logs.
+        unproved: Result of the comparison; None if no block differs.
+        marker: The marker that was restored.
+        accept: Continue with such rows.
+        say: Log on this rank.
 
     Raises:
-        ProofMismatchError: without ``accept``.
+        ProofMismatchError: rows differ, and ``accept`` is false.
     """
     if unproved is None:
         return
@@ -177,10 +177,12 @@ def refuse_or_accept(unproved: Unproved | None, marker: MarkerId, *, accept: boo
 
 
 def check_cells(plan: RestorePlan, before: RestorePlan, error: CorruptionError) -> None:
-    """A damaged marker was written in part: a plan that leaves cells as they were must leave those of the new model.
+    """Refuse a plan that would keep cells of a damaged marker that was partly written.
+
+    A plan for a changed model leaves some cells unwritten; these must hold the values of the new model.
 
     Raises:
-        UnsupportedError: it would leave some of the damaged marker.
+        UnsupportedError: the plan would keep cells of the damaged marker.
     """
     same = before.views is not None and before.marker.generation == plan.marker.generation
     if plan.views is None or same or before.marker == plan.marker:

@@ -1,4 +1,4 @@
-"""Live tensors that are written by rows."""
+"""Write rows into live tensors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torchrec_stream_ckpt.format.rows import Array
 
 Ints = npt.NDArray[np.int64]
 Places = Ints | slice
-"""Rows of a shard, from its first one; a slice where they lie side by side."""
+"""Rows of a shard, counted from its first one; a slice if they are adjacent."""
 
 
 class Plane:
-    """One live tensor, written by rows: on a CPU as strings of bytes, which is twice as fast as by numbers."""
+    """Live tensor that is written by rows. On a CPU, rows are written as byte strings: twice as fast as by numbers."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -28,11 +28,11 @@ class Plane:
 
     @property
     def is_straight(self) -> bool:
-        """True if rows of a marker lie in its memory as they come, side by side; otherwise they have to be put."""
+        """True if adjacent rows of a marker can be read directly into the tensor's memory; if not, use :meth:`put`."""
         return self.array is not None and self.array.flags.c_contiguous
 
     def run(self, begin: int, rows: int) -> memoryview:
-        """The memory of rows, if :attr:`is_straight`."""
+        """Return the memory of rows; requires :attr:`is_straight`."""
         assert self.array is not None
         return self.array[begin : begin + rows].reshape(-1).view(np.uint8).data
 
@@ -41,7 +41,7 @@ class Plane:
         self.tensor.copy_(values)
 
     def put(self, places: Places, values: Array, col0: int = 0) -> None:
-        """Write rows, or of each the columns from ``col0`` on that ``values`` has."""
+        """Write rows. If ``values`` is 2-D, its columns are written to the columns from ``col0`` on."""
         if self.array is not None:
             part = self.array if values.ndim == 1 else self.array[:, col0 : col0 + values.shape[1]]
             if isinstance(places, slice):
@@ -59,11 +59,11 @@ class Plane:
 
 
 class RowPlane(Plane):
-    """A live tensor whose rows have other numbers than those of the marker.
+    """Live tensor whose rows are numbered differently from those of the marker.
 
     Args:
-        tensor: Live.
-        rows: For each row of the marker's shard the row of ``tensor``; -1: it has none.
+        tensor: The live tensor.
+        rows: For each row of the marker's shard, its row in ``tensor``; -1 if it has none.
     """
 
     def __init__(self, tensor: torch.Tensor, rows: Ints) -> None:
@@ -87,11 +87,11 @@ class RowPlane(Plane):
 
 
 class CastPlane:
-    """Rows come in another dtype than the live tensor has, and are rounded to that as torch does it.
+    """Live tensor of another dtype than its incoming rows, which are rounded as torch does it.
 
     Args:
         plane: The live tensor.
-        dtype: Of the rows, by its name in torch.
+        dtype: Dtype of the incoming rows, by its name in torch.
     """
 
     is_straight = False
@@ -102,7 +102,7 @@ class CastPlane:
         self.tensor = plane.tensor
 
     def run(self, begin: int, rows: int) -> memoryview:
-        """As of a plane that is not straight: never asked for."""
+        """Never called, because the plane is not straight."""
         raise AssertionError
 
     def take(self, values: torch.Tensor) -> None:
@@ -117,10 +117,10 @@ class CastPlane:
 
 
 class Unwanted:
-    """In place of a tensor that was not asked for: its rows are read and checked with the others, and let go.
+    """Placeholder for a tensor that is not wanted: its rows are read and checked with the others, then discarded.
 
     Args:
-        row_bytes: Of one row.
+        row_bytes: Size of one row, in bytes.
     """
 
     is_straight = True
@@ -129,15 +129,15 @@ class Unwanted:
         self._row_bytes = row_bytes
 
     def run(self, begin: int, rows: int) -> memoryview:
-        """Memory that is nobody's."""
+        """Return scratch memory for rows."""
         return np.empty(rows * self._row_bytes, np.uint8).data
 
     def put(self, places: Places, values: Array, col0: int = 0) -> None:
-        """Nothing."""
+        """Discard the rows."""
 
 
 def whole_rows(array: Array) -> npt.NDArray[Any]:
-    """Each row as one value; a view."""
+    """Return a view of the array with each row as one value."""
     if array.ndim == 1 or not len(array):
         return array.reshape(len(array))
     return array.view(_row_type(array.shape[1] * array.itemsize))[:, 0]

@@ -1,8 +1,8 @@
-"""The read side of a checkpointer: all ranks choose a marker, write its rows into the live tables, and load the rest.
+"""Read side of a checkpointer: all ranks choose a marker, write its rows into the live tables, and load dense state.
 
-Damage that is proved while rows are read leads to another place that has the same marker, and where no place is left,
-to an older marker: half written tables are no harm then, because a restore writes every cell of every table.
-One into a changed model does not: it ends there.
+If rows turn out to be damaged while they are read, the restore tries another place that has the same marker. If no
+place is left, it tries an older marker. Partly written tables are harmless then, because a restore writes every cell of
+every table. A restore into a changed model does not write every cell, so it ends there.
 """
 
 from __future__ import annotations
@@ -60,24 +60,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a restore came with, beside the rows; the same on every rank."""
+    """Result of a restore, apart from the rows. Identical on every rank."""
 
     share: float
-    """Part of the cells that are as they were proved."""
+    """Fraction of the cells that match their proofs."""
     merged: tuple[int, ...]
-    """Tables whose row-wise state was merged from other columns, ascending."""
+    """Indices of tables whose row-wise state was merged from other columns, ascending."""
     swept: tuple[int, ...]
-    """Those that the next generation sends whole, ascending: merged ones, and what has changed."""
+    """Indices of tables that the next generation sends completely, ascending: merged ones and changed ones."""
     proved_up_to: int
-    """Where the window of the newest proof ends."""
+    """Position at which the window of the newest proof ends."""
     unproved: tuple[RowRange, ...]
-    """What was accepted although it is not as it was proved."""
+    """Rows that were accepted although they differ from their proofs."""
     source: str
-    """What rows were read from, in words."""
+    """Sources of the rows, as text."""
     record: ClaimChanges | None
-    """What the next CLAIM says of a model that has changed; None: it is that of the marker."""
+    """Record of the changes for the next CLAIM; None if the model is that of the marker."""
     replicas: str
-    """As of ``Restored``."""
+    """Same as in ``Restored``."""
 
     def say(self, plan: RestorePlan) -> None:
         """(rank 0) Log what was restored."""
@@ -100,14 +100,14 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class RestoreParts:
-    """What a restore reads, and what it writes to."""
+    """Sources and targets of a restore."""
 
     config: StreamConfig
-    """Of the nearest tier."""
+    """Configuration of the nearest tier."""
     team: Team
     """All ranks."""
     tier: Tier
-    """What the job writes to."""
+    """Tier that the job writes to."""
     tiers: TieredJob | None
     """Both tiers, if there are two."""
     dense: DenseState
@@ -117,11 +117,11 @@ class RestoreParts:
 
 
 class Session:
-    """Finds markers and brings them back. Every method is collective, but for ``advance``.
+    """Finds markers and restores them. Every method except ``advance`` is collective.
 
     Args:
-        parts: The job that it reads, and the live one.
-        own: Whether the log is this job's; nothing is written to that of another one, or to its store.
+        parts: The job to read, and the live one.
+        own: Whether the log belongs to this job. Nothing is written to the log or the store of another job.
     """
 
     def __init__(self, parts: RestoreParts, *, own: bool = True) -> None:
@@ -134,24 +134,24 @@ class Session:
         self._own = own
         self._finder = Finder(parts.config, parts.team, parts.tier, parts.tiers)
         self._met = Met(Path())
-        """What the rows of the live tables came with."""
+        """MARKs and newest markers of blocks, collected while the rows of the live tables were read."""
         self._changes: Changes | None = None
-        """What the user has declared."""
+        """Changes that the user has declared."""
         self._named = False
         """True if the user has named the marker."""
         self._evolved: Evolved | None = None
-        """What that makes of the marker that was planned last; None: it is of this model."""
+        """Resolved changes for the marker that was planned last; None if it is of this model."""
         self._planned: SavedDense | None = None
-        """The dense state that was planned by."""
+        """Dense state of the marker that was planned last."""
         self.touched = False
         """True if rows of the live tables have been written."""
 
     def schema(self) -> ModelSchema:
-        """(each rank) What the live model holds."""
+        """(each rank) Describe the live model."""
         return model_schema(self._attached.schema, self._dense.live)
 
     def plan(self, marker: MarkerId | None, changes: Changes | None = None) -> RestorePlan | None:
-        """Plan what a restore would do on this rank, as far as names and directories tell; None: no marker exists."""
+        """Plan a restore on this rank, judging by names and directories. Returns None if no marker exists."""
         self._begin(marker, changes)
         try:
             route = self._finder.find(marker)
@@ -162,23 +162,24 @@ class Session:
     def rows(
         self, marker: MarkerId | None, changes: Changes | None = None, *, fall_back: bool = True, once: bool = False
     ) -> tuple[RestorePlan, Route, int] | None:
-        """Write all rows of ``marker``, or of the newest one that is whole; None when nothing was ever committed.
+        """Write all rows of ``marker`` or of the newest intact one. Returns None if no marker was ever committed.
 
         Args:
-            marker: Which one; None: the newest.
-            changes: In what this model differs from that of the marker, as the user declares it.
-            fall_back: Whether damage in rows leads to an older marker, if none is named; without, a log that waits
-                for the end of an import, or for the first marker of a warm start, is one without a marker.
-            once: Whether a job that has made these very changes of ``marker`` goes on from its newest marker.
+            marker: The marker; None for the newest.
+            changes: Differences of this model from that of the marker, as the user declares them.
+            fall_back: If no marker is named, damage in rows leads to an older marker. If false, a log that waits for
+                the end of an import, or for the first marker of a warm start, counts as a log without a marker.
+            once: If the job has already made the same changes to ``marker``, continue from its newest marker.
 
         Returns:
-            What was done, the marker, and how many row records this rank has written.
+            The executed plan, the route to the marker, and the number of row records that this rank has written.
 
         Raises:
-            CorruptionError: the marker is damaged wherever it can be read from, or too many newer ones are.
-            MarkerNotFoundError: it was never committed; or an import or a warm start has no marker yet.
-            SchemaMismatchError, ChangesError, ConfigError, UnsupportedError: it is not a marker of this job, as far as
-                declared: all is compared before a row is written.
+            CorruptionError: the marker is damaged in every place that it can be read from, or too many newer ones are
+                damaged.
+            MarkerNotFoundError: the marker was never committed, or an import or a warm start has no marker yet.
+            SchemaMismatchError, ChangesError, ConfigError, UnsupportedError: the marker does not match this job with
+                the declared changes. Everything is compared before a row is written.
         """
         self._begin(marker, changes)
         if once:
@@ -211,34 +212,34 @@ class Session:
             self._finder.close()
 
     def let_go(self) -> None:
-        """Forget what was read of a marker: its restore has ended or failed."""
+        """Release everything that was read of a marker after its restore has ended or failed."""
         self._planned = self._evolved = self._changes = None
         self._met = Met(Path())
         self._finder.dense.release()
 
     def begun(self) -> Begun | None:
-        """The newest marker of this log, and what it began in; as :meth:`Finder.begun`."""
+        """Return the newest marker of this log and its origin, as :meth:`Finder.begun`."""
         return self._team.on_rank0(self._finder.begun)
 
     def newest_rows(self) -> tuple[RestorePlan, Route, int] | None:
-        """Write the newest marker into the live tables; None while nothing is committed. A spare calls it."""
+        """Write the newest marker into the live tables. A spare calls it. Returns None if no marker is committed."""
         try:
             return self.rows(None, fall_back=False)
         finally:
             self._finder.dense.release()
 
     def advance(self, route: Route) -> int:
-        """(each rank) Write what was committed after the marker that the tables hold; returns the rows."""
+        """(each rank) Write the rows committed after the marker that the tables hold; returns their number."""
         assert route.since is not None
         plan = self._plain(route)
         self._met.path = self._met.path.then(route.since, plan.path)
         return apply_rows(self._tier.log, plan, self._attached.kernels, met=self._met)
 
     def held(self, marker: MarkerId) -> tuple[RestorePlan, Route]:
-        """Plan for what the live tables hold, once ``advance`` has brought ``marker``.
+        """Return plan and route of the marker that the live tables hold, after ``advance`` has written ``marker``.
 
         Raises:
-            CorruptionError: its dense state is damaged.
+            CorruptionError: the dense state of the marker is damaged.
         """
         route = self._team.on_rank0(lambda: self._held(marker))
         self._evolved = self._changes = None
@@ -246,17 +247,17 @@ class Session:
         return self._team.together(lambda: self._plain(route.stay())), route
 
     def _held(self, marker: MarkerId) -> Route:
-        """(rank 0) The marker that the live tables hold, its dense state compared."""
+        """(rank 0) Return the route of the marker that the live tables hold, after a check of its dense state."""
         lineage = self._tier.control.refresh()
         commit = lineage.find(marker)
         self._tier.dense.verify(commit)
         return Route(lineage, commit)
 
     def finish(self, plan: RestorePlan, route: Route, *, accept_unproved: bool) -> Loaded:
-        """The rows of a marker are in the live tables: compare them with its proofs, and load the dense state.
+        """Compare the restored rows in the live tables with the marker's proofs, then load the dense state.
 
         Raises:
-            ProofMismatchError: (without ``accept_unproved``) rows are not as they were proved.
+            ProofMismatchError: rows or dense state differ from their proofs, and ``accept_unproved`` is false.
         """
         team, attached, new = self._team, self._attached, self._evolved
         schema = new.schema if new is not None else plan.schema
@@ -278,7 +279,7 @@ class Session:
         swept = merged | set(new.tables.swept) if new is not None else merged
         self._adopt(schema)
         attached.begin(swept)
-        team.together(load_rest)  # what the user's objects change from here on is captured
+        team.together(load_rest)  # changes that the user's objects make from here on are captured
         failpoint("restore.dense")
         return Loaded(
             (checked.compared + compared).share,
@@ -292,18 +293,18 @@ class Session:
         )
 
     def _comparable(self, plan: RestorePlan, schema: Schema) -> tuple[TableShard, ...]:
-        """The live shards whose rows are those of the marker: proofs say nothing of those that were changed."""
+        """Return the live shards whose rows are those of the marker; proofs do not cover changed tables."""
         return tuple(shard for shard in self._attached.shards_in(schema) if plan.is_same(shard.table))
 
     def _adopt(self, schema: Schema) -> None:
-        """(all ranks) The next generation stands on this one's: an index means one table for ever."""
+        """(all ranks) Adopt the schema that the next generation is based on: an index must always mean one table."""
         own = schema if self._evolved is not None else same_tables(schema, self._attached.schema)
         assert own is not None
         if self._evolved is not None or own != self._attached.schema:
             self._attached.adopt(own)
 
     def _share_scalars(self, plan: RestorePlan) -> None:
-        """(all ranks, of a changed model) A rank that reads nothing of a table hears what its kernel counts."""
+        """(all ranks, changed model) Share kernel state with ranks that read no rows of a table."""
         if plan.views is not None:
             said = self._team.gather(self._met.scalars)
             records = list(dict.fromkeys(each for scalars in said for each in scalars))
@@ -319,7 +320,7 @@ class Session:
             raise ConfigError("ranks declare different changes", hint="give all ranks the same Changes")
 
     def _unless_made(self, marker: MarkerId | None) -> MarkerId | None:
-        """(all ranks) ``marker``, or None if the newest one came from it by what was declared."""
+        """(all ranks) Return ``marker``, or None if the newest marker came from it by the declared changes."""
         changes = self._changes
         if marker is None or changes is None:
             return marker
@@ -347,10 +348,10 @@ class Session:
         return self._team.together(partial(self._plan_evolved, route, self._evolved, merge=merge))
 
     def _compare(self, route: Route) -> ModelEvolution | None:
-        """(all ranks) Compare a marker with this job, before anything is written; the same error on all ranks.
+        """(all ranks) Compare a marker with this job before anything is written; raises the same error on all ranks.
 
         Raises:
-            SchemaMismatchError, ConfigError, ChangesError: they differ; names all that does, on whatever rank.
+            SchemaMismatchError, ConfigError, ChangesError: they differ; the error names all differences of all ranks.
         """
         schema, changes = self._attached.schema, self._changes
         mine = self._team.together(lambda: compared(route, schema, self._dense, self._saved(route), changes))
@@ -364,14 +365,14 @@ class Session:
         return evolved(route, model, self._saved(route), self._changes, collisions=collisions, again=self._named)
 
     def _saved(self, route: Route) -> SavedDense:
-        """The dense state of a marker; a restore plans by it, and then loads it."""
+        """Return the dense state of a marker. A restore makes its plan from it, and then loads the same one."""
         path = self._finder.dense.local(route.commit)
         if self._planned is None or self._planned.path != path:
             self._planned = SavedDense(path, len(route.commit.ranks), self._team.rank)
         return self._planned
 
     def _plain(self, route: Route, *, merge: bool = False) -> RestorePlan:
-        """Of a marker whose tables are those of this model, in whatever order."""
+        """Plan a marker that has the tables of this model, in any order."""
         attached = self._attached
         same = same_tables(route.schema, attached.schema) or attached.schema
         return plan_restore(route, same, attached.shards_in(same), merge=merge)

@@ -1,4 +1,4 @@
-"""One live shard while it is being restored: where rows go, and which have arrived."""
+"""Target of a restore: one live shard, with the places of its rows and flags of the rows that have arrived."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from torchrec_stream_ckpt.util.types import TableShard
 
 
 class Target:
-    """A shard's weights and states.
+    """Weights and states of one live shard that is being restored.
 
     Args:
-        shard: Which one.
-        weights: Live, shape (rows, cols); or ``Unwanted``.
-        states: Live, shape (rows,) or (rows, cols); None or ``Unwanted`` where what comes is not wanted.
-        moves: All that will be made into it.
-        merged: Whether states with one value a row are to be merged over column shards.
-        sent: For each block with rows of the shard, the place of the newest marker that sent one; kept up to date;
-            None: it is not asked for.
-        numbers: For each row of the shard its row in ``weights`` and ``states``, -1: it has none there and need not
-            come; None: they are the same.
-        dtype: Of the weights that come, where ``weights`` has another one.
+        shard: The shard.
+        weights: The live weights, shape (rows, cols); or ``Unwanted``.
+        states: The live states, shape (rows,) or (rows, cols); None or ``Unwanted`` for states that are not wanted.
+        moves: All moves into this shard.
+        merged: Merge states with one value per row over column shards.
+        sent: For each block with rows of the shard, the place of the newest marker that sent one of them; updated in
+            place. None if it is not needed.
+        numbers: For each row of the shard, its row in ``weights`` and ``states``; -1 if it has none there and need not
+            arrive. None if the row numbers are the same.
+        dtype: Dtype of the incoming weights, if ``weights`` has another one.
     """
 
     def __init__(
@@ -61,18 +61,18 @@ class Target:
         self._wanted = numbers >= 0 if numbers is not None else np.True_
         self._merged = merged
         self._cuts = sorted({edge for move in moves for edge in (move.col0, move.col0 + move.cols)})
-        """Columns between two cuts always arrive together."""
+        """Column boundaries of the moves: columns between two of them always arrive together."""
         self._arrived = np.zeros((max(1, len(self._cuts) - 1), shard.rows), np.bool_)
-        # Row-wise state as one column shard of the source has it, kept apart until all have arrived.
+        # Row-wise state of each column shard of the source, kept separately until all shards have arrived.
         self._pieces = {(move.col0, move.cols): [np.zeros(shard.rows) for _ in states] for move in moves if merged}
 
     def put(self, move: Move, rows: RowsView, place: int = NEVER) -> int:
-        """Put those rows that this move takes over all that came before; returns how many.
+        """Write the rows of this move, replacing earlier versions; returns their number.
 
         Args:
-            move: Which rows.
-            rows: Of a frame.
-            place: Of the marker that it was sent for; left out: it is not known.
+            move: The move that selects rows.
+            rows: Rows of a frame.
+            place: Place of the marker that the frame was sent for; omit it if unknown.
         """
         chosen = np.flatnonzero((rows.ids >= move.row0) & (rows.ids < move.row0 + move.rows))
         if not len(chosen):
@@ -84,22 +84,22 @@ class Target:
         return len(rows.ids)
 
     def _note_sent(self, ids: npt.NDArray[np.int64], place: int) -> None:
-        """Streams come one after the other, so that an older marker may follow a newer one."""
+        """Record the newest marker of each block; streams are read one by one, so an older one may follow a newer."""
         blocks = ids // BLOCK_ROWS - self._first_block
         self._sent[blocks] = np.maximum(self._sent[blocks], np.int32(place))
 
     def put_block(self, move: Move, weights: Array, states: Sequence[Array]) -> None:
-        """Put all rows of a move, given in their order. Safe from several threads for different rows."""
+        """Write all rows of a move, given in their order. Several threads may call it for different rows."""
         begin = move.row0 - self._shard.row0
         self._put(move, slice(begin, begin + move.rows), weights, states)
 
     def put_sorted(self, move: Move, rows: RowsView, place: int | None = None) -> int:
-        """As :meth:`put`, of rows whose ids ascend. Safe from several threads for rows of different blocks.
+        """Write rows like :meth:`put`, for ascending ids. Several threads may call it for rows of different blocks.
 
         Args:
-            move: Which rows.
-            rows: Of a chunk.
-            place: Of the marker that it was sent for; None: of a base.
+            move: The move that selects rows.
+            rows: Rows of a chunk.
+            place: Place of the marker that the chunk was sent for; None for a chunk of a base.
         """
         begin, end = _between(rows.ids, move)
         if begin == end:
@@ -113,7 +113,7 @@ class Target:
         return end - begin
 
     def takes_run(self, move: Move, first: int, rows: int) -> bool:
-        """Return whether rows [first, first+rows) come with all columns of this shard, side by side in memory."""
+        """Return whether rows [first, first+rows) have all columns of this shard and can be read directly into it."""
         shard = self._shard
         inside = move.row0 <= first and first + rows <= move.row0 + move.rows
         whole = move.same_columns and (move.col0, move.cols) == (shard.col0, shard.cols)
@@ -122,24 +122,24 @@ class Target:
         return inside and whole and not self._merged and straight
 
     def run(self, first: int, rows: int) -> list[memoryview]:
-        """The memory of rows that :meth:`takes_run`: weights, then states. Safe from several threads."""
+        """Return the memory of rows for which :meth:`takes_run` is true: weights, then states. Thread-safe."""
         begin = first - self._shard.row0
         return [plane.run(begin, rows) for plane in (self._weights, *self._states) if plane is not None]
 
     def note_run(self, move: Move, first: int, rows: int) -> None:
-        """Note that rows have arrived through :meth:`run`."""
+        """Record that rows have arrived through :meth:`run`."""
         begin = first - self._shard.row0
         for cut in self._columns(move):
             self._arrived[cut][begin : begin + rows] = True
 
     def _put(self, move: Move, places: Places, weights: Array, states: Sequence[Array]) -> None:
-        """Write rows, and note that they have arrived."""
+        """Write rows, and record that they have arrived."""
         self._write(move, places, weights, states)
         for cut in self._columns(move):
             self._arrived[cut][places] = True
 
     def _columns(self, move: Move) -> range:
-        """The columns of a move, by their cuts."""
+        """Return the columns of a move as a range of indices into ``_cuts``."""
         return range(bisect_left(self._cuts, move.col0), bisect_left(self._cuts, move.col0 + move.cols))
 
     def _write(self, move: Move, places: Places, weights: Array, states: Sequence[Array]) -> None:
@@ -158,11 +158,11 @@ class Target:
                 target.put(places, source)
 
     def finish(self, table: str) -> None:
-        """Check that every cell of a row that is wanted has come, then merge row-wise state where the plan says so.
+        """Check that every cell of every wanted row has arrived, then merge row-wise state if the plan requires it.
 
         Row-wise Adagrad keeps, for each column shard, the sum over steps of the mean of g^2 over the
-        shard's own columns. The mean of the sources, weighted by the columns that each of them gives, is
-        what one shard would hold for the same gradients; a split copies the value (docs/guarantees.md).
+        shard's own columns. The mean of the sources, weighted by the number of columns from each, is the
+        value that one shard would hold for the same gradients. A split copies the value (docs/guarantees.md).
         """
         missing = int((~self._arrived.all(0) & self._wanted).sum())
         if missing:
@@ -181,7 +181,7 @@ class Target:
 
 
 def _between(ids: npt.NDArray[np.int64], move: Move) -> tuple[int, int]:
-    """Where the rows of a move begin and end, among ids that ascend."""
+    """Return the begin and end of a move's rows among ascending ids."""
     end = move.row0 + move.rows
     if ids[0] >= move.row0 and ids[-1] < end:
         return 0, len(ids)
@@ -190,7 +190,7 @@ def _between(ids: npt.NDArray[np.int64], move: Move) -> tuple[int, int]:
 
 
 def _places(local: npt.NDArray[np.int64]) -> Places:
-    """A slice if rows lie side by side: copying a run costs less than placing rows."""
+    """Return a slice if the rows are adjacent, because copying a run costs less than writing single rows."""
     first, count = int(local[0]), len(local)
     is_run = int(local[-1]) - first + 1 == count and bool((local[1:] > local[:-1]).all())
     return slice(first, first + count) if is_run else local

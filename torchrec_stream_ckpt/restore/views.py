@@ -1,4 +1,4 @@
-"""Where rows of a marker go in a table of another shape: a view of each live shard, as the marker numbers it."""
+"""Views that map rows and columns of a marker to live shards of tables with another shape."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The part of a live shard that takes rows of a marker."""
+    """Part of a live shard that takes rows of a marker."""
 
     shard: TableShard
-    """That part as the marker numbers it: rows by their old ids, and the columns that are kept. They are the first
+    """The part in the marker's numbering: rows by their old ids, and the columns that are kept. They are the first
     columns of the live shard."""
     states: tuple[int | None, ...]
-    """For each state of the marker its position among the live ones; None: it is not kept."""
+    """For each state of the marker, its position among the live states; None if it is not kept."""
     numbers: Ints | None = field(default=None, compare=False)
-    """For each row of ``shard`` its row in the live shard, -1 where it has none; None: they are its first rows."""
+    """For each row of ``shard``, its row in the live shard, or -1 if it has none; None for the shard's first rows."""
     dtype: str | None = None
-    """Of the marker's weights, where the live ones have another."""
+    """Dtype of the marker's weights; None if the live weights have the same."""
 
 
 def view_of(outcome: TableOutcome, live: TableShard) -> View | None:
-    """Return the view of a live shard that takes rows of the marker; None: nothing comes from it.
+    """Return the view of a live shard that takes rows of the marker, or None if it takes none.
 
     Args:
-        outcome: Of its table.
-        live: The shard.
+        outcome: Outcome of the shard's table.
+        live: The live shard.
     """
     cols = min(live.col0 + live.cols, outcome.cols_kept) - live.col0
     old, new = outcome.saved_spec, outcome.spec
@@ -58,17 +58,17 @@ def view_of(outcome: TableOutcome, live: TableShard) -> View | None:
 
 @dataclass(frozen=True, slots=True)
 class Views:
-    """How the live shards of one rank take a marker of another model."""
+    """Views of the live shards of one rank onto a marker of another model."""
 
     evolution: Evolution
     outcomes: Mapping[int, TableOutcome]
-    """Of live tables, by index."""
+    """Outcomes of live tables, by index."""
     changed: Mapping[TableShard, View]
-    """By live shard, of tables that changed; the indices are those of the new schema."""
+    """Views of tables that changed, by live shard; the indices are those of the new schema."""
 
     @classmethod
     def make(cls, evolution: Evolution, shards: Iterable[TableShard]) -> Views:
-        """Of some live shards, which have the indices of the new schema."""
+        """Make the views of some live shards, which have the indices of the new schema."""
         outcomes = {outcome.index: outcome for outcome in evolution.tables if not outcome.is_dropped}
         changed = {
             shard: view
@@ -79,7 +79,7 @@ class Views:
         return cls(evolution, outcomes, changed)
 
     def target(self, live: TableShard) -> TableShard | None:
-        """Return the part of a live shard that comes from the marker, as the marker numbers it; None: there is none."""
+        """Return the part of a live shard that comes from the marker, in the marker's numbering, or None."""
         if self.outcomes[live.table].goes_on:
             return live
         view = self.changed.get(live)
