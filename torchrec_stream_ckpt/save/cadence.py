@@ -1,18 +1,19 @@
-"""When to cut: all ranks decide it one step in advance, and none waits for the decision.
+"""Decide when to cut: all ranks decide one step in advance, and no rank waits for the decision.
 
-At the end of a step with a vote all ranks start a tiny all-reduce, and read its result at the end of the next one, when
-it has long arrived. A marker is cut there if rank 0 wants one and every rank is ready (its sweep has
-finished, no marker is in flight on it). So all ranks cut at the same step, whatever their clocks say, and
-all ranks learn at the same step that another trainer has taken over, that a rank had no memory to go on with a cut, or
-that the log has lost a rank's stream.
+At the end of a step with a vote, all ranks start a tiny all-reduce. They read its result at the end of the next step,
+when it has long arrived. A marker is cut there if rank 0 wants one and every rank is ready (its sweep has finished, and
+it has no marker in flight). So all ranks cut at the same step, whatever their clocks show. All ranks also learn at the
+same step that another trainer has taken over, that a rank had no memory to continue a cut, or that the log has lost a
+rank's stream.
 
-The result also says at which step the next vote is (``Spacing``), so no rank votes alone. Besides that, all vote
-where a marker is due by steps, and at the first step after a cut. A single rank decides by the same rules without
-a collective.
+The result also contains the step of the next vote (``Spacing``), so no rank votes alone. In addition, all ranks vote
+when a marker is due by steps, and at the first step after a cut. A single rank decides by the same rules without a
+collective.
 
-A signal handler may raise at any bytecode. A vote is started and kept in one call that is written in C, and its result
-counts once all of it is read: a rank that was interrupted reads it at its next step. A rank that has missed the step
-of a vote votes at the next one; the result says where the first rank has voted, and from there all count.
+A signal handler may raise at any bytecode. A vote is started and stored in a single call that is written in C. Its
+result counts once all of it is read, so a rank that was interrupted reads it at its next step. A rank that has missed
+the step of a vote votes at the next one. The result contains the step at which the first rank voted, and all ranks
+count from that step.
 """
 
 from __future__ import annotations
@@ -35,25 +36,22 @@ from torchrec_stream_ckpt.save.event_time import EventTime
 
 @dataclass(frozen=True, slots=True)
 class StepVote:
-    """The vote of one rank at the end of a step; of all ranks together, the fields that hold for every one.
-
-    Each field travels with the vote: all ranks learn whether it is true of every rank.
-    """
+    """Vote of one rank at the end of a step; in a result, a field is true if it is true for every rank."""
 
     ready: bool
-    """The rank can cut at the next step boundary without waiting, and (rank 0) a marker is due."""
+    """True if the rank can cut at the next step boundary without waiting, and (rank 0) a marker is due."""
     settled: bool
-    """No marker is in flight on the rank."""
+    """True if no marker is in flight on the rank."""
     owner: bool
-    """The rank has not learned that another trainer has taken over."""
+    """True unless the rank has learned that another trainer has taken over."""
     holding: bool
-    """The rank has not given up its part of the last cut."""
+    """True unless the rank has given up its part of the last cut."""
     sound: bool = True
-    """The log has lost no acknowledged frame of the rank's stream."""
+    """True unless the log has lost an acknowledged frame of the rank's stream."""
     calm: bool = True
-    """No signal asks the rank for a marker."""
+    """True unless a signal asks the rank for a marker."""
     staying: bool = True
-    """No signal asks the rank for a marker and the end of the job."""
+    """True unless a signal asks the rank for a marker and the end of the job."""
 
 
 NOTHING = StepVote(ready=False, settled=True, owner=True, holding=True)
@@ -62,18 +60,18 @@ _flags_of = attrgetter(*_NAMES)
 
 
 class Cadence:
-    """Votes over a group of its own. Called on the training thread of every rank, at every step.
+    """Votes over a separate process group. Called on the training thread of every rank, at every step.
 
     Args:
-        every_steps: Cut at each multiple of this number of steps; None: never.
-        every_s: Cut when this many seconds have passed since the last cut; None: never.
-        group: A gloo group that nothing else uses meanwhile.
-        affordable: Cut whenever a marker is affordable to all ranks: tells in how many steps it may be to this one; 0:
-            it is. None: by steps and seconds alone.
-        roll: Tells where the ranks are; None: waits for them have no bound but the group's.
-        bound_s: How long a vote may take.
-        event_time: Cut when all ranks have ended a stretch of it; None: never.
-        listens: Votes come by themselves, also if no marker is due: a rank may be asked for one from outside.
+        every_steps: Cut at each multiple of this number of steps; None for never.
+        every_s: Cut when this many seconds have passed since the last cut; None for never.
+        group: A gloo group that nothing else uses at the same time.
+        affordable: Cut whenever a marker is affordable to all ranks. Returns the number of steps until it may be
+            affordable to this rank, 0 if it is now. None to cut by steps and seconds alone.
+        roll: Reports where the ranks are. If None, only the group's timeout bounds the wait for other ranks.
+        bound_s: Maximum duration of a vote, in seconds.
+        event_time: Cut when all ranks have ended a stretch of event time; None for never.
+        listens: Vote even if no marker is due, because a marker may be requested from outside.
     """
 
     def __init__(
@@ -94,39 +92,39 @@ class Cadence:
         self._affordable = affordable
         self._roll, self._bound_s = roll, bound_s
         self.events = event_time or EventTime(None)
-        """How far training is in the time of its data."""
+        """Progress of training in event time."""
         self._rank = dist.get_rank()
         self._alone = dist.get_world_size() == 1
         self._last_cut_s = time.monotonic()
         self._due = False
         self._spacing = Spacing(alone=self._alone)
         self._listens = listens or every_s is not None or affordable is not None or self.events.counts
-        """Votes come by themselves, and not only for markers that are due by steps or in flight."""
+        """True if votes take place regularly, and not only for markers that are due by steps or in flight."""
         self._next = NEVER
-        """The step of the next vote, the same on all ranks."""
+        """Step of the next vote, the same on all ranks."""
         self._flags: torch.Tensor | None = None
-        """This rank's part in the last vote and, once the vote has ended, its result."""
+        """This rank's part of the last vote; after the vote has ended, its result."""
         self._works: list[dist.Work] = []
-        """The open vote, if there is one."""
+        """The open vote, if any."""
         self._own: list[int] = []
-        """The vote of a job with a single rank."""
+        """Vote of a job with a single rank."""
         self.open()
 
     def open(self) -> None:
-        """(all ranks) A generation begins; its first vote is at its first step, or where a marker is due or cut."""
+        """(all ranks) Begin a generation. Its first vote is at its first step, or when a marker is due or cut."""
         self._next = 0 if self._listens else NEVER
         self._spacing.restart()
 
     def start(self, step: int, vote: StepVote) -> None:
-        """At the end of ``step``, say how this rank stands; the answer is for the end of the next step.
+        """At the end of ``step``, start a vote with this rank's state; the result is for the end of the next step.
 
-        Does not wait. All ranks vote at the same steps: what decides that is known to all of them.
+        Does not wait. All ranks vote at the same steps, because all of them know what decides that.
         """
         self._due = self._due or (self._every_steps is not None and (step + 1) % self._every_steps == 0)
         if step < self._next and not self._due:
             return
         self._spacing.voting(step)
-        # Rank 0's clock decides about seconds; all ranks know the steps.
+        # Rank 0's clock decides by seconds; all ranks know the steps.
         left_s = self._every_s - (time.monotonic() - self._last_cut_s) if self._every_s is not None else 0.0
         to_go = self._affordable() if self._affordable is not None else 0
         wanted = self._due or (self._every_s is not None and (left_s <= 0 or self._rank != 0))
@@ -140,15 +138,15 @@ class Cadence:
             return
         self._flags = torch.tensor(said, dtype=torch.int64, device="cpu")
         with self._naming():
-            # One call in C from the start of the collective to where it is kept: no signal handler runs in between.
+            # A single C call starts the collective and stores it: no signal handler runs in between.
             self._works.extend(map(self._group.allreduce, [[self._flags]], [dist.ReduceOp.MIN]))
 
     def _soon(self, left_s: float, *, polls: bool) -> int:
-        """In how many steps this rank needs the next vote.
+        """Return the number of steps after which this rank needs the next vote.
 
         Args:
-            left_s: Until a marker is due by seconds.
-            polls: Something is awaited that may come at any moment.
+            left_s: Seconds until a marker is due by time.
+            polls: Whether the rank waits for an event that may happen at any moment.
         """
         if polls:
             steps = self._spacing.poll()
@@ -160,14 +158,14 @@ class Cadence:
         return min(steps, self._spacing.steps_in(left_s)) if left_s > 0 and self._rank == 0 else steps
 
     def decide(self) -> StepVote:
-        """Result of the vote, at the end of the next step. An interrupted call may be made again."""
+        """Return the result of the vote, at the end of the next step. An interrupted call may be repeated."""
         said = self._said()
         if not said:
             return NOTHING
         *flags, able, stretch, first, soon, later = said
         vote = StepVote(**dict(zip(_NAMES, map(bool, flags), strict=True)))
         self.events.heard(stretch)
-        if self.events.is_due or not vote.calm:  # all ranks know it: they cut at the first boundary at which all can
+        if self.events.is_due or not vote.calm:  # all ranks know it, and cut at the first boundary at which all can
             vote = replace(vote, ready=bool(able))
         steps = 1 if vote.ready else soon if later >= 0 else min(soon, -later)
         self._next = first + steps
@@ -175,7 +173,7 @@ class Cadence:
         return vote
 
     def _said(self) -> list[int]:
-        """The least value of all ranks, field by field; empty if no vote is open."""
+        """Wait for the vote, and return the minimum over all ranks of each field; empty if no vote is open."""
         if not self._works:
             return self._own
         (work,) = self._works
@@ -192,12 +190,12 @@ class Cadence:
         return said
 
     def _void(self) -> None:
-        """No vote is open."""
+        """Discard the open vote."""
         self._works, self._own = [], []
 
     @contextlib.contextmanager
     def _naming(self) -> Iterator[None]:
-        """gloo names no rank when a connection breaks."""
+        """Add the lost rank to errors of gloo, which does not name it when a connection breaks."""
         try:
             yield
         except RuntimeError as error:
@@ -206,7 +204,7 @@ class Cadence:
             raise self._roll.lost(error, self._roll.current or "a vote") from error
 
     def cut(self) -> None:
-        """Note that a cut was made at this step boundary, for any reason: an open vote is void."""
+        """Record that a cut was made at this step boundary, for any reason. An open vote becomes void."""
         self.decide()
         self.events.cut()
         self._due = False
@@ -215,7 +213,7 @@ class Cadence:
         self._last_cut_s = time.monotonic()
 
     def close(self, timeout_s: float) -> None:
-        """Let an open vote end, for a moment at most: its threads must not outlive the process group."""
+        """Wait up to ``timeout_s`` for an open vote to end, because its threads must not outlive the process group."""
         works = self._works
         self._void()
         for work in works:
@@ -223,12 +221,12 @@ class Cadence:
                 work.wait(timedelta(seconds=max(timeout_s, 0.001)))
 
     def end(self) -> None:
-        """Release the group: no more votes come."""
+        """Release the group; no more votes follow."""
         del self._group
 
 
 def _done(work: dist.Work, seconds: float) -> bool:
-    """Wait ``seconds`` for a collective, and tell whether it has ended."""
+    """Wait up to ``seconds`` for a collective; returns whether it has ended."""
     ends = time.monotonic() + seconds
     pause = 0.00002
     while not work.is_completed():

@@ -1,4 +1,4 @@
-"""Rank 0's word on generations: whether this run may open one, on which marker, and the claim itself."""
+"""Decide on rank 0 whether this run may start a generation, and from which marker, and write its CLAIM."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from torchrec_stream_ckpt.util.types import MarkerId
 log = logging.getLogger(__name__)
 
 _REOPEN_S = 30.0
-"""A log that has lost a stream, and does not answer now, is asked again after so long."""
+"""Seconds between attempts to continue on a log that has lost a stream and does not answer."""
 
 
 class OuterTier(Protocol):
-    """(rank 0) The second tier of a job, as claims and the stream use it. :mod:`.extras.tiers` implements it."""
+    """(rank 0) Second tier of a job, as claims and the stream use it. :mod:`.extras.tiers` implements it."""
 
     @property
     def control(self) -> Control:
-        """The control partition that decides."""
+        """Control partition that decides."""
 
     def claim(
         self,
@@ -51,7 +51,7 @@ class OuterTier(Protocol):
         layout: RankShards | None,
         changes: ClaimChanges | None = None,
     ) -> Claim:
-        """Own the next generation on both tiers. Returns the CLAIM of the inner one.
+        """Claim the next generation on both tiers. Returns the CLAIM of the inner one.
 
         Raises:
             FencedError: another trainer was first.
@@ -59,17 +59,17 @@ class OuterTier(Protocol):
         """
 
     def start_relay(self) -> None:
-        """Copy from here on, in a separate process."""
+        """Start the relay, a separate process that copies from here on."""
 
 
 class Claims:
-    """Claims the generations of one job. All methods run on rank 0 alone.
+    """Claims the generations of one job. All methods run on rank 0 only.
 
     Args:
-        tier: What the job writes to.
+        tier: Tier that the job writes to.
         tiers: Both tiers, if there are two.
-        attached: The tables.
-        world: Ranks.
+        attached: The live tables.
+        world: Number of ranks.
     """
 
     def __init__(self, tier: Tier, tiers: OuterTier | None, attached: Attached, world: int) -> None:
@@ -78,22 +78,23 @@ class Claims:
         self._attached = attached
         self._world = world
         self.nonce = uuid.uuid4().hex
-        """Of the next CLAIM, however often it is tried: one that landed unanswered does not fence the next try."""
+        """Nonce of the next CLAIM in all attempts: one that was written without an answer must not fence a retry."""
         self.after: str | None = None
-        """Nonce of the CLAIM that has to be the newest one when the next is made; None: any may be."""
+        """Nonce of the CLAIM that must be the newest one when the next is made; None if any may be."""
         self._reopen_s = 0.0
-        """When to try next to go on after a loss, on the monotonic clock."""
+        """Time of the next attempt to continue after a loss, on the monotonic clock."""
 
     @property
     def _control(self) -> Control:
-        """The control partition that decides."""
+        """Control partition that decides."""
         return self._tier.control if self._tiers is None else self._tiers.control
 
     def check_schema(self, *, warm: bool = False) -> None:
-        """A job that restores nothing must still be of the log's kind.
+        """Check that the tables of a job that restores nothing match those of the log.
 
         Args:
-            warm: Whether it begins in another job: one that began so before, and has no marker, binds it to nothing.
+            warm: The job begins from a marker of another job. If the log only has an earlier warm start without a
+                marker, nothing is compared.
         """
         lineage = self._control.refresh()
         claims = lineage.claims
@@ -101,11 +102,12 @@ class Claims:
             check_schema(claims[max(claims)].schema, self._attached.schema)
 
     def check_restored(self) -> None:
-        """Markers of a run that forgot ``restore()`` would be newer than all that the log holds.
+        """Refuse a run that forgot ``restore()``: its markers would be newer than all markers in the log.
 
         Raises:
-            ConfigError: it holds some, and ``fresh`` is not set.
-            MarkerNotFoundError: it waits for the first marker of an import or a warm start, likewise.
+            ConfigError: the log holds markers, and ``fresh`` is not set.
+            MarkerNotFoundError: the log waits for the first marker of an import or a warm start, and ``fresh`` is not
+                set.
         """
         if self._tier.config.fresh:
             return
@@ -120,12 +122,12 @@ class Claims:
             )
 
     def claim(self, parent: MarkerId | None, swept: Sequence[int], changes: ClaimChanges | None = None) -> Claim:
-        """Own the next generation.
+        """Claim the next generation.
 
         Args:
-            parent: The marker that it stands on.
-            swept: Tables that it sends whole.
-            changes: In what the model differs from that of ``parent``; None: in nothing.
+            parent: The marker that it is based on.
+            swept: Indices of tables that it sends completely.
+            changes: Differences of the model from that of ``parent``; None if there are none.
         """
         tier, attached = self._tier, self._attached
         schema, layout, whole = attached.schema, attached.layout, tuple(swept)
@@ -141,16 +143,16 @@ class Claims:
         return claim
 
     def claim_after_loss(self, lost: Claim, why: StreamLostError) -> tuple[Claim, int] | tuple[()] | None:
-        """The next generation, on the newest marker that led here and that the log holds, and the step of that.
+        """Claim a generation after a loss, based on the newest marker on the path to here that the log still holds.
 
-        If the model changed after that marker, the new CLAIM says so again: each change, however many there were.
+        If the model changed after that marker, the new CLAIM repeats all of these changes.
 
         Args:
-            lost: The generation of which the log has lost a stream.
-            why: What it has lost.
+            lost: CLAIM of the generation of which the log has lost a stream.
+            why: Error that describes the loss.
 
         Returns:
-            () when not now, None when never.
+            The CLAIM and the step of its parent; () if it must be tried again later; None if it is impossible.
         """
         if time.monotonic() < self._reopen_s:
             return ()

@@ -1,4 +1,4 @@
-"""What a user's callback hears of committed markers, on a thread of its own: slow or broken, it fails no marker."""
+"""Call a user's callback for committed markers on a separate thread; a slow or failing callback fails no marker."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ log = logging.getLogger(__name__)
 OnCommit = Callable[[MarkerReport], object]
 
 MOST_WAITING = 64
-"""Markers that the callback may have to hear of. With so many none is cut: memory is bounded, and none left out."""
+"""Maximum number of markers that wait for the callback.
+
+At this number no marker is cut, so memory is bounded and the callback gets every marker.
+"""
 
 
 class Announcer:
-    """(rank 0) Calls back, marker by marker.
+    """(rank 0) Calls the user's callback, marker by marker.
 
     Args:
-        on_commit: What the user has given; None: nobody hears anything.
+        on_commit: The user's callback; None if there is none.
     """
 
     def __init__(self, on_commit: OnCommit | None) -> None:
@@ -34,15 +37,15 @@ class Announcer:
         self._waiting = 0
         self._changed = SafeCondition()
         self._before: Commit | None = None
-        """The newest marker that was told of, to say what one has sent alone."""
+        """Newest marker that was reported, to calculate the rows and bytes of the next one."""
 
     @property
     def is_behind(self) -> bool:
-        """True if no marker may be cut until the callback has come back."""
+        """True if no marker may be cut until the callback returns."""
         return self._waiting >= MOST_WAITING
 
     def committed(self, commit: Commit) -> None:
-        """(outcome thread) A marker is committed."""
+        """(outcome thread) Report a committed marker."""
         if self._worker is None:
             return
         before, self._before = self._before, commit
@@ -51,7 +54,7 @@ class Announcer:
         self._tell(_report(commit, before, commit.meta or ()))
 
     def noted(self, commit: Commit, before: Commit | None, meta: Meta) -> None:
-        """(training thread) Something was added to what is said of a marker; ``meta`` is all of it."""
+        """(training thread) Report metadata that was added to a marker; ``meta`` is all of its metadata."""
         self._tell(_report(commit, before, meta))
 
     def _tell(self, report: MarkerReport) -> None:
@@ -65,7 +68,7 @@ class Announcer:
         assert self._on_commit is not None
         try:
             self._on_commit(report)
-        except Exception:  # it is the user's, and no part of the marker
+        except Exception:  # the callback is the user's code, and not part of the marker
             log.exception("on_commit has raised for marker %s, which stays committed; training goes on", report.id)
         finally:
             with self._changed:
@@ -76,7 +79,7 @@ class Announcer:
         """(training thread) Wait until a marker may be cut.
 
         Raises:
-            MarkerFailedError: the callback did not come back.
+            MarkerFailedError: the callback did not return in time.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: not self.is_behind, timeout_s):
@@ -86,7 +89,7 @@ class Announcer:
                 )
 
     def close(self, timeout_s: float) -> None:
-        """Let the callback hear of all that is committed, for so long; what it does not hear of is named."""
+        """Wait up to ``timeout_s`` for the callback to get all committed markers; log how many it did not finish."""
         if self._worker is None:
             return
         deadline = time.monotonic() + timeout_s

@@ -1,28 +1,28 @@
-"""One marker from its cut to its COMMIT, off the training thread.
+"""Commit one marker, from its cut to its COMMIT, without blocking the training thread.
 
-Call order of a marker, as DCP writes it down:
+Call order of a marker, in the notation of DCP:
 
-1. (each rank, training thread) touched rows frozen, dense state staged, rows into the ring as far as they find space:
-   all of it local
-2. (all ranks, commit thread) every rank says which cut it has made, and what dense state it holds; unless all have made
-   the same cut of the same state, the marker is given up here
-3. (all ranks, commit thread) DCP saves what was staged, over a gloo group of its own; each rank digests its files, and
-   puts them into the store when that is no folder
-4. (each rank, commit thread) wait until the training thread has put the last row and the MARK into the ring, at a
-   later step boundary where they did not fit, and until the MARK is durable
-5. (all ranks, commit thread) votes are gathered
-6. (rank 0, outcome thread) COMMIT into the control partition; its order decides. Log or store may keep this thread
-   waiting, but not the commit thread, which then tells that the outcome is unknown
-7. (all ranks, commit thread) rank 0 tells the outcome; futures resolve
+1. (each rank, training thread) freeze touched rows, stage the dense state, and put rows into the ring as far as they
+   fit; all of this is local
+2. (all ranks, commit thread) exchange which cut each rank has made, and which dense state it holds; unless all have
+   made the same cut of the same state, the marker is given up here
+3. (all ranks, commit thread) DCP saves the staged state over a separate gloo group; each rank digests its files, and
+   uploads them if the store is not a directory
+4. (each rank, commit thread) wait until the training thread has put the last row and the MARK into the ring (at a later
+   step boundary if they did not fit), and until the MARK is durable
+5. (all ranks, commit thread) gather the votes
+6. (rank 0, outcome thread) write COMMIT to the control partition, whose order decides. The log or the store may block
+   this thread, but not the commit thread, which then reports that the outcome is unknown
+7. (all ranks, commit thread) rank 0 sends the outcome; futures resolve
 
-A rank that fails anywhere says so in the next of these collectives; none is ever left out, so that no rank waits
-for one that has given up.
+A rank that fails anywhere reports it in the next of these collectives. No rank skips one, so no rank waits for another
+that has given up.
 
-Rows of this generation that a checker did not find as they were in the tables: they are sent again.
+The module also contains:
 
-Whether the ranks have cut at the same step of training, and not only at the same number of ``step()`` calls.
-
-The seal of a cut: the training thread has put its last row into the ring, and the commit thread waits for that.
+- the seal of a cut, by which the commit thread waits until the training thread has put the last row into the ring;
+- the check that all ranks have cut at the same step of training, and not only after as many ``step()`` calls;
+- the search for rows of this generation that a checker found to differ from the tables, which are sent again.
 """
 
 from __future__ import annotations
@@ -71,18 +71,18 @@ from torchrec_stream_ckpt.util.types import Committed, RankEnd, RowRange
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """A MARK that was submitted after all rows of its cut."""
+    """MARK that was submitted after all rows of its cut."""
 
     mark_seq: int
-    """Seq of this rank's MARK."""
+    """Sequence number of this rank's MARK."""
     rows: int
-    """Row records that this rank has submitted up to it."""
+    """Row records that this rank has submitted up to the MARK."""
     num_bytes: int
-    """Bytes of frames that this rank has submitted up to it."""
+    """Bytes of frames that this rank has submitted up to the MARK."""
 
 
 class Seal:
-    """This rank's part of one cut: sealed or given up, whichever comes first; never both. Safe on any thread."""
+    """State of this rank's part of one cut: sealed or given up, whichever is first, and never both. Thread-safe."""
 
     def __init__(self) -> None:
         self._decided = SafeEvent()
@@ -91,7 +91,7 @@ class Seal:
         self._reason = ""
 
     def close(self, sealed: Sealed) -> bool:
-        """Seal the cut: its MARK is in the ring. Returns False if it was given up before."""
+        """Seal the cut, whose MARK is in the ring. Returns False if the cut was given up before."""
         with self._lock:
             if not self._decided.is_set():
                 self._sealed = sealed
@@ -99,7 +99,7 @@ class Seal:
             return self._sealed is not None
 
     def fail(self, reason: str) -> bool:
-        """Give the cut up, unless it has been sealed; returns whether it is given up."""
+        """Give the cut up unless it is sealed; returns whether it is given up."""
         with self._lock:
             if not self._decided.is_set():
                 self._reason = reason
@@ -107,12 +107,12 @@ class Seal:
             return self._sealed is None
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the decision; returns False if none came in time."""
+        """Wait for the decision; returns False if there was none in time."""
         return self._decided.wait(timeout_s)
 
     @property
     def sealed(self) -> Sealed | None:
-        """The seal; None if the cut is given up or not decided."""
+        """The MARK of a sealed cut; None if the cut is given up or not decided."""
         return self._sealed
 
     @property
@@ -121,17 +121,17 @@ class Seal:
 
     @property
     def reason(self) -> str:
-        """Why the cut was given up; empty if it was not."""
+        """Reason why the cut was given up; empty if it was not."""
         return self._reason
 
 
 def unheard(error: Exception, marker: int, generation: int, rank: int) -> CommitUnknownError:
-    """Make the error of a marker that was put to COMMIT, where the ranks could not tell each other the outcome.
+    """Make the error for a marker whose COMMIT was attempted, but whose outcome did not reach all ranks.
 
     Args:
-        error: Why they could not.
+        error: The error that prevented the exchange.
         marker, generation: The marker.
-        rank: This one; rank 0 knows that the marker is committed.
+        rank: This rank; rank 0 knows that the marker is committed.
     """
     said = error.message if isinstance(error, StreamCkptError) else f"{type(error).__name__}: {error}"
     if rank == 0:
@@ -144,17 +144,17 @@ def unheard(error: Exception, marker: int, generation: int, rank: int) -> Commit
 
 
 def check_in_step(forwards: Sequence[Mapping[str, int]], generation: int, marker: int) -> None:
-    """Refuse a cut between whose ranks lies a forward: rows of two moments are no state that the job ever had.
+    """Refuse a cut if some ranks have run a forward more than others: the job never had such a state.
 
-    Each forward of a sharded module takes all ranks, so a rank that has made more of them than another one is ahead.
+    Each forward of a sharded module needs all ranks, so a rank with more forwards than another one is ahead.
 
     Args:
-        forwards: By rank: path of each sharded module -> its forwards, where the rank holds rows of it.
-        generation: Of the marker, for the error.
-        marker: Its number.
+        forwards: For each rank, the number of forwards by module path, for sharded modules of which it holds rows.
+        generation: Generation of the marker, for the error.
+        marker: Number of the marker, for the error.
 
     Raises:
-        MarkerFailedError: names the module and two ranks.
+        MarkerFailedError: the counts differ; the error names the module and two ranks.
     """
     for path in sorted({path for of_rank in forwards for path in of_rank}):
         counts = {rank: of_rank[path] for rank, of_rank in enumerate(forwards) if path in of_rank}
@@ -171,11 +171,11 @@ def check_in_step(forwards: Sequence[Mapping[str, int]], generation: int, marker
 
 
 class Again:
-    """(rank 0, commit thread) Looks into the store for verdicts on this generation's markers.
+    """(rank 0, commit thread) Reads verdicts on this generation's markers from the store.
 
     Args:
-        generation: What this rank has open.
-        objects: Where checkers leave verdicts.
+        generation: The open generation of this rank.
+        objects: Store to which checkers write verdicts.
     """
 
     def __init__(self, generation: Generation, objects: Objects) -> None:
@@ -184,7 +184,7 @@ class Again:
         self._known: set[str] = set()
 
     def look(self) -> tuple[RowRange, ...]:
-        """The rows that new verdicts name. Never raises: a verdict decides nothing, and none is waited for."""
+        """Return the rows in new verdicts. Never raises and never waits: no decision depends on a verdict."""
         try:
             return self._look()
         except StreamCkptError as error:
@@ -198,7 +198,7 @@ class Again:
             self._known.add(name)
             commit = self._generation.control.refresh().commits.get(verdict.marker)
             if commit is None or commit.chain != verdict.chain:
-                continue  # of another history that shares the job's name
+                continue  # belongs to another history that shares the job's name
             rows = [RowRange(names[each.table], each.begin, each.end) for each in verdict.rows if each.table in names]
             log.warning("marker %s was found unproved (%s): %s are sent again", verdict.marker, name, _in_words(rows))
             found += rows
@@ -215,64 +215,64 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 PHASES = {1: "which cut", 2: "what dense state", 3: "votes", 4: "outcome"}
 PHASE_S = 5.0
-"""A phase may take so much longer than the one before: the ranks do not begin at one instant."""
-SAY_EVERY_S = 60.0  # between two lines on replicas that differ: each marker finds it
+"""Seconds that each phase may take longer than the previous one: the ranks do not begin at the same instant."""
+SAY_EVERY_S = 60.0  # between two log lines about replicas that differ, which every marker detects
 _NO_ANSWER_HINT = "stream-ckpt list tells, once the log answers again"
 
 
 def _left_s(deadline: float) -> float:
-    """Time until a moment on the monotonic clock."""
+    """Return the seconds until ``deadline`` on the monotonic clock, or 0.0 if it has passed."""
     return max(0.0, deadline - time.monotonic())
 
 
 @dataclass(frozen=True, slots=True)
 class CutOrder:
-    """What the training thread of one rank leaves to its commit thread."""
+    """Work that the training thread of one rank hands over to its commit thread."""
 
     marker: int
     step: int
     seal: Seal
-    """Tells when the MARK is in the ring, or why this rank gives the marker up."""
+    """Signals that the MARK is in the ring, or that this rank gives the marker up, with the reason."""
     staged: dict[str, Any] | None = None
-    """The dense state, copied; None only if the marker is given up."""
+    """Copy of the dense state; None only if the marker is given up."""
     meta: Meta = ()
-    """What the user says of the marker; that of rank 0 counts."""
+    """Metadata from the user; that of rank 0 counts."""
     event_s: float | None = None
-    """Up to where in event time this rank has trained; None: nobody has said."""
+    """Event time up to which this rank has trained; None if the user has not set it."""
     forwards: Mapping[str, int] = field(default_factory=dict)
-    """As ``Capture.forwards`` at the cut."""
+    """Result of ``Capture.forwards`` at the cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class MarkerVote:
-    """One rank's part of a marker."""
+    """Vote of one rank on a marker."""
 
     marker: int
     step: int
     reason: str
     held: Mapping[str, int] = field(default_factory=dict)
-    """Group of ranks -> checksum over what they must hold alike of the dense state, as ``Held.checksums``."""
+    """For each group of ranks, the checksum of the dense state that they must have in common (``Held.checksums``)."""
     end: RankEnd | None = None
     files: tuple[DenseFile, ...] = ()
     lost: StreamLostError | None = None
-    """Set when what the log had acknowledged of this rank's stream is gone: no later marker can be restored."""
+    """Set if the log has lost acknowledged frames of this rank's stream, so that no later marker can be restored."""
     event_s: float | None = None
-    """As of its ``CutOrder``."""
+    """Same as in ``CutOrder``."""
     forwards: Mapping[str, int] = field(default_factory=dict)
-    """As of its ``CutOrder``; said with the cut."""
+    """Same as in ``CutOrder``; sent in the first phase."""
 
 
 class Coordinator:
     """Commits the markers of one generation, one at a time.
 
     Args:
-        generation: What this rank has open.
-        dense: Saves the dense state.
-        team: Votes and outcomes, over a gloo group that only the commit thread uses.
-        timeout_s: How long a marker may wait for the log.
-        again: (rank 0) Finds rows that are to be sent again.
-        pins: (rank 0) The store that keeps the pins of markers.
-        heard: (rank 0) Called on the outcome thread with each COMMIT that counts.
+        generation: The open generation of this rank.
+        dense: Dense state to save.
+        team: Ranks that exchange votes and outcomes, over a gloo group that only the commit thread uses.
+        timeout_s: Seconds that a marker may wait for the log.
+        again: (rank 0) Finds rows that must be sent again.
+        pins: (rank 0) Store that keeps the pins of markers.
+        heard: (rank 0) Called on the outcome thread with each valid COMMIT.
     """
 
     def __init__(
@@ -289,35 +289,35 @@ class Coordinator:
         self._dense = dense
         self._team = team
         self._timeout_s = timeout_s
-        # One thread for all markers: to start one, the training thread would wait for it, and for the interpreter.
+        # One thread for all markers: starting a thread makes the training thread wait for it, and for the interpreter.
         self._worker = Worker("stream-ckpt-commit", self._leave)
         self._decider = Worker("stream-ckpt-outcome")
-        """Rank 0's questions to log and store: one that hangs must not keep the other ranks from the outcome."""
+        """Runs rank 0's calls to log and store: one that hangs must not keep the outcome from the other ranks."""
         self._deciding: Future[None] | None = None
         self._running: Future[None] | None = None
         self._seal = Seal()
-        """That of the marker in flight."""
+        """Seal of the marker in flight."""
         self._look_again = again
         self._pins = pins
         self._heard = heard
         self._found_again: tuple[RowRange, ...] = ()
-        """(rank 0) Told to all ranks with the outcome of the next marker."""
+        """(rank 0) Rows to send to all ranks with the outcome of the next marker."""
         self._again: list[RowRange] = []
         self._abandoned = SafeEvent()
         self.fenced: FencedError | None = None
-        """Set once another trainer owns the job."""
+        """Set after another trainer has taken over the job."""
         self.lost: StreamLostError | None = None
-        """Set, on all ranks by the same marker, once the log has lost what this generation stands on."""
+        """Set, on all ranks by the same marker, after the log has lost frames that this generation is based on."""
         self.failure: StreamCkptError | None = None
-        """Why the last marker failed; None while it is in flight, and when it was committed."""
+        """Error of the last marker; None while it is in flight, or if it was committed."""
         self.compared = False
-        """True if a marker of this generation has found that ranks hold the same dense state."""
+        """True if a marker of this generation has confirmed that ranks hold the same dense state."""
         self.refused = False
-        """True if the last marker failed because replicas differ, and none before it has found them equal."""
+        """True if the last marker failed because replicas differ, and no earlier one found them equal."""
         self._said_s = -math.inf
 
     def begin(self, cut: CutOrder) -> Future[Committed]:
-        """(all ranks, training thread) Commit ``cut`` in the background; the last one must have settled."""
+        """(all ranks, training thread) Commit ``cut`` in the background; the previous one must have settled."""
         assert not self.busy
         self._seal, self.failure, self.refused = cut.seal, None, False
         future: Future[Committed] = SafeFuture()
@@ -326,7 +326,7 @@ class Coordinator:
         return future
 
     def take_again(self) -> list[RowRange]:
-        """(training thread) Rows that are to be sent again, each once."""
+        """(training thread) Take the rows that must be sent again; each is returned once."""
         again, self._again = self._again, []
         return again
 
@@ -336,13 +336,13 @@ class Coordinator:
         return self._running is not None and not self._running.done()
 
     def settle(self, timeout_s: float | None = None) -> bool:
-        """Wait for the marker in flight; returns whether it has settled."""
+        """Wait for the marker in flight. Returns whether it has settled."""
         if self._running is not None:
             wait([self._running], timeout_s)
         return not self.busy
 
     def close(self, timeout_s: float) -> bool:
-        """Wait for the marker in flight, then give it up; returns whether it had settled."""
+        """Wait for the marker in flight, then give it up. Returns whether it had settled."""
         settled = self.settle(timeout_s)
         self._seal.fail("the stream was closed")
         self._abandoned.set()
@@ -351,7 +351,7 @@ class Coordinator:
         return settled
 
     def _leave(self) -> None:
-        """(training thread) The interpreter ends: rows that are not in the ring by now will not be sent."""
+        """(training thread) Give up the cut at interpreter exit: rows that are not in the ring will not be sent."""
         self._seal.fail("the process ends, no step follows")
 
     # The commit thread.
@@ -360,7 +360,7 @@ class Coordinator:
         generation = self._generation.claim.generation
         try:
             self._decide_together(cut)
-        except Exception as error:  # a peer died, or its connection did: nothing may leave this thread unsaid
+        except Exception as error:  # a peer or its connection died: every error must be reported from this thread
             failure = self._failure(cut, error)
         else:
             if self._team.rank == 0:
@@ -369,7 +369,7 @@ class Coordinator:
             if self._look_again is not None:
                 self._found_again += self._look_again.look()
             return
-        cut.seal.fail("the marker has failed")  # rows that are still frozen need not be any longer
+        cut.seal.fail("the marker has failed")  # releases rows that are still frozen
         if isinstance(failure, FencedError):
             self.fenced = failure
         if isinstance(failure, StreamLostError):
@@ -385,7 +385,7 @@ class Coordinator:
         future.set_exception(failure)
 
     def _failure(self, cut: CutOrder, error: Exception) -> StreamCkptError:
-        """Why the marker has failed, as its future says it."""
+        """Return the error for the future of a failed marker."""
         if isinstance(error, StreamCkptError) and not isinstance(error, RankLostError):
             return error
         said = error.message if isinstance(error, RankLostError) else f"{type(error).__name__}: {error}"
@@ -398,7 +398,7 @@ class Coordinator:
         )
 
     def _decide_together(self, cut: CutOrder) -> None:
-        """Return when the marker is committed, otherwise raise why not; the same on every rank."""
+        """Return after the marker is committed; otherwise raise. The outcome is the same on every rank."""
         deadline = time.monotonic() + self._timeout_s
         said = MarkerVote(cut.marker, cut.step, cut.seal.reason, self._dense.held.checksums(), forwards=cut.forwards)
         votes = self._agree(cut, 1, said, deadline)
@@ -426,16 +426,16 @@ class Coordinator:
         failpoint("commit.told")
 
     def _agree(self, cut: CutOrder, phase: int, value: T, deadline: float) -> list[T]:
-        """Gather what each rank says in one phase of a marker; a later phase may wait a little longer."""
+        """Gather the values of all ranks in one phase of a marker; a later phase may wait a little longer."""
         bound_s = _left_s(deadline) + PHASE_S * phase
         return self._team.agree((cut.marker, phase), value, bound_s, f"marker {cut.marker} ({PHASES[phase]})")
 
     def _outcome(
         self, cut: CutOrder, votes: list[MarkerVote], deadline: float
     ) -> tuple[RowRange, ...] | StreamCkptError:
-        """(rank 0) Commit; returns the rows that all ranks are to send again, or why it is not committed.
+        """(rank 0) Commit. Returns the rows that all ranks must send again, or the error if it is not committed.
 
-        Ends before the other ranks have waited enough, whatever log and store do.
+        Ends before the wait of the other ranks times out, even if the log or the store hangs.
         """
         bound_s = _left_s(deadline) + PHASE_S * 3
         ends = time.monotonic() + bound_s
@@ -458,12 +458,12 @@ class Coordinator:
             self._deciding.result()
         except StreamCkptError as error:
             return error
-        except Exception as failure:  # whatever it is: the other ranks must hear of it
+        except Exception as failure:  # any error must reach the other ranks
             return StreamCkptError(f"{type(failure).__name__}: {failure}", rank=0)
-        return self._found_again  # until the others have heard of them
+        return self._found_again  # kept until the other ranks have them
 
     def _prepare(self, cut: CutOrder, deadline: float) -> MarkerVote:
-        """Make this rank's part durable; what goes wrong becomes the vote's reason."""
+        """Make this rank's part durable; an error becomes the reason in the vote."""
         vote = partial(MarkerVote, cut.marker, cut.step)
         try:
             assert cut.staged is not None
@@ -511,7 +511,7 @@ class Coordinator:
         return vote("", end=end, files=files, event_s=cut.event_s)
 
     def _save(self, staged: dict[str, Any], number: int) -> tuple[DenseFile, ...]:
-        """Save the dense state together with the other ranks; returns the files that this one wrote, now durable."""
+        """Save the dense state together with the other ranks. Returns the files that this rank wrote, now durable."""
         store, job, marker = self._generation.dense, self._generation.claim.job, self._generation.marker(number)
         folder = store.writing(job, marker)
         try:
@@ -525,7 +525,7 @@ class Coordinator:
         return files
 
     def _check(self, votes: list[MarkerVote]) -> None:
-        """Raise why the marker is given up, as far as the ranks' own words tell; the same on every rank."""
+        """Raise an error if the votes require the marker to be given up; the same on every rank."""
         generation = self._generation.claim.generation
         if len({(vote.marker, vote.step) for vote in votes}) > 1:
             cuts = "; ".join(
@@ -557,7 +557,7 @@ class Coordinator:
                 generation.dense, claim.job, marker, [file for vote in votes for file in vote.files]
             )
         except StreamCkptError:
-            generation.dense.discard(claim.job, marker)  # no COMMIT can name it any more
+            generation.dense.discard(claim.job, marker)  # no COMMIT can refer to it any more
             raise
         commit = Commit(
             job=claim.job,
@@ -581,15 +581,15 @@ class Coordinator:
         except StreamCkptError:
             self._pin(commit, off=True)
             raise
-        if self._heard is not None:  # whatever the other ranks hear of it
+        if self._heard is not None:  # whether or not the outcome reaches the other ranks
             self._heard(commit)
 
     def _pin(self, commit: Commit, *, off: bool = False) -> None:
-        """(rank 0) Before COMMIT, so that no process that sees the marker lacks its pin; off once it cannot come."""
+        """(rank 0) Pin a marker before its COMMIT: it must not be visible without its pin. ``off`` removes the pin."""
         if PIN not in dict(commit.meta or ()) or self._pins is None:
             return
         if not off:
             pin_before_commit(self._pins, commit.job, commit.id)
             return
-        with contextlib.suppress(StreamCkptError):  # of a marker that never was it keeps nothing
+        with contextlib.suppress(StreamCkptError):  # the pin of a marker that does not exist keeps nothing
             unpin(self._pins, commit.job, commit.id)

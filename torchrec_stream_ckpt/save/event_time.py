@@ -1,4 +1,4 @@
-"""Event time: how far a rank has trained in the time of its data, and which stretch of it all ranks have ended."""
+"""Event time: the time in its data up to which a rank has trained, and the stretch that all ranks have ended."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from torchrec_stream_ckpt.format.record import EVENT_S, Meta, meta_of
 from torchrec_stream_ckpt.ranks.vote_interval import NEVER
 
 _NONE = -(2**62)
-"""The stretch of a rank that has no watermark."""
+"""Stretch of a rank that has no watermark."""
 
 
 class EventTime:
-    """The watermark of this rank, and the newest stretch that all ranks have reached. On the training thread.
+    """Watermark of this rank, and the newest stretch that all ranks have reached. On the training thread.
 
-    Stretches begin at the multiples of ``every_s``, in Unix time: all ranks and all restarts cut alike.
+    Stretches begin at the multiples of ``every_s`` in Unix time, so all ranks and all restarts cut alike.
 
     Args:
-        every_s: How long a stretch is; None: no marker is cut by event time.
+        every_s: Length of a stretch, in seconds; None if no marker is cut by event time.
     """
 
     def __init__(self, every_s: float | None) -> None:
         self._every_s = every_s
         self.watermark_s: float | None = None
-        """All that this rank was given and that is older is trained; None: nobody has said."""
+        """This rank has trained all data that it was given up to this time; None if the user has not set it."""
         self._cut: int | None = None
-        """The stretch of the newest marker, or that the first look has found."""
+        """Stretch of the newest marker; if there is none, the first stretch that all ranks were seen to reach."""
         self._seen = _NONE
-        """The newest stretch that all ranks have reached, as of the last vote."""
+        """Newest stretch that all ranks have reached, as of the last vote."""
         self._voted: tuple[int, float] | None = None
         """Step and watermark of the last vote."""
 
     @property
     def counts(self) -> bool:
-        """True if markers are cut by it."""
+        """True if markers are cut by event time."""
         return self._every_s is not None
 
     def reach(self, event_s: float | None) -> None:
-        """A step has trained this rank's data up to here; a watermark never goes back.
+        """Record that a step has trained this rank's data up to ``event_s``. The watermark never decreases.
 
         Raises:
-            ConfigError: it is not a time, or nobody says it although markers are cut by it.
+            ConfigError: the value is not a time, or none was ever given although markers are cut by event time.
         """
         if event_s is None:
             if self.counts and self.watermark_s is None:
@@ -56,13 +56,13 @@ class EventTime:
         self.watermark_s = max(float(event_s), self.watermark_s if self.watermark_s is not None else -math.inf)
 
     def stand_on(self, event_s: object) -> None:
-        """The marker that this job goes on from was cut there; of no meaning unless it is a number."""
+        """Set the event time of the marker that this job continues from; ignored unless it is a number."""
         if self._every_s is not None and isinstance(event_s, int | float):
             self._cut = self._stretch(float(event_s))
 
     @property
     def stretch(self) -> int:
-        """Number of the stretch that this rank is in, for the vote."""
+        """Number of this rank's current stretch, for the vote."""
         return self._stretch(self.watermark_s) if self._every_s is not None and self.watermark_s is not None else _NONE
 
     def _stretch(self, event_s: float) -> int:
@@ -70,9 +70,9 @@ class EventTime:
         return max(_NONE + 1, min(2**62, math.floor(event_s / self._every_s)))
 
     def steps_to_go(self, step: int) -> int:
-        """(at each vote) Steps until this rank has ended the stretch of the newest marker, at the pace since the last.
+        """(at each vote) Estimate the steps until this rank has ended the stretch of the newest marker.
 
-        1 at least, also where it has ended it, or where the pace is not known.
+        The estimate uses the pace since the last vote. Returns 1 if the rank has ended it or the pace is unknown.
         """
         assert self._every_s is not None
         before = self._voted
@@ -86,24 +86,24 @@ class EventTime:
         return max(1, int(min(left_s * (step - before[0]) / passed_s, NEVER))) if passed_s > 0 else NEVER
 
     def heard(self, least: int) -> None:
-        """All ranks are in this stretch, or in a later one."""
+        """Record that all ranks are in the stretch ``least`` or in a later one."""
         self._seen = max(self._seen, least)
         if self._cut is None and self._seen != _NONE:
             self._cut = self._seen
 
     @property
     def is_due(self) -> bool:
-        """True if all ranks have ended the stretch of the newest marker; the same on all of them."""
+        """True if all ranks have ended the stretch of the newest marker; the same on all ranks."""
         return self.counts and self._cut is not None and self._seen > self._cut
 
     def cut(self) -> None:
-        """A marker was cut, for whatever reason."""
+        """Record that a marker was cut, for whatever reason."""
         if self._seen != _NONE:
             self._cut = self._seen
 
 
 def with_event_time(meta: Meta, watermarks_s: Sequence[float | None]) -> Meta:
-    """Return the metadata of a marker, with the event time to which all ranks have trained unless the user says it."""
+    """Add the event time to which all ranks have trained to a marker's metadata, unless the user has set it."""
     times = [each for each in watermarks_s if each is not None]
     if len(times) < len(watermarks_s) or EVENT_S in dict(meta):
         return meta

@@ -1,4 +1,4 @@
-"""Opening a generation: the log is made ready, its next number is claimed, and all ranks see the same."""
+"""Open a generation: prepare the log, claim the next number, and check that all ranks see the same log."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri
 log = logging.getLogger(__name__)
 
 SETTLING_S = 2.0
-"""A new leader may say for a moment that a partition ends before what is durable: it is asked again for so long."""
+"""Seconds of retries: a new leader may briefly report that a partition ends before its durable end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What belongs to one open generation on one rank."""
+    """One open generation on one rank."""
 
     log: Log
     control: Control
@@ -55,34 +55,34 @@ class Generation:
     publisher: Publisher
     rank: int
     partition: int
-    """The data partition of this rank."""
+    """Data partition of this rank."""
     dense: DenseStore
-    """Where the dense state goes."""
+    """Store of the dense state."""
     store_url: str
-    """What COMMIT says of it, empty for inside the file log."""
+    """URL of the store for COMMIT; empty if it is inside the file log."""
 
     def marker(self, number: int) -> MarkerId:
-        """A marker of this generation."""
+        """Return the id of a marker of this generation."""
         return MarkerId(self.claim.generation, number)
 
     older: Older = field(default_factory=Older)
-    """What it stands on in the log."""
+    """Older parts of the log that this generation is based on."""
 
     strays: Strays = field(default_factory=Strays)
-    """Records that others have put between this rank's frames."""
+    """Records that other writers have put between this rank's frames."""
 
     def header(self, kind: Kind, step: int, marker: int) -> Header:
-        """Of a frame of this rank that holds no rows."""
+        """Return the header of a frame of this rank that holds no rows."""
         claim = self.claim
         return Header(
             kind, claim.job, claim.generation, self.rank, step=step, marker=marker, schema_crc=claim.schema.crc
         )
 
     def check_gaps(self) -> None:
-        """(each rank) See that readers cannot take for this rank's frames what others have put between them.
+        """(each rank) Check that readers cannot mistake foreign records between this rank's frames for its frames.
 
         Raises:
-            StreamLostError: they can.
+            StreamLostError: readers can mistake one.
             LogUnavailableError: the log does not answer.
         """
         gaps = self.publisher.flight.gaps
@@ -91,28 +91,28 @@ class Generation:
         self.publisher.flight.looked_at(gaps)
 
     def check_log(self, marker: int, ends: Sequence[RankEnd]) -> None:
-        """:func:`check_claimed` of this generation's own marker."""
+        """Run :func:`check_claimed` for a marker of this generation."""
         check_claimed(self.log, self.control, self.claim, marker, ends, self.older)
 
 
 def check_claimed(
     log_: Log, control: Control, claim: Claim, marker: int, ends: Sequence[RankEnd], older: Older
 ) -> None:
-    """The log must still be the one that was claimed, and hold all that the marker stands on.
+    """Check that the log is still the one that was claimed, and holds everything that the marker is based on.
 
     Args:
         log_: The log.
         control: Its control partition.
         claim: The generation of the marker.
-        marker: Its number.
-        ends: Where the streams of the generation stand at it.
-        older: What the generation stands on, and what of it was looked at before.
+        marker: Number of the marker.
+        ends: Ends of the generation's streams at the marker.
+        older: Older parts of the log that the generation is based on, with a record of the checks so far.
 
     Raises:
-        MarkerFailedError: it was deleted, or made again under its name.
-        StreamLostError: its tail was lost.
-        CorruptionError: something took another part of it away.
-        LogUnavailableError: it does not answer.
+        MarkerFailedError: the log was deleted, or deleted and recreated under its name.
+        StreamLostError: the end of the log was lost.
+        CorruptionError: another part of the log is missing.
+        LogUnavailableError: the log does not answer.
     """
     now = log_.incarnation()
     if now is None or now.id != claim.incarnation:
@@ -128,7 +128,7 @@ def check_claimed(
             log_.check_there(spans)
             log_.check_marks(_mark_places(claim, ends, control.lineage, older))
         except CorruptionError as error:
-            # The log may have been trimmed, also just now: the TRIM was there before anything was deleted.
+            # The log may have been trimmed a moment ago; the TRIM was written before anything was deleted.
             before, spans = spans, _spans(claim, ends, control.refresh(), older)
             if spans == before:
                 if not isinstance(error, StreamLostError) or time.monotonic() > deadline:
@@ -140,7 +140,9 @@ def check_claimed(
 
 
 def newest_held(log_: Log, control: Control, claim: Claim) -> MarkerId | None:
-    """(rank 0) The newest marker of a generation, or that leads to it, of which the log still holds all that it needs.
+    """(rank 0) Return the newest marker of a generation, or on the path to it, that the log still holds completely.
+
+    Returns None if there is none.
 
     Raises:
         LogUnavailableError: the log does not answer.
@@ -163,12 +165,12 @@ def newest_held(log_: Log, control: Control, claim: Claim) -> MarkerId | None:
 
 
 def _spans(claim: Claim, ends: Sequence[RankEnd], lineage: Lineage, older: Older) -> list[LogSpan]:
-    """Return the spans to look at before a marker with these ends exists, less what was trimmed on purpose."""
+    """Return the spans to check before a marker with these ends is committed, except for trimmed ones."""
     return [*lineage.spans(claim.generation, ends), *older.spans(lineage, claim.parent)]
 
 
 def _mark_places(claim: Claim, ends: Sequence[RankEnd], lineage: Lineage, older: Older) -> list[MarkPlace]:
-    """The last frames of the streams of this generation, and of the newest older one in each partition."""
+    """Return the places of the last frames: of this generation, and of the newest older one in each partition."""
     own = [(claim.generation, end) for end in ends]
     return [
         MarkPlace(generation, end.partition, end.end, end.chain)
@@ -194,32 +196,32 @@ def claim_generation(
     nonce: str | None = None,
     after: str | None = None,
 ) -> Claim:
-    """(rank 0) Make log and store ready, and own the next generation.
+    """(rank 0) Prepare the log and the store, and claim the next generation.
 
     Args:
         log_: The log.
         control: Its control partition.
-        dense: Where the dense state of the log's markers goes.
-        objects: The store in which that is.
-        config: Of this log.
-        schema: The job's tables, by their index on the lineage. With ``changes``, those that go on have their ids.
-        world: Ranks.
-        parent: The marker that the generation stands on.
-        swept: Tables that it sends whole.
-        layout: Which shards each rank holds; None where they are too many for a CLAIM.
-        changes: What the restore was told of a changed model; None: the tables are those of the parent.
-        least: Take no lower number.
-        twin: What was claimed on the outer tier: this log gets the same.
-        nonce: Of the CLAIM, for a caller that tries again what may have landed; None: a new one.
-        after: Nonce of the CLAIM that has to be the newest one, or ``nonce``; None: any may be.
+        dense: Store of the dense state of the log's markers.
+        objects: Object store that holds it.
+        config: Configuration of this log.
+        schema: The job's tables, by their index on the lineage. With ``changes``, tables that continue have their ids.
+        world: Number of ranks.
+        parent: The marker that the generation is based on.
+        swept: Indices of tables that it sends completely.
+        layout: Shards of each rank; None if they are too many for a CLAIM.
+        changes: Declared changes of the model; None if the tables are those of the parent.
+        least: Minimum number of the generation.
+        twin: CLAIM on the outer tier; this log gets the same one.
+        nonce: Nonce of the CLAIM, for a caller that retries one that may have been written; None for a new nonce.
+        after: The newest CLAIM must have this nonce or ``nonce``; None if it may have any.
 
     Raises:
         FencedError: another trainer was first.
         LogUnavailableError: the log does not answer.
-        ConfigError: the store's folder cannot be made, or no number is left.
-        CorruptionError: a piece of the log is lost; or the tables are not those of the parent, and not all that differ
-            are swept.
-        MarkerNotFoundError: the parent was given up since it was restored.
+        ConfigError: the store's directory cannot be created, or no number is left.
+        CorruptionError: a part of the log is lost; or the tables differ from those of the parent, and not all that
+            differ are swept.
+        MarkerNotFoundError: the parent was given up after it was restored.
         StoreUnavailableError: the store cannot be written.
     """
     parsed = parse_uri(config.uris[-1])
@@ -228,7 +230,7 @@ def claim_generation(
         check_newest(lineage, {after, nonce})
     incarnation = log_.prepare(world)
     if parent in lineage.given_up:
-        lineage.find(parent)  # since it was restored
+        lineage.find(parent)  # raises: it was given up after it was restored
     if parent is None and lineage.commits:
         log.warning("this log holds markers and fresh=True is set: the job starts from nothing")
     if lineage.claims and lineage.claims[lineage.newest_generation].mac and not control.signs:
@@ -240,7 +242,7 @@ def claim_generation(
             f"generation {lineage.newest_generation} of this log was the last one possible",
             hint="begin a new job",
         )
-    # A function of the log, so that two trainers that race for a new one name the same job.
+    # Depends only on the log, so that two trainers that race for a new log use the same job id.
     job = twin.job if twin is not None else uuid.uuid5(uuid.NAMESPACE_OID, incarnation.id).bytes
     job = lineage.job if lineage.claims else job
     generation = twin.generation if twin is not None else max(lineage.next_generation, least)
@@ -278,10 +280,10 @@ def _with_ids(
 
 
 def check_newest(lineage: Lineage, nonces: Container[str | None]) -> None:
-    """The newest CLAIM has to have one of these nonces; there need not be one.
+    """Check that the newest CLAIM, if there is one, has one of these nonces.
 
     Raises:
-        FencedError: another process has claimed a generation since.
+        FencedError: another process has claimed a generation in the meantime.
     """
     newest = lineage.claims.get(lineage.newest_generation)
     if newest is not None and newest.nonce not in nonces:
@@ -293,20 +295,20 @@ def check_newest(lineage: Lineage, nonces: Container[str | None]) -> None:
 
 
 def fence_of(lineage: Lineage, uri: str) -> Claim:
-    """A CLAIM of a generation without rows: it only fences all generations below it."""
+    """Make the CLAIM of a generation without rows, which only fences all lower generations."""
     if not lineage.claims:
         raise MarkerNotFoundError("no trainer ever opened this log", hint="check the URI", uri=uri)
     return nobodys(lineage, lineage.next_generation, uuid.uuid4().hex, time.time())
 
 
 def nobodys(lineage: Lineage, generation: int, nonce: str, time_s: float, **more: Any) -> Claim:
-    """A CLAIM of a generation that no rank writes, above all that the log has.
+    """Make the CLAIM of a generation without a stream, above all generations in the log.
 
     Args:
-        lineage: The log's; it has at least one CLAIM.
-        generation: The new one.
-        nonce, time_s: Of the record.
-        more: Its other fields that are not as those of the newest CLAIM.
+        lineage: Lineage of the log, with at least one CLAIM.
+        generation: Number of the new generation.
+        nonce, time_s: Nonce and time of the record.
+        more: Other fields that differ from those of the newest CLAIM.
     """
     newest = lineage.claims[lineage.newest_generation]
     parent = lineage.newest.id if lineage.newest is not None else None
@@ -325,11 +327,11 @@ def nobodys(lineage: Lineage, generation: int, nonce: str, time_s: float, **more
 
 
 def check_same_log(log_: Log, dense: DenseStore, config: StreamConfig, claim: Claim, rank: int) -> None:
-    """Every rank must see the log and the store that rank 0 sees.
+    """Check that this rank sees the same log and store as rank 0.
 
     Raises:
-        ConfigError: this one does not.
-        StoreUnavailableError: the store does not let this one in.
+        ConfigError: this rank sees another log or store.
+        StoreUnavailableError: the store does not accept this rank's login.
     """
     seen = log_.incarnation()
     if seen is None or seen.id != claim.incarnation or not dense.is_seen(claim.job):

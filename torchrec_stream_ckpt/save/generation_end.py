@@ -1,7 +1,7 @@
-"""How a job ends, as far as its trainer can say: END, the last record of a generation.
+"""Write END, the last record of a generation: how the job ended, as far as its trainer knows.
 
-Rank 0 writes it, once every rank has said how it ended. The ranks say that over their store and not in a collective:
-where one of them has failed, the others may never come to their close(), and none must wait for that.
+Rank 0 writes END after every rank has reported how it ended. The ranks report this over their store and not in a
+collective: if a rank has failed, other ranks may never reach their close(), and no rank must wait for them.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from torchrec_stream_ckpt.save.stream import JOIN_S, Stream
 log = logging.getLogger(__name__)
 
 OTHERS_S = 20.0
-"""How long rank 0 waits for the other ranks' close()."""
+"""Seconds that rank 0 waits for the other ranks' close()."""
 _POLL_S = 0.02
 _BY_SIGNAL = (130, 143)
-"""Exit codes of a process that SIGINT or SIGTERM has ended."""
+"""Exit codes of a process that was ended by SIGINT or SIGTERM."""
 
 
 @dataclass(frozen=True, slots=True)
 class LastWord:
-    """How one rank, or the whole job, has ended."""
+    """Report of how one rank, or the whole job, has ended."""
 
     outcome: Outcome
     reason: str = ""
-    """As of ``End``."""
+    """Same as in ``End``."""
 
     @classmethod
     def of(cls, outcome: str | None, error: BaseException | None, stopped: str = "") -> LastWord:
-        """Make the word of a rank.
+        """Make the report of a rank.
 
         Args:
-            outcome: As the user names it; None: what the rest says.
-            error: What is in flight.
-            stopped: The signal after which the job was to stop; empty: none.
+            outcome: Outcome as the user names it; None to derive it from the other arguments.
+            error: The exception in flight, if any.
+            stopped: Signal after which the job was asked to stop; empty if there was none.
 
         Raises:
             ConfigError: there is no such outcome.
@@ -65,7 +65,7 @@ class LastWord:
 
     @classmethod
     def of_all(cls, said: list[LastWord]) -> LastWord:
-        """Decide by all ranks' words: one that failed decides, then one that was preempted."""
+        """Combine the reports of all ranks: a failed rank decides, then a preempted one."""
         for outcome in (Outcome.FAILED, Outcome.PREEMPTED):
             for rank, word in enumerate(said):
                 if word.outcome is outcome:
@@ -78,12 +78,12 @@ def _named(error: BaseException | None) -> str:
 
 
 class Ending:
-    """Says how the job has ended.
+    """Reports how the job has ended.
 
     Args:
-        store: Shared by all ranks; None: there is none.
-        rank: This one.
-        world: How many there are.
+        store: Store shared by all ranks; None if there is none.
+        rank: This rank.
+        world: Number of ranks.
     """
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
@@ -92,17 +92,17 @@ class Ending:
         self._world = world
 
     def say(self, stream: Stream | None, step: int, word: LastWord, deadline: float) -> None:
-        """(each rank) Say this rank's last word; on rank 0, write that of the job. Never raises, and ends in time.
+        """(each rank) Send this rank's report; on rank 0, write END. Never raises, and always ends in time.
 
         Args:
-            stream: What was open, closed by now; None: nothing.
-            step: Steps of the job so far.
-            word: This rank's.
-            deadline: Until when the other ranks are waited for, on the monotonic clock.
+            stream: The stream that was open, closed by now; None if there was none.
+            step: Number of steps of the job so far.
+            word: Report of this rank.
+            deadline: Limit of the wait for the other ranks, on the monotonic clock.
         """
         if stream is None or (self._rank == 0 and not self._may_end(stream)):
             return
-        worker = Worker("stream-ckpt-ending")  # store and log may never answer
+        worker = Worker("stream-ckpt-ending")  # a separate thread, because store and log may never answer
         try:
             if self._rank:
                 self._tell(worker, word)
@@ -115,7 +115,7 @@ class Ending:
 
     @staticmethod
     def _may_end(stream: Stream) -> bool:
-        """Return whether the generation is this trainer's, and has no marker in flight."""
+        """Return whether this trainer still owns the generation, and no marker is in flight."""
         if stream.coordinator.busy:
             log.warning("no END is written, a marker is still in flight: the job looks like one that was killed")
         return not stream.coordinator.busy and stream.coordinator.fenced is None
@@ -127,7 +127,7 @@ class Ending:
             _answer(worker, lambda: store.set(_name(self._rank), said), JOIN_S)
 
     def _hear(self, worker: Worker, mine: LastWord, deadline: float) -> LastWord | None:
-        """(rank 0) What all ranks say together; None where one of them says nothing, and none has failed."""
+        """(rank 0) Return the combined report of all ranks; None if a rank does not report and none has failed."""
         said: dict[int, LastWord] = {0: mine}
         store = self._store
         while len(said) < self._world and all(word.outcome is not Outcome.FAILED for word in said.values()):
@@ -150,7 +150,7 @@ class Ending:
         return LastWord.of_all([said.get(rank, LastWord(Outcome.FINISHED)) for rank in ranks])
 
     def _write(self, worker: Worker, stream: Stream, step: int, word: LastWord) -> None:
-        """(rank 0)"""
+        """(rank 0) Write END."""
         claim = stream.claim
         end = End(claim.job, claim.generation, claim.nonce, step, word.outcome, word.reason, time.time())
         control = stream.generation.control
@@ -162,7 +162,7 @@ def _name(rank: int) -> str:
 
 
 def _read(store: Any, world: int) -> dict[int, LastWord]:
-    """Read what the other ranks have said so far."""
+    """Read the reports that other ranks have sent so far."""
     said = {}
     for rank in range(1, world):
         if store.check([_name(rank)]):
@@ -172,7 +172,7 @@ def _read(store: Any, world: int) -> dict[int, LastWord]:
 
 
 def _answer(worker: Worker, ask: Callable[[], Any], bound_s: float, what: str = "") -> Any:
-    """Ask a store or a log; None if no answer comes in time, with a warning that begins with ``what``."""
+    """Call a store or a log. If there is no answer in time, log a warning that begins with ``what``; return None."""
     asked: Future[Any] = worker.submit(ask)
     if not wait([asked], max(0.0, bound_s)).done:
         said = f"no answer for {bound_s:.0f} s"

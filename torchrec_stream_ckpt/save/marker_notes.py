@@ -1,4 +1,4 @@
-"""What a user says of a marker: checked, and agreed on by all ranks before anything is cut."""
+"""Check the metadata that a user gives for a marker, and agree on it on all ranks before anything is cut."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from torchrec_stream_ckpt.util.types import MarkerId
 def agreed(
     team: Team, meta: Mapping[str, object] | None, why_pinned: str | None, ready: Callable[[], None] = lambda: None
 ) -> Meta:
-    """(all ranks) What rank 0 says of a marker.
+    """(all ranks) Return rank 0's metadata for a marker.
 
     Args:
         team: All ranks.
-        meta, why_pinned: As of ``StreamCheckpointer.mark()``.
-        ready: What has to be so on this rank before a marker may be cut; raises, on all ranks, if it is not.
+        meta, why_pinned: Same as in ``StreamCheckpointer.mark()``.
+        ready: Checks the conditions on this rank for cutting a marker. If it raises, all ranks raise.
 
     Raises:
-        ConfigError: on all ranks: one of them says what a marker cannot hold, or other things than rank 0.
+        ConfigError: (on all ranks) a rank gives metadata that a marker cannot hold, or that differs from rank 0's.
     """
     own: Meta | StreamCkptError
     try:
@@ -53,10 +53,10 @@ def agreed(
 
 
 def given(meta: Mapping[str, object] | None, why_pinned: str | None) -> Meta:
-    """Encode what one rank says of a marker, as records hold it; why it is pinned is one of the values.
+    """Encode one rank's metadata for a marker, in the form of a record; the reason for a pin is one of its values.
 
     Raises:
-        ConfigError: a marker cannot hold it; says why.
+        ConfigError: a marker cannot hold the metadata; the error says why.
     """
     if meta is not None and (not isinstance(meta, Mapping) or not all(isinstance(name, str) for name in meta)):
         raise ConfigError(f"meta is {meta!r:.80}", hint="give values by name, such as {'auc': 0.801}")
@@ -80,9 +80,9 @@ def given(meta: Mapping[str, object] | None, why_pinned: str | None) -> Meta:
 
 
 def note(tier: Tier, job: bytes, marker: MarkerId, meta: Meta, timeout_s: float) -> None:
-    """(rank 0) Add metadata to a committed marker, and pin it if that says so; both are durable on return.
+    """(rank 0) Add metadata to a committed marker, and pin it if the metadata requests it; both are durable on return.
 
-    Raises as ``Control.note`` and ``store.pins.pin``.
+    Raises the errors of ``Control.note`` and ``store.pins.pin``.
     """
     if PIN in dict(meta):
         pin(tier.objects, job, marker, folded=False)

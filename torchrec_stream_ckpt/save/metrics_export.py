@@ -1,4 +1,4 @@
-"""Where people and their tools see a trainer: a port for Prometheus on each rank, TensorBoard scalars of rank 0."""
+"""Export metrics of a trainer: a Prometheus port on each rank, and TensorBoard scalars on rank 0."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _EVERY_S = 1.0
 
 
 class Showing:
-    """(all ranks) Serves and writes what ``read`` says until it is closed.
+    """(all ranks) Serves and writes the values of ``read`` until it is closed.
 
     Args:
-        config: Where.
-        team: Of all ranks; asked once, here.
-        read: This rank's values; called on other threads.
-        telemetry: Knows the longest step.
+        config: Configuration with port and directory.
+        team: All ranks; used only in the constructor.
+        read: Returns this rank's values; called on other threads.
+        telemetry: Records the longest step.
 
     Raises:
-        ConfigError: on all ranks, when one of them cannot listen at its port, or lacks what an extra brings.
+        ConfigError: (on all ranks) a rank cannot listen at its port, or lacks the package of an extra.
     """
 
     def __init__(self, config: StreamConfig, team: Team, read: Callable[[], Stats], telemetry: Telemetry) -> None:
@@ -67,26 +67,26 @@ class Showing:
             self._closing.callback(board.close)
 
     def close(self) -> None:
-        """End both; what is left goes to TensorBoard."""
+        """Stop both; the remaining values are written to TensorBoard."""
         self._closing.close()
 
 
 def _place(team: Team) -> int:
-    """This rank's number among those of its host."""
+    """Return this rank's number among the ranks of its host."""
     hosts = team.gather(socket.gethostname())
     return hosts[: team.rank].count(hosts[team.rank])
 
 
 class Board:
-    """Writes scalars for TensorBoard from a thread of its own, about once a second while steps are made.
+    """Writes scalars for TensorBoard from a separate thread, about once a second while training steps run.
 
     Args:
-        folder: Where event files go.
-        read: The values.
-        telemetry: Knows the longest step since the last time that it was asked.
+        folder: Directory for event files.
+        read: Returns the values.
+        telemetry: Records the longest step since it was last read.
 
     Raises:
-        ConfigError: TensorBoard is not installed, or the folder cannot be written.
+        ConfigError: TensorBoard is not installed, or the directory cannot be written.
     """
 
     def __init__(self, folder: str | Path, read: Callable[[], Stats], telemetry: Telemetry) -> None:
@@ -121,9 +121,9 @@ def scalars(stats: Stats, before: Stats | None, peak_s: float) -> dict[str, floa
     """Return the values for TensorBoard, by name without the prefix.
 
     Args:
-        stats: Where the rank stands.
-        before: Where it stood when this was last asked; None: at the start.
-        peak_s: The longest step since then.
+        stats: Current values of the rank.
+        before: Values at the previous call; None at the first one.
+        peak_s: Duration of the longest step since then, in seconds.
     """
     return {
         "rows_captured": stats.rows,

@@ -1,15 +1,15 @@
-"""How often to drain and to cut, from what drains and markers turn out to cost.
+"""Choose how often to drain and to cut, from the measured cost of drains and markers.
 
-``drain_every="auto"``: a drain sends about half a ring. It comes less often while little has changed, or while so much
-changes that every drain sends most rows anew, and not at all while the log lags.
+``drain_every="auto"``: a drain sends about half a ring. Drains are less frequent while little has changed, or while so
+much changes that every drain sends most rows again. There is no drain while the log lags.
 
-``max_overhead``: a part of the time that training takes by itself is earned, and drains and markers spend it. A marker
-is affordable when what markers cost has been earned beforehand; what it costs beyond that is a debt. So the share of
-time spent is bounded whatever the costs turn out to be, and markers come as often as that allows. CheckFreq (Mohan et
-al., FAST 2021) profiles once and keeps an interval within such a bound; here the account is kept at every step, so it
-follows a load that changes. Drains get at most half of what is earned: they make no marker by themselves.
+``max_overhead``: training earns a fraction of its own time as credit, and drains and markers spend it. A marker is
+affordable when the cost of markers has been earned beforehand; any further cost becomes a debt. So the fraction of time
+spent is bounded whatever the costs are, and markers are as frequent as the bound allows. CheckFreq (Mohan et al., FAST
+2021) profiles once and keeps an interval within such a bound. Here the account is updated at every step, so it follows
+a changing load. Drains get at most half of the credit, because they make no marker by themselves.
 
-Each rank keeps its own account. A marker is cut where it is affordable to all (``Cadence``): the slowest rank decides.
+Each rank has its own account. A marker is cut when all ranks can afford it (``Cadence``), so the slowest rank decides.
 """
 
 from __future__ import annotations
@@ -22,40 +22,41 @@ from typing import Literal
 from torchrec_stream_ckpt.ranks.vote_interval import MOST_STEPS, NEVER
 
 LONGEST_INTERVAL = 64
-"""Steps between two drains at most."""
+"""Maximum number of steps between two drains."""
 _LITTLE, _MUCH = 1 / 8, 1 / 2
-"""A drain of less than this part of the ring is too early, one of more is late."""
+"""Fractions of the ring: a drain that sends less than the first is too early, more than the second too late."""
 _MOST_ROWS = 1 / 2
-"""With more of the rows changed than this, the next drain would send most of them again."""
+"""Fraction of changed rows above which the next drain would send most of them again."""
 _DRAINS_SHARE = 1 / 2
 _STEPS_ON_AVERAGE = 32
 _LEAST_SHARE = 1 / 10
-"""Of the bound, what markers get where the boundaries of steps by themselves take nearly all of it, or more."""
+"""Fraction of the bound that markers get at least, even if step boundaries alone take nearly all of it or more."""
 
 
 class DrainInterval:
-    """``drain_every="auto"``, on one rank."""
+    """Drain interval for ``drain_every="auto"``, on one rank."""
 
     def __init__(self) -> None:
         self.steps = 1
-        """From one drain to the next."""
+        """Steps from one drain to the next."""
         self._since = 0
 
     def due(self, ring_used: float) -> bool:
-        """(once a step) Whether to drain now. Not while the log lags: what is left marked is sent once, later.
+        """(once per step) Return whether to drain now. False while the log lags: rows that stay marked are sent once,
+        later.
 
         Args:
-            ring_used: Part of the ring that frames take now; a marker's may take more than the ring.
+            ring_used: Fraction of the ring that frames occupy now; above 1 if a marker uses extra memory.
         """
         self._since += 1
         return self._since >= self.steps and ring_used <= _MUCH
 
     def drained(self, ring_filled: float, rows_changed: float) -> None:
-        """Note what the drain found.
+        """Record the result of a drain.
 
         Args:
-            ring_filled: What it has sent, as a part of the ring.
-            rows_changed: Part of all rows that had changed, whether they found space or not.
+            ring_filled: Bytes that it has sent, as a fraction of the ring.
+            rows_changed: Fraction of all rows that had changed, whether they fit or not.
         """
         self._since = 0
         if ring_filled < _LITTLE or rows_changed > _MOST_ROWS:
@@ -65,15 +66,16 @@ class DrainInterval:
 
 
 class Account:
-    """``max_overhead``, on one rank. It is opened by the first marker: the sweep before it is not counted.
+    """Account for ``max_overhead``, on one rank. The first marker opens it; the sweep before is not counted.
 
-    Counted is what step boundaries take of the training thread. What one takes anyway comes first, over the steps that
-    follow where it was more than one has earned, as with a vote. Drains and markers get the rest, a tenth of the bound
-    at least: no interval could lower the other part. The marks in the update are not counted.
+    The account counts the time of the training thread in step boundaries. The fixed cost of a boundary is paid first;
+    if it exceeds the credit of one step, as with a vote, the following steps pay the rest. Drains and markers get what
+    remains, at least a tenth of the bound, because no interval could reduce the fixed cost. The time to mark rows
+    during an update is not counted.
 
     Args:
-        bound: What may be spent, as a part of the time that training takes by itself.
-        clock: In seconds.
+        bound: Time that may be spent, as a fraction of the time that training takes by itself.
+        clock: Clock in seconds.
     """
 
     def __init__(self, bound: float, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -82,26 +84,26 @@ class Account:
         self._open = False
         self._training_since = self._boundary_since = clock()
         self._timed_s = self._earned_s = 0.0
-        """Of the last step boundary: what was timed within it, and what was earned at it."""
+        """Seconds timed within the last step boundary, and seconds earned at it."""
         self._credit_s = self._drains_credit_s = 0.0
         self._marker_s = 0.0
-        """What the last marker has cost; that of one in progress grows."""
+        """Seconds that the last marker has cost; grows while it is in progress."""
         self._marker_before_s = 0.0
         self._drain_s = 0.0
-        """What the last drain has cost."""
+        """Seconds that the last drain has cost."""
         self._unpaid_s = 0.0
-        """Of what boundaries take by themselves, for later steps to pay: one with a vote takes more than the others."""
+        """Seconds of fixed boundary cost that later steps must pay: a boundary with a vote costs more than others."""
         self._left_s = 0.0
-        """What a step leaves for markers, on average over the last ones."""
+        """Seconds that a step leaves for markers, as a moving average."""
         self.spent_s = self.training_s = 0.0
-        """What was counted so far."""
+        """Seconds counted so far."""
 
     def step(self, saved_s: float, began_s: float | None = None) -> None:
-        """A step boundary begins: the time since the last call that was spent on nothing of ours was training.
+        """Begin a step boundary. Time since the last call that this library did not use counts as training.
 
         Args:
-            saved_s: What hooks have spent since then before updates, to save rows of a marker.
-            began_s: When it has begun, by the clock; None: now.
+            saved_s: Seconds that hooks have spent since then to save rows of a marker before updates.
+            began_s: Begin of the boundary, by the clock; None for now.
         """
         now = self._clock() if began_s is None else began_s
         if self._open:
@@ -111,7 +113,7 @@ class Account:
         self._timed_s = 0.0
 
     def stepped(self) -> None:
-        """The step boundary is over: what it took beside drains and markers is spent."""
+        """End a step boundary, and spend the time that it took in addition to drains and markers."""
         fixed_s = self._clock() - self._boundary_since - self._timed_s
         self._training_since += fixed_s
         if self._open:
@@ -126,7 +128,7 @@ class Account:
     def _earn(self, training_s: float) -> None:
         self.training_s += training_s
         earned = self._earned_s = self._bound * training_s
-        # Not saved up while no marker can be cut: a burst of markers would break the bound where it is felt.
+        # Credit is capped while no marker can be cut: a burst of markers would noticeably exceed the bound.
         self._credit_s = min(self._credit_s + earned, 2 * self._marker_s)
         self._drains_credit_s = min(self._drains_credit_s + _DRAINS_SHARE * earned, 2 * self._drain_s)
 
@@ -135,13 +137,13 @@ class Account:
         self._credit_s -= spent_s
 
     def _spend_on_marker(self, spent_s: float) -> None:
-        if self._open:  # not the rest of a marker that the user asked for
+        if self._open:  # false for the rest of a marker that the user requested
             self._spend(spent_s)
             self._marker_s += spent_s
 
     @contextmanager
     def cut(self) -> Iterator[None]:
-        """A marker is cut."""
+        """Time the cut of a marker."""
         self._open = True
         self._marker_before_s, self._marker_s = self._marker_s, 0.0
         with self.going_on():
@@ -149,13 +151,13 @@ class Account:
 
     @contextmanager
     def going_on(self) -> Iterator[None]:
-        """More of the last marker is sent."""
+        """Time the sending of further rows of the last marker."""
         with self._timed(self._spend_on_marker):
             yield
 
     @contextmanager
     def drain(self) -> Iterator[None]:
-        """A drain."""
+        """Time a drain."""
         with self._timed(self._drained):
             yield
 
@@ -178,19 +180,19 @@ class Account:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The user waits by his own will: neither training nor spent."""
+        """Exclude a wait that the user requested: it is neither training nor spent."""
         with self._timed(lambda _: None):
             yield
 
     def marker_affordable(self) -> bool:
-        """Return whether training has paid for all markers and for the next one.
+        """Return whether training has earned the cost of all markers so far and of the next one.
 
-        The next one is assumed to cost what the cheaper of the last two did: one slow by chance is not paid twice.
+        The estimate for the next marker is the cheaper of the last two, so that one slow marker is not paid twice.
         """
         return self._credit_s >= min(self._marker_s, self._marker_before_s)
 
     def steps_to_marker(self) -> int:
-        """Steps until the next marker is affordable, at what the last ones have left for it; 0: it is now."""
+        """Estimate the steps until the next marker is affordable, from recent steps; 0 if it is affordable now."""
         if self.marker_affordable():
             return 0
         missing_s = min(self._marker_s, self._marker_before_s) - self._credit_s
@@ -202,12 +204,12 @@ class Account:
 
 
 class Pace:
-    """Both on one rank; with neither, drains come at every multiple of ``drain_every`` steps.
+    """Drain interval and account of one rank; with neither, drains are at every multiple of ``drain_every`` steps.
 
     Args:
-        drain_every: Steps, or ``"auto"``.
-        max_overhead: See :class:`Account`; None: no bound.
-        clock: In seconds.
+        drain_every: Number of steps, or ``"auto"``.
+        max_overhead: See :class:`Account`; None for no bound.
+        clock: Clock in seconds.
     """
 
     def __init__(
@@ -222,29 +224,29 @@ class Pace:
         self._saved_s = 0.0
 
     def step(self, saved_s: float, began_s: float | None = None) -> None:
-        """(first thing at a step boundary)
+        """Begin a step boundary. Call this before anything else at the boundary.
 
         Args:
-            saved_s: What hooks have spent so far to save rows of markers.
-            began_s: When the boundary has begun, by the clock; None: now.
+            saved_s: Seconds that hooks have spent so far to save rows of markers.
+            began_s: Begin of the boundary, by the clock; None for now.
         """
         if self.account is not None:
-            # Hooks that were attached anew count from zero.
+            # Hooks that were attached again count from zero.
             self.account.step(saved_s - self._saved_s if saved_s >= self._saved_s else saved_s, began_s)
         self._saved_s = saved_s
 
     def stepped(self) -> None:
-        """(last thing at a step boundary)"""
+        """End a step boundary. Call this after everything else at the boundary."""
         if self.account is not None:
             self.account.stepped()
 
     def drain_due(self, step: int, ring_used: float) -> bool:
-        """(once a step) Whether to drain at this step boundary; ``ring_used`` as in :class:`DrainInterval`."""
+        """(once per step) Return whether to drain at this boundary; ``ring_used`` as in :meth:`DrainInterval.due`."""
         due = self._interval.due(ring_used) if self._every == "auto" else step % self._every == 0
         return due and (self.account is None or self.account.drain_affordable)
 
     def drained(self, ring_filled: float, rows_changed: float) -> None:
-        """See :class:`DrainInterval`."""
+        """Record the result of a drain; see :meth:`DrainInterval.drained`."""
         self._interval.drained(ring_filled, rows_changed)
 
     def draining(self) -> AbstractContextManager[None]:

@@ -1,12 +1,12 @@
-"""This rank's part of a marker, on the training thread: frozen at a step boundary, sent as the log takes it.
+"""Cut this rank's part of a marker on the training thread: freeze it at a step boundary, and send it at the log's pace.
 
-The stream of a rank, read up to a MARK, must say what the tables held at the boundary of its cut. So between a
-boundary and its MARK nothing is submitted but rows of the cut, with the values of the boundary; what steps touch
-meanwhile stays marked for later. No step waits for space: rows that do not fit are sent at later step boundaries, rows
-that an update is about to overwrite are sent just before it, and where even the marker's budget has no room the cut is
-given up.
+The stream of a rank, read up to a MARK, must contain the values of the tables at the boundary of the cut. So between a
+boundary and its MARK only rows of the cut are submitted, with their values at the boundary. Rows that steps touch in
+the meantime stay marked for later. No step waits for space. Rows that do not fit are sent at later step boundaries.
+Rows that an update is about to overwrite are sent just before the update. If even the marker's budget has no room, the
+cut is given up.
 
-What a step boundary sends without a marker: rows of the sweep, and rows that steps have touched.
+Without a marker, a step boundary sends rows of the sweep, and rows that steps have touched.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from torchrec_stream_ckpt.util.types import Committed
 
 
 class Drains:
-    """Sends what finds space, and waits for nothing.
+    """Sends the rows that fit into the ring, and never waits.
 
     Args:
-        ring: Where frames go.
-        pace: Says when a drain is due.
-        sweep_bytes: What the sweep may send at a boundary.
-        watch: Times each one.
-        rank: Of this process, for messages.
+        ring: Ring for the frames.
+        pace: Decides when a drain is due.
+        sweep_bytes: Bytes that the sweep may send at a boundary.
+        watch: Stopwatch that times each drain.
+        rank: Rank of this process, for messages.
     """
 
     def __init__(self, ring: FrameRing, pace: Pace, sweep_bytes: int, watch: Stopwatch, rank: int) -> None:
@@ -61,21 +61,21 @@ class Drains:
         self._watch = watch
         self._rank = rank
         self.stranded = False
-        """True if one has failed on this rank."""
+        """True if a drain has failed on this rank."""
 
     def drain(self, capture: Capture, publisher: Publisher, drain: Drain) -> None:
-        """Drain; if that fails here alone, training goes on and the next marker says it on all ranks."""
+        """Drain. If that fails only on this rank, training continues, and the next marker reports it on all ranks."""
         try:
             with self._watch.running():
                 self._drain(capture, publisher, drain)
-        except Exception:  # the publisher has died: what was not sent stays marked
+        except Exception:  # the publisher has died: rows that were not sent stay marked
             if not self.stranded:
                 log.exception("rank %d cannot drain: every marker will fail until the job is restarted", self._rank)
             self.stranded = True
 
     def _drain(self, capture: Capture, publisher: Publisher, drain: Drain) -> None:
         if not capture.swept:
-            # First, and at every step: where steps touch more than the ring takes, the sweep must go on all the same.
+            # First, and at every step: the sweep must continue even if steps touch more rows than the ring holds.
             capture.sweep(drain, self._sweep_bytes)
             failpoint("sweep.sent")
         if capture.look(self._pace.drain_due(drain.step, self._ring.used_bytes / self._ring.ring_bytes)):
@@ -96,7 +96,7 @@ log = logging.getLogger(__name__)
 
 
 def put_mark(buffer: FrameBuffer, header: Header, mark: Mark, taken: Taken | None) -> None:
-    """Make this a MARK. Its proof is added up when the frame is ready, on the thread that sends it."""
+    """Fill a buffer with a MARK. Its proof is added up by the thread that sends the frame."""
     header.version = mark.version
     buffer.put_json(header, replace(mark, proof=taken.blank() if taken is not None else None).to_json())
     if taken is None:
@@ -111,47 +111,47 @@ def put_mark(buffer: FrameBuffer, header: Header, mark: Mark, taken: Taken | Non
 
 
 def _settled(prover: Prover, window: Window, future: Future[Committed]) -> None:
-    """(commit thread)"""
+    """(commit thread) Report the outcome of a marker to the prover."""
     prover.settled(window, committed=future.exception() is None)
 
 
 def _settled_dense(turns: DenseTurns, after: str, future: Future[Committed]) -> None:
-    """(commit thread)"""
+    """(commit thread) Report the outcome of a marker to the turns of dense entries."""
     turns.settled(after, committed=future.exception() is None)
 
 
 @dataclass(slots=True)
 class _Open:
-    """A cut whose MARK is not in the ring yet."""
+    """State of a cut whose MARK is not in the ring yet."""
 
     step: int
     marker: int
     seal: Seal
     scalars: tuple[TableScalars, ...]
-    """The kernels' own state at the boundary."""
+    """Own state of the kernels at the boundary."""
     taken: Taken | None = None
-    """The rows that the marker proves, as they were at the boundary."""
+    """Rows that the marker proves, with their values at the boundary."""
     dense: DenseProof | None = None
-    """Digests of the dense state at the boundary, and of the scalars, read once more."""
+    """Digests of the dense state at the boundary, and of the scalars, which were read a second time."""
     held: bool = False
-    """(``paranoid``) The oracle has a copy of the tables as they were at the boundary."""
+    """(``paranoid``) True if the oracle has a copy of the tables at the boundary."""
 
 
 class Cuts:
     """Cuts the markers of one generation, one at a time. All methods run on the training thread.
 
     Args:
-        generation: What this rank has open.
-        coordinator: Commits what is cut here.
-        capture: Sends rows.
-        oracle: Compares them (``paranoid``), or None.
+        generation: The open generation of this rank.
+        coordinator: Commits the cuts.
+        capture: Sends rows of the tables.
+        oracle: Compares sent rows with the tables (``paranoid``); otherwise None.
         ring: Memory for frames.
         dense: Copies the dense state at the boundary.
-        team: Small agreements; used for the oracle alone.
-        submit: Where its MARKs go, after their rows.
-        prover: Takes the rows that each marker proves; None: markers have no proof.
-        compared_bytes: Dense state that ranks compare at a marker after the first one, by turns.
-        turns: Which entries of the dense state each marker proves; unused without a prover.
+        team: All ranks; used for the oracle only.
+        submit: Submits MARKs, after their rows.
+        prover: Takes the rows that each marker proves; None if markers have no proof.
+        compared_bytes: Bytes of dense state that ranks compare, in turn, at each marker after the first one.
+        turns: Chooses the entries of the dense state that each marker proves; unused without a prover.
     """
 
     def __init__(
@@ -181,27 +181,27 @@ class Cuts:
         self._turns = turns or DenseTurns(0)
         self._open: _Open | None = None
         self._seal = Seal()
-        """That of the last cut."""
+        """Seal of the last cut."""
         self._asking: CutOrder | None = None
-        """(``paranoid``) A cut of which not all ranks have said yet what their oracle found."""
+        """(``paranoid``) Cut for which not all ranks have reported the result of their oracle."""
         self._sealed: Sealed | None = None
         self._found: Difference | None = None
         self.mismatch: CaptureMismatchError | None = None
-        """(``paranoid``) Set once the stream was found to say something else than the tables hold."""
+        """(``paranoid``) Set after the oracle has found that the stream differs from the tables."""
 
     @property
     def open(self) -> bool:
-        """True if rows of a cut are still to be sent: nothing else may be."""
+        """True if rows of a cut must still be sent; until then nothing else may be sent."""
         return self._open is not None
 
     @property
     def idle(self) -> bool:
-        """True if nothing is left to be done for the last cut on the training thread."""
+        """True if the training thread has finished the last cut."""
         return self._open is None and self._asking is None
 
     @property
     def holding(self) -> bool:
-        """True if this rank has not given its part of the last cut up."""
+        """True if this rank has not given up its part of the last cut."""
         return not self._seal.failed
 
     def begin(
@@ -215,16 +215,16 @@ class Cuts:
     ) -> Future[Committed]:
         """(all ranks) Freeze this step boundary: touched rows, the kernels' own state, a copy of the dense state.
 
-        Whatever fails here fails the marker on all ranks, and on this one not before the others know of it.
+        An error here fails the marker on all ranks; this rank raises nothing before the others know of it.
 
         Args:
-            step: Of the boundary.
-            marker: Its number.
-            deadline_s: Until when it may wait for space, on the monotonic clock; None: it waits for nothing, and may
-                go on at later step boundaries.
-            prepare: What has to be sent before; whether it found space.
-            meta: What the user says of it.
-            event_s: Up to where in event time this rank has trained, if the user has said it.
+            step: Step of the boundary.
+            marker: Number of the marker.
+            deadline_s: Limit of the wait for space, on the monotonic clock. None to wait for nothing, and to continue
+                at later step boundaries if needed.
+            prepare: Sends the rows that must precede the cut; returns whether they fit.
+            meta: Metadata from the user.
+            event_s: Event time up to which this rank has trained; None if the user has not set it.
         """
         assert self.idle
         self._seal = seal = Seal()
@@ -235,7 +235,7 @@ class Cuts:
         taken: Taken | None = None
         proved: ProvedEntries | None = None
         try:
-            # The oracle compares live tables: until it has, no update may run on another thread.
+            # The oracle compares live tables: until it is done, no update may run on another thread.
             with self._capture.still() if self._oracle is not None else nullcontext():
                 if prepare(drain):
                     staged = self._dense.stage(self._scope(marker))
@@ -260,18 +260,18 @@ class Cuts:
         return future
 
     def _scope(self, marker: int) -> Scope:
-        """What the ranks compare of their dense state: all of it at the first marker, and under an oracle."""
+        """Return the part of the dense state that ranks compare: all of it at the first marker or with an oracle."""
         whole = self._oracle is not None or not self._coordinator.compared
         return Scope(marker, None if whole else self._compared_bytes)
 
     def _dense_proof(self, proved: ProvedEntries | None) -> DenseProof | None:
-        """What MARK says of the dense state. The scalars are read from the kernels again, for their digest alone."""
+        """Return the proof of the dense state for MARK; reads the kernels' scalars again, only for their digest."""
         if proved is None:
             return None
         return DenseProof.of(proved.digests, scalars_digest(map(astuple, self._capture.scalars())))
 
     def _hand_over(self, cut: CutOrder, taken: Taken | None, proved: ProvedEntries | None) -> Future[Committed]:
-        """(all ranks) To the commit thread, a cut that was given up too: all ranks are to know."""
+        """(all ranks) Pass a cut to the commit thread, even if it was given up: all ranks must know."""
         if self._oracle is not None:
             self._asking = cut
         future = self._coordinator.begin(cut)
@@ -282,26 +282,26 @@ class Cuts:
         return future
 
     def go_on(self) -> None:
-        """(all ranks) A later step boundary: send more of the cut that is open, without waiting."""
+        """(all ranks, a later step boundary) Send more rows of the open cut, without waiting."""
         if self._open is not None:
             self._push(Drain(self._open.step, self._open.marker, extra=self._capture.outside.in_place))
         self._ask()
 
     def complete(self, deadline_s: float) -> None:
-        """(all ranks) Send the rest of the cut that is open; without space until the deadline it is given up."""
+        """(all ranks) Send the rest of the open cut; give it up if there is not enough space before the deadline."""
         self._complete_here(deadline_s)
         self._ask()
 
     def close(self, deadline_s: float) -> None:
-        """The same for the end of the stream, and without the other ranks: some may not come here."""
+        """Like :meth:`complete`, for the end of the stream, without the other ranks: some may not get here."""
         self._complete_here(deadline_s)
         self._asking = None
         if self._oracle is not None:
             self._seal.fail("the stream was closed before all ranks had compared their tables")
 
     def give_up(self, reason: str) -> None:
-        """End the open cut without its MARK: its rows go with the next one."""
-        self._capture.frozen.give_up(reason)  # which may have frozen rows for a cut that was never open
+        """End the open cut without its MARK; its rows are sent with the next one."""
+        self._capture.frozen.give_up(reason)  # rows may be frozen for a cut that was never opened
         self._let_go()
 
     def _complete_here(self, deadline_s: float) -> None:
@@ -310,7 +310,7 @@ class Cuts:
             self.give_up(self._no_space())
 
     def _push(self, drain: Drain) -> None:
-        """Send what finds space, and MARK after the last row."""
+        """Send the rows that fit, and MARK after the last row."""
         cut = self._open
         if cut is None:
             return
@@ -328,7 +328,7 @@ class Cuts:
                 raise
 
     def _finish(self, cut: _Open, buffer: FrameBuffer) -> None:
-        """Everything is in the ring but the MARK."""
+        """Submit the MARK after all other frames of a cut are in the ring."""
         failpoint("cut.drained")
         publisher = self._generation.publisher
         rows, num_bytes = publisher.rows, publisher.num_bytes
@@ -338,7 +338,7 @@ class Cuts:
         failpoint("mark.submitted")
         if self._oracle is None:
             cut.seal.close(sealed)
-        else:  # what differs on any rank must not be committed: the seal waits for the others
+        else:  # a cut that differs on any rank must not be committed: the seal waits for the other ranks
             self._sealed, self._found = sealed, self._oracle.compare(cut.scalars)
         self._capture.frozen.finish()
         self._let_go()
@@ -359,12 +359,13 @@ class Cuts:
         return f"what changed does not fit the {self._ring.limit_bytes} bytes of ring and marker budget"
 
     def _ask(self) -> None:
-        """(all ranks, ``paranoid``) Whether the stream says what the tables hold: if not, no marker commits any more.
+        """(all ranks, ``paranoid``) Check that the stream matches the tables; if not, no marker commits any more.
 
-        Once every rank has sent its part or given it up. A rank that gave it up has nothing to compare.
+        The check takes place after every rank has sent its part or given it up. A rank that gave it up has nothing to
+        compare.
 
         Raises:
-            CaptureMismatchError: on all ranks, at the same step.
+            CaptureMismatchError: (on all ranks, at the same step) the stream differs from the tables.
         """
         if self._asking is None:
             return

@@ -1,4 +1,4 @@
-"""Why the markers after the newest one were refused: a NOTE says it to those who look at the job from outside."""
+"""Write a NOTE with the reason why the markers after the newest one were refused, for readers outside the job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOTE_S = 10.0
 
 
 def note_refused(generation: Generation, error: StreamCkptError) -> None:
-    """(rank 0) Add to the newest marker of a generation why the next one was refused, once. Never raises."""
+    """(rank 0) Add to the newest marker of a generation the reason why the next one was refused, once. Never raises."""
     claim, control = generation.claim, generation.control
     text = " ".join(error.headline.split())[:MAX_REASON_CHARS]
     try:

@@ -1,4 +1,4 @@
-"""How a call that needs the log or the store takes their absence."""
+"""Retry policies for an unreachable log or store."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ T = TypeVar("T")
 
 
 class Patience(Protocol):
-    """Runs an action: once, or until log and store answer."""
+    """Runs an action, once or until the log and the store answer."""
 
     def __call__(self, action: Callable[[], T]) -> T: ...
 
 
 def at_once(action: Callable[[], T]) -> T:
-    """Run ``action`` once; what is away is an error."""
+    """Run ``action`` once; an unreachable log or store is an error."""
     return action()

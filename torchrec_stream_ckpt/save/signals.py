@@ -1,8 +1,8 @@
-"""SIGTERM and SIGUSR1 while a checkpointer is open: handlers that set a flag, and what the training thread reads of it.
+"""Handle SIGTERM and SIGUSR1 while a checkpointer is open: handlers set flags, which the training thread reads.
 
-SIGTERM asks for a marker and the end of the job, SIGUSR1 for a marker alone. Two signals of a kind that come before an
-answer are one. A handler takes no lock, writes nothing and logs nothing: it may run between any two bytecodes. After
-the flag it calls the handler that stood before it.
+SIGTERM requests a marker and the end of the job, SIGUSR1 only a marker. Several signals of a kind before an answer
+count as one. A handler takes no lock, writes nothing and logs nothing, because it may run between any two bytecodes.
+After it has set the flag, it calls the previously installed handler.
 """
 
 from __future__ import annotations
@@ -26,49 +26,49 @@ log = logging.getLogger(__name__)
 
 STOP, MARK = signal.SIGTERM, signal.SIGUSR1
 GRACE_S = 5.0
-"""How much later than ``signal_s`` an answer may come before the watching thread says that there is none."""
+"""Seconds after ``signal_s`` before the watching thread reports that a signal has no answer."""
 _TICK_S = 1.0
 
 Seen = dict[signal.Signals, int]
-"""How often each signal had come at some moment."""
+"""Number of signals of each kind that had arrived at some moment."""
 
 
 @dataclass(slots=True)
 class _Came:
-    """Of one signal."""
+    """State of one kind of signal."""
 
     times: int = 0
-    """How often it came; the handler's."""
+    """Number of signals; written by the handler."""
     at_s: float = 0.0
-    """When the first one came that has no answer, on the monotonic clock; the handler's."""
+    """Arrival of the first unanswered signal, on the monotonic clock; written by the handler."""
     answered: int = 0
-    """How many have an answer; the training thread's."""
+    """Number of answered signals; written by the training thread."""
     heard_s: float | None = None
-    """The first step boundary after it; the training thread's."""
+    """Time of the first step boundary after the signal; written by the training thread."""
     told: bool = False
-    """That there was no answer in time was said; the watching thread's."""
+    """True if a missing answer was reported; written by the watching thread."""
 
     @property
     def pending(self) -> bool:
         return self.times != self.answered
 
     def come(self) -> None:
-        """(handler)"""
+        """(handler) Record a signal."""
         if self.times == self.answered:
             self.at_s = time.monotonic()
         self.times += 1
 
     def answer(self, times: int) -> None:
-        self.at_s = time.monotonic()  # of one that has come meanwhile
+        self.at_s = time.monotonic()  # for a signal that has arrived in the meantime
         self.answered, self.heard_s, self.told = times, None, False
 
 
 class Signals:
-    """What signals have asked of this rank.
+    """Signals that this rank has received.
 
     Args:
-        on_signal: ``"mark"``, or anything else: nothing is installed, and nothing is ever asked.
-        signal_s: How long the answer to a signal may take.
+        on_signal: ``"mark"`` to install handlers. With any other value, none are installed and no signal is recorded.
+        signal_s: Seconds that the answer to a signal may take.
     """
 
     def __init__(self, on_signal: str | None, signal_s: float) -> None:
@@ -77,17 +77,17 @@ class Signals:
         self._came = {STOP: _Came(), MARK: _Came()}
         self._before: dict[int, Any] = {}
         self._aside = False
-        """The handlers do as those before them would have done."""
+        """True if the handlers only do what the previous handlers would do."""
         self._handler: _Handler | None = None
         self.removed = False
-        """True if it has ended."""
+        """True after :meth:`remove`."""
         self._ending = SafeEvent()
 
     def check(self) -> None:
-        """Refuse what can install no handlers.
+        """Refuse a process or thread in which handlers cannot be installed.
 
         Raises:
-            ConfigError: this is not the main thread, or a handler stands there that could not be put back.
+            ConfigError: this is not the main thread, or a handler is installed that could not be restored.
         """
         if not self.on:
             return
@@ -117,7 +117,7 @@ class Signals:
         ).start()
 
     def remove(self) -> None:
-        """Put back the handlers that stood before; where another one stands by now, ours passes on to them."""
+        """Restore the previous handlers. If another one was installed since, ours stays and calls the previous ones."""
         self._ending.set()
         self._aside = self.removed = True
         if self._handler is None or threading.current_thread() is not threading.main_thread():
@@ -130,7 +130,7 @@ class Signals:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Within, signals do what they would do without us: a spare that waits has nothing to mark."""
+        """Within this context, signals act as if we had no handlers: a spare that waits has nothing to mark."""
         before, self._aside = self._aside, True
         try:
             yield
@@ -140,15 +140,15 @@ class Signals:
     # The training thread.
 
     def pending(self, number: signal.Signals) -> bool:
-        """Return whether it has come and has no answer yet."""
+        """Return whether a signal of this kind has arrived and has no answer yet."""
         return self._came[number].pending
 
     def seen(self) -> Seen:
-        """Note what has come so far: what is done from here on is an answer to it."""
+        """Return the numbers of signals so far, to pass to :meth:`answered` after the answer."""
         return {number: came.times for number, came in self._came.items()}
 
     def answered(self, number: signal.Signals, seen: Seen) -> bool:
-        """Note that what had come of it has its answer; returns whether there was anything."""
+        """Record that the signals of this kind in ``seen`` are answered; returns whether any were unanswered."""
         came = self._came[number]
         if seen[number] == came.answered:
             return False
@@ -156,19 +156,19 @@ class Signals:
         return True
 
     def boundary(self) -> None:
-        """(each step boundary) From the first one after a signal on, its time runs."""
+        """(each step boundary) Start the clock of signals that have arrived since the last step boundary."""
         for came in self._came.values():
             if came.pending and came.heard_s is None:
                 came.heard_s = time.monotonic()
 
     def waited_s(self, number: signal.Signals) -> float:
-        """For how long it waits for an answer, since the first step boundary after it; 0.0: it does not."""
+        """Return the seconds since the first step boundary after an unanswered signal; 0.0 if there is none."""
         heard_s = self._came[number].heard_s
         return time.monotonic() - heard_s if heard_s is not None else 0.0
 
     @property
     def names(self) -> str:
-        """Those that have no answer yet."""
+        """Names of the signals that have no answer yet."""
         return " and ".join(number.name for number, came in self._came.items() if came.pending)
 
     # The thread that watches.
@@ -190,7 +190,7 @@ class Signals:
 
 
 class _Handler:
-    """What is installed; it keeps nothing alive but what stood before it. That may be one of ours, too."""
+    """Installed handler. It keeps only the previous handlers alive, which may also be of this class."""
 
     def __init__(self, of: weakref.ref[Signals], before: dict[int, Any]) -> None:
         self._of = of
@@ -199,14 +199,14 @@ class _Handler:
 
     @property
     def is_over(self) -> bool:
-        """Its checkpointer is closed or gone."""
+        """True if its checkpointer is closed or was deleted."""
         signals = self._of()
         return signals is None or signals.removed
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Set the flag of each of ours, and call what stood before them.
+        """Set the flag of each of our handlers in the chain, and call the handler before them.
 
-        Of checkpointers that are closed or gone, in a forked process, or in a spare: as if they were not there.
+        A handler is skipped if its checkpointer is closed or deleted, in a forked process, or in a spare that waits.
         """
         handler: Any = self
         taken = False
@@ -228,7 +228,7 @@ class _Handler:
 
 
 def _watch(of: weakref.ref[Signals], ending: threading.Event) -> None:
-    """A thread of its own: says what the training thread cannot say, as it does not come to a step boundary."""
+    """Watch for late answers on a separate thread, because the training thread may not reach a step boundary."""
     while not ending.wait(_TICK_S):
         signals = of()
         if signals is None:

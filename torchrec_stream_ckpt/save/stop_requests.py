@@ -1,8 +1,8 @@
-"""What signals lead to, on all ranks at one step boundary: a marker, and for SIGTERM the end of the loop.
+"""Respond to signals on all ranks at one step boundary: with a marker and, for SIGTERM, the end of the loop.
 
-Each rank says in its vote what signals have asked of it (``save/cadence.py``), so all ranks know at the same step.
-For SIGUSR1 a marker is cut as those of the cadence are: at the first boundary at which no rank has to wait. For SIGTERM
-the boundary waits: for a marker in flight, the rest of the sweep, and the COMMIT, within ``signal_s`` in all.
+Each rank reports pending signals in its vote (``save/cadence.py``), so all ranks know at the same step. For SIGUSR1, a
+marker is cut like those of the cadence, at the first boundary at which no rank has to wait. For SIGTERM, the boundary
+waits for a marker in flight, the rest of the sweep, and the COMMIT, within ``signal_s`` in total.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from torchrec_stream_ckpt.util.types import Committed, MarkerId
 log = logging.getLogger(__name__)
 
 LEAST_S = 5.0
-"""A marker may take so long, however late the ranks have agreed on it."""
+"""Seconds that a marker may take at least, however late the ranks have agreed on it."""
 _HINT = "Try: a longer grace period of the scheduler, and signal_s with it"
 
 
 class Stopping:
-    """Answers to signals. On the training thread, on all ranks alike.
+    """Responds to signals. Runs on the training thread of all ranks.
 
     Args:
-        signals: Of this rank.
+        signals: Signals of this rank.
         team: All ranks.
-        roll: Says how long other ranks may wait for this one.
-        peers_s: Other ranks are waited for so much longer than for the log.
+        roll: Tells other ranks how long they may wait for this one.
+        peers_s: Seconds that a wait for other ranks is longer than one for the log.
     """
 
     def __init__(self, signals: Signals, team: Team, roll: Roll, peers_s: float) -> None:
@@ -42,10 +42,10 @@ class Stopping:
         self._roll = roll
         self._peers_s = peers_s
         self.by = ""
-        """The signal after which the job is to end, the same on all ranks; empty: none."""
+        """Signal after which the job must end, the same on all ranks; empty if there is none."""
 
     def boundary(self, stream: Stream) -> None:
-        """(each rank, at each step boundary) Give up on a signal that waits for too long; says why."""
+        """(each rank, at each step boundary) Give up on a signal that has waited for too long, and log the reason."""
         self.signals.boundary()
         waited_s = self.signals.waited_s(MARK)
         if waited_s <= self.signals.signal_s:
@@ -58,12 +58,12 @@ class Stopping:
         )
 
     def cut(self, seen: Seen, marker: MarkerId, step: int, future: Future[Committed], *, asked: bool) -> None:
-        """(all ranks) A marker was cut: the answer to each SIGUSR1 that had come before.
+        """(all ranks) Record that a marker was cut, which answers each earlier SIGUSR1.
 
         Args:
-            seen: What had come of signals before the cut.
+            seen: Number of signals of each kind before the cut.
             marker, step, future: The marker.
-            asked: It was cut because a rank has a signal.
+            asked: Whether it was cut because a rank has a signal.
         """
         if not self.signals.answered(MARK, seen) and not (asked and self._team.rank == 0):
             return
@@ -79,18 +79,18 @@ class Stopping:
     def stop(
         self, stream: Stream, step: int, there: Future[Committed] | None, cut: Callable[[float], Future[Committed]]
     ) -> None:
-        """(all ranks) SIGTERM has come to one of them: mark this boundary, wait for the marker, and end the job.
+        """(all ranks) Respond to a SIGTERM on any rank: mark this boundary, wait for the marker, and end the job.
 
         Args:
-            stream: What this rank has open.
-            step: Of the boundary.
-            there: The marker that was cut at it already; None: none was.
-            cut: Cuts one, in time for a moment on the monotonic clock.
+            stream: The open stream of this rank.
+            step: Step of the boundary.
+            there: The marker that was already cut at this boundary; None if there is none.
+            cut: Cuts a marker; its argument is a deadline on the monotonic clock.
 
         Raises:
-            FencedError: on all ranks: another trainer has taken over.
-            RankLostError: another rank does not come.
-            CaptureMismatchError: (``paranoid``) as of ``step()``.
+            FencedError: (on all ranks) another trainer has taken over.
+            RankLostError: another rank does not respond.
+            CaptureMismatchError: (``paranoid``) as in ``step()``.
         """
         seen, signals = self.signals.seen(), self.signals
         self._roll.bound(signals.signal_s + self._peers_s)
@@ -128,7 +128,7 @@ class Stopping:
         cut: Callable[[float], Future[Committed]],
         deadline_s: float,
     ) -> tuple[Future[Committed] | None, str]:
-        """(all ranks) The marker of this boundary; None, and why not, where one that was cut earlier takes too long."""
+        """(all ranks) Return the marker of this boundary, or None and the reason if an earlier one takes too long."""
         stream.cuts.complete(deadline_s)
         settled = stream.coordinator.settle(max(0.0, deadline_s - time.monotonic()))
         if stream.coordinator.fenced is not None or stream.coordinator.lost is not None:
@@ -145,13 +145,13 @@ class Stopping:
         return cut(deadline_s), ""
 
     def close(self) -> None:
-        """No step boundary comes any more."""
+        """Log signals that arrived after the last step boundary."""
         if not self.by and (names := self.signals.names):
             log.warning("%s came after the last step boundary: no marker was cut for it", names)
 
 
 def _outcome(future: Future[Committed], deadline_s: float) -> str:
-    """Why a marker is not committed at a moment on the monotonic clock; empty: it is."""
+    """Return why a marker is not committed by a deadline on the monotonic clock; empty if it is committed."""
     try:
         error = future.exception(max(0.0, deadline_s - time.monotonic()))
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""What one rank has open while it streams: a generation, the cuts of its markers, and what commits them."""
+"""Open stream of one rank: a generation, the cuts of its markers, and the coordinator that commits them."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ from torchrec_stream_ckpt.util.failpoints import failpoint
 log = logging.getLogger(__name__)
 
 JOIN_S = 5.0
-"""How long a thread, or rank 0's word, is waited for where a call ends."""
+"""Seconds to wait for a thread, or for a message of rank 0, at the end of a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamParts:
-    """What all streams of one rank use, one after the other."""
+    """Objects that all streams of one rank use, one after the other."""
 
     attached: Attached
     tier: Tier
-    """What the job writes to."""
+    """Tier that the job writes to."""
     dense: DenseState
     ring: FrameRing
     team: Team
     commit_team: Team
-    """Of the commit thread."""
+    """Team for the commit thread."""
     announcer: Announcer
-    """(rank 0) Tells the user of committed markers."""
+    """(rank 0) Reports committed markers to the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """This rank's stream of one generation. All of it is there, or none."""
+    """This rank's stream of one generation, always complete."""
 
     generation: Generation
     coordinator: Coordinator
     cuts: Cuts
     prover: Prover | None
-    """Takes what its markers prove; None: they have no proof."""
+    """Takes the rows that the markers prove; None if markers have no proof."""
 
     @property
     def publisher(self) -> Publisher:
@@ -70,30 +70,30 @@ class Stream:
 
     @property
     def sound(self) -> bool:
-        """True if the log holds what it has acknowledged, as far as this rank knows."""
+        """True if, to this rank's knowledge, the log holds all frames that it has acknowledged."""
         return self.publisher.lost is None and self.coordinator.lost is None
 
     def vote(self, *, swept: bool, sound: bool) -> StepVote:
-        """How this rank stands.
+        """Return this rank's vote.
 
         Args:
             swept: Whether every row was sent at least once.
-            sound: Whether the log has lost nothing of its stream, or nothing can be done about a loss.
+            sound: Whether the log has lost nothing of the stream, or a loss cannot be repaired.
         """
         settled, owner = not self.coordinator.busy, self.coordinator.fenced is None
         return StepVote(settled and owner and swept and self.cuts.idle, settled, owner, self.cuts.holding, sound)
 
     def fenced(self) -> FencedError:
-        """A rank knows that the job has a new owner; rank 0's word on it is on its way to this one."""
+        """Return the error for a job with a new owner; waits briefly for the details from rank 0."""
         self.coordinator.settle(JOIN_S)
         return self.coordinator.fenced or FencedError("another trainer has taken over this job", hint="stop this one")
 
     def close(self, timeout_s: float, end_votes: Callable[[float], None]) -> None:
-        """End it on this rank.
+        """Close the stream on this rank.
 
         Args:
-            timeout_s: How long it may take.
-            end_votes: Ends what the cadence has begun, within some seconds.
+            timeout_s: Maximum duration, in seconds.
+            end_votes: Ends an open vote of the cadence within a number of seconds.
         """
         begin = time.monotonic()
         self.cuts.close(begin + timeout_s / 2)  # the rest of the time is for the commit
@@ -105,13 +105,13 @@ class Stream:
 
 
 def open_stream(parts: StreamParts, claim: Claim, timeout_s: float, prover: Callable[[], Prover | None]) -> Stream:
-    """(all ranks) A stream in a generation that was claimed; nothing is in it.
+    """(all ranks) Open an empty stream in a claimed generation.
 
     Args:
-        parts: What it uses.
-        claim: Of the generation.
-        timeout_s: How long a marker may wait for the log.
-        prover: (collective) What its markers prove.
+        parts: Objects that the stream uses.
+        claim: CLAIM of the generation.
+        timeout_s: Seconds that a marker may wait for the log.
+        prover: (collective) Makes the prover of its markers.
     """
     tier, team, attached = parts.tier, parts.team, parts.attached
     partition = team.rank % claim.partitions
@@ -147,7 +147,7 @@ def open_stream(parts: StreamParts, claim: Claim, timeout_s: float, prover: Call
 
 
 def say_hello(parts: StreamParts, stream: Stream, step: int) -> None:
-    """The first frame of a stream; rows may follow."""
+    """Submit HELLO, the first frame of a stream; rows may follow."""
     attached, claim = parts.attached, stream.claim
     hello = parts.ring.acquire(extra=True, wait_s=JOIN_S)
     assert hello is not None
@@ -161,5 +161,5 @@ def say_hello(parts: StreamParts, stream: Stream, step: int) -> None:
 
 
 def _listened(submit: Callable[[FrameBuffer], int], oracle: Oracle | None) -> Callable[[FrameBuffer], int]:
-    """Where frames of rows and MARKs go; the oracle, if there is one, reads them on their way."""
+    """Wrap ``submit`` so that the oracle, if there is one, reads each frame of rows and each MARK."""
     return submit if oracle is None else oracle.listening(submit)

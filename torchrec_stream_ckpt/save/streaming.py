@@ -1,4 +1,4 @@
-"""The write side of a checkpointer: step boundaries, markers, and the generations that they belong to."""
+"""Write side of a checkpointer: step boundaries, markers, and the generations that they belong to."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ from torchrec_stream_ckpt.util.types import Committed, MarkerId
 
 
 class Streaming:
-    """Streams one job, from one generation to the next. Runs on the training thread, on all ranks alike.
+    """Streams one job, from one generation to the next. Runs on the training thread of all ranks.
 
     Args:
-        config: The job's.
-        parts: What each stream uses.
+        config: Configuration of the job.
+        parts: Objects that each stream uses.
         tiers: Both tiers, if there are two.
-        groups: Ranks talk over them.
-        telemetry: Hears what was done.
-        signals: What they have asked of this rank.
+        groups: Process groups.
+        telemetry: Collects metrics.
+        signals: Signals that this rank has received.
     """
 
     def __init__(
@@ -76,23 +76,23 @@ class Streaming:
         self._roll = groups.roll
         self._telemetry = telemetry
         self.stopping = Stopping(signals, groups.team, groups.roll, PEERS_S)
-        """What signals lead to."""
+        """Responds to signals."""
         self.events = self._cadence.events
-        """Event time, as the user tells it."""
+        """Event time that the user has set."""
         self.claims = Claims(parts.tier, tiers, parts.attached, parts.team.world)
-        """(rank 0) Of this job's generations."""
+        """(rank 0) Claims this job's generations."""
         self._drains = Drains(parts.ring, self._pace, config.sweep_bytes, telemetry.drain, parts.team.rank)
         self.stream: Stream | None = None
-        """What this rank has open; None until a generation is."""
+        """Open stream of this rank; None until a generation is open."""
         self.steps = 0
-        """Of the job, those before a restored marker counted."""
+        """Number of steps of the job, including those before a restored marker."""
         self._next_marker = 1
         self._proved_up_to = 0
-        """Where the window of the next marker begins: after that of the restored one."""
+        """Position at which the window of the next marker begins, after that of the restored one."""
         self._last: tuple[int, Future[Committed] | None] = (-1, None)
-        """The step of the newest marker of this generation, and what becomes of it."""
+        """Step and future of the newest marker of this generation."""
         self._ended = False
-        """The log has lost this generation's stream, and no other one can be opened in this process."""
+        """True if the log has lost this generation's stream, and this process cannot open another one."""
 
     @property
     def _opened(self) -> Stream:
@@ -100,18 +100,18 @@ class Streaming:
         return self.stream
 
     def check(self) -> None:
-        """Refuse to go on where a marker differed from the tables, or kernels were replaced.
+        """Refuse to continue if a marker differed from the tables, or kernels were replaced.
 
         Raises:
-            CaptureMismatchError: what the oracle has found.
-            UnsupportedError: names the sharded module.
+            CaptureMismatchError: the oracle has found a difference.
+            UnsupportedError: kernels were replaced; the error names the sharded module.
         """
         if self.stream is not None and self.stream.cuts.mismatch is not None:
             raise self.stream.cuts.mismatch
         self.check_kernels()
 
     def check_kernels(self) -> None:
-        """Refuse kernels that were put in the place of those that are hooked."""
+        """Refuse kernels that have replaced hooked ones."""
         try:
             self._attached.standing.check()
         except UnsupportedError:
@@ -122,10 +122,10 @@ class Streaming:
     # Step boundaries.
 
     def step(self, began_s: float) -> None:
-        """A training step is done.
+        """End a training step.
 
         Args:
-            began_s: When the user's call began, by ``time.perf_counter()``; :meth:`stepped` ends it.
+            began_s: Begin of the user's call, by ``time.perf_counter()``; :meth:`stepped` ends it.
         """
         self.steps += 1
         self._pace.step(self._attached.capture.frozen.saving_s, began_s)
@@ -151,20 +151,21 @@ class Streaming:
         self._vote(stream)
 
     def stepped(self) -> None:
-        """The user's call ends: all that it took is known."""
+        """Record that the user's call ends, so that its total time is known."""
         self._pace.stepped()
 
     def _stop(self, stream: Stream) -> None:
-        """(all ranks) A signal has asked one of them for a marker here, and the end of the job."""
+        """(all ranks) Respond to a signal on any rank that requests a marker here and the end of the job."""
         step, future = self._last
         with self._pace.waiting():
             there = future if step == self.steps else None
             self.stopping.stop(stream, self.steps, there, lambda deadline_s: self._cut(stream, deadline_s))
 
     def _raise_failure(self, stream: Stream, vote: StepVote) -> None:
-        """The last marker has settled on all ranks: if it failed, all of them raise.
+        """Raise on all ranks if the last marker has settled on all ranks and has failed.
 
-        They do with ``on_stream_failure="raise"``, and in any case if the first marker finds that replicas differ."""
+        This applies with ``on_stream_failure="raise"``, and in any case if the first marker finds that replicas
+        differ."""
         failure, raises = stream.coordinator.failure, self._config.on_stream_failure == "raise"
         # Without a vote a rank may know more than the others.
         if (raises or stream.coordinator.refused) and vote is not NOTHING and vote.settled and failure:
@@ -172,7 +173,7 @@ class Streaming:
             raise failure
 
     def _vote(self, stream: Stream) -> None:
-        """Say how this rank stands, for the decision at the end of the next step."""
+        """Start a vote with this rank's state, for the decision at the end of the next step."""
         sound = self._ended or stream.sound
         vote = stream.vote(swept=self._attached.capture.swept, sound=sound)
         self.stopping.boundary(stream)
@@ -186,11 +187,12 @@ class Streaming:
         self._cadence.start(self.steps, vote)
 
     def mark(self, meta: Meta = ()) -> Future[Committed]:
-        """Cut a marker at this step boundary, once the one in flight has settled; none if it has this very one.
+        """Cut a marker at this step boundary after the one in flight has settled, unless the boundary already has a
+        marker.
 
         Args:
-            meta: What the user says of it, the same on all ranks. If this boundary has a marker, and no row has changed
-                since, that one gets it.
+            meta: Metadata from the user, the same on all ranks. If this boundary has a marker, and no row has changed
+                since, the metadata is added to that marker.
         """
         deadline_s = time.monotonic() + self._config.commit_timeout_s
         self._roll.bound(self._config.commit_timeout_s + PEERS_S)
@@ -209,10 +211,11 @@ class Streaming:
         return self._cut(self._opened, deadline_s=max(deadline_s, time.monotonic() + 1.0), meta=meta)
 
     def _marker_here(self, *, whole: bool) -> Committed | None:
-        """(all ranks) The committed marker of this very boundary, if no rank has changed rows since.
+        """(all ranks) Return the committed marker of this boundary if no rank has changed rows since, otherwise None.
 
         Args:
-            whole: Nor anything else that a marker holds. Under an oracle the answer is none: a marker compares.
+            whole: Also require that nothing else in a marker has changed. With an oracle the result is then None,
+                because a new marker compares.
         """
         step, future = self._last
         done = step == self.steps and future is not None and future.done() and future.exception() is None
@@ -223,11 +226,11 @@ class Streaming:
     def _more_has_changed(self) -> bool:
         try:
             return self._attached.oracle is not None or self._parts.dense.has_changed()
-        except Exception:  # whatever a Stateful of the user raises: the cut says it, on all ranks
+        except Exception:  # an error of a user's Stateful: the cut reports it on all ranks
             return True
 
     def _annotate(self, there: Committed, meta: Meta, timeout_s: float) -> Future[Committed]:
-        """(all ranks) Add metadata, if there is any, to a marker that is committed; the same outcome on every rank."""
+        """(all ranks) Add metadata, if any, to a committed marker; the same outcome on every rank."""
         future: Future[Committed] = SafeFuture()
         try:
             if meta:
@@ -239,7 +242,7 @@ class Streaming:
         return future
 
     def _note(self, marker: MarkerId, meta: Meta, timeout_s: float) -> None:
-        """(rank 0)"""
+        """(rank 0) Write metadata for a committed marker, and report it to the user's callback."""
         tier = self._parts.tier
         note(tier, self._opened.claim.job, marker, meta, timeout_s)
         lineage = tier.control.lineage
@@ -249,13 +252,13 @@ class Streaming:
     def _cut(
         self, stream: Stream, deadline_s: float | None, meta: Meta = (), *, asked: bool = False
     ) -> Future[Committed]:
-        """Cut a marker at this step boundary; ``asked``: because of a signal."""
+        """Cut a marker at this step boundary; ``asked`` is true if a signal requested it."""
         seen = self.stopping.signals.seen()
         self._attached.standing.check_all()
         self._send_again(stream)
         self._cadence.cut()
         marker, self._next_marker = self._next_marker, self._next_marker + 1
-        # A marker that the user asks for was not chosen by the cadence.
+        # The cadence did not choose a marker that the user requests.
         with self._telemetry.cut.running(), self._pace.cutting() if deadline_s is None else self._pace.waiting():
             future = stream.cuts.begin(
                 self.steps, marker, deadline_s, self._finish_sweep, meta, self.events.watermark_s
@@ -266,7 +269,7 @@ class Streaming:
         return future
 
     def _send_again(self, stream: Stream) -> None:
-        """Mark the rows that a verdict on a marker of this generation names."""
+        """Mark the rows named in verdicts on markers of this generation."""
         if rows := stream.coordinator.take_again():
             self._attached.capture.mark_ranges(rows)
 
@@ -283,19 +286,19 @@ class Streaming:
         self._team.on_rank0(self.claims.check_restored)
 
     def check_root(self, *, warm: bool = False) -> None:
-        """(all ranks) Refuse a log of other tables, which no generation without a marker can begin in.
+        """(all ranks) Refuse a log of other tables: a generation without a marker cannot begin there.
 
         Args:
-            warm: As of ``Claims.check_schema``.
+            warm: Same as in ``Claims.check_schema``.
         """
         self._team.on_rank0(lambda: self.claims.check_schema(warm=warm))
 
     def open_root(self, step: int = 0, changes: ClaimChanges | None = None) -> None:
-        """Open a generation that stands on nothing: every table is sent whole.
+        """Open a generation that is based on no marker; every table is sent completely.
 
         Args:
-            step: Steps that the job has made already: those of another one.
-            changes: Where its first rows come from; None: they are as the model has made them.
+            step: Number of steps already made, in the job that it began from.
+            changes: Origin of its first rows; None if they are as the model has initialized them.
         """
         self.check_root(warm=changes is not None)
         self.steps = step
@@ -313,16 +316,16 @@ class Streaming:
         patience: Patience = at_once,
         changes: ClaimChanges | None = None,
     ) -> None:
-        """Open a generation on a marker that was restored.
+        """Open a generation that is based on a restored marker.
 
         Args:
             parent: The marker.
-            step: Its step.
-            swept: Tables that are sent whole.
-            parent_bytes: This rank's share of what a restore of the parent reads.
-            proved_up_to: Where the window of its newest proof ends.
-            patience: Claims the generation, once or until it is claimed.
-            changes: In what the model differs from the marker's; None: in nothing.
+            step: Step of the marker.
+            swept: Indices of tables that are sent completely.
+            parent_bytes: Bytes that a restore of the parent reads on this rank.
+            proved_up_to: Position at which the window of its newest proof ends.
+            patience: Retry policy for the claim.
+            changes: Differences of the model from that of the marker; None if there are none.
         """
         self._proved_up_to = proved_up_to
         self.steps = step
@@ -330,7 +333,7 @@ class Streaming:
         self._open(parent, swept, parent_bytes, patience, changes)
 
     def go_on_with(self, parent: MarkerId, swept: Sequence[int]) -> None:
-        """Open a generation on a marker of the one before: what the tables hold now, other kernels hold."""
+        """Open a generation based on a marker of the previous one, after other kernels have taken over the tables."""
         self._attached.begin(swept)
         self._open(parent, swept, parent_bytes=None)
 
@@ -345,16 +348,16 @@ class Streaming:
         """Claim the next generation, and start this rank's stream in it.
 
         Args:
-            parent: The marker that it stands on.
-            swept: Tables that are sent whole.
-            parent_bytes: As of ``go_on_from``; None: what this process has sent.
-            patience, changes: As of ``go_on_from``.
+            parent: The marker that it is based on.
+            swept: Indices of tables that are sent completely.
+            parent_bytes: Same as in ``go_on_from``; None for the bytes that this process has sent.
+            patience, changes: Same as in ``go_on_from``.
         """
         claim = patience(lambda: self._team.on_rank0(lambda: self.claims.claim(parent, swept, changes)))
         self._enter(claim, self.steps, parent_bytes)
 
     def _enter(self, claim: Claim, parent_step: int, parent_bytes: int | None) -> None:
-        """Start this rank's stream in a generation that was claimed."""
+        """Start this rank's stream in a claimed generation."""
         parts, tier = self._parts, self._parts.tier
         self._last = (-1, None)
         self._team.together(lambda: check_same_log(tier.log, tier.dense, tier.config, claim, self._team.rank))
@@ -369,7 +372,7 @@ class Streaming:
         self._vote(stream)
 
     def _open_prover(self, schema: Schema) -> Prover | None:
-        """Open the prover of a generation, which goes on where the last proof ended; None: markers prove nothing."""
+        """Open the prover of a generation at the end of the last proof; returns None if markers have no proof."""
         kernels = self._attached.kernels
         replicated: Replicated = dict
         if self._team.rank == 0:
@@ -385,12 +388,13 @@ class Streaming:
         return Prover(kernels, schema, replicated, Window(position, width))
 
     def _go_on_after_loss(self, stream: Stream) -> bool:
-        """The log has lost acknowledged frames: nothing more of this generation can be restored.
+        """Open another generation after the log has lost acknowledged frames.
 
-        Another one sends every table whole. What was not acknowledged, and a marker in flight, are given up.
+        No later marker of the current generation could be restored. The new one sends every table completely. Frames
+        that were not acknowledged, and a marker in flight, are given up.
 
         Returns:
-            Whether it is open; if not, markers fail until it is.
+            Whether the new generation is open; until it is, markers fail.
         """
         coordinator = stream.coordinator
         said = self._team.gather(stream.publisher.lost or coordinator.lost)
@@ -412,10 +416,10 @@ class Streaming:
         return True
 
     def close(self, timeout_s: float) -> None:
-        """End this rank's stream, if there is one."""
+        """Close this rank's stream, if there is one."""
         if self.stream is not None:
             self.stream.close(timeout_s, self._cadence.close)
 
     def end(self) -> None:
-        """No vote comes any more."""
+        """End the votes."""
         self._cadence.end()

@@ -1,6 +1,6 @@
-"""How a rank measures itself: filled on the training thread and by markers as they settle, read by any thread.
+"""Collect the metrics of a rank, on the training thread and when markers settle. Any thread can read them.
 
-Nothing here looks at a tensor, waits for a device or talks to another rank.
+Nothing here reads a tensor, waits for a device or communicates with another rank.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from torchrec_stream_ckpt.util.types import Committed, MarkerId
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """What was sent by streams that are closed, and the one that is open: replaced at one go."""
+    """Totals of closed streams, and the open stream; replaced as a whole."""
 
     rows: int = 0
     num_bytes: int = 0
     restore_bytes: int = 0
-    """This rank's share of what the parent marker is read from."""
+    """Bytes that a restore of the parent marker reads on this rank."""
     generation: int = 0
     publisher: Publisher | None = None
     before: int = 0
     """Strays among the frames of streams that are closed."""
     strays: Strays = field(default_factory=Strays)
-    """Of the one that is open."""
+    """Strays in the open stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Newest:
-    """The last marker that counts."""
+    """Newest committed marker, or the one that the generation is based on."""
 
     marker: MarkerId | None
     step: int
     cut_s: float
-    """When it was cut, or the generation opened that stands on it; on the monotonic clock."""
+    """Time of its cut, or of the opening of the generation that is based on it; on the monotonic clock."""
 
 
 class Telemetry:
-    """What one rank knows of itself.
+    """Metrics of one rank.
 
     Args:
-        rank: Whose.
-        bytes_per_s: What one rank restores in a second.
+        rank: This rank.
+        bytes_per_s: Bytes per second that one rank restores.
     """
 
     def __init__(self, rank: int, bytes_per_s: float) -> None:
@@ -74,15 +74,16 @@ class Telemetry:
         step: int,
         parent_bytes: int | None,
     ) -> None:
-        """A generation is open.
+        """Record that a generation is open.
 
         Args:
-            generation: Its number.
-            publisher: Its stream.
-            strays: What others put into it; counted on.
-            parent: The marker that it stands on.
-            step: The step of that marker.
-            parent_bytes: This rank's share of what that marker is read from; None: what this process has sent itself.
+            generation: Number of the generation.
+            publisher: Publisher of its stream.
+            strays: Foreign records in its stream; updated from here on.
+            parent: The marker that it is based on.
+            step: Step of that marker.
+            parent_bytes: Bytes that a restore of that marker reads on this rank; None for the bytes that this process
+                has sent.
         """
         before = self._sent
         rows, num_bytes = before.rows, before.num_bytes
@@ -95,13 +96,13 @@ class Telemetry:
         self._newest = _Newest(parent, step, time.monotonic())
 
     def follow(self, marker: MarkerId, step: int, future: Future[Committed]) -> None:
-        """(training thread) A marker was cut just now: note what becomes of it."""
+        """(training thread) Record a marker that was just cut, and its outcome when it settles."""
         with self._lock:
             self._in_flight += 1
         future.add_done_callback(partial(self._settled, _Newest(marker, step, time.monotonic())))
 
     def _settled(self, cut: _Newest, future: Future[Committed]) -> None:
-        """(commit thread)"""
+        """(commit thread) Record the outcome of a marker."""
         error = future.exception()
         failed = error is not None
         with self._lock:
@@ -114,7 +115,7 @@ class Telemetry:
             self.commit.add(time.monotonic() - cut.cut_s)
 
     def stats(self, step: int, capture: Capture, ring: FrameRing, prover: Prover | None) -> Stats:
-        """Everything, as of now. On any thread."""
+        """Return all current metrics. Safe on any thread."""
         proved = prover.proved if prover is not None else Proved(0, 0.0, 0)
         sent, newest, publisher = self._sent, self._newest, self._sent.publisher
         rows, num_bytes = (publisher.rows, publisher.num_bytes) if publisher is not None else (0, 0)
