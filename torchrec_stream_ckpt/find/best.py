@@ -1,4 +1,4 @@
-"""Markers by what was said of them: the best by a value, those that meet conditions, in an order."""
+"""Select markers by their metadata: the best by a value, those that meet conditions, or all in an order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchrec_stream_ckpt.util.types import MarkerId
 
 Value: TypeAlias = str | int | float
 Said: TypeAlias = Mapping[str, Value]
-"""What is known of one marker, by name."""
+"""Values of one marker, by name."""
 
 OF_EACH: Mapping[str, Callable[[Commit], int | float]] = {
     "generation": lambda commit: commit.generation,
@@ -26,12 +26,12 @@ OF_EACH: Mapping[str, Callable[[Commit], int | float]] = {
     "rows": lambda commit: commit.rows,
     "bytes": lambda commit: commit.num_bytes,
 }
-"""What can be compared of every marker, whatever was said of it: no name for metadata."""
+"""Values that every marker has for comparison; their names are not allowed in metadata."""
 
 LATEST = "latest"
-"""The newest marker, where one may be named."""
+"""Name of the newest marker, in place of a marker's id."""
 PREFIX = "best:"
-"""Before KEY:max where a marker may be named."""
+"""Prefix of ``KEY:max`` or ``KEY:min`` in place of a marker's id."""
 _KEY = r"[A-Za-z0-9_.-]{1,64}"
 _CONDITION = re.compile(rf"\s*({_KEY}?)\s*(<=|>=|==|!=|=|<|>)\s*(.*?)\s*", re.S)
 _OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
@@ -52,21 +52,21 @@ def numbers_of(commit: Commit) -> dict[str, int | float]:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """Which markers are the best ones."""
+    """Criterion for the best markers."""
 
     key: str
-    """A name in their metadata."""
+    """Name of the value in their metadata."""
     highest: bool
-    """True if the highest value is the best, or the lowest."""
+    """True if the highest value is the best, False if the lowest is."""
     count: int = 1
-    """How many."""
+    """Number of markers to select."""
 
     @classmethod
     def parse(cls, text: str, *, several: bool = False) -> Best:
         """Read ``KEY:max`` or ``KEY:min``; with ``several`` also ``KEY:max:N``.
 
         Raises:
-            ConfigError: it is something else.
+            ConfigError: the text has another form.
         """
         form = "auc:max or loss:min" + (", or auc:max:3 for three" if several else "")
         match = re.fullmatch(rf"({_KEY}):(max|min)(?::(\d{{1,9}}))?", text) if isinstance(text, str) else None
@@ -78,10 +78,10 @@ class Best:
         return f"{self.key}:{'max' if self.highest else 'min'}"
 
     def ranked(self, said: Mapping[MarkerId, Said]) -> list[MarkerId]:
-        """The markers that have the value, the best first; of equal ones the newer first.
+        """Return the markers that have the value, the best first; among equal ones, the newer first.
 
         Raises:
-            ConfigError: none has it, or some have text where others have numbers; names them.
+            ConfigError: no marker has the value, or it is text in some markers and a number in others.
         """
         having = {marker: values[self.key] for marker, values in said.items() if self.key in values}
         if not having:
@@ -92,7 +92,7 @@ class Best:
 
 
 def said_of(lineage: Lineage, without: Collection[MarkerId] = ()) -> dict[MarkerId, dict[str, Value]]:
-    """The metadata of all committed markers but some, oldest first."""
+    """Return the metadata of all committed markers except those in ``without``, oldest first."""
     return {
         marker: {**dict(commit.meta or ()), **dict(lineage.notes.get(marker, ()))}
         for marker, commit in lineage.commits.items()
@@ -101,11 +101,11 @@ def said_of(lineage: Lineage, without: Collection[MarkerId] = ()) -> dict[Marker
 
 
 def best_of(said: Mapping[MarkerId, Said], best: Best) -> MarkerId:
-    """The best of some markers.
+    """Return the best of some markers.
 
     Raises:
-        MarkerNotFoundError: there is none.
-        ConfigError: as ``Best.ranked``.
+        MarkerNotFoundError: there are no markers.
+        ConfigError: as in :meth:`Best.ranked`.
     """
     if not said:
         raise MarkerNotFoundError(f"no marker is offered, so none is {best}", hint="list them: stream-ckpt list URI")
@@ -113,7 +113,7 @@ def best_of(said: Mapping[MarkerId, Said], best: Best) -> MarkerId:
 
 
 def unknown(key: str, said: Iterable[Said], what: str) -> ConfigError:
-    """An error about a name that is nowhere, with the names that are, the nearest first."""
+    """Make the error for an unknown name, with the most similar known names as a hint."""
     names = sorted({name for values in said for name in values})
     near = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
     if near:
@@ -123,7 +123,7 @@ def unknown(key: str, said: Iterable[Said], what: str) -> ConfigError:
 
 
 def check_alike(key: str, having: Mapping[MarkerId, Value]) -> None:
-    """Raises ConfigError if some values are text and others are numbers."""
+    """Raise ConfigError if some values are text and others are numbers."""
     texts = [marker for marker, value in having.items() if isinstance(value, str)]
     if texts and len(texts) < len(having):
         number = next(marker for marker, value in having.items() if not isinstance(value, str))
@@ -139,7 +139,7 @@ def check_alike(key: str, having: Mapping[MarkerId, Value]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A comparison of one value with a constant."""
+    """Comparison of one value with a constant."""
 
     key: str
     sign: str
@@ -150,7 +150,7 @@ class Condition:
         """Read ``auc>0.8``, ``run=nightly`` or ``run!="7"``.
 
         Raises:
-            ConfigError: it is no condition.
+            ConfigError: the text is not a condition.
         """
         match = _CONDITION.fullmatch(text)
         if match is None or not match[1] or not match[3]:
@@ -167,16 +167,16 @@ class Condition:
         return cls(key, sign, number if number == number else constant)
 
     def holds(self, marker: MarkerId, values: Said) -> bool:
-        """Return whether a marker meets it; one that has no such value does not.
+        """Return whether a marker meets the condition. False if it has no such value.
 
         Raises:
-            ConfigError: text and number do not compare.
+            ConfigError: text would be compared with a number.
         """
         if self.key not in values:
             return False
         found, constant = values[self.key], self.value
         if isinstance(found, str) != isinstance(constant, str):
-            if self.sign in ("=", "==", "!="):  # a text of digits, or a name that never is a number
+            if self.sign in ("=", "==", "!="):  # a text of digits, or a name that is never a number
                 return _OPERATORS[self.sign](str(found), str(constant))
             is_what, given = ("text", "number") if isinstance(found, str) else ("number", "text")
             hint = f"quote it to compare text: '{self.key}{self.sign}\"{constant}\"'"
@@ -188,7 +188,7 @@ class Condition:
 
 
 def meeting(said: Mapping[MarkerId, Said], conditions: Sequence[Condition]) -> list[MarkerId]:
-    """The markers that meet all conditions, in their order.
+    """Return the markers that meet all conditions, in their order.
 
     Raises:
         ConfigError: no marker has a value of that name, or text is compared with a number.
@@ -202,10 +202,10 @@ def meeting(said: Mapping[MarkerId, Said], conditions: Sequence[Condition]) -> l
 
 
 def ordered(markers: Sequence[MarkerId], said: Mapping[MarkerId, Said], by: str) -> list[MarkerId]:
-    """Markers by one value, ascending, or descending with ``KEY:desc``; those without it count as the lowest.
+    """Sort markers by one value, ascending, or descending with ``KEY:desc``; those without it count as the lowest.
 
     Raises:
-        ConfigError: as :func:`meeting`.
+        ConfigError: no marker has such a value, its type differs between markers, or ``by`` is not an order.
     """
     key, _, way = by.partition(":")
     if way not in ("", "asc", "desc"):

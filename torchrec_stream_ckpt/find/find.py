@@ -1,9 +1,10 @@
-"""Which marker is read, and from where: the one that is named, or the newest that is whole.
+"""Choose the marker to read (the requested one, or the newest intact one) and where to read it from.
 
-``find`` chooses for a restore, for the planner and for a spare that begins. Whoever knows the marker (an export,
-``verify``, a follower, a spare that goes on) asks ``locate`` alone, and then the route.
+:func:`find` chooses for a restore, for the planner and for a spare at its start. A caller that knows the marker (an
+export, ``verify``, a follower, a spare that continues) calls ``locate`` only, and then checks the route.
 
-What one restore has found to be damaged: what is read around, what is read elsewhere, what is passed over.
+:class:`Damaged` records the damage that one restore has found: segments to read around, markers to read elsewhere, and
+markers to skip.
 """
 
 from __future__ import annotations
@@ -42,53 +43,54 @@ MAX_FALLBACK = 3
 
 
 class Damaged:
-    """What was found while markers were looked for and read. What is passed over is known on rank 0 alone.
+    """Damage that was found while markers were searched and read. Only rank 0 knows the markers that were skipped.
 
     Args:
-        most: How many markers may be passed over.
+        most: Maximum number of markers that may be skipped.
     """
 
     def __init__(self, most: int = MAX_FALLBACK) -> None:
         self._most = most
         self._errors: dict[MarkerId, CorruptionError] = {}
-        """Markers that a restore without a name has passed over: damaged wherever they could be read."""
+        """Markers that a restore without a named marker has skipped, because they are damaged in every place."""
         self._segments: dict[bool, dict[str, CorruptionError]] = {False: {}, True: {}}
-        """Segments of the inner tier's store and of the outer one's, by name: both have the same names."""
+        """Damaged segments by name, for the inner store (False) and the outer one (True), which have the same names."""
         self.places: dict[tuple[MarkerId, Place], CorruptionError] = {}
-        """Where a marker turned out to be damaged while it was read."""
+        """Markers and places for which damage was found while the marker was read."""
 
     def anew(self) -> Damaged:
-        """For the next restore: what was damaged may be whole again, a materializer repairs it under the same name."""
+        """Return an empty record for the next restore; a materializer may have repaired objects under the same name."""
         return Damaged(self._most)
 
     @property
     def passed(self) -> tuple[MarkerId, ...]:
-        """The markers that were passed over, newest first."""
+        """Markers that were skipped, newest first."""
         return tuple(self._errors)
 
     def segments(self, place: Place) -> Mapping[str, CorruptionError]:
-        """Return the segments, by name, that are read around in the store of a place."""
+        """Return the damaged segments, by name, to read around in the store of a place."""
         return self._segments[place.reads_outer_store]
 
     def forget(self, passed: Container[MarkerId]) -> None:
-        """Take back what was passed over, but for these."""
+        """Forget all skipped markers except these."""
         self._errors = {marker: error for marker, error in self._errors.items() if marker in passed}
 
     @property
     def said(self) -> tuple[str, ...]:
-        """Each marker with its reason."""
+        """Skipped markers, each with its reason."""
         return tuple(f"{marker}: {error.headline}" for marker, error in self._errors.items())
 
     def elsewhere(self, route: Route, error: CorruptionError, *, may_pass: bool = False) -> None:
-        """Note that a marker is damaged where it was read: the next look reads around that, or elsewhere.
+        """Record that a marker is damaged where it was read, so that the next search reads around the damage or
+        elsewhere.
 
         Args:
-            route: To the marker.
-            error: What is damaged.
-            may_pass: Whether an older marker will do.
+            route: Route to the marker.
+            error: Error that describes the damage.
+            may_pass: Whether an older marker is acceptable.
 
         Raises:
-            CorruptionError: ``error`` itself, where no other place has the rows.
+            CorruptionError: ``error`` itself, if no other place has the rows.
         """
         name, place = route.segment_of(error), (route.marker, route.place)
         if name is not None and name not in self.segments(route.place):
@@ -100,10 +102,10 @@ class Damaged:
             raise error
 
     def over(self, marker: MarkerId, error: CorruptionError) -> None:
-        """Note that ``marker`` cannot be restored.
+        """Record that ``marker`` cannot be restored.
 
         Raises:
-            CorruptionError: no further marker may be passed over.
+            CorruptionError: no further marker may be skipped.
         """
         self._errors[marker] = error
         if len(self._errors) > self._most:
@@ -111,7 +113,7 @@ class Damaged:
         log.warning("marker %s is damaged, falling back to the one before: %s", marker, error.headline)
 
     def exhausted(self) -> CorruptionError:
-        """Return an error that says what is wrong with the newest one, and with which older ones."""
+        """Return an error with the damage of the newest skipped marker, and of the older ones."""
         (newest, error), *others = self._errors.items()
         older = {"older": "; ".join(f"{marker}: {each.message}" for marker, each in others)} if others else {}
         hint = "bring back what is missing; stream-ckpt verify --all tells which markers are whole: restore one by name"
@@ -123,22 +125,22 @@ class Damaged:
 log = logging.getLogger(__name__)
 
 LOOKS = 3
-"""How often a job is looked at whose markers go while it is looked at."""
+"""Number of attempts if markers of the job are deleted during the search."""
 _ELSEWHERE = (CorruptionError, TrimmedError, MarkerNotFoundError, LogUnavailableError, StoreUnavailableError)
 
 OpenHead = Callable[[bytes], HeadState | None]
-"""What the HEAD on this host holds of a job, if anything."""
+"""Opens the HEAD of a job on this host; returns None if there is none."""
 CheckDense = Callable[[Job, Commit], None]
-"""Compares the dense state of a marker, which lies in the store of this job; raises as :func:`verify_dense_state`."""
+"""Compares the dense state of a marker in the store of this job; raises as :func:`verify_dense_state`."""
 
 
 def no_head(_: bytes) -> HeadState | None:
-    """Return None: for readers that use no HEAD."""
+    """Return None, for readers that use no HEAD."""
     return None
 
 
 def verify_all(job: Job, commit: Commit) -> None:
-    """Compare every byte of a marker's dense state: for those who will load all of it."""
+    """Compare every byte of a marker's dense state, for readers that will load all of it."""
     verify_dense_state(job.dense, commit)
 
 
@@ -149,27 +151,29 @@ def find(
     damaged: Damaged | None = None,
     check_dense: CheckDense = verify_all,
 ) -> Route | None:
-    """(rank 0) Find ``marker``, or the newest one that is whole as far as dense state, names and directories tell.
+    """(rank 0) Find ``marker``, or the newest one that is intact, judging by dense state, names and directories.
 
-    Of a job with tiers, on the nearest one that has it. What is given up or trimmed meanwhile is looked for again.
+    In a job with tiers, the nearest tier that has the marker is used. If markers are given up or the log is trimmed
+    during the search, it is repeated.
 
     Args:
-        job: Its log, or both of its logs.
-        marker: Which one; None for the newest.
-        head: What HEAD holds.
-        damaged: What was found out so far; what is passed over now is added.
-        check_dense: What is compared of the dense state before a marker is chosen.
+        job: The job's log, or both of its logs.
+        marker: The marker; None for the newest.
+        head: Opens HEAD.
+        damaged: Known damage; markers that are skipped now are added.
+        check_dense: Compares the dense state before a marker is chosen.
 
     Returns:
-        None when nothing was ever committed.
+        The route; None if no marker was ever committed.
 
     Raises:
-        MarkerNotFoundError: ``marker`` was never committed, or given up; without it: all were given up.
-        ConfigError: the dense state lies in another store than this one.
-        CorruptionError: the marker is damaged wherever it is, or too many newer ones are, or the log is lost.
-        LogUnavailableError, StoreUnavailableError: one does not answer that might have it.
-        TrimmedError: the log was trimmed, and the marker needs what is gone.
-        UnsupportedError: the store is of a newer format.
+        MarkerNotFoundError: ``marker`` was never committed, or was given up; or no marker is named, and all were given
+            up.
+        ConfigError: the dense state is in another store.
+        CorruptionError: the marker is damaged in every place, or too many newer ones are damaged, or the log is lost.
+        LogUnavailableError, StoreUnavailableError: a log or store that may have the marker does not answer.
+        TrimmedError: the log was trimmed, and the marker needs the trimmed part.
+        UnsupportedError: the store has a newer format.
     """
     damaged = Damaged() if damaged is None else damaged
     before = damaged.passed
@@ -196,14 +200,14 @@ def find(
 
 
 def _see_nothing_is_lost(outer: Job, marker: MarkerId | None) -> None:
-    """No generation was ever claimed."""
+    """Check that a log without generations was not lost; raises MarkerNotFoundError if a marker is named."""
     check_whole(outer.log, outer.control, parse_uri(outer.uri), outer.objects)
     if marker is not None:
         raise MarkerNotFoundError("there is no log", hint="check the URI, or start the job first", uri=outer.uri)
 
 
 def _say_what_is_lost(inner: Job, outer: Job, state: TierState) -> None:
-    """Never in silence: markers that only the inner tier had, or has and does not offer."""
+    """Log markers that only the inner tier had, or that only it has and that are not offered."""
     if not state.outer.commits:
         return
     if not state.inner.claims:
@@ -232,7 +236,7 @@ def _say_what_is_lost(inner: Job, outer: Job, state: TierState) -> None:
 
 
 def _gone(state: TierState) -> tuple[int, ...]:
-    """Return numbers that grow when anything is given up or trimmed."""
+    """Return counters that grow if anything is given up or trimmed."""
     return tuple(len(said) for each in (state.inner, state.outer) for said in (each.trims, each.given_up))
 
 
@@ -241,7 +245,7 @@ def verify_dense_state(dense: DenseStore, commit: Commit, check: Callable[[Commi
 
     Raises:
         CorruptionError: a file is missing or altered.
-        ConfigError: one is missing, and the COMMIT names another store than this one.
+        ConfigError: a file is missing, and the COMMIT names another store.
         StoreUnavailableError: the store does not answer.
     """
     try:
@@ -258,13 +262,13 @@ def verify_dense_state(dense: DenseStore, commit: Commit, check: Callable[[Commi
 
 
 class Search:
-    """A job as it was read once, and what its stores hold.
+    """Search in one snapshot of a job's logs, with the contents of its stores.
 
     Args:
-        state: What its logs say.
-        job: Its log, or both of its logs.
-        head: What HEAD holds.
-        damaged, check_dense: As of :func:`find`.
+        state: Control partitions of its logs.
+        job: The job's log, or both of its logs.
+        head: Opens HEAD.
+        damaged, check_dense: Same as in :func:`find`.
     """
 
     def __init__(
@@ -281,11 +285,11 @@ class Search:
         self._check_dense = check_dense
         self._damaged = Damaged() if damaged is None else damaged
         self._catalogs: dict[str, Catalog | None] = {}
-        """Of the stores that were asked."""
+        """Catalogs of the stores that were read, by URL."""
         self._gone = _gone(state)
 
     def choose(self, marker: MarkerId | None) -> Route | None:
-        """As :func:`find`, of what was read."""
+        """Find a marker like :func:`find`, in this snapshot."""
         state, damaged = self._state, self._damaged
         if marker is not None:
             return self._anywhere(marker, named=True)
@@ -302,8 +306,8 @@ class Search:
         return None
 
     def is_stale(self) -> bool:
-        """Return whether anything was given up or trimmed since: what was not whole may be so elsewhere."""
-        with suppress(StreamCkptError):  # what was found is what is said
+        """Return whether anything was given up or trimmed since: an incomplete marker may be complete elsewhere."""
+        with suppress(StreamCkptError):  # the error of the search itself is raised, not this one
             catalogs = (each for each in self._catalogs.values() if each is not None)
             return _gone(TierState.read(self._job)) != self._gone or any(
                 Catalog.load(each.objects, each.job).dropped != each.dropped for each in catalogs
@@ -311,7 +315,7 @@ class Search:
         return False
 
     def _anywhere(self, marker: MarkerId, *, named: bool) -> Route | None:
-        """The marker from the best place that has it whole; None: it is passed over, and was not asked for by name."""
+        """Return the route from the best place that has the marker intact. None if an unnamed marker is skipped."""
         failures: list[StreamCkptError] = []
         for place in self._state.places(marker):
             try:
@@ -330,7 +334,7 @@ class Search:
         return None
 
     def _at(self, marker: MarkerId, place: Place) -> Route:
-        """The marker from one place."""
+        """Return the route to a marker from one place."""
         lineage, data = self._state.lineage(place), place.log(self._job)
         commit, catalog = lineage.find(marker), self._catalog(lineage, place)
         if catalog is not None and catalog.is_dropped(commit):
@@ -349,10 +353,10 @@ class Search:
             if catalog is None or not ends_early(catalog, route):
                 raise
             damage = damage_of(catalog, lineage, marker, damaged)
-            raise damage or error from None  # that of the store comes first: without it the log would not be asked
+            raise damage or error from None  # the store's error takes precedence: without it the log would not be read
 
     def _take_back(self, place: Place, job: bytes, errors: list[CorruptionError]) -> None:
-        """Nobody is to delete other copies in favor of what is damaged."""
+        """Withdraw verifications of damaged objects, so that no process deletes other copies in favor of them."""
         if errors:
             take_back_if_possible(place.objects(self._job), job, errors)
 
@@ -364,12 +368,12 @@ class Search:
         return catalog.upto(place.outer_upto) if catalog is not None and place.outer_upto else catalog
 
     def _pass_over(self, marker: MarkerId, failures: list[StreamCkptError]) -> None:
-        """Only proved damage leads to an older marker; one that was given up is none that was offered.
+        """Skip a marker that was given up or is proved to be damaged; raise for any other failure.
 
         Raises:
-            LogUnavailableError, StoreUnavailableError, TrimmedError: whether the marker is whole is unknown.
-            OtherLogError: no older one can be read either.
-            CorruptionError: too many are damaged.
+            LogUnavailableError, StoreUnavailableError, TrimmedError: it is unknown whether the marker is intact.
+            OtherLogError: no older marker can be read either.
+            CorruptionError: too many markers are damaged.
         """
         for error in failures:
             if isinstance(error, (LogUnavailableError, StoreUnavailableError)):
@@ -385,7 +389,7 @@ class Search:
 
     def _not_there(self, marker: MarkerId, failures: list[StreamCkptError]) -> StreamCkptError:
         if marker in self._state.outer.commits:
-            return failures[-1]  # of the outer tier
+            return failures[-1]  # the error of the outer tier
         if failures:
             return type(failures[0])(
                 f"only the inner tier has marker {marker}, and not whole: {failures[0].message}",

@@ -1,4 +1,4 @@
-"""What a store holds whole of each marker, as far as names and lengths tell. Of the rows, nothing is read."""
+"""List what a store holds completely of each marker, judging by names and lengths. Reads no rows."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from torchrec_stream_ckpt.util.types import MarkerId
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a restore of one marker would find."""
+    """Contents of the store that a restore of one marker would find."""
 
     marker: MarkerId
     pieces: tuple[Piece, ...]
-    """What it would read; empty when the store has nothing of it."""
+    """Pieces that the restore would read; empty if the store has none."""
     damage: str = ""
-    """What of the pieces is gone, short or altered; empty when nothing is."""
+    """The first object of the pieces that is missing, short or altered; empty if there is none."""
     dense: str = ""
-    """What is wrong with the dense state in the store; empty when nothing is."""
+    """Problem with the dense state in the store; empty if there is none."""
 
     @property
     def reach(self) -> MarkerId | None:
-        """The marker up to which the store serves the rows."""
+        """Marker up to which the store has the rows; None if it has none, or the pieces are damaged."""
         return self.pieces[-1].end if self.pieces and not self.damage else None
 
     @property
     def problem(self) -> str:
-        """Why the store alone is not enough; empty when it is."""
+        """Reason why the store alone is not enough; empty if it is."""
         if self.damage:
             return self.damage
         if self.reach != self.marker:
@@ -54,16 +54,16 @@ class Holding:
 
 @dataclass(slots=True)
 class Holdings:
-    """A job's catalog, and how long each of its objects is."""
+    """Catalog of a job, with the length of each of its objects."""
 
     catalog: Catalog
     lineage: Lineage
     sizes: Mapping[str, int]
-    """Length of each object, by name, as of one listing."""
+    """Length of each object in bytes, by name, as of one listing."""
     strides: Strides = field(init=False)
     _folders: dict[str, dict[str, int]] = field(default_factory=dict)
     _damages: dict[Stride, str] = field(default_factory=dict)
-    """What is wrong with each; of a marker with itself: with what it needs besides rows."""
+    """Damage of each stride, empty if there is none. A stride from a marker to itself is for its data besides rows."""
 
     def __post_init__(self) -> None:
         self.strides = Strides(self.lineage, self.catalog)
@@ -75,16 +75,16 @@ class Holdings:
         Raises:
             StoreUnavailableError: the store does not answer, or does not accept our login.
         """
-        catalog = Catalog.load(objects, lineage.job)  # first: what it names has been written before it
+        catalog = Catalog.load(objects, lineage.job)  # first: the objects that it names were written before it
         kinds = (SEGMENTS_DIR, DENSE_DIR, MANIFESTS_DIR, FOLDS_DIR, VERDICTS_DIR)
         entries = (entry for kind in kinds for entry in objects.list(f"{kind}/{lineage.job.hex()}/"))
         return cls(catalog, lineage, {entry.name: entry.num_bytes for entry in entries})
 
     def look(self, marker: MarkerId) -> Holding:
-        """Look for what the store has of one committed marker.
+        """Return what the store has of one committed marker.
 
         Raises:
-            MarkerNotFoundError: it is not committed.
+            MarkerNotFoundError: the marker is not committed.
             StoreUnavailableError: the store does not answer.
         """
         commit = self.lineage.find(marker)
@@ -97,20 +97,20 @@ class Holdings:
         return Holding(marker, pieces, damage, self._dense(commit))
 
     def assuming(self, spans: Iterable[Stride]) -> Holdings:
-        """Return the holdings as they will be once these folds are written."""
+        """Return the holdings as they will be after these folds are written."""
         made = Holdings(self.catalog.assuming(spans), self.lineage, self.sizes)
         made._damages.update(self._damages)
         return made
 
     def needed_by(self, marker: MarkerId) -> list[Stride]:
-        """List the strides that a restore of a marker reads; raises as :meth:`look`."""
+        """List the strides that a restore of a marker reads. Raises as :meth:`look`."""
         return [*((piece.start, piece.end) for piece in self.look(marker).pieces), (marker, marker)]
 
     def apart_from(self, damaged: Mapping[Stride, str]) -> Holdings:
-        """The same without folds that were found damaged; the way of a marker that needs a damaged interval has damage.
+        """Return the holdings without damaged folds. A marker that needs a damaged interval is reported as damaged.
 
         Args:
-            damaged: What was found, each with the reason.
+            damaged: Damaged strides, each with the reason.
         """
         folds, known = frozenset(damaged.keys() & self.catalog.folds), {**self._damages, **damaged}
         made = Holdings(replace(self.catalog, folds=self.catalog.folds - folds), self.lineage, self.sizes)
@@ -118,9 +118,9 @@ class Holdings:
         return made
 
     def damage(self, cover: Sequence[Piece]) -> str:
-        """The first segment of a cover that is not there as it was written; empty when all are."""
+        """Describe the first segment of a cover that is missing or has another length; empty if there is none."""
         parts = [((piece.start, piece.end), piece.segments) for piece in cover]
-        # Whatever piece leads there: the notes in the segments of its own interval say what each rank held.
+        # Needed with any last piece: notes in the segments of the marker's own interval list the shards of each rank.
         ends = (piece.end for piece in cover[-1:])
         parts += [((each, each), self.catalog.check(self.lineage.find(each)).refs) for each in ends]
         for key, refs in parts:

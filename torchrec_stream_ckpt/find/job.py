@@ -1,4 +1,4 @@
-"""A job as one process reads or writes it: its log, control partition, store and dense state, opened in one place."""
+"""Open a job for reading or writing: its log, control partition, store and dense state."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from torchrec_stream_ckpt.util.uris import FileUri, check_store_url, parse_uri
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """One log of a job, and what belongs to it. Stores are opened when they are first asked for, each once."""
+    """One log of a job, with its control partition and stores. Each store is opened once, on first use."""
 
     uri: str
     log: Log
     control: Control
     store: str | None = None
-    """The store that the caller has named, and so vouches for; None: the job says where it is."""
+    """Store that the caller has named, and so vouches for; None to use the store that the job names."""
     store_options: Options = None
     key_file: Path | str | None = None
-    """The commit key."""
+    """File with the commit key."""
     opened: dict[str, Objects] = field(default_factory=dict)
-    """Stores by URL."""
+    """Open stores, by URL."""
     _dense: dict[str, DenseStore] = field(default_factory=dict)
 
     @staticmethod
@@ -50,14 +50,15 @@ class Job:
         serving: bool = False,
         glance: bool = False,
     ) -> Job:
-        """Open a log for reading; touches nothing but the commit key.
+        """Open a log for reading. Accesses only the file of the commit key.
 
         Args:
-            uri: Of the log.
-            store: Its store; None: where the job keeps it.
-            store_options, kafka_options, commit_key_file: As of ``StreamConfig``; a store in a folder takes no options.
-            serving: Take a serving stream, too.
-            glance: Leave the fields of a COMMIT to whoever opens it: for a look at few markers of many.
+            uri: URI of the log.
+            store: URL of its store; None for the store that the job names.
+            store_options, kafka_options, commit_key_file: Same as in ``StreamConfig``; a store in a directory takes no
+                options.
+            serving: Also accept a serving stream.
+            glance: Parse the fields of a COMMIT only on access, for a reader of few markers out of many.
         """
         log = open_log(uri, kafka_options)
         try:
@@ -71,42 +72,42 @@ class Job:
 
     @property
     def outer(self) -> Job:
-        """The log that decides: this one. A job with two logs is opened as ``Tiers``, and read the same way."""
+        """The log that decides, which is this one. A job with two logs is opened as ``Tiers`` and read the same way."""
         return self
 
     @property
     def inner(self) -> Job | None:
-        """The log near the trainer: there is none."""
+        """The log near the trainer; None for a job with one log."""
         return None
 
     @property
     def lineage(self) -> Lineage:
-        """The control partition as it was read last."""
+        """Lineage from the last read of the control partition."""
         return self.control.lineage
 
     # Where the store is.
 
     def store_url_of(self, commit: Commit | None) -> str:
-        """URL of the store: as the caller has named it, else where the job kept this marker.
+        """Return the URL of the store that the caller has named, otherwise of the store where the job kept this marker.
 
         Raises:
-            ConfigError: no setting and no COMMIT says where.
+            ConfigError: neither a setting nor a COMMIT names the store.
         """
         return self.store or kept_store(self.uri, commit)
 
     def says_where(self, commit: Commit | None) -> bool:
-        """Return whether anybody says where the store is."""
+        """Return whether a setting, the COMMIT or the URI determines the store."""
         return bool(self.store or (commit is not None and commit.store) or _inside(self.uri))
 
     def objects_of(self, commit: Commit | None) -> Objects:
-        """The store of a marker, which may hold no rows; raises as :meth:`store_url_of`."""
+        """Return the store of a marker, which may hold no rows. Raises as :meth:`store_url_of`."""
         url = self.store_url_of(commit)
         if url not in self.opened:
             self.opened[url] = open_store(url, options_of(url, self.store_options))
         return self.opened[url]
 
     def dense_of(self, commit: Commit | None) -> DenseStore:
-        """The dense state in the store of a marker; raises as :meth:`store_url_of`."""
+        """Return the dense state in the store of a marker. Raises as :meth:`store_url_of`."""
         url = self.store_url_of(commit)
         if url not in self._dense:
             self._dense[url] = dense_in(self.objects_of(commit))
@@ -114,18 +115,18 @@ class Job:
 
     @property
     def objects(self) -> Objects:
-        """The store that a restore looks into; raises as :meth:`store_url_of`."""
+        """Store that a restore reads. Raises as :meth:`store_url_of`."""
         return self.objects_of(self.lineage.newest if not self.store else None)
 
     @property
     def dense(self) -> DenseStore:
-        """The dense state in that store."""
+        """Dense state in the store that a restore reads."""
         return self.dense_of(self.lineage.newest if not self.store else None)
 
     def check_vouched(self, commit: Commit) -> None:
-        """See that a setting or a key vouches for the place of a marker's dense files, which are pickles.
+        """Check that a setting or a key vouches for the place of a marker's dense files, which are pickles.
 
-        A place that only the log has named is not opened: whoever may write a log may write anything there.
+        A place that only the log names is not opened, because a writer of the log could name any place.
 
         Raises:
             ConfigError: neither the caller nor the commit key vouches for it.
@@ -138,10 +139,11 @@ class Job:
             )
 
     def dense_folder(self, commit: Commit) -> Path:
-        """A folder with a marker's dense files, their digests compared; it goes when the job is closed.
+        """Return a directory with a marker's dense files, whose digests were compared. It is deleted when the job is
+        closed.
 
         Raises:
-            ConfigError: as :meth:`check_vouched` and :meth:`store_url_of`.
+            ConfigError: as in :meth:`check_vouched` and :meth:`store_url_of`.
             CorruptionError: a file is missing or altered.
             StoreUnavailableError: the store does not answer.
         """
@@ -153,11 +155,12 @@ class Job:
     # The control partition.
 
     def find(self, marker: str | None) -> Commit:
-        """The commit of ``GENERATION:MARKER``; the newest one for None and ``latest``; the best for ``best:auc:max``.
+        """Return the COMMIT of ``GENERATION:MARKER``, of the newest marker for None or ``latest``, or of
+        ``best:auc:max``.
 
         Raises:
-            MarkerNotFoundError: nothing of that name was committed.
-            ConfigError: it is no name of a marker, or no marker has such a value.
+            MarkerNotFoundError: no such marker was committed.
+            ConfigError: the text does not name a marker, or no marker has such a value.
         """
         if marker is not None and marker.startswith(PREFIX):
             return self.lineage.find(best_of(self.offered(), Best.parse(marker.removeprefix(PREFIX))))
@@ -172,7 +175,7 @@ class Job:
         """Return the metadata of each marker that was not given up, oldest first.
 
         Raises:
-            StoreUnavailableError: the store does not answer: it says what was given up.
+            StoreUnavailableError: the store does not answer; it holds the list of markers that were given up.
         """
         dropped: frozenset[MarkerId] = frozenset()
         if self.lineage.newest is not None and self.says_where(self.lineage.newest) and check_store(self.objects):
@@ -180,20 +183,20 @@ class Job:
         return said_of(self.lineage, dropped)
 
     def lost_tail(self) -> CorruptionError | None:
-        """Compare the log with the second copy of its control records; returns the error if its end was lost.
+        """Compare the log with the second copy of its control records. Returns the error if its end was lost.
 
         Raises:
-            ConfigError: no setting and no COMMIT says where the store is.
-            StoreUnavailableError: it does not answer.
+            ConfigError: neither a setting nor a COMMIT names the store.
+            StoreUnavailableError: the store does not answer.
         """
         return self.control.lost_tail((self.objects, self.uri))
 
     def copying(self, objects: Objects) -> Control:
-        """The control partition for those who append to it: what they append is kept in a store a second time."""
+        """Return the control partition for a writer; a second copy of all appended records is kept in the store."""
         return Control(self.log, self.key_file, copies=(objects, self.uri))
 
     def preflight(self) -> None:
-        """See that log and store answer, and accept our login."""
+        """Check that log and store answer, and accept our login."""
         self.dense.preflight()
         self.log.preflight()
 
@@ -208,25 +211,25 @@ class Job:
 
 @dataclass(slots=True, kw_only=True)
 class Tier(Job):
-    """A log and a store that a trainer writes to: those of the job, or of one of its two tiers."""
+    """Log and store that a trainer writes to: those of the job, or of one of its two tiers."""
 
     config: StreamConfig
-    """The job's, as if this log were the only one."""
+    """Configuration of the job as if this log were the only one."""
 
     @property
     def store_url(self) -> str:
-        """What COMMITs of this log say of the store; empty: it is inside the log."""
+        """URL of the store in COMMITs of this log; empty if it is inside the log."""
         return self.config.store_url if self.config.store else ""
 
 
 def open_tier(config: StreamConfig, *, signs: bool = True, spare: bool = False, copies: bool = True) -> Tier:
-    """Open a log and its store; touches nothing but the commit key.
+    """Open a log and its store. Accesses only the file of the commit key.
 
     Args:
         config: Settings of a job with one log, or of one of two tiers.
-        signs: Whether the commit key is read.
-        spare: Hold few COMMITs in memory: for a trainer with one log, which never goes through all of them.
-        copies: Keep control records a second time, in the store. False: for those who write nothing.
+        signs: Read the commit key.
+        spare: Hold few COMMITs in memory, for a trainer with one log, which never iterates over all of them.
+        copies: Keep a second copy of control records in the store; false for readers.
     """
     uri, key_file = str(parse_uri(config.uris[-1])), config.commit_key_file if signs else None
     with ExitStack() as undo:
@@ -249,10 +252,10 @@ def open_tier(config: StreamConfig, *, signs: bool = True, spare: bool = False, 
 
 
 def kept_store(uri: str, commit: Commit | None) -> str:
-    """URL of the store in which a job kept a marker: what its COMMIT says, else inside the file log.
+    """Return the URL of the store in which a job kept a marker: from its COMMIT, otherwise inside the file log.
 
     Raises:
-        ConfigError: the COMMIT does not say it, and the log is no file log.
+        ConfigError: the COMMIT does not name it, and the log is not a file log.
     """
     url = (commit.store if commit is not None else "") or _inside(uri)
     if url is None:
@@ -265,11 +268,11 @@ def kept_store(uri: str, commit: Commit | None) -> str:
 
 @cache
 def _inside(uri: str) -> str | None:
-    """The store inside a file log, None where there is none; asked for each marker."""
+    """Return the store inside a file log; None for another log. Cached, because it is needed for each marker."""
     parsed = parse_uri(uri)
     return str(parsed) if isinstance(parsed, FileUri) else None
 
 
 def options_of(url: str, store_options: Options) -> Options:
-    """The options for the store at ``url``: they are for object stores, a folder has none."""
+    """Return the options for the store at ``url``. Only object stores have options; for a directory, returns None."""
     return None if check_store_url(url).folder is not None else store_options

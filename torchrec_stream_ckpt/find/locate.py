@@ -1,4 +1,4 @@
-"""Where the bytes of a marker are: in HEAD, the store and the log. Reads around damage in the store."""
+"""Locate the bytes of a marker in HEAD, the store and the log, and read around damage in the store."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from torchrec_stream_ckpt.store.summaries import by_summaries
 from torchrec_stream_ckpt.util.types import MarkerId
 
 _READERS = 128
-"""Manifests and directories that are read at once: small objects, each of which costs a round trip."""
+"""Number of manifests and directories to read in parallel: small objects, each of which costs a round trip."""
 _FEW = 64
-"""The same where summaries have most of them."""
+"""Number of parallel reads if summaries have most of them."""
 NONE: Mapping[str, CorruptionError] = MappingProxyType({})
 
 log = logging.getLogger(__name__)
 
 
 def load_catalog(objects: Objects | None, lineage: Lineage) -> Catalog | None:
-    """The store's contents of the job; None if the job has written nothing there.
+    """Load the catalog of a job from its store. Returns None if the job has written nothing there.
 
     Raises:
         StoreUnavailableError: it does not answer.
-        UnsupportedError: it is of a newer format.
+        UnsupportedError: the store has a newer format.
     """
     if objects is None or not lineage.claims or not check_store(objects):
         return None
@@ -45,7 +45,7 @@ def load_catalog(objects: Objects | None, lineage: Lineage) -> Catalog | None:
 
 
 def warm(head: HeadState | None, lineage: Lineage, marker: MarkerId) -> HeadState | None:
-    """``head``, if it holds a marker on the path to ``marker``, the very one that the log knows."""
+    """Return ``head`` if its marker is on the path to ``marker`` and is the same as in the log, otherwise None."""
     if head is None:
         return None
     if head.commit not in lineage.chain(marker):
@@ -71,26 +71,26 @@ def locate(
     told: Callable[[CorruptionError], None] = lambda _: None,
     summaries: bool = True,
 ) -> Route:
-    """Where the bytes of ``marker`` are: what HEAD and the store give, as far as their directories tell, and that the
-    log has to give the rest. Whether the log has it, :meth:`Route.check` says.
+    """Locate the bytes of ``marker``: in HEAD and the store, judging by their directories, and the rest in the log.
 
-    What is damaged in the store is left out, with a warning: of a damaged fold the pieces that it was made of are read,
-    and the store ends before an interval that is damaged, for the log may still have it. A HEAD is left out where the
-    store alone leads further.
+    :meth:`Route.check` tells whether the log has the rest. Damaged objects in the store are not used, and a warning is
+    logged. For a damaged fold, the pieces that it was made of are read instead. If an interval is damaged, the route
+    uses the store only up to it, because the log may still have the interval. HEAD is not used if the store alone leads
+    further.
 
     Args:
         lineage: The control partition.
         marker: A committed marker.
-        catalog: What the store holds; None for nothing.
-        since: A marker on the path that the reader has: only what is newer comes from the store.
-        head: A HEAD on the path: the same.
+        catalog: Catalog of the store; None if there is nothing in it.
+        since: A marker on the path that the reader has; only newer rows come from the store.
+        head: A HEAD on the path; likewise, only newer rows come from the store.
         damaged: Segments of the store that are known to be damaged.
-        told: Called with the first thing on the way that is damaged, if it is read around.
-        summaries: Take from summaries what they hold of manifests and directories; once anything is found to be
-            damaged, all is read from the objects.
+        told: Called with the error of the first damaged object on the path, if the route avoids it.
+        summaries: Use summaries of manifests and directories. After any damage is found, everything is read from the
+            objects.
 
     Raises:
-        MarkerNotFoundError: ``marker`` was never committed, or given up.
+        MarkerNotFoundError: ``marker`` was never committed, or was given up.
         StoreUnavailableError: it does not answer.
     """
     cold = Route(lineage, lineage.find(marker), since)
@@ -117,12 +117,16 @@ def locate(
 def damage_of(
     catalog: Catalog | None, lineage: Lineage, marker: MarkerId, damaged: Mapping[str, CorruptionError] = NONE
 ) -> CorruptionError | None:
-    """Why the store does not serve a marker that it should, as far as directories tell and is known."""
+    """Return the damage because of which the store cannot serve a marker, judging by directories; None if there is
+    none.
+
+    ``damaged`` adds damage that is already known.
+    """
     return _with_store(catalog, Route(lineage, lineage.find(marker)), damaged)[1] if catalog is not None else None
 
 
 def _by_summaries(catalog: Catalog, route: Route, wanted: bool) -> Route | None:
-    """As :func:`_with_store`, with what summaries hold; None where they hold too little, or anything does not fit."""
+    """Run :func:`_with_store` on summaries; returns None if they are incomplete or inconsistent."""
     if not wanted:
         return None
     with ThreadPoolExecutor(_FEW) as pool:
@@ -142,7 +146,7 @@ def _around_damage(
     damaged: Mapping[str, CorruptionError],
     told: Callable[[CorruptionError], None],
 ) -> Route:
-    """As :func:`_with_store`, but around what is damaged, as far along the path as that leads."""
+    """Run :func:`_with_store`, but avoid damaged objects, and go as far along the path as is possible without them."""
     found, error = _with_store(catalog, route, damaged)
     if error is None:
         return found
@@ -161,7 +165,7 @@ def _around_damage(
 def _with_store(
     catalog: Catalog, route: Route, damaged: Mapping[str, CorruptionError], readers: int = _READERS
 ) -> tuple[Route, CorruptionError | None]:
-    """(``route`` with the store's pieces after those of the reader or HEAD, why they cannot be read)."""
+    """Return (``route`` with the store's pieces after the rows of the reader or HEAD, why they cannot be read)."""
     try:
         tail = _tail(route)
         with ThreadPoolExecutor(readers) as pool:
@@ -180,16 +184,16 @@ def _with_store(
 def instead_of_log(
     error: StreamCkptError, catalog: Catalog | None, route: Route, damaged: Mapping[str, CorruptionError] = NONE
 ) -> StreamCkptError:
-    """The error to raise where the log does not give what ``route`` asks of it.
+    """Return the error to raise if the log does not have the rows that ``route`` needs.
 
     Args:
-        error: Why the log does not.
-        catalog: What the store holds.
-        route: As :func:`locate` has found it.
-        damaged: Segments of the store that are known to be damaged, the newest find last.
+        error: The error of the log.
+        catalog: Catalog of the store.
+        route: The route from :func:`locate`.
+        damaged: Segments of the store that are known to be damaged, in the order in which they were found.
 
     Returns:
-        What is damaged in the store, if the log is asked only because of that; otherwise ``error``.
+        The damage in the store, if that is the only reason to read the log; otherwise ``error``.
     """
     if catalog is None or not ends_early(catalog, route):
         return error
@@ -199,7 +203,7 @@ def instead_of_log(
 
 
 def ends_early(catalog: Catalog, route: Route) -> bool:
-    """Return whether the store gives less of a route than its names say: what is damaged there has no other way."""
+    """Return whether the store gives less of a route than its object names promise, due to unavoidable damage."""
     cold = Route(route.lineage, route.commit, route.since)
     tail = _tail(cold)
     strides = catalog.strides(tail, cold.reach)
@@ -208,12 +212,12 @@ def ends_early(catalog: Catalog, route: Route) -> bool:
 
 
 def lost(error: CorruptionError, marker: MarkerId, elsewhere: StreamCkptError | None = None) -> CorruptionError:
-    """``error``, about an object of the store of whose rows nothing else leads to ``marker``, with what to do.
+    """Return ``error`` with a hint; it is about an object of the store whose rows ``marker`` can get nowhere else.
 
     Args:
-        error: What reading has raised.
-        marker: What needs the rows.
-        elsewhere: Why the other way to them leads nowhere.
+        error: The error that a read raised.
+        marker: The marker that needs the rows.
+        elsewhere: The error of the other source of the rows.
     """
     hint = error.hint or "bring this object back from a copy, or restore another marker: stream-ckpt verify --all URI"
     where = {"marker": str(marker), **error.where} | ({"elsewhere": elsewhere.message} if elsewhere else {})
@@ -221,13 +225,13 @@ def lost(error: CorruptionError, marker: MarkerId, elsewhere: StreamCkptError | 
 
 
 def _intact(catalog: Catalog, route: Route, damaged: Mapping[str, CorruptionError]) -> Catalog:
-    """``catalog`` without what is damaged on the way to a marker: folds, and intervals with their markers.
+    """Return ``catalog`` without damaged objects on the path to a marker: folds, and intervals with their markers.
 
-    Only pieces that are read are looked at: where one is damaged, those that lead around it come next.
+    Only pieces that would be read are checked. If one is damaged, the pieces that avoid it are checked next.
     """
     tail, since, whole = _tail(route), route.reach, set[str]()
     commits = {commit.id: commit for commit in tail}
-    with ThreadPoolExecutor(_READERS) as pool:  # a store may take its time for each of them
+    with ThreadPoolExecutor(_READERS) as pool:  # each check may be slow
         while True:
             strides = catalog.strides(tail, since)
             reach = next(
@@ -247,18 +251,18 @@ def _intact(catalog: Catalog, route: Route, damaged: Mapping[str, CorruptionErro
 
 
 def _tail(route: Route) -> list[Commit]:
-    """The pieces on the way to a marker after those that HEAD or the reader has."""
+    """Return the COMMITs on the path to a marker after those that HEAD or the reader has."""
     chain, reach = route.lineage.chain(route.marker), route.reach
     return chain[[commit.id for commit in chain].index(reach) + 1 :] if reach is not None else chain
 
 
 def _refs_of(catalog: Catalog, start: MarkerId | None, end: Commit) -> Sequence[SegmentRef]:
-    """Find the segments of a fold, or otherwise of an interval; raises also if it is of another history."""
+    """Find the segments of a fold, or otherwise of an interval; also raises if it belongs to another history."""
     return catalog.piece(start, end).segments
 
 
 def _last_of(catalog: Catalog, reach: Commit) -> Sequence[SegmentRef]:
-    """Find the segments in which the ranks say what they held at the marker that the store leads to."""
+    """Find the segments with the ranks' lists of shards at the marker up to which the store has all rows."""
     return catalog.check(reach).last
 
 
@@ -268,7 +272,7 @@ def _is_damaged(
     whole: set[str],
     refs: Callable[[], Sequence[SegmentRef]],
 ) -> bool:
-    """Return whether segments cannot be read, as far as directories tell and is known; adds the others to ``whole``."""
+    """Return whether segments are damaged, judging by directories and known damage; adds intact ones to ``whole``."""
     try:
         for ref in refs():
             if ref.name in damaged:

@@ -1,8 +1,7 @@
-"""Where the bytes of a marker are, and whether they are there: a value, of which restores, verify and exports are made.
+"""Route to a marker: an immutable value with the sources of its rows. Restores, ``verify`` and exports use it.
 
-A HEAD gives the oldest rows, pieces of the store those that follow, intervals of the log the rest.
-
-The markers that lead to one, and where a reader meets each.
+HEAD has the oldest rows, pieces of the store have the following ones, and intervals of the log have the rest. The
+module also defines the path of a marker: the markers that lead to it, and the ends of their streams.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ from torchrec_stream_ckpt.util.types import MarkerId, RankEnd, TableShard
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """Committed markers that lead to one, oldest first. A marker's *place* is its index."""
+    """Committed markers that lead to one, oldest first. The *place* of a marker is its index."""
 
     chain: tuple[MarkerId, ...] = ()
     ends: tuple[Sequence[RankEnd], ...] = ()
-    """For each marker, where its ranks stand."""
+    """For each marker, the ends of its ranks' streams."""
     ids: Mapping[int, tuple[int | None, ...]] = field(default_factory=dict)
-    """Generation -> ids of its tables, by their index."""
+    """For each generation, the ids of its tables, by index."""
     sections: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    """Generation -> how many sections its tables have, weights and states, by their index."""
+    """For each generation, the number of sections (weights and states) of its tables, by index."""
 
     @classmethod
     def to(cls, lineage: Lineage, marker: MarkerId, since: MarkerId | None = None) -> Path:
-        """All of them, or those behind ``since``, which is one of them."""
+        """Make the path to ``marker``; with ``since``, which is on the path, only the markers after it."""
         commits = lineage.chain(marker)
         if since is not None:
             commits = commits[[commit.id for commit in commits].index(since) + 1 :]
@@ -57,23 +56,23 @@ class Path:
 
     @classmethod
     def at(cls, lineage: Lineage, marker: MarkerId) -> Path:
-        """The marker alone: for a reader that compares nothing with what older ones proved."""
+        """Make a path of one marker, for a reader that does not compare rows with proofs of older ones."""
         schema, generation = lineage.claims[marker.generation].schema, marker.generation
         ends = lineage.commits[marker].ranks
         return cls((marker,), (ends,), {generation: _ids(schema)}, {generation: _sections(schema)})
 
     def then(self, since: MarkerId, tail: Path) -> Path:
-        """The path up to ``since``, and what follows on it."""
+        """Return the path up to ``since``, followed by ``tail``."""
         place = self.place(since) + 1
         ids, sections = {**self.ids, **tail.ids}, {**self.sections, **tail.sections}
         return Path(self.chain[:place] + tail.chain, self.ends[:place] + tail.ends, ids, sections)
 
     def place(self, marker: MarkerId) -> int:
-        """The place of ``marker``, or of the first one that holds what was sent for it."""
+        """Return the place of ``marker``, or of the first marker that contains the rows sent for it."""
         return bisect_left(self.chain, marker)
 
     def place_of(self, mark: Header) -> int | None:
-        """That of a MARK; None where its marker was not committed, or leads elsewhere."""
+        """Return the place of a MARK; None if its marker was not committed, or is not on the path."""
         marker = MarkerId(mark.generation, mark.marker)
         place = self.place(marker)
         if place == len(self.chain) or self.chain[place] != marker or mark.rank >= len(self.ends[place]):
@@ -81,11 +80,11 @@ class Path:
         return place if mark.header_crc == self.ends[place][mark.rank].chain else None
 
     def id(self, table: int) -> int | None:
-        """Of a table, by its index at the last marker."""
+        """Return the id of a table, by its index at the last marker."""
         return self.ids[self.chain[-1].generation][table]
 
     def same_table(self, table: int) -> npt.NDArray[np.bool_]:
-        """One flag a place: whether the table of this index has the id that it has at the last marker."""
+        """Return one flag for each place: whether the table with this index has the same id as at the last marker."""
         last = self.id(table)
         same = {each: last is not None and ids[table : table + 1] == (last,) for each, ids in self.ids.items()}
         return np.array([same[each.generation] for each in self.chain])
@@ -100,35 +99,35 @@ def _sections(schema: Schema) -> tuple[int, ...]:
 
 
 Shards = Mapping[int, Sequence[tuple[TableShard, ...]]]
-"""What each rank held, by generation; generations with one layout have one object."""
+"""Shards of each rank, by generation; generations with the same layout share one object."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What a reader takes, oldest first, to have a marker."""
+    """Sources that a reader uses to get a marker, oldest first."""
 
     lineage: Lineage
-    """The control partition; of a route that :meth:`complete` has made, what leads to the marker."""
+    """Lineage of the control partition; in a route from :meth:`complete`, only the part that leads to the marker."""
     commit: Commit
-    """The marker's."""
+    """COMMIT of the marker."""
     since: MarkerId | None = None
-    """A marker on the path whose rows the reader has; None: it has none."""
+    """Marker on the path whose rows the reader has; None if it has none."""
     head: HeadState | None = None
-    """The HEAD that gives the oldest rows; None: there is none to use."""
+    """HEAD that has the oldest rows; None if no HEAD is used."""
     pieces: tuple[Piece, ...] = ()
-    """What the store gives, oldest first and open: without HEAD and ``since``, the first one holds every row."""
+    """Open pieces of the store, oldest first; without HEAD and ``since``, the first one holds every row."""
     told: Told = field(default_factory=dict)
-    """What the ranks said at markers that HEAD and the store lead to, as far as it was read."""
+    """Notes of the ranks at markers up to which HEAD and the store have all rows, if they were read."""
     shards: Shards = field(default_factory=dict)
-    """What each rank held, in every generation of which the log has to give something."""
+    """Shards of each rank, in every generation of which the log is needed."""
     skipped: tuple[str, ...] = ()
-    """Newer markers that were passed over, each with its reason."""
+    """Newer markers that were skipped, each with its reason."""
     place: Place = OUTER
-    """Which of a job's logs give it."""
+    """Place that the marker is read from: which of the job's logs."""
     newest_generation: int = 0
-    """The newest generation that was claimed when the marker was found."""
+    """Newest generation that was claimed when the marker was found."""
     summarized: bool = False
-    """True if directories of :attr:`pieces` come from summaries: what does not fit them is looked at in the objects."""
+    """True if directories of :attr:`pieces` come from summaries; after a mismatch, the objects are read instead."""
 
     @property
     def marker(self) -> MarkerId:
@@ -136,7 +135,7 @@ class Route:
 
     @property
     def claim(self) -> Claim:
-        """Of the marker's generation."""
+        """CLAIM of the marker's generation."""
         return self.lineage.claims[self.commit.generation]
 
     @property
@@ -145,50 +144,51 @@ class Route:
 
     @property
     def bases(self) -> dict[int, int]:
-        """For each table, the newest generation on the path that sent it whole: what is older does not count."""
+        """For each table, the newest generation on the path that sent it completely; older rows do not count."""
         return self.lineage.bases(self.marker)
 
     @property
     def path(self) -> Path:
-        """The markers that lead to this one, those after ``since``."""
+        """Path to this marker, after ``since``."""
         return Path.to(self.lineage, self.marker, self.since)
 
     @property
     def stored(self) -> MarkerId | None:
-        """The marker up to which HEAD and the store give all rows; None: they give nothing."""
+        """Marker up to which HEAD and the store have all rows; None if they have none."""
         if self.pieces:
             return self.pieces[-1].end
         return self.head.marker if self.head is not None else None
 
     @property
     def notes(self) -> tuple[Notes, ...]:
-        """What each rank said there."""
+        """Notes of each rank at the marker :attr:`stored`."""
         return self.told[self.stored] if self.stored is not None else ()
 
     @property
     def segments(self) -> list[Picked]:
-        """What is read of the store."""
+        """Segments to read from the store."""
         return [picked for piece in self.pieces for picked in piece.opened]
 
     @property
     def reach(self) -> MarkerId | None:
-        """The marker up to which the log need not give anything; None: it gives everything."""
+        """Marker up to which the log is not needed; None if all rows come from the log."""
         return self.stored or self.since
 
     @property
     def intervals(self) -> tuple[Interval, ...]:
-        """What the log gives, in the order of the path."""
+        """Intervals to read from the log, in the order of the path."""
         return tuple(intervals(self.lineage, self.marker, self.reach))
 
     @property
     def source(self) -> str:
-        """``log``, ``store`` or ``store+log``."""
+        """Sources of the rows, as text: ``log``, ``store`` or ``store+log``."""
         return source_of(self.marker, self.stored)
 
     def segment_of(self, error: StreamCkptError) -> str | None:
-        """The segment of the store that ``error`` is about, if it is one of these.
+        """Return the segment of this route that ``error`` is about; None if it is about something else.
 
-        If its directory may be from a summary, the name is that of the summaries: the next look asks the objects.
+        If its directory may be from a summary, returns the name of the summaries, so that the next search reads the
+        objects.
         """
         said = str(error.where.get("name", error.where.get("path", "")))
         name = next((each.ref.name for each in self.segments if said.endswith(each.ref.name)), None)
@@ -197,35 +197,36 @@ class Route:
     # Whether the log has it.
 
     def check(self, log: LogReader) -> None:
-        """See that the log has what it has to give; streams whose ends are not looked at are seen when they are read.
+        """Check that the log has the intervals that are needed. Streams whose ends are not checked fail when they are
+        read.
 
         Raises:
-            TrimmedError: it was trimmed, and a store has it.
-            OtherLogError: the log was deleted and made again under its name.
+            TrimmedError: they were trimmed, and a store has them.
+            OtherLogError: the log was deleted and recreated under its name.
             CorruptionError: something is missing that was not trimmed.
             LogUnavailableError: the log does not answer.
         """
-        self.check_trimmed(log)  # first: a log that was recovered is another one, too
+        self.check_trimmed(log)  # first, because a recovered log is also another log
         walked = generations(self.lineage, self.marker, self.reach)
         check_incarnation(log, self.lineage, self.marker, (commit.generation for commit, _ in walked))
 
     def check_trimmed(self, log: LogReader) -> None:
-        """See that what was trimmed on purpose is still there: a trim deletes what it can. Raises as :meth:`check`."""
+        """Check that trimmed intervals still exist, because a trim deletes only what it can. Raises as :meth:`check`."""
         walked = generations(self.lineage, self.marker, self.reach)
         if any(self.lineage.trims.of(commit.generation) is not None for commit, _ in walked):
             check_there(log, self.lineage, self.marker, self.intervals)
 
     def wrote_to(self, now: Incarnation | None) -> bool:
-        """Return whether the marker's own generation wrote to this very log; an inner tier takes over other markers."""
+        """Return whether the marker's own generation wrote to this log; an inner tier also takes over other markers."""
         return now is not None and now.holds_rows_of(self.claim.incarnation)
 
     def check_own(self, log: LogReader) -> None:
-        """The streams of the marker's own generation must be there, as far as names and sizes tell.
+        """Check that the streams of the marker's own generation exist, judging by names and sizes.
 
-        Whether those of older generations are is seen when they are read: there are as many as restarts.
+        Streams of older generations, of which there is one for each restart, are checked when they are read.
 
         Raises:
-            CorruptionError: one of them is not.
+            CorruptionError: a stream is missing or too short.
         """
         own = [
             each
@@ -237,17 +238,18 @@ class Route:
     # Who held what.
 
     def complete(self, log: LogReader, known: Shards | None = None) -> Route:
-        """The same with :attr:`shards`, and without what leads elsewhere: it can be sent to other ranks.
+        """Return the route with :attr:`shards` and only the part of the lineage that leads to it, to send to other
+        ranks.
 
-        As the CLAIMs say; the HELLOs in the log are read only of generations of which these do not say it. That the
-        HELLOs say the same is seen when the streams are read.
+        Shards come from the CLAIMs. HELLOs in the log are read only for generations whose CLAIM has none. Whether the
+        HELLOs agree is checked when the streams are read.
 
         Args:
             log: The job's log.
-            known: What was found out before: HELLOs up to ``since`` may be trimmed.
+            known: Shards from an earlier call, because HELLOs up to ``since`` may be trimmed.
 
         Raises:
-            CorruptionError: the log does not have a HELLO, or the store says other shards than the CLAIM.
+            CorruptionError: a HELLO is missing in the log, or the shards in the store differ from those in the CLAIM.
         """
         known = known or {}
         found: dict[int, Sequence[tuple[TableShard, ...]]] = {}
@@ -260,7 +262,7 @@ class Route:
         return replace(self, lineage=towards(self.lineage, self.marker, self.since), shards=found)
 
     def all_shards(self) -> Shards:
-        """:attr:`shards`, and those of the marker's own generation if the store has given all of it."""
+        """Return :attr:`shards`, with those of the marker's own generation even if the store has all of its rows."""
         stored, generation = self.stored, self.commit.generation
         if stored is None or stored.generation != generation or generation in self.shards:
             return self.shards
@@ -268,17 +270,17 @@ class Route:
 
     @property
     def own_shards(self) -> list[TableShard]:
-        """What the ranks of the marker held, as its generation's part of :attr:`shards` or else the store says."""
+        """Shards of the marker's ranks, from its generation's part of :attr:`shards`, otherwise from the store."""
         of_ranks = self.shards.get(self.commit.generation) or [each.shards for each in self.notes]
         return [shard for each in of_ranks for shard in each]
 
     def stay(self) -> Route:
-        """The route of a reader that has the marker."""
+        """Return the route of a reader that already has the marker."""
         return Route(self.lineage, self.commit, since=self.marker)
 
 
 def check_there(log: LogReader, lineage: Lineage, marker: MarkerId, needed: Sequence[Interval]) -> None:
-    """See that the log has intervals that lead to a marker, as far as names, sizes and ends tell.
+    """Check that the log has the intervals that lead to a marker, judging by names, sizes and ends.
 
     Raises:
         TrimmedError: they were trimmed, and a store has them.
@@ -310,10 +312,10 @@ def check_there(log: LogReader, lineage: Lineage, marker: MarkerId, needed: Sequ
 
 
 def check_incarnation(log: LogReader, lineage: Lineage, marker: MarkerId, walked: Iterable[int]) -> None:
-    """See that the log is the very one to which these generations wrote, which lead to a marker.
+    """Check that the log is the same one that these generations, which lead to a marker, wrote to.
 
     Raises:
-        OtherLogError: it was deleted and made again under its name.
+        OtherLogError: the log was deleted and recreated under its name.
     """
     now = log.incarnation()
     for generation in walked:
@@ -327,19 +329,19 @@ def check_incarnation(log: LogReader, lineage: Lineage, marker: MarkerId, walked
 
 
 def source_of(marker: MarkerId, reach: MarkerId | None) -> str:
-    """Where rows come from if a store serves up to ``reach``: ``log``, ``store`` or ``store+log``."""
+    """Return the source of rows if a store serves up to ``reach``: ``log``, ``store`` or ``store+log``."""
     return "log" if reach is None else "store" if reach == marker else "store+log"
 
 
 def _in_log(log: LogReader, claim: Claim, commit: Commit) -> Sequence[tuple[TableShard, ...]]:
-    """Read which shards each rank held in a generation from the log."""
+    """Return the shards of each rank in a generation, from the CLAIM or, if it has none, from the HELLOs in the log."""
     if claim.layout is not None and len(claim.layout) == len(commit.ranks):
         return claim.layout
     return tuple(held_by(log, claim, commit, end) for end in commit.ranks)
 
 
 def _layout(claim: Claim, notes: Sequence[Notes]) -> Sequence[tuple[TableShard, ...]]:
-    """Return the shards that the ranks held by the store's word, if the CLAIM, or else the tables, agree."""
+    """Return the shards of the ranks from the store, after a check against the CLAIM or, without it, the tables."""
     held = tuple(each.shards for each in notes)
     if claim.layout is not None and claim.layout[:] == held:
         return claim.layout

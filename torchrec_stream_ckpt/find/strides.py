@@ -1,4 +1,4 @@
-"""Which pieces of a store lead to the markers of a job: found once for all markers of a generation."""
+"""Find the pieces of a store that lead to the markers of a job, once for all markers of a generation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchrec_stream_ckpt.util.types import MarkerId
 
 @dataclass(frozen=True, slots=True)
 class _WholeWay:
-    """The way to the newest marker of a generation, or of one that stands on it; ways to older markers lie on it."""
+    """Path to the newest marker of a generation, or of one based on it; paths to older markers are parts of it."""
 
     chain: list[Commit]
     places: dict[MarkerId, int]
@@ -23,33 +23,33 @@ class _WholeWay:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Some markers that lie one after the other on the way to the newest one of a generation."""
+    """Consecutive markers on the path to the newest one of a generation."""
 
     generation: int
     first: int
-    """Place on that way."""
+    """Place of the first one on that path."""
     stop: int
     """The place after the last one."""
 
 
 class Strides:
-    """``Catalog.strides`` of all markers of a job.
+    """Results of ``Catalog.strides`` for all markers of a job.
 
     Args:
-        lineage: The control partition.
-        catalog: What the store holds; None for nothing.
+        lineage: Lineage of the control partition.
+        catalog: Catalog of the store; None if there is nothing in it.
     """
 
     def __init__(self, lineage: Lineage, catalog: Catalog | None) -> None:
         self._lineage = lineage
         self._catalog = catalog
         self._ways: dict[int, _WholeWay] = {}
-        """By generation. Generations that stand on each other's newest markers share one."""
+        """Paths by generation. Generations that are based on each other's newest markers share one."""
         self._shared: dict[tuple[int, int], int] = {}
 
     def _way(self, marker: MarkerId) -> _WholeWay:
         if marker.generation not in self._ways:
-            # A caller that asks for one generation alone needs no COMMITs of later ones.
+            # A caller that asks for only one generation needs no COMMITs of later ones.
             tip = self._tip(marker.generation) if self._ways else marker.generation
             newest = self._lineage.newest_of(tip)
             chain = self._lineage.chain(newest)
@@ -62,14 +62,14 @@ class Strides:
         return self._ways[marker.generation]
 
     def _tip(self, generation: int) -> int:
-        """Return the last generation of those that stand on each other's newest markers, from this one on."""
+        """Return the last generation in the chain of those based on each other's newest markers, from this one on."""
         while generation in self._children:
             generation = self._children[generation]
         return generation
 
     @cached_property
     def _children(self) -> dict[int, int]:
-        """For each generation, a later one with markers that stands on its newest marker."""
+        """For each generation, a later one with markers that is based on its newest marker."""
         newest = {marker.generation: marker for marker in self._lineage.commits}
         parents = ((each, self._lineage.claims[each].parent) for each in newest)
         return {
@@ -79,33 +79,33 @@ class Strides:
         }
 
     def chain(self, marker: MarkerId) -> list[Commit]:
-        """``Lineage.chain``, without looking through all commits each time."""
+        """Return ``Lineage.chain``, without a scan of all commits each time."""
         way = self._way(marker)
         return way.chain[: way.places[marker] + 1]
 
     # Which markers' rows a piece holds.
 
     def stretch(self, start: MarkerId | None, end: MarkerId) -> Stretch:
-        """The markers of (start, end]; all up to ``end`` where ``start`` does not lead there."""
+        """Return the markers of (start, end], or all up to ``end`` if ``start`` does not lead there."""
         places = self._way(end).places
         first = places[start] + 1 if start is not None and start in places else 0
         return Stretch(end.generation, first, places[end] + 1)
 
     def interval(self, marker: MarkerId) -> Stretch:
-        """One marker alone."""
+        """Return the stretch of one marker."""
         place = self._way(marker).places[marker]
         return Stretch(marker.generation, place, place + 1)
 
     def overlap(self, one: Stretch, other: Stretch) -> bool:
-        """Return whether a marker lies in both."""
+        """Return whether the two stretches have a marker in common."""
         return max(one.first, other.first) < min(one.stop, other.stop, self._shared_by(one, other))
 
     def covers(self, one: Stretch, other: Stretch) -> bool:
-        """Return whether all markers of ``other`` lie in ``one``."""
+        """Return whether all markers of ``other`` are in ``one``."""
         return one.first <= other.first and other.stop <= min(one.stop, self._shared_by(one, other))
 
     def _shared_by(self, one: Stretch, other: Stretch) -> int:
-        """How many markers the ways of two generations have in common, all at their beginning."""
+        """Return the number of markers that the paths of two generations have in common, all at their beginning."""
         if one.generation == other.generation:
             return max(one.stop, other.stop)
         key = (min(one.generation, other.generation), max(one.generation, other.generation))
@@ -123,7 +123,7 @@ class Strides:
     # Where pieces lead.
 
     def start(self, marker: MarkerId) -> MarkerId | None:
-        """Where the longest piece that ends at ``marker`` begins; pieces lead to it."""
+        """Return the start of the longest piece that ends at ``marker``, to which pieces must lead."""
         return self._way(marker).strides[marker]
 
     def serves(self, marker: MarkerId) -> bool:
@@ -131,7 +131,7 @@ class Strides:
         return self._catalog is not None and marker in self._catalog.markers and marker in self._way(marker).strides
 
     def reach(self, marker: MarkerId) -> MarkerId | None:
-        """The newest marker on the way to ``marker`` that the store serves; None: it serves none."""
+        """Return the newest marker on the path to ``marker`` that the store serves; None if it serves none."""
         if self._catalog is None:
             return None
         way, known = self._way(marker), self._catalog.markers
@@ -139,7 +139,7 @@ class Strides:
         return next((each for each in older if each in known and each in way.strides), None)
 
     def cover(self, marker: MarkerId) -> tuple[Piece, ...]:
-        """``Catalog.cover`` of the way to ``marker``."""
+        """Return ``Catalog.cover`` of the path to ``marker``."""
         way, reach = self._way(marker), self.reach(marker)
         if self._catalog is None or reach is None:
             return ()

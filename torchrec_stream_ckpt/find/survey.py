@@ -1,4 +1,4 @@
-"""From where a marker can be restored, as far as names and sizes tell."""
+"""Find out from where a marker can be restored, judging by names and sizes."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _BEGIN = MarkerId(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Availability:
-    """What is there of a marker."""
+    """Availability of a marker in the log and the store."""
 
     reason: str = ""
-    """Why it cannot be restored; empty when it can."""
+    """Reason why it cannot be restored; empty if it can."""
     trimmed: str = ""
-    """The store that has what it lacks, when it lacks what was trimmed on purpose."""
+    """Store that has the missing rows, if they were trimmed; otherwise empty."""
     source: str | None = None
-    """Where a restore takes the rows from: ``log``, ``store`` or ``store+log``; None when it cannot."""
+    """Source of the rows in a restore: ``log``, ``store`` or ``store+log``; None if it cannot be restored."""
     in_log: bool = False
     """True if the log alone has all its rows."""
     dropped: str | None = None
-    """When it was given up."""
+    """Day on which it was given up; None if it was not."""
     holding: Holding | None = None
-    """What the store has; None if the job has written nothing there."""
+    """Contents of the store; None if the job has written nothing there."""
 
 
 class Survey:
-    """What is there of a job's markers, as of when it is first asked.
+    """Availability of a job's markers, as of the first query.
 
     Args:
-        job: Whose control partition has been read.
+        job: The job, whose control partition must have been read.
     """
 
     def __init__(self, job: Job) -> None:
@@ -49,22 +49,21 @@ class Survey:
         self._incarnation = job.log.incarnation()
         self._holdings: list[Holdings | StreamCkptError | None] = []
         self._stands: dict[tuple[MarkerId, MarkerId | None], bool] = {}
-        """Of markers, each beyond another one or None: whether the log has all of it."""
+        """For (marker, reach): whether the log has all rows of the marker after ``reach``."""
         self._has: dict[tuple[MarkerId, MarkerId | None], bool] = {}
         self._has_since: dict[MarkerId, MarkerId] = {}
-        """By marker, one of its generation beyond which the log has all that leads to it."""
-        """The same of what their own generation has sent."""
+        """For each marker, one of its generation after which the log has everything that leads to the marker."""
 
     def holdings(self) -> Holdings | None:
-        """List what the store has of the job, once; None if the job has written nothing there.
+        """List the contents of the store for the job, once. Returns None if the job has written nothing there.
 
         Raises:
-            StoreUnavailableError: it does not answer.
+            StoreUnavailableError: the store does not answer.
         """
         if not self._holdings:
             try:
                 self._holdings.append(self._hold())
-            except StreamCkptError as error:  # a store that does not answer is not asked again for each marker
+            except StreamCkptError as error:  # do not retry an unreachable store for each marker
                 self._holdings.append(error)
         (found,) = self._holdings
         if isinstance(found, StreamCkptError):
@@ -77,7 +76,7 @@ class Survey:
         return Holdings.load(objects, lineage) if objects is not None and check_store(objects) else None
 
     def given_up(self, commit: Commit) -> str | None:
-        """When a marker was given up; None when it was not."""
+        """Return the day on which a marker was given up; None if it was not."""
         holdings = self.holdings()
         if holdings is None or commit.id not in holdings.catalog.dropped:
             return None
@@ -87,7 +86,7 @@ class Survey:
             return "a day that its record does not say any more"
 
     def look(self, commit: Commit) -> Availability:
-        """Search at what is there of a marker: its dense files, its streams' ends, the segments that lead to it."""
+        """Check the availability of a marker: its dense files, its streams' ends, and the segments that lead to it."""
         try:
             holdings = self.holdings()
             if holdings is not None and commit.id in holdings.catalog.dropped:
@@ -101,7 +100,7 @@ class Survey:
         is_there = in_log if reach is None else self._is_there(commit.id, reach)
         lacks, trimmed = ("", "") if is_there else self._lacks(commit, reach)
         if trimmed and not Route(self._job.lineage, commit).wrote_to(self._incarnation):
-            reason = ""  # its dense state is where its rows are
+            reason = ""  # its dense state is in the same place as its rows
         if reason or lacks:
             return Availability(reason or lacks, "" if reason else trimmed, None, in_log, None, holding)
         return Availability("", "", source_of(commit.id, reach), in_log, None, holding)
@@ -112,10 +111,10 @@ class Survey:
         return Availability(f"given up by {drop.reason} on {drop.day}", "", None, in_log, drop.day)
 
     def _is_there(self, marker: MarkerId, reach: MarkerId | None) -> bool:
-        """Return whether the log has all of a marker beyond ``reach``. The cost does not grow with its path.
+        """Return whether the log has all rows of a marker after ``reach``. The cost does not grow with its path.
 
-        Generations that others stand on are looked at once, and of each generation the newest marker first: if all of
-        that one is there, so is all of those before it.
+        Generations that others are based on are checked once. In each generation the newest marker is checked first: if
+        it is complete, so are all earlier ones.
         """
         lineage = self._job.lineage
         waiting: list[MarkerId] = []
@@ -137,11 +136,11 @@ class Survey:
         return whole
 
     def _has_own(self, marker: MarkerId, reach: MarkerId | None) -> bool:
-        """Return whether the log has what a marker's own generation has sent for it beyond ``reach``."""
+        """Return whether the log has the frames that a marker's own generation has sent for it after ``reach``."""
         since = reach if reach is not None and reach.generation == marker.generation else None
         for each in dict.fromkeys((self._job.lineage.newest_of(marker.generation), marker)):
             if each in self._has_since and self._has_since[each] <= (since or _BEGIN):
-                return True  # all beyond an older marker is there
+                return True  # everything after an older marker exists
             known = (each, since)
             if known not in self._has:
                 self._has[known] = self._has_streams(each, reach)
@@ -152,7 +151,7 @@ class Survey:
         return False
 
     def _has_streams(self, marker: MarkerId, reach: MarkerId | None) -> bool:
-        """The same of one marker, as far as names, sizes and ends tell."""
+        """Check :meth:`_has_own` for one marker, judging by names, sizes and ends."""
         lineage, generation = self._job.lineage, marker.generation
         after: Sequence[RankEnd] = ()
         if reach is not None and generation <= reach.generation:
@@ -171,7 +170,7 @@ class Survey:
         return True
 
     def _lacks(self, commit: Commit, reach: MarkerId | None) -> tuple[str, str]:
-        """(what the log lacks beyond ``reach``, the store that has it if it was trimmed); empty for nothing."""
+        """Return (what the log lacks after ``reach``, the store that has it if it was trimmed); empty for nothing."""
         log = self._job.log
         try:
             route = Route(self._job.lineage, commit, since=reach)

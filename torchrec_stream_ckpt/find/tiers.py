@@ -1,13 +1,14 @@
-"""Both logs of a job with tiers: what their control partitions say together, and where a marker can be read from.
+"""Combine the control partitions of both logs of a job with tiers, and find where a marker can be read from.
 
-The outer log's order decides. It knows every generation, since a trainer claims there first; the newest one that is
-claimed there, G, fences all before it. The inner log may hold markers that have not been copied yet:
+The outer log's order decides. It knows every generation, because a trainer claims there first. The newest generation
+that is claimed there, G, fences all earlier ones. The inner log may hold markers that have not been copied yet:
 
-- those of G lead on from the outer log's newest marker, and are newer than all that it has;
-- those of an older generation, which the outer log does not have, are on an abandoned line: its trainer was fenced
-  before they were copied, or a restore went back to an older marker. They can be restored by name, never as the newest.
+- Markers of G continue from the outer log's newest marker, and are newer than all markers there.
+- Markers of an older generation that the outer log does not have are on an abandoned line: its trainer was fenced
+  before they were copied, or a restore went back to an older marker. They can be restored by name, but are never the
+  newest.
 
-A job with one log is read the same way: that log is the outer one, and there is nothing on the inner one.
+A job with one log is read the same way: its log is the outer one, and the inner one is empty.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from torchrec_stream_ckpt.util.types import LogSpan, MarkerId
 from torchrec_stream_ckpt.util.uris import FileUri, parse_uri
 
 MIXED = "inner and outer"
-"""Incarnation of a lineage that is put together from both logs."""
+"""Incarnation of a lineage that is combined from both logs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """Both logs of a job, each with its store: the inner one is near the trainer, the outer one decides."""
+    """Both logs of a job, each with its store. The inner one is near the trainer; the outer one decides."""
 
     inner: Tier
     outer: Tier
     every: int = 1
-    """The outer one gets markers whose number is a multiple of this."""
+    """The outer log gets markers whose number is a multiple of this."""
 
     @property
     def folder(self) -> Path:
-        """Of the inner log."""
+        """Directory of the inner log."""
         return folder_of(self.inner)
 
     def close(self) -> None:
@@ -54,23 +55,23 @@ class Tiers:
 
 @dataclass(slots=True)
 class TieredJob:
-    """A job with two tiers."""
+    """Job with two tiers."""
 
     logs: Tiers
     """Both logs, open."""
     seen: int | None = None
-    """The newest generation when a marker was last found, or that of this job since it is open."""
+    """Newest generation when a marker was last found, or the job's own generation after it was opened."""
 
 
 def folder_of(inner: Job) -> Path:
-    """Of an inner log, which is always one of files."""
+    """Return the directory of an inner log, which is always a file log."""
     parsed = parse_uri(inner.uri)
     assert isinstance(parsed, FileUri)
     return parsed.directory
 
 
 def open_tiers(config: StreamConfig, *, signs: bool = True, copies: bool = True) -> Tiers:
-    """Both tiers of a job, for those who are not its trainer; ``signs`` and ``copies`` as of :func:`open_tier`."""
+    """Open both tiers of a job, for processes other than its trainer; arguments as in :func:`open_tier`."""
     assert config.outer is not None
     inner = open_tier(config.inner, signs=signs, copies=copies)
     try:
@@ -82,27 +83,28 @@ def open_tiers(config: StreamConfig, *, signs: bool = True, copies: bool = True)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which logs give a marker. A value: rank 0 tells it to all ranks."""
+    """Choice of the logs that a marker is read from. An immutable value that rank 0 sends to all ranks."""
 
     outer_upto: int = 0
     """Generations up to this one are read from the outer log, the others from the inner one."""
     outer_alone: bool = False
-    """Everything is, dense state too: the only place of a job with one log, and the last one to look at."""
+    """True if everything, also dense state, is read from the outer log. The only place of a job with one log, and the
+    last one to try."""
 
     def __str__(self) -> str:
         if self.outer_alone:
             return "outer"
         return "inner + outer" if self.outer_upto else "inner"
 
-    # What each rank reads from.
+    # Sources of each rank.
 
     def log(self, job: Job | Tiers) -> LogReader:
-        """Frames."""
+        """Return the log of the frames."""
         nearest = self.nearest(job).log
         return MixedLog(nearest, job.outer.log, self.outer_upto) if self.outer_upto else nearest
 
     def objects(self, job: Job | Tiers) -> Objects:
-        """The store that rows may come from."""
+        """Return the store that rows may come from."""
         return (job.outer if self.outer_upto else self.nearest(job)).objects
 
     @property
@@ -111,7 +113,7 @@ class Place:
         return self.outer_alone or self.outer_upto > 0
 
     def dense(self, job: Job | Tiers) -> DenseStore:
-        """Dense state."""
+        """Return the store of the dense state."""
         return self.nearest(job).dense
 
     def nearest(self, job: Job | Tiers) -> Job:
@@ -124,14 +126,14 @@ OUTER = Place(outer_alone=True)
 
 @dataclass(frozen=True, slots=True)
 class MixedLog:
-    """Both logs as one, for reading: a generation is on one of them."""
+    """Reader of both logs as one log; each generation is in one of them."""
 
     inner: LogReader
     outer: LogReader
     outer_upto: int
 
     def incarnation(self) -> Incarnation | None:
-        """Return the incarnation that :meth:`TierState.mixed` gives to generations that wrote to these very logs."""
+        """Return the incarnation that :meth:`TierState.mixed` gives to generations that wrote to these logs."""
         return Incarnation(MIXED, 0)
 
     def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
@@ -152,20 +154,20 @@ class MixedLog:
 
 @dataclass(frozen=True, slots=True)
 class TierState:
-    """Both control partitions, as of one moment."""
+    """Snapshot of both control partitions."""
 
     outer: Lineage
     outer_id: str = ""
     inner: Lineage = field(default_factory=Lineage)
     inner_id: str = ""
-    """Incarnation of the inner log; empty when there is none."""
+    """Incarnation of the inner log; empty if there is none."""
 
     @classmethod
     def read(cls, job: Job | Tiers) -> TierState:
-        """Read both; the inner one first, so that the outer one cannot lack what is found there.
+        """Read both control partitions; the inner one first, so that the outer one has all generations found there.
 
         Raises:
-            ConfigError: they are logs of different jobs.
+            ConfigError: the logs belong to different jobs.
             CorruptionError: the outer log is empty, and the inner one is not.
         """
         inner = _read_inner(job.inner) if job.inner is not None else (Lineage(), "")
@@ -175,7 +177,7 @@ class TierState:
         return state
 
     def check(self, where: Mapping[str, str]) -> None:
-        """See that the logs with these URIs are of one job; raises as :meth:`read`."""
+        """Check that the logs with these URIs belong to one job. Raises as :meth:`read`."""
         if self.inner.claims and not self.outer.claims:
             raise CorruptionError(
                 f"the outer log is empty, and the inner one holds {len(self.inner.commits)} markers: the outer one was "
@@ -189,27 +191,27 @@ class TierState:
                 "the two logs are of different jobs", hint="give each job an inner folder of its own", **where
             )
 
-    # What is known of markers.
+    # Markers.
 
     @property
     def generation(self) -> int:
-        """The newest generation that is claimed, by any trainer."""
+        """Newest generation that any trainer has claimed."""
         return self.outer.newest_generation
 
     def owns(self, generation: int) -> bool:
-        """Return whether the inner log was written to by the very trainer that owns this generation."""
+        """Return whether the trainer that owns this generation wrote to the inner log."""
         mine, theirs = self.inner.claims.get(generation), self.outer.claims.get(generation)
         return (
             mine is not None and theirs is not None and mine.nonce == theirs.nonce and mine.incarnation == self.inner_id
         )
 
     def commit(self, marker: MarkerId) -> Commit | None:
-        """The COMMIT of a marker whose last frames are in the inner log."""
+        """Return the COMMIT of a marker whose last frames are in the inner log, otherwise None."""
         return self.inner.commits.get(marker) if self.owns(marker.generation) else None
 
     @property
     def unrelayed(self) -> list[Commit]:
-        """Markers of the inner log, oldest first, that are newer than all of the outer one, and count."""
+        """Valid markers of the inner log that are newer than all markers of the outer one, oldest first."""
         if not self.owns(self.generation):
             return []
         newest = self.outer.newest
@@ -218,22 +220,22 @@ class TierState:
 
     @property
     def abandoned(self) -> list[MarkerId]:
-        """Markers that only the inner log has, of generations that are over."""
+        """Markers of earlier generations that only the inner log has."""
         over = (marker for marker in self.inner.commits if marker.generation < self.generation)
         return [marker for marker in over if self.owns(marker.generation) and marker not in self.outer.commits]
 
     def newest_first(self) -> Iterator[Commit]:
-        """All markers that may be the newest one that is whole."""
+        """Yield all markers that may be the newest intact one, newest first."""
         yield from reversed(self.unrelayed)
         yield from reversed(self.outer.commits.values())
 
-    # Where they are.
+    # Places of markers.
 
     def places(self, marker: MarkerId) -> Iterator[Place]:
-        """Where to look for a marker, the best first.
+        """Yield the places to search for a marker, the best first.
 
-        All that the inner log has of it, then only its own generation: what is before it is on both; then the outer
-        log.
+        The first place uses everything that the inner log has of it. The second uses the inner log only for its own
+        generation, because both logs have the earlier ones. The last is the outer log.
         """
         if self.commit(marker) is not None:
             parent = self.inner.claims[marker.generation].parent
@@ -251,8 +253,9 @@ class TierState:
         return self.mixed(place.outer_upto) if place.outer_upto else self.inner
 
     def outer_upto(self, marker: MarkerId) -> int | None:
-        """The newest generation on the way to ``marker`` that only the outer log can give; 0: none, None: the way to
-        it is not known."""
+        """Return the newest generation on the path to ``marker`` that only the outer log has.
+
+        Returns 0 if there is none, and None if the path is not known."""
         while True:
             if self.commit(marker) is None:
                 known = self.outer.commits.get(marker)
@@ -263,7 +266,7 @@ class TierState:
             marker = parent
 
     def mixed(self, outer_upto: int) -> Lineage:
-        """The outer log's generations up to ``outer_upto`` and the inner one's after it, as one lineage."""
+        """Return one lineage with the outer log's generations up to ``outer_upto`` and the inner one's after it."""
         pairs = [(self.outer, range(outer_upto + 1), self.outer_id)]
         pairs += [(self.inner, range(outer_upto + 1, self.generation + 1), self.inner_id)]
         claims: dict[int, Claim] = {}
@@ -295,6 +298,6 @@ def _read_inner(job: Job) -> tuple[Lineage, str]:
 
 
 def _read(job: Job) -> tuple[Lineage, str]:
-    """The control partition and the incarnation of one log; empty when there is none."""
+    """Read the control partition and the incarnation of one log; both are empty if there is no log."""
     now = job.log.incarnation()
     return (job.control.refresh(), now.id) if now is not None else (Lineage(), "")

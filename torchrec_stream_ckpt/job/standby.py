@@ -1,6 +1,6 @@
-"""A hot spare: ranks that keep the newest marker in their live tables, and take the job over when its trainer dies.
+"""Hot standby: spare ranks that keep the newest marker in their live tables, and take the job over if its trainer dies.
 
-All ranks of the spare go through :meth:`Standby.wait` in step: rank 0 looks at the log and says what to do, all do it.
+All ranks of the spare run :meth:`Standby.wait` in step: rank 0 reads the log and decides, and all ranks act.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Pulse:
-    """(rank 0) Whether the trainer shows signs of life."""
+    """(rank 0) Signs of life of the trainer."""
 
     after_s: float | None
     seen: object = None
@@ -53,7 +53,7 @@ class _Pulse:
         self.beat_s = time.monotonic()
 
     def is_gone(self, now: object) -> bool:
-        """Return whether nothing has changed for long enough."""
+        """Return whether nothing has changed for ``after_s`` seconds."""
         if now != self.seen:
             self.seen = now
             self.beat()
@@ -62,25 +62,26 @@ class _Pulse:
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """What rank 0 says."""
+    """Decision of rank 0, sent to all ranks."""
 
     take_over: str = ""
-    """Why, if it is time."""
+    """Reason to take over now; empty to wait."""
     newest: MarkerId | None = None
 
 
 class Standby:
-    """The wait of a spare.
+    """Lets a spare follow the job until it takes over.
 
     Args:
-        team: Of its ranks.
+        team: All ranks of the spare.
         log_: The job's log.
-        control: Its control partition; used on rank 0 alone.
-        load: (all ranks) Writes the newest marker into the live tables: all of it; None when nothing is committed.
-        advance: (each rank) Writes what was committed after the marker that the tables hold; returns the rows.
-        takeover: When it ends.
-        claims: Claims the generation of the takeover; used on rank 0 alone.
-        uri: Of the log, for messages.
+        control: Its control partition; used on rank 0 only.
+        load: (all ranks) Writes all rows of the newest marker into the live tables; returns None if no marker is
+            committed.
+        advance: (each rank) Writes the rows committed after the marker that the tables hold; returns their number.
+        takeover: Settings for when to take over.
+        claims: Claims the generation of the takeover; used on rank 0 only.
+        uri: URI of the log, for messages.
     """
 
     def __init__(
@@ -106,45 +107,45 @@ class Standby:
         self._known: Shards = {}
         self._at: MarkerId | None = None
         self._towards: MarkerId | None = None
-        """The marker of which an advance has perhaps written some rows, and has not ended; None: there is none."""
+        """Target of an advance that has not finished and may have written some rows; None if there is none."""
         self._claim: Claim | None = None
-        """(rank 0) The fence."""
+        """(rank 0) CLAIM that fences the trainer."""
         self.touched = False
         """True if rows of the live tables have been written."""
         self.rows = 0
 
     def wait(self) -> MarkerId | None:
-        """(all ranks) Keep the tables at the newest marker until it is time.
+        """(all ranks) Keep the tables at the newest marker until it is time to take over.
 
         Returns:
-            The marker that the tables hold, after which the trainer before can commit nothing any more; None when none
+            The marker that the tables hold, after which the previous trainer cannot commit any more. None if no marker
             was ever committed.
 
         Raises:
-            JobFinishedError: the trainer has said that the job is finished.
+            JobFinishedError: the trainer has recorded that the job is finished.
             FencedError: another trainer, or spare, was first.
-            ColumnResplitError: this plan splits columns otherwise, and row-wise state would have to be merged.
-            SchemaMismatchError: as of a restore; or the trainer was restored into a model that has changed since.
-            CorruptionError, TrimmedError: as of a restore.
+            ColumnResplitError: this plan splits columns differently, so that row-wise state would have to be merged.
+            SchemaMismatchError: as in a restore; or the trainer was restored into a changed model in the meantime.
+            CorruptionError, TrimmedError: as in a restore.
         """
         why, ready = "", False
         while not (why and ready):
             order = self._team.on_rank0(self._look)
             why = order.take_over
             asks = order.newest != self._at or bool(why and self._at is None)
-            # A spare that could not load the marker fences nobody: it may be of another model.
+            # A spare that could not load the marker must not fence any trainer: it may have another model.
             ready = not asks or self._outlasting(self._follow) or self._at is not None
             if not (why and ready):
                 time.sleep(self._takeover.poll_s)
         begin = time.monotonic()
         self.outlast(lambda: self._team.on_rank0(self._fence))
-        self.outlast(self._follow)  # what was committed just before the fence
+        self.outlast(self._follow)  # rows that were committed just before the fence
         if self._team.rank == 0:
             log.warning("taking over from marker %s: %s (ready in %.2f s)", self._at, why, time.monotonic() - begin)
         return self._at
 
     def _look(self) -> _Order:
-        """(rank 0)"""
+        """(rank 0) Read the log, and decide whether to take over."""
         takeover = self._takeover
         if takeover.trigger is not None and Path(takeover.trigger).exists():
             return _Order("it was told to", self._at)
@@ -173,7 +174,7 @@ class Standby:
         return self._control.refresh() if self._log.incarnation() is not None else Lineage()
 
     def _signs(self, lineage: Lineage) -> object:
-        """Return what changes while a trainer lives."""
+        """Return a value that changes while a trainer is alive."""
         if not lineage.claims:
             return None
         claim = lineage.claims[lineage.newest_generation]
@@ -182,14 +183,14 @@ class Standby:
         return claim.nonce, newest, ended, tuple(sorted(ends.items()))
 
     def _fence(self) -> None:
-        """(rank 0) From here on the trainer before commits nothing: the newest marker is the last one.
+        """(rank 0) Fence the previous trainer, so that the newest marker is its last one.
 
-        The same CLAIM each time that it is tried: one that came late must not fence the spare itself.
+        Each attempt uses the same CLAIM, because a CLAIM that is written late must not fence the spare itself.
         """
         lineage = self._refresh()
         self._check_model(lineage)
         if self._at is None and lineage.claims:
-            self._claims.check_schema()  # nothing was committed that tells more of the trainer's model
+            self._claims.check_schema()  # no marker was committed that would show more of the trainer's model
         if lineage.claims and lineage.claims[lineage.newest_generation].world:
             self._claim = self._claim or fence_of(lineage, self._uri)
             self._control.claim(self._claim)
@@ -199,22 +200,22 @@ class Standby:
             self._claims.after = lineage.claims[lineage.newest_generation].nonce
 
     def _check_model(self, lineage: Lineage) -> None:
-        """(rank 0) The trainer must not have been restored into another model than that of the marker held here."""
+        """(rank 0) Check that the trainer was not restored into another model than that of the marker held here."""
         if self._at is not None:
             refuse_changed(lineage, lineage.newest_generation, self._at)
 
     def _check_alone(self) -> None:
-        """(rank 0) While this spare waited, a trainer may have been started: that one must not be fenced."""
+        """(rank 0) Check that no trainer was started while this spare waited; such a trainer must not be fenced."""
         if self._claims.after is not None:
             check_newest(self._refresh(), {self._claims.after, self._claims.nonce})
 
     def outlast(self, action: Callable[[], T]) -> T:
-        """(all ranks) What ``action`` returns once log and store answer, however long that takes.
+        """(all ranks) Run ``action`` until log and store answer, however long that takes, and return its result.
 
-        From the fence on the trainer is gone for good: a spare that ended now would end the job.
+        After the fence the trainer cannot continue, so a spare that ended now would end the job.
 
         Raises:
-            FencedError: another trainer has taken over meanwhile.
+            FencedError: another trainer has taken over in the meantime.
         """
         said = ""
         while True:
@@ -228,7 +229,7 @@ class Standby:
                 time.sleep(self._takeover.poll_s)
 
     def _outlasting(self, action: Callable[[], None]) -> bool:
-        """Do ``action``, and tell whether all has answered; what does not answer is asked again at the next look."""
+        """Run ``action``; returns whether log and store have answered. If not, the next look tries again."""
         try:
             action()
         except (LogUnavailableError, StoreUnavailableError) as error:
@@ -238,7 +239,7 @@ class Standby:
         return True
 
     def _follow(self) -> None:
-        """(all ranks) Bring the tables to the newest marker: by what changed, otherwise as a whole."""
+        """(all ranks) Bring the tables to the newest marker, by changed rows if possible, otherwise by all rows."""
         try:
             route = self._team.on_rank0(self._newer)
             if route is None:
@@ -253,7 +254,7 @@ class Standby:
             self._load_all()
 
     def _newer(self) -> Route | None:
-        """(rank 0) What leads from where the tables stand to the newest marker; None: nothing does."""
+        """(rank 0) Return the route from the tables' marker to the newest one; None if there is no such route."""
         lineage = self._refresh()
         newest = lineage.newest
         held = {self._at, self._towards or self._at}
@@ -267,7 +268,7 @@ class Standby:
         return route
 
     def _load_all(self) -> None:
-        """(all ranks)"""
+        """(all ranks) Load all rows of the newest marker."""
         before, self.touched, self._at = self.touched, True, None
         loaded = self._load()
         if loaded is None:

@@ -1,6 +1,6 @@
-"""What a job begins with: a marker of its own log or of another job's, or what a spare holds; then a generation.
+"""Start a job: load a marker of its own log, of another job, or of a spare, and then open a generation.
 
-Whether a job may begin in a marker of another one: the other one is another, and this one has not begun.
+A job may begin from a marker of another job only if the log is not its own, and the job has no markers yet.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ def check_apart(source: Source, own: Sequence[str]) -> None:
 
 
 def check_begun(begun: Begun, source: Source, uri: str) -> None:
-    """Refuse a warm start of a job that has markers, and did not begin in that source.
+    """Refuse a warm start of a job that has markers, and did not begin from that source.
 
     Args:
-        begun: What this job has.
-        source: The marker that was named.
-        uri: This job's log.
+        begun: Newest marker and origin of this job.
+        source: The source that the user named.
+        uri: URI of this job's log.
 
     Raises:
-        ConfigError: names the newest marker, and where the job began.
+        ConfigError: the job began elsewhere; the error names its newest marker and its origin.
     """
     if begun.origin is None:
         raise ConfigError(
@@ -77,7 +77,7 @@ def check_begun(begun: Begun, source: Source, uri: str) -> None:
 
 
 def nothing_there(source: Source) -> MarkerNotFoundError:
-    """The source of a warm start has no marker."""
+    """Return the error for the source of a warm start that has no marker."""
     return MarkerNotFoundError(
         "the source of a warm start has no committed marker", hint="check the URI", uri=source.name
     )
@@ -95,10 +95,10 @@ log = logging.getLogger(__name__)
 
 
 class Restoring:
-    """Restores a job and opens its generation. Every method is collective, and comes before the first step.
+    """Restores a job and opens its generation. Every method is collective, and must be called before the first step.
 
     Args:
-        parts: This job, in its log and live.
+        parts: This job: its log and its live objects.
         session: Reads this job's markers.
         streaming: Opens its generations.
     """
@@ -113,19 +113,19 @@ class Restoring:
         self._session = session
         self._streaming = streaming
         self.broken = ""
-        """What a restore or a reshard has failed with half way; empty: none did. Not the error: its traceback holds
-        all that was read."""
+        """Text of the error of a restore or reshard that failed half way; empty if none did. Not the error itself,
+        whose traceback would keep all read data alive."""
         self.can_restore = True
-        """True if another restore mends that: it writes all that the one before may have written."""
+        """True if another restore repairs this, because it writes everything that the failed one may have written."""
 
     def check_whole(self, *, restoring: bool = False) -> None:
-        """Refuse to go on with what a restore or a reshard has left half done.
+        """Refuse to continue after a restore or reshard that failed half way.
 
         Args:
-            restoring: Whether the caller restores, which mends what another restore has left.
+            restoring: Whether the caller restores, which repairs the state after a failed restore.
 
         Raises:
-            ConfigError: names what it failed with.
+            ConfigError: one has failed; the error contains the text of its error.
         """
         if not self.broken:
             return
@@ -136,7 +136,7 @@ class Restoring:
             log.warning("a restore failed half way before (%s): all of the job is restored now", self.broken)
 
     def standby(self, takeover: Takeover, *, accept_unproved: bool) -> Restored | None:
-        """As ``StreamCheckpointer.standby()``."""
+        """Implement ``StreamCheckpointer.standby()``."""
         if self._streaming.stream is not None:
             raise ConfigError("standby() comes before the first step() and mark()")
         if self._config.fresh:
@@ -155,7 +155,7 @@ class Restoring:
             return self.restore(None, accept_unproved=accept_unproved, patience=spare.outlast)
         try:
             plan, route = spare.outlast(lambda: session.held(marker))
-        except CorruptionError as error:  # of its dense state: an older marker may be whole
+        except CorruptionError as error:  # its dense state is damaged: an older marker may be intact
             log.warning("marker %s cannot be taken over: %s", marker, error.headline)
             return self.restore(None, accept_unproved=accept_unproved, patience=spare.outlast)
         return self._go_on_from(plan, route, spare.rows, accept_unproved=accept_unproved, patience=spare.outlast)
@@ -169,7 +169,7 @@ class Restoring:
         once: bool = False,
         patience: Patience = at_once,
     ) -> Restored | None:
-        """As ``StreamCheckpointer.restore()``; ``patience`` waits for a log that does not answer."""
+        """Implement ``StreamCheckpointer.restore()``; ``patience`` waits for a log that does not answer."""
         self._check_first("restore()")
         if self._config.fresh:
             if wanted is not None or changes is not None:
@@ -180,7 +180,7 @@ class Restoring:
             self._streaming.open_root()
             return None
         if self._team.rank == 0:
-            self._tier.log.expect_append()  # of the claim, at the end
+            self._tier.log.expect_append()  # the CLAIM is appended at the end
         try:
             found = patience(lambda: self._session.rows(wanted, changes, once=once))
             failpoint("restore.rows")
@@ -195,7 +195,7 @@ class Restoring:
         return self._go_on_from(*found, accept_unproved=accept_unproved, patience=patience)
 
     def warm_start(self, source: Source, changes: Changes | None, *, accept_unproved: bool) -> Restored:
-        """As ``StreamCheckpointer.warm_start()``."""
+        """Implement ``StreamCheckpointer.warm_start()``."""
         self._check_first("warm_start()")
         if self._config.fresh:
             raise ConfigError(
@@ -230,7 +230,7 @@ class Restoring:
             return self._begin_in(other, source, changes, accept_unproved=accept_unproved)
 
     def _begin_in(self, other: Session, source: Source, changes: Changes | None, *, accept_unproved: bool) -> Restored:
-        """(all ranks) Load a marker of another job, and open this one's first generation with all that it holds."""
+        """(all ranks) Load a marker of another job, and open this job's first generation with all of its rows."""
         schema, wanted = self._attached.schema, MarkerId.of(source.marker)
         if wanted is None and other.begun() is None:
             raise nothing_there(source)
@@ -245,7 +245,7 @@ class Restoring:
         finally:
             other.let_go()
         try:
-            self._attached.adopt(schema)  # this lineage numbers its tables itself
+            self._attached.adopt(schema)  # this lineage has its own table numbers
             said = changes if changes is not None else NO_CHANGES
             begun = ClaimChanges.of(said.canonical(), (route.lineage.job, plan.marker))
             self._streaming.open_root(plan.step, begun)
@@ -271,14 +271,14 @@ class Restoring:
         )
 
     def reshard(self, move: Callable[[], float], hook: Callable[[Callable[[], float]], float]) -> float:
-        """``dmp.reshard()``: rows move between ranks, in kernels that are built anew.
+        """Run ``dmp.reshard()``, which moves rows between ranks into new kernels.
 
-        A marker holds all rows where they were; once they have moved, a generation that stands on it goes on. Only
-        tables with another column split are sent whole again.
+        Before the move, a marker is cut with all rows in their old places. After the move, a generation that is based
+        on it continues. Only tables with another column split are sent completely again.
 
         Args:
-            move: Moves them.
-            hook: What the next ``dmp.reshard()`` is to call.
+            move: Moves the rows.
+            hook: Replacement that the next ``dmp.reshard()`` must call.
         """
         wait_s = self._config.commit_timeout_s + 2 * PEERS_S
         attached, streaming = self._attached, self._streaming
@@ -310,7 +310,7 @@ class Restoring:
     def _go_on_from(
         self, plan: RestorePlan, route: Route, rows: int, *, accept_unproved: bool, patience: Patience
     ) -> Restored:
-        """(all ranks) The rows of a marker are in the live tables: load the rest, and open a generation on it."""
+        """(all ranks) Load the dense state of a marker whose rows are restored, and open a generation based on it."""
         try:
             loaded = patience(lambda: self._session.finish(plan, route, accept_unproved=accept_unproved))
         except BaseException as error:

@@ -187,8 +187,9 @@ class Streaming:
         self._cadence.start(self.steps, vote)
 
     def mark(self, meta: Meta = ()) -> Future[Committed]:
-        """Cut a marker at this step boundary after the one in flight has settled, unless the boundary already has a
-        marker.
+        """Cut a marker at this step boundary, unless the boundary already has one.
+
+        Waits first until the marker in flight has settled.
 
         Args:
             meta: Metadata from the user, the same on all ranks. If this boundary has a marker, and no row has changed
