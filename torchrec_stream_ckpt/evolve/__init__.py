@@ -1,1 +1,1 @@
-"""A marker into a model that has changed: what was declared, and what becomes of each table and entry. No torch."""
+"""Resolve a marker against a changed model: declared changes, and the outcome of each table and entry. No torch."""

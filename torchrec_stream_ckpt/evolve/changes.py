@@ -1,4 +1,4 @@
-"""What a user declares of a model that differs from the marker's. Nothing is implicit: all else has to be equal."""
+"""Changes that a user declares for a model that differs from the marker's. Everything else must be equal."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from torchrec_stream_ckpt.format.schema import canonical
 
 @dataclass(frozen=True)
 class RowChange:
-    """Another number of rows of one table, or the same rows under other ids."""
+    """Change of the number of rows of one table, or of the ids of its rows."""
 
     rows: int
-    """Rows in this model."""
+    """Number of rows in this model."""
     ids: IdMap | None = None
-    """Which row is which; None: a row keeps its id, and goes if this model has no such row."""
+    """Map from old to new row ids. If None, each row keeps its id, and is dropped if this model has no such row."""
     allow_dropped_rows: bool = False
-    """True if rows may go that were trained."""
+    """True if trained rows may be dropped."""
 
     def __post_init__(self) -> None:
         if isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 1:
@@ -41,20 +41,20 @@ class RowChange:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseChanges:
-    """What differs in the dense model and its optimizers. Names are those of ``named_parameters()``."""
+    """Differences in the dense model and its optimizers. Names are those of ``named_parameters()``."""
 
     renamed: Mapping[str, str] = field(default_factory=dict)
-    r"""Name in the marker -> name in this model. A name that the marker lacks is a pattern of Python's ``re`` that
-    matches whole names, and its value may have groups: ``{r"over\.(\d+)\.(.+)": r"top.\1.\2"}``."""
+    r"""Name in the marker -> name in this model. A name that the marker does not have is a pattern of Python's ``re``
+    that must match a whole name, and its value may refer to groups: ``{r"over\.(\d+)\.(.+)": r"top.\1.\2"}``."""
     fresh: tuple[str, ...] = ()
-    """Names that only this model has: they stay as the model has made them."""
+    """Names that only this model has; they keep the values that the model initialized."""
     dropped: tuple[str, ...] = ()
     """Names that only the marker has."""
     reshaped: tuple[str, ...] = ()
-    """Names, of this model, with another shape or dtype in the marker: they stay as the model has made them."""
+    """Names in this model with another shape or dtype in the marker; they keep the model's initial values."""
     optimizer: Mapping[str, str] = field(default_factory=dict)
-    """Dense optimizers with another class or other parameter groups, ``optimizer0`` -> its class in this model, or
-    ``dropped``; and parameters whose state starts anew, name -> ``fresh``."""
+    """Dense optimizers with another class or other parameter groups: ``optimizer0`` -> its class in this model, or
+    ``dropped``. Also parameters whose state is reset: name -> ``fresh``."""
 
     def __post_init__(self) -> None:
         _settle(self)
@@ -62,36 +62,36 @@ class DenseChanges:
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """In what this model differs from the marker's. Names of tables are paths, as in ``sparse.ebc.t_user``.
+    """Differences of this model from the marker's. Names of tables are paths, such as ``sparse.ebc.t_user``.
 
-    A field that maps names of tables has those of this model.
+    The keys of a field that maps names of tables are names in this model.
 
     Raises:
-        ChangesError: a value is of another kind; names all such.
+        ChangesError: values have a wrong type; the error names all of them.
     """
 
     added: tuple[str, ...] = ()
-    """Tables that only this model has: they start as the model has made them."""
+    """Tables that only this model has; they start with the values that the model initialized."""
     dropped: tuple[str, ...] = ()
-    """Tables that only the marker has: their rows stay in the log, before the change."""
+    """Tables that only the marker has; their rows stay in the log, before the change."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Name in the marker -> name in this model."""
     rows: Mapping[str, RowChange] = field(default_factory=dict)
-    """Tables with other rows; a number stands for ``RowChange(number)``."""
+    """Tables with other rows; a number is short for ``RowChange(number)``."""
     columns: Mapping[str, int] = field(default_factory=dict)
-    """Tables with more or fewer columns, and their columns in this model: the first ones are kept."""
+    """Tables with more or fewer columns -> number of columns in this model; the first columns are kept."""
     optimizer: Mapping[str, str] = field(default_factory=dict)
-    """Tables with another fused optimizer or other states, and the optimizer in this model."""
+    """Tables with another fused optimizer or other states -> the optimizer in this model."""
     dtype: Mapping[str, str] = field(default_factory=dict)
-    """Tables with weights of another dtype, and the dtype in this model: weights are cast."""
+    """Tables with weights of another dtype -> the dtype in this model; weights are cast."""
     dense: DenseChanges = field(default_factory=DenseChanges)
-    """What differs in the dense model."""
+    """Differences in the dense model."""
     stateful_added: tuple[str, ...] = ()
-    """``stateful`` objects that only this job has; ``per_rank.NAME`` for one that every rank has."""
+    """``stateful`` objects that only this job has; ``per_rank.NAME`` for an object that every rank has."""
     stateful_dropped: tuple[str, ...] = ()
-    """Those that only the marker has."""
+    """``stateful`` objects that only the marker has."""
     label: str = ""
-    """Tells changes from equal ones that were made before: without another label, they count as made."""
+    """Distinguishes these changes from equal earlier ones; with the same label, they count as already made."""
 
     def __post_init__(self) -> None:
         _settle(self)
@@ -101,32 +101,32 @@ class Changes:
         """Read a TOML file with the same fields; paths of id maps are relative to it.
 
         Raises:
-            ChangesError: it does not parse, or has unknown fields or wrong values; names all of them.
+            ChangesError: the file does not parse, or has unknown fields or wrong values; the error names all of them.
         """
         if not isinstance(path, str | Path):
             raise ChangesError(f"the file of changes is {path!r:.80}", hint="name a TOML file")
         return read_toml(Path(path), Changes, DenseChanges, RowChange)
 
     def to_toml(self) -> str:
-        """The same as TOML, which :meth:`load` reads."""
+        """Return the changes as TOML, which :meth:`load` reads."""
         return as_toml(self)
 
     def to_python(self) -> str:
-        """The same as an expression of Python."""
+        """Return the changes as a Python expression."""
         return as_python(self)
 
     @property
     def is_empty(self) -> bool:
-        """True if nothing is declared."""
+        """True if no change is declared."""
         return self == NO_CHANGES
 
     @cached_property
     def record(self) -> dict[str, Any]:
-        """All that is declared, for JSON; an id map by its digest and number of pairs."""
+        """All declared changes, for JSON; an id map is represented by its digest and number of pairs."""
         return {each.name: _record(getattr(self, each.name)) for each in fields(self) if is_said(self, each.name)}
 
     def canonical(self) -> bytes:
-        """The record as canonical JSON."""
+        """Return the record as canonical JSON."""
         return canonical(self.record)
 
     @cached_property
@@ -139,7 +139,7 @@ _NUMBERS = {"columns"}
 
 
 def _settle(value: Any) -> None:
-    """Lists become tuples and mappings dicts of their own; all wrong values are named at once."""
+    """Convert lists to tuples and copy mappings to dicts; raises one ChangesError for all wrong values."""
     problems = []
     for each in fields(value):
         given = getattr(value, each.name)

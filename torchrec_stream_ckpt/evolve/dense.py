@@ -1,4 +1,4 @@
-"""How a marker's dense state becomes that of a model that differs, by what was declared. Nothing is read or written."""
+"""Resolve a marker's dense state against a changed model, by the declared changes. Reads and writes nothing."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _PLAIN = re.compile(r"[\w.]+")
 
 
 def resolve_dense(saved: ModelSchema, here: ModelSchema, changes: Changes = NO_CHANGES) -> DenseEvolution:
-    """Find what becomes of each dense parameter, of the state of each dense optimizer, and of the user's objects.
+    """Find the outcome of each dense parameter, of each dense optimizer and its states, and of the user's objects.
 
     Args:
-        saved: What the marker holds; its tables are not looked at.
-        here: What this model has.
-        changes: What was declared.
+        saved: Schema of the marker; its tables are ignored.
+        here: Schema of this model.
+        changes: The declared changes.
 
     Raises:
-        ChangesError: declarations are wrong; names all of them.
-        SchemaMismatchError: something differs that was not declared; names all of it, and what accepts it.
+        ChangesError: declarations are wrong; the error names all of them.
+        SchemaMismatchError: there are undeclared differences; the error names all of them, and the changes to declare.
     """
     found = Findings(changes)
     evolution = compare_dense(saved, here, found)
@@ -46,9 +46,9 @@ def resolve_dense(saved: ModelSchema, here: ModelSchema, changes: Changes = NO_C
 def compare_dense(
     saved: ModelSchema, here: ModelSchema, found: Findings, imported: States | None = None
 ) -> DenseEvolution:
-    """As :func:`resolve_dense`; what speaks against it goes to ``found``: what comes back counts if that is nothing.
+    """Resolve like :func:`resolve_dense`, but add problems to ``found``; the result is valid only if there are none.
 
-    With ``imported``, the states that an imported marker has, its optimizers and objects are not looked at.
+    If ``imported`` gives the states of an imported marker, its optimizers and objects are ignored.
     """
     entries = _Entries(saved, here, found)
     outcomes = entries.outcomes()
@@ -61,7 +61,7 @@ def compare_dense(
 
 
 class _Entries:
-    """Which parameter is which."""
+    """Match dense parameters of the marker and of this model."""
 
     def __init__(self, saved: ModelSchema, here: ModelSchema, found: Findings) -> None:
         self._saved = {entry.name: entry for entry in saved.dense}
@@ -71,10 +71,10 @@ class _Entries:
         self._new_names = self._renames()
         self._check_names()
         self.sources = self._sources()
-        """For each parameter of this model that is one of the marker's, whatever its shape, its name there."""
+        """For each parameter of this model that the marker has, in any shape, its name in the marker."""
 
     def outcomes(self) -> tuple[DenseOutcome, ...]:
-        """Return what becomes of each."""
+        """Return the outcome of each parameter."""
         found, reshaped, twins = [], self._declared.reshaped, self._compiled()
         for name, entry in self._here.items():
             source = self.sources.get(name)
@@ -102,7 +102,7 @@ class _Entries:
         return tuple(found)
 
     def _compiled(self) -> dict[str, str]:
-        """For parameters of this model that the marker has under a name of ``torch.compile`` alone, that name."""
+        """For parameters that the marker has only under a name from ``torch.compile``, return that name."""
         declared = self._declared
         twins = {plain_name(name): name for name in self._saved if name not in declared.dropped}
         known = {*self.sources, *self._saved, *declared.fresh, *declared.renamed}
@@ -138,7 +138,7 @@ class _Entries:
                 problem(f"dense: {name!r} is both fresh and reshaped")
 
     def _renames(self) -> dict[str, str]:
-        """New name by name in the marker, of those that are renamed."""
+        """Return the new names of renamed parameters, by their name in the marker."""
         new_names: dict[str, str] = {}
         by: dict[str, str] = {}
         for pattern, template in self._declared.renamed.items():
@@ -165,7 +165,7 @@ class _Entries:
         return new_names
 
     def _renamed(self, pattern: str, template: str) -> dict[str, str]:
-        """New name by old one, of what one declaration renames."""
+        """Return the new names of the parameters that one declaration renames, by their old name."""
         if pattern in self._saved:
             return {pattern: template}
         compiled = re.compile(pattern)
@@ -187,11 +187,11 @@ class _Entries:
 
 
 class _Optimizers:
-    """Which state is whose.
+    """Match optimizer states of the marker and of this job.
 
     Args:
-        same: For each parameter of this model that is one of the marker's its name there.
-        kept: Those of the same shape and dtype.
+        same: For each parameter of this model that the marker has, its name in the marker.
+        kept: The part of ``same`` with the same shape and dtype.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class _Optimizers:
         self._holders = {name: each for each in saved.optimizers for name in each.parameters}
 
     def states(self) -> tuple[StateOutcome, ...]:
-        """State by parameter: kept if the parameter is, under an optimizer of the same class."""
+        """Return the outcome of each state: kept with its parameter if the optimizer has the same class."""
         found = []
         held = {name for each in self._here.values() for name in each.parameters}
         for name, said in self._declared.items():
@@ -238,7 +238,7 @@ class _Optimizers:
         return StateOutcome(optimizer.key, name, source, EXACT if stays else FRESH)
 
     def outcomes(self) -> tuple[OptimizerOutcome, ...]:
-        """Return what becomes of each optimizer."""
+        """Return the outcome of each optimizer."""
         gone = [each for key, each in self._saved.items() if key not in self._here]
         for each in gone:
             declared = self._declared.get(each.key)
@@ -267,7 +267,7 @@ class _Optimizers:
         return OptimizerOutcome(here.key, here.kind, saved.kind, groups, BY_RULE if None in groups else EXACT)
 
     def _difference(self, saved: DenseOptimizer | None, here: DenseOptimizer) -> str:
-        """In words; empty where both are alike in what both models have."""
+        """Describe the difference; empty if there is none in the parameters that both models have."""
         if saved is None:
             return f"only this job has it ({here.kind})"
         if saved.kind != here.kind:
@@ -279,7 +279,7 @@ class _Optimizers:
     def _groups(self, saved: DenseOptimizer, here: DenseOptimizer) -> tuple[int | None, ...]:
         there, now = self._common(saved, here)
         taken = {mine: theirs for (theirs, _), (mine, _) in zip(there, now, strict=True)}
-        if len(saved.groups) == len(here.groups):  # without a parameter in common, the place decides
+        if len(saved.groups) == len(here.groups):  # groups without a parameter in common are matched by place
             free = [place for place in range(len(here.groups)) if place not in taken and place not in taken.values()]
             taken |= {place: place for place in free if not here.groups[place] and not saved.groups[place]}
         return tuple(taken.get(position) for position in range(len(here.groups)))
@@ -287,7 +287,7 @@ class _Optimizers:
     def _common(
         self, saved: DenseOptimizer, here: DenseOptimizer
     ) -> tuple[list[tuple[int, frozenset[str]]], list[tuple[int, frozenset[str]]]]:
-        """Groups, by position, with parameters that both models have, under the marker's names; without empty ones."""
+        """Return (position, parameters) of groups, without empty ones, with common parameters by the marker's names."""
         common = set(self._same.values())
         now = [[self._same[name] for name in group if name in self._same] for group in here.groups]
         there = [[name for name in group if name in common] for group in saved.groups]
@@ -295,7 +295,7 @@ class _Optimizers:
 
 
 def _of(entry: DenseEntry) -> str:
-    """Shape and dtype, which have to be equal."""
+    """Describe shape and dtype, which must be equal."""
     if entry.dtype == NO_TENSOR:
         return NO_TENSOR
     return f"{' x '.join(map(str, entry.shape)) or 'one value of'} {entry.dtype}"

@@ -1,4 +1,4 @@
-"""What becomes of a marker's dense state in a model that differs: plain values, from ``resolve_dense``."""
+"""Outcomes of a marker's dense state in a changed model: plain values, from ``resolve_dense``."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torchrec_stream_ckpt.evolve.table_outcome import DROPPED, EXACT
 
 @dataclass(frozen=True, slots=True)
 class DenseOutcome:
-    """What becomes of one dense parameter."""
+    """Outcome of one dense parameter."""
 
     name: str
-    """In this model; of a dropped one in the marker."""
+    """Name in this model; for a dropped parameter, name in the marker."""
     source: str | None
-    """Its name in the marker, whose value is kept; None: it stays as the model has made it."""
+    """Name in the marker whose value is kept; None if it keeps the value that the model initialized."""
     entry: DenseEntry
-    """As this model has it; of a dropped one as the marker has it."""
+    """Entry in this model; for a dropped parameter, entry in the marker."""
     label: str
     """``exact``, ``fresh`` or ``dropped``."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its values."""
+        """Size of its values, in bytes."""
         if self.entry.dtype == NO_TENSOR:
             return 0
         bits = re.match(r"[a-z]+(\d+)", self.entry.dtype)  # bool has no number
@@ -34,54 +34,54 @@ class DenseOutcome:
 
 @dataclass(frozen=True, slots=True)
 class StateOutcome:
-    """What becomes of the state that a dense optimizer keeps for one parameter."""
+    """Outcome of the state that a dense optimizer keeps for one parameter."""
 
     optimizer: str
     """Key of the optimizer in this job."""
     parameter: str
     source: tuple[str, str] | None
-    """Key of the optimizer and name of the parameter in the marker; None: the state starts anew."""
+    """Key of the optimizer and name of the parameter in the marker; None if the state is reset."""
     label: str
     """``exact`` or ``fresh``."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerOutcome:
-    """What becomes of one dense optimizer but for the states of its parameters."""
+    """Outcome of one dense optimizer, except for the states of its parameters."""
 
     key: str
     kind: str
-    """Its class; of a dropped one that in the marker."""
+    """Its class in this job; for a dropped optimizer, its class in the marker."""
     saved_kind: str | None
-    """Its class in the marker; None: it was added."""
+    """Its class in the marker; None if it was added."""
     groups: tuple[int | None, ...]
-    """For each param group of this job the one of the marker whose hyperparameters it takes; None: it has its own."""
+    """For each param group of this job, the marker's group whose hyperparameters it takes; None if it keeps its own."""
     label: str
-    """``exact``: all groups take those of the marker. ``by rule``: some do. ``fresh``, ``dropped``."""
+    """``exact`` if all groups take those of the marker, ``by rule`` if some do; otherwise ``fresh`` or ``dropped``."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatefulOutcome:
-    """What becomes of one of the user's objects."""
+    """Outcome of one of the user's objects."""
 
     name: str
     label: str
-    """``exact``: it loads what the marker has. ``fresh``, ``dropped``."""
+    """``exact`` if it loads the marker's state; otherwise ``fresh`` or ``dropped``."""
 
 
 @dataclass(frozen=True, slots=True)
 class DenseEvolution:
-    """How the dense state of a marker becomes that of this model. Dropped ones come last in each list."""
+    """Outcomes of all dense state of a marker. Dropped items are last in each list."""
 
     entries: tuple[DenseOutcome, ...]
     states: tuple[StateOutcome, ...]
-    """Of each parameter of each optimizer of this job."""
+    """States of each parameter of each optimizer of this job."""
     optimizers: tuple[OptimizerOutcome, ...]
     stateful: tuple[StatefulOutcome, ...]
 
     @property
     def is_plain(self) -> bool:
-        """True if all is the marker's, names included."""
+        """True if everything is the same as in the marker, including names."""
         kept = all(entry.label == EXACT and entry.name == entry.source for entry in self.entries)
         stands = all(
             state.label == EXACT and state.source == (state.optimizer, state.parameter) for state in self.states
@@ -91,7 +91,7 @@ class DenseEvolution:
 
     @property
     def sources(self) -> dict[str, str]:
-        """Name in this model -> name in the marker, of the parameters that are kept."""
+        """Name in this model -> name in the marker, for parameters that are kept."""
         return {entry.name: entry.source for entry in self.entries if entry.source is not None}
 
     @property

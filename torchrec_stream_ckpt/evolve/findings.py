@@ -1,4 +1,4 @@
-"""What speaks against a restore: differences that nobody declared, declarations that are wrong; all in one error."""
+"""Collect undeclared differences and wrong declarations, which prevent a restore, into one error."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _TITLE = "the marker is not of this model:"
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """A difference that no ``Changes`` can declare."""
+    """Difference that no ``Changes`` can declare."""
 
     text: str
     hint: str = ""
     error: type[StreamCkptError] = SchemaMismatchError
-    """What it raises when it is the only one."""
+    """Error to raise if it is the only one."""
     where: tuple[tuple[str, object], ...] = ()
-    """Coordinates, by name."""
+    """Fields of the error, by name."""
 
     @classmethod
     def of(cls, error: StreamCkptError) -> Misfit:
-        """Take over an error that a comparison has raised."""
+        """Make a misfit from an error that a comparison has raised."""
         return cls(error.message, error.hint, type(error), tuple(error.where.items()))
 
     def __str__(self) -> str:
@@ -39,26 +39,26 @@ class Misfit:
 
 @dataclass(slots=True)
 class Findings:
-    """Gathered by everything that compares a marker with this model."""
+    """Findings of all comparisons of a marker with this model."""
 
     declared: Changes
     problems: list[str] = field(default_factory=list)
-    """Declarations that are wrong."""
+    """Wrong declarations."""
     differences: list[str] = field(default_factory=list)
-    """Differences that were not declared."""
+    """Undeclared differences."""
     needed: dict[str, list[Any]] = field(default_factory=dict)
-    """What has to be declared besides, by field: names, or pairs."""
+    """Further declarations that are needed, by field: names, or pairs."""
     misfits: list[Misfit] = field(default_factory=list)
     """Differences that cannot be declared."""
 
     @property
     def against(self) -> bool:
-        """True if something speaks against it."""
+        """True if any finding prevents the restore."""
         return bool(self.problems or self.differences or self.misfits)
 
     @staticmethod
     def merged(found: Sequence[Findings]) -> Findings:
-        """Join the findings of all ranks, by rank; one that not all have names its ranks."""
+        """Merge the findings of all ranks. A finding that only some ranks have names these ranks."""
         merged = Findings(found[0].declared)
         merged.problems = _joined([each.problems for each in found])
         merged.differences = _joined([each.differences for each in found])
@@ -70,12 +70,18 @@ class Findings:
         return merged
 
     def differs(self, said: str, field_name: str, *values: Any) -> None:
-        """Note a difference, and what would declare it: a name, or a name and a value; ``dense.`` before its fields."""
+        """Record a difference, and the declaration that would accept it.
+
+        Args:
+            said: Description of the difference.
+            field_name: Field of the changes, with the prefix ``dense.`` for dense ones.
+            values: A name, or a name and a value.
+        """
         self.differences.append(said)
         self.needed.setdefault(field_name, []).append(values[0] if len(values) == 1 else values)
 
     def accepting(self) -> Changes:
-        """The declared changes with what they lack."""
+        """Return the declared changes with all further declarations that are needed."""
         inner = self.declared.dense
         dense = {each.name: self._more(f"dense.{each.name}", each.name, inner) for each in fields(DenseChanges)}
         top = {each.name: self._more(each.name, each.name, self.declared) for each in fields(Changes)}
@@ -86,11 +92,12 @@ class Findings:
         return (*known, *more) if isinstance(known, tuple) else known | dict(more) if more else known
 
     def check(self, **where: object) -> None:
-        """Refuse if something speaks against it.
+        """Raise if any finding prevents the restore.
 
         Raises:
-            ChangesError: declarations are wrong; names all of them.
-            SchemaMismatchError: there are differences that nobody declared; names all of them, and what accepts them.
+            ChangesError: declarations are wrong; the error names all of them.
+            SchemaMismatchError: there are undeclared differences; the error names all of them, and the changes to
+                declare.
         """
         if self.problems:
             said = "\n".join(["the declared changes are wrong:", *(f"  {each}" for each in self.problems)])

@@ -1,4 +1,4 @@
-"""Dense optimizers and objects of an imported marker: it has states by parameter, and nothing else is known of them."""
+"""Resolve optimizers and objects for an imported marker, of which only the names of states by parameter are known."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrec_stream_ckpt.evolve.text import nearest
 States = Mapping[str, Collection[str]]
 """Names of the states that an imported marker has, by parameter."""
 IMPORTED = "imported"
-"""Stands for the optimizer that has them: a checkpoint does not name it."""
+"""Placeholder for the optimizer that has the states, because a checkpoint does not name it."""
 
 _KEEPS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "Adagrad": (frozenset({"step", "sum"}), frozenset()),
@@ -22,17 +22,17 @@ _KEEPS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "RMSprop": (frozenset({"step", "square_avg"}), frozenset({"momentum_buffer", "grad_avg"})),
     "SGD": (frozenset(), frozenset({"momentum_buffer"})),
 }
-"""What torch's own optimizers keep for each parameter, and what some of their settings add."""
+"""For torch's own optimizers, the states of each parameter, and further states that some settings add."""
 
 
 class ImportedOptimizers:
-    """Which state goes on under an optimizer of this job: that of the same parameter, where names of states fit.
+    """Match imported states with optimizers of this job: by parameter, if the names of the states fit.
 
     Args:
-        states: What the marker has.
+        states: States in the marker.
         here: What this model has.
-        found: Takes what speaks against it.
-        kept: For each parameter of this model whose value is the marker's its name there.
+        found: Receives all findings.
+        kept: For each parameter of this model whose value is kept, its name in the marker.
     """
 
     def __init__(self, states: States, here: ModelSchema, found: Findings, kept: Mapping[str, str]) -> None:
@@ -43,14 +43,14 @@ class ImportedOptimizers:
         self._declared = found.declared.dense.optimizer
 
     def outcomes(self) -> tuple[OptimizerOutcome, ...]:
-        """Hyperparameters are those of this job."""
+        """Return the outcome of each optimizer; hyperparameters are those of this job."""
         return tuple(
             OptimizerOutcome(each.key, each.kind, None, (None,) * len(each.groups), FRESH)
             for each in self._here.values()
         )
 
     def states(self) -> tuple[StateOutcome, ...]:
-        """Return what becomes of the state of each parameter."""
+        """Return the outcome of the state of each parameter."""
         self._check_names()
         return tuple(
             outcome for each in self._here.values() for outcome in self._of(each, anew=self._declared.get(each.key))
@@ -81,7 +81,7 @@ class ImportedOptimizers:
         return outcomes
 
     def _misfit(self, kind: str, name: str) -> str:
-        """States that an optimizer of this class does not take, in words; empty if it does, or is not known."""
+        """Describe states that an optimizer of this class does not accept; empty if it does or the class is unknown."""
         if kind not in _KEEPS:
             return ""
         needed, more = _KEEPS[kind]
@@ -107,7 +107,7 @@ class ImportedOptimizers:
 
 
 def imported_stateful(here: ModelSchema, found: Findings) -> tuple[StatefulOutcome, ...]:
-    """Objects of the user stay as this job has made them: a checkpoint has none."""
+    """Return the outcome of the user's objects: all are fresh, because an imported checkpoint has none."""
     declared = found.declared
     for name in declared.stateful_added:
         if name not in here.stateful:

@@ -1,8 +1,7 @@
-"""Tables and dense state of a marker and a model compared together, so that one error names all that speaks against.
+"""Compare tables and dense state of a marker and a model together, so that one error names all findings.
 
-Tables that are sharded on one side and data-parallel on the other: no declaration makes one of the other.
-
-Declarations that a model does not show once they are made, so that making them twice would go unseen.
+The module also refuses tables that are sharded on one side and data-parallel on the other, which no declaration can
+convert, and repeated declarations that are not visible in the model after they were made.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from torchrec_stream_ckpt.format.schema import Schema
 
 
 def check_not_repeated(changes: Changes, made: Iterable[ClaimChanges]) -> None:
-    """Refuse to make unseen declarations again that the lineage has made as a part of other changes.
+    """Refuse invisible declarations that the lineage has already made as a part of other changes.
 
-    A file of changes that is edited after the job has made it would otherwise move rows that were moved already.
+    Otherwise a file of changes that is edited after the job has made them would move rows a second time.
 
     Args:
-        changes: What was declared for the newest marker.
-        made: What the generations on its path were told.
+        changes: The changes declared for the newest marker.
+        made: The changes of the generations on its path.
 
     Raises:
-        ChangesError: names all such declarations.
+        ChangesError: there are such declarations; the error names all of them.
     """
     unseen = _unseen(changes.record)
     said: set[str] = set()
@@ -51,7 +50,7 @@ def check_not_repeated(changes: Changes, made: Iterable[ClaimChanges]) -> None:
 
 
 def _unseen(record: Mapping[str, Any]) -> set[str]:
-    """Which declarations of a record hold for the changed model as well."""
+    """Return the declarations of a record that would also be valid for the changed model."""
     found = {f"rows: {name!r} has an id map" for name, row in _mapping(record, "rows").items() if "ids" in _row(row)}
     added, dropped = set(record.get("added", ())), set(record.get("dropped", ()))
     found |= {f"{name!r} is dropped and added" for name in added & dropped}
@@ -67,7 +66,7 @@ def _unseen(record: Mapping[str, Any]) -> set[str]:
 
 
 def _renamed(renamed: Mapping[str, str], added: set[str], dropped: set[str], where: str) -> set[str]:
-    """Names of which the marker and the model have both, before the change and after it."""
+    """Describe renames whose names both the marker and the model have, before and after the change."""
     pairs = renamed.items()
     both = {(old, new) for old, new in pairs if old in {*renamed.values(), *added} and new in {*renamed, *dropped}}
     return {f"{where}{old!r} is renamed {new!r}" for old, new in both}
@@ -83,16 +82,16 @@ def _row(value: Any) -> Mapping[str, Any]:
 
 
 _BELOW = ("embedding_bags", "embeddings")
-"""Where the modules of TorchRec keep their tables."""
+"""Attributes in which TorchRec modules keep their tables."""
 
 
 def check_placement(saved: ModelSchema, here: ModelSchema, changes: Changes) -> None:
-    """Refuse a table that is sharded in the marker and data-parallel here, or the other way round.
+    """Refuse a table that is sharded in the marker and data-parallel here, or the reverse.
 
-    A table that is declared dropped, or added, passes: the user has said that it starts anew.
+    A table that is declared as dropped or added is accepted, because the user has declared that it starts fresh.
 
     Raises:
-        SchemaMismatchError: names all such tables.
+        SchemaMismatchError: there are such tables; the error names all of them.
     """
     there = [name for name in _data_parallel(saved, here) if name not in changes.dropped]
     now = [name for name in _data_parallel(here, saved) if name not in changes.added]
@@ -107,7 +106,7 @@ def check_placement(saved: ModelSchema, here: ModelSchema, changes: Changes) -> 
 
 
 def _data_parallel(one: ModelSchema, other: ModelSchema) -> Iterator[str]:
-    """Tables that are sharded in ``one`` and dense parameters of ``other``."""
+    """Yield the tables that are sharded in ``one`` and are dense parameters in ``other``."""
     dense = {entry.name for entry in other.dense}
     sharded = {table.name for table in other.tables}
     for table in one.tables:
@@ -116,20 +115,20 @@ def _data_parallel(one: ModelSchema, other: ModelSchema) -> Iterator[str]:
 
 
 def _weights(table: str) -> Iterable[str]:
-    """Return what the weights of a data-parallel table are called among dense parameters."""
+    """Return the possible names of a data-parallel table's weights among dense parameters."""
     module, _, name = table.rpartition(".")
     return (".".join(filter(None, (module, below, name, "weight"))) for below in _BELOW)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelEvolution:
-    """How a marker becomes a model that may differ from it."""
+    """Outcomes of all parts of a marker in a model that may differ from it."""
 
     tables: Evolution
     dense: DenseEvolution | None
-    """None: the dense state of the marker was not looked at."""
+    """Outcomes of the dense state; None if it was not compared."""
     already: bool = False
-    """True if the declared changes are those that the marker's lineage made last: nothing was left to do."""
+    """True if the declared changes are the last ones that the marker's lineage made, so that nothing is left to do."""
 
     @property
     def is_plain(self) -> bool:
@@ -148,25 +147,24 @@ def evolve(
     again: bool = False,
     imported: States | None = None,
 ) -> ModelEvolution:
-    """Find what becomes of a marker in a model.
+    """Find the outcome of each part of a marker in a model.
 
     Args:
-        saved: What the marker holds; its tables by index, tombstones included.
+        saved: Schema of the marker; its tables by index, including tombstones.
         here: What this model has.
-        changes: What was declared.
-        dense: Whether the dense state is compared, too.
-        trained_rows: As of ``resolve``.
-        made: What the changed generations on the marker's path were told, the newest first. A job that is started
-            again with the changes of the newest one finds them made: where nothing differs any more, they are not made
-            twice.
-        again: Whether other changes may repeat what was made and is not seen, such as an id map: the user has named
-            this marker.
-        imported: (of a marker that was imported) Names of the states that it has of dense optimizers, by parameter.
+        changes: The declared changes.
+        dense: Also compare the dense state.
+        trained_rows: Same as in ``resolve``.
+        made: Changes of the changed generations on the marker's path, the newest first. If a job is restarted with the
+            changes of the newest one, and nothing differs any more, the changes are not made twice.
+        again: Accept other changes that repeat invisible ones, such as an id map, because the user has named this
+            marker.
+        imported: (for an imported marker) Names of the dense optimizer states that it has, by parameter.
 
     Raises:
-        ChangesError: declarations are wrong; names all of them.
-        SchemaMismatchError: something differs that was not declared; names all of it, and what accepts it. Or a table
-            is sharded on one side and data-parallel on the other.
+        ChangesError: declarations are wrong; the error names all of them.
+        SchemaMismatchError: there are undeclared differences; the error names all of them, and the changes to declare.
+            Or a table is sharded on one side and data-parallel on the other.
     """
     evolution, found = compare(
         saved, here, changes, dense=dense, trained_rows=trained_rows, made=made, imported=imported
@@ -188,7 +186,7 @@ def compare(
     made: Sequence[ClaimChanges] = (),
     imported: States | None = None,
 ) -> tuple[ModelEvolution | None, Findings]:
-    """As :func:`evolve`, but what speaks against it is returned: then there is no evolution.
+    """Compare like :func:`evolve`, but return the findings. If any prevents the restore, the evolution is None.
 
     Raises:
         SchemaMismatchError: a table is sharded on one side and data-parallel on the other.
@@ -211,7 +209,7 @@ def _compared(
     trained_rows: TrainedRows | None,
     imported: States | None,
 ) -> ModelEvolution | None:
-    """None if something speaks against it, which ``found`` has."""
+    """Compare once, adding findings to ``found``. Returns None if any prevents the restore."""
     tables = compare_tables(Schema(saved.tables), here.tables, found, trained_rows)
     rest = compare_dense(saved, here, found, imported) if dense else None
     return ModelEvolution(tables, rest) if tables is not None and not found.against else None

@@ -1,4 +1,4 @@
-"""What a model holds, tables and dense state, as a value and as a JSON file: for plans without the model."""
+"""Schema of a model's tables and dense state, as a value and as a JSON file, for plans without the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchrec_stream_ckpt.util.types import StateSpec, TableSpec
 
 FORMAT = 1
 NO_TENSOR = "None"
-"""Stands for the dtype of a buffer that is registered as None."""
+"""Dtype of a buffer that is registered as None."""
 _MAX_BYTES = 256 * 2**20
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ class DenseEntry:
     """One dense parameter."""
 
     name: str
-    """As ``named_parameters()`` of the dense model has it."""
+    """Name in ``named_parameters()`` of the dense model."""
     shape: tuple[int, ...]
     dtype: str
     """Such as ``float32``."""
@@ -49,7 +49,7 @@ class DenseOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class ModelSchema:
-    """What a model holds, whatever its plan."""
+    """Contents of a model, independent of its sharding plan."""
 
     tables: tuple[TableSpec, ...]
     """Sharded embedding tables, by name."""
@@ -58,10 +58,10 @@ class ModelSchema:
     optimizers: tuple[DenseOptimizer, ...] = ()
     """Optimizers of the dense part, each with its class and its parameters."""
     stateful: tuple[str, ...] = ()
-    """Names of the user's objects; ``per_rank.NAME`` of those that each rank has."""
+    """Names of the user's objects; ``per_rank.NAME`` for objects that each rank has."""
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON.
+        """Write the schema as JSON.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -74,7 +74,7 @@ class ModelSchema:
 
     @staticmethod
     def load(path: str | Path) -> ModelSchema:
-        """Read what :meth:`save` has written.
+        """Read a file that :meth:`save` has written.
 
         Raises:
             ConfigError: the file cannot be read, or is not a schema.
@@ -148,7 +148,7 @@ def _optimizer(data: Any) -> DenseOptimizer:
 
 
 def _exactly(data: Any, kind: type[Any]) -> dict[str, Any]:
-    """The fields of ``kind``, no more and no less."""
+    """Return the data as a dict; raises ValueError unless it has exactly the fields of ``kind``."""
     wanted = {each.name for each in fields(kind)}
     if not isinstance(data, dict) or data.keys() != wanted:
         found = sorted(data) if isinstance(data, dict) else data

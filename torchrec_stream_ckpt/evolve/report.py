@@ -1,4 +1,4 @@
-"""What becomes of a marker, in words and as JSON: for people before a restore, and for the log after it."""
+"""Report the outcome of a marker, as text and as JSON: for people before a restore, and for the log after it."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ from torchrec_stream_ckpt.util.units import size
 
 @dataclass(frozen=True, slots=True)
 class EvolvedPart:
-    """One table, dense parameter, optimizer or object of the user, and what becomes of it."""
+    """Outcome of one table, dense parameter, optimizer or object of the user."""
 
     kind: str
     """``table``, ``dense``, ``optimizer`` or ``stateful``."""
     name: str
-    """In this model; of a dropped one in the marker."""
+    """Name in this model; for a dropped part, name in the marker."""
     saved_name: str | None
-    """In the marker; None: only this model has it."""
+    """Name in the marker; None if only this model has it."""
     change: str
-    """In words; empty where all is as it was."""
+    """Description of the change; empty if nothing has changed."""
     labels: dict[str, str]
-    """By part of it, weights and states, or value and state: ``exact``, ``by rule``, ``fresh`` or ``dropped``."""
+    """Labels of weights and states, or of value and state: ``exact``, ``by rule``, ``fresh`` or ``dropped``."""
     rows: tuple[int, int, int] | None = None
-    """(of a table) Rows kept, fresh, dropped."""
+    """(tables) Number of rows kept, fresh, and dropped."""
     num_bytes: tuple[int, int, int] | None = None
-    """(of a table or parameter) Bytes kept, fresh, dropped; of a parameter without its state."""
+    """(tables and parameters) Bytes kept, fresh, and dropped; for a parameter, without its state."""
     sent_whole: bool = False
-    """(of a table) Whether the new generation sends all of its rows."""
+    """(tables) True if the new generation sends all of its rows."""
 
     @property
     def label(self) -> str:
-        """Its labels in words."""
+        """Its labels as text."""
         said = set(self.labels.values())
         return said.pop() if len(said) == 1 else ", ".join(f"{part} {label}" for part, label in self.labels.items())
 
 
 @dataclass(frozen=True, slots=True)
 class EvolutionReport:
-    """What becomes of a marker."""
+    """Report of the outcome of a marker."""
 
     parts: tuple[EvolvedPart, ...]
     dense: bool
     """True if the dense state was compared."""
     digest: str
-    """Of the declared changes."""
+    """Digest of the declared changes."""
 
     @staticmethod
     def of(evolution: ModelEvolution) -> EvolutionReport:
-        """The report of a comparison."""
+        """Make the report of a comparison."""
         parts = [_table(each) for each in evolution.tables.tables]
         if evolution.dense is not None:
             parts += _dense(evolution.dense)
@@ -60,7 +60,7 @@ class EvolutionReport:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The same for JSON."""
+        """The report for JSON."""
         parts = [
             {
                 **asdict(part),
@@ -80,17 +80,17 @@ class EvolutionReport:
 
     @property
     def kept_in_part(self) -> tuple[str, ...]:
-        """Tables that have rows of the marker and are sent whole: no proof of the marker is of them."""
+        """Tables that keep rows of the marker and are sent completely; the marker's proofs do not cover them."""
         tables = (part for part in self.parts if part.sent_whole and part.rows is not None and part.rows[0])
         return tuple(part.name for part in tables)
 
     @property
     def swept_bytes(self) -> int:
-        """Bytes of the tables that the new generation sends whole."""
+        """Bytes of the tables that the new generation sends completely."""
         return sum(sum(part.num_bytes[:2]) for part in self.parts if part.sent_whole and part.num_bytes is not None)
 
     def lines(self) -> Iterator[str]:
-        """A line for each part that is not as it was, and one of totals."""
+        """Yield one line for each part that has changed, and one with totals."""
         for part in self.parts:
             if part.change:
                 yield f"{part.kind} {part.name}: {part.change}; {part.label}"
@@ -120,7 +120,7 @@ def _table(outcome: TableOutcome) -> EvolvedPart:
 
 
 def _said(outcome: TableOutcome) -> Iterator[str]:
-    """Yield what is other than in the marker."""
+    """Yield descriptions of the differences from the marker."""
     old, new = outcome.saved_spec, outcome.spec
     if old is None or new is None:
         yield DROPPED if new is None else "added"

@@ -1,4 +1,4 @@
-"""How a marker's tables become those of a model that differs, by what was declared. Nothing is read or written."""
+"""Resolve a marker's tables against a changed model, by the declared changes. Reads and writes nothing."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.util.types import TOMBSTONE, StateSpec, TableSpec, plain_name
 
 TrainedRows = Callable[[int, RowMap], int | None]
-"""Index of a table in the marker, the rows of it that are kept -> how many of the others were trained; None: nothing
-tells."""
+"""Function of a table's index in the marker and its kept rows; returns how many of the other rows were trained, or None
+if that is unknown."""
 
 
 def resolve(
@@ -25,17 +25,17 @@ def resolve(
     *,
     trained_rows: TrainedRows | None = None,
 ) -> Evolution:
-    """Find what becomes of each table of a marker.
+    """Find the outcome of each table of a marker.
 
     Args:
         saved: Schema of the marker.
         here: Tables of this model, in any order.
-        changes: What was declared.
-        trained_rows: Counts trained rows among those that go; None: each of them counts as trained.
+        changes: The declared changes.
+        trained_rows: Counts trained rows among dropped ones; if None, each dropped row counts as trained.
 
     Raises:
-        ChangesError: declarations are wrong; names all of them.
-        SchemaMismatchError: tables differ in what was not declared; names all of it, and what accepts it.
+        ChangesError: declarations are wrong; the error names all of them.
+        SchemaMismatchError: there are undeclared differences; the error names all of them, and the changes to declare.
     """
     found = Findings(changes)
     evolution = compare_tables(saved, here, found, trained_rows)
@@ -47,13 +47,13 @@ def resolve(
 def compare_tables(
     saved: Schema, here: Schema | Sequence[TableSpec], found: Findings, trained_rows: TrainedRows | None = None
 ) -> Evolution | None:
-    """As :func:`resolve`; what speaks against it goes to ``found``, and None comes back."""
+    """Resolve like :func:`resolve`, but add problems and differences to ``found``; returns None if there are any."""
     tables = here.tables if isinstance(here, Schema) else here
     return _Tables(saved, {table.name: table for table in tables if not table.dropped}, found, trained_rows).evolution()
 
 
 class _Tables:
-    """One comparison of a marker's tables with those of a model."""
+    """Comparison of a marker's tables with those of a model."""
 
     def __init__(
         self, saved: Schema, here: Mapping[str, TableSpec], found: Findings, trained_rows: TrainedRows | None
@@ -66,7 +66,7 @@ class _Tables:
         self._trained_rows = trained_rows
 
     def evolution(self) -> Evolution | None:
-        """The outcome; None if something speaks against it."""
+        """Return the outcome of all tables; None if there are problems or undeclared differences."""
         before = len(self._found.problems), len(self._found.differences)
         self._check_names()
         self._check_keys()
@@ -78,7 +78,7 @@ class _Tables:
         return self._arranged(kept, sorted(name for name, source in sources.items() if source is None), gone)
 
     def _arranged(self, kept: Mapping[str, TableOutcome], added: Sequence[str], gone: Mapping[int, str]) -> Evolution:
-        """Each table at its index: that of the marker, or one after the last."""
+        """Put each table at its index: that of the marker, or for added tables one after the last."""
         specs = list(self._saved.tables)
         swept = set(gone)
         for index in gone:
@@ -98,10 +98,10 @@ class _Tables:
         tables = (*sorted(kept.values(), key=lambda each: each.index), *fresh, *dropped)
         return Evolution(self._saved, Schema(tuple(specs)), tables, tuple(sorted(swept)), self._changes)
 
-    # Which table is which.
+    # Match tables.
 
     def _check_names(self) -> None:
-        """Declared names that do not exist, or that are declared twice."""
+        """Find declared names that do not exist, or that are declared twice."""
         changes, problem = self._changes, self._found.problems.append
         for name in changes.dropped:
             self._known(f"dropped: {name!r}", name, self._index, "the marker")
@@ -125,7 +125,7 @@ class _Tables:
             problem(f"renamed: more than one table becomes {new!r}")
 
     def _check_keys(self) -> None:
-        """Tables of which a difference is declared have to exist on both sides."""
+        """Check that tables with a declared difference exist on both sides."""
         changes = self._changes
         for field_name in ("rows", "columns", "optimizer", "dtype"):
             for name in getattr(changes, field_name):
@@ -140,7 +140,7 @@ class _Tables:
         return False
 
     def _sources(self) -> dict[str, int | None]:
-        """For each table of this model its index in the marker; None: it is fresh."""
+        """For each table of this model, return its index in the marker; None if it is fresh."""
         changes = self._changes
         new_names = {new: old for old, new in changes.renamed.items()}
         leaving = {*changes.dropped, *changes.renamed}
@@ -158,14 +158,14 @@ class _Tables:
         return sources
 
     def _compiled(self, name: str) -> str | None:
-        """The name that ``torch.compile`` gave a table of this model in the marker, which has no other name for it."""
+        """Return the name from ``torch.compile`` of a table in the marker, if the marker has no other name for it."""
         if name not in self._here or name in (*self._index, *self._changes.added, *self._changes.renamed.values()):
             return None
         names = (old for old in self._index if plain_name(old) == name and old not in self._changes.dropped)
         return next(names, None)
 
     def _gone(self, sources: Mapping[str, int | None]) -> dict[int, str]:
-        """Tables of the marker that this model has not, by index."""
+        """Return the names of the marker's tables that this model does not have, by index."""
         taken = set(sources.values())
         gone = {index: name for name, index in self._index.items() if index not in taken}
         for index, name in gone.items():
@@ -176,7 +176,7 @@ class _Tables:
                 self._found.differs(f"table {name!r}: only the marker has it ({_shape(spec)})", "dropped", name)
         return gone
 
-    # What becomes of one table.
+    # The outcome of one table.
 
     def _outcome(self, name: str, source: int) -> TableOutcome:
         old, new = self._saved.tables[source], self._here[name]
@@ -191,7 +191,7 @@ class _Tables:
             states = tuple((position, None) for position, _ in states)
         weights = EXACT if old.dtype == new.dtype else BY_RULE
         same_optimizer = (old.optimizer, old.states) == (new.optimizer, new.states)
-        known = old.id is not None or old.name == new.name  # in logs of version 1 the name is the id
+        known = old.id is not None or old.name == new.name  # in logs of version 1, the name is the id
         goes_on = known and same_rows and same_optimizer and (old.dim, old.dtype) == (new.dim, new.dtype)
         return TableOutcome(
             name=name,
@@ -210,7 +210,7 @@ class _Tables:
         )
 
     def _compare(self, field_name: str, name: str, old: object, new: object, words: str) -> None:
-        """One number or name of a table: equal, or declared."""
+        """Check that one property of a table is equal or declared."""
         declared = getattr(self._changes, field_name).get(name)
         if old == new:
             if declared is not None:
@@ -234,7 +234,7 @@ class _Tables:
             self._found.problems.append(said)
 
     def _rows(self, name: str, source: int) -> RowMap:
-        """Which rows are kept."""
+        """Return the rows that are kept."""
         old, new = self._saved.tables[source].rows, self._here[name].rows
         declared = self._changes.rows.get(name)
         kept = RowMap(min(old, new))
@@ -263,7 +263,7 @@ class _Tables:
         return kept
 
     def _lost(self, source: int, kept: RowMap) -> str:
-        """In words which trained rows would go; empty if none would."""
+        """Describe the trained rows that would be dropped; empty if there are none."""
         going = self._saved.tables[source].rows - kept.count
         if not going or self._trained_rows is None:
             return f"{going} rows would go, which may be trained" if going else ""
@@ -310,7 +310,7 @@ def _dropped(spec: TableSpec, index: int) -> TableOutcome:
 
 
 def _position(state: StateSpec, among: Sequence[StateSpec]) -> int | None:
-    """Where the same state stands: of this name, dtype and kind of shape."""
+    """Return the position of the state with the same name, dtype and kind of shape; None if there is none."""
     return among.index(state) if state in among else None
 
 
@@ -322,7 +322,7 @@ def _state_label(old: TableSpec, new: TableSpec, position: int, source: int | No
 
 
 def _outside(ids: IdMap, old: int, new: int) -> list[str]:
-    """Name the ids of a map that lie outside of the tables."""
+    """Describe the ids of a map that are outside of the tables."""
     sides = (("old", ids.old_ids, old, "the marker"), ("new", ids.new_ids, new, "this model"))
     found = ((side, each[each >= rows], rows, where) for side, each, rows, where in sides)
     return [

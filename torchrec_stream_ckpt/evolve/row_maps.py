@@ -1,4 +1,4 @@
-"""Which rows of a table are which in the model of now: what a user declares (``IdMap``), what follows (``RowMap``)."""
+"""Map rows of a marker to rows of this model: declared by a user (``IdMap``), and resolved (``RowMap``)."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ Ids = npt.NDArray[np.int64]
 FORMS = (".csv", ".npy", ".npz")
 _NAME = re.compile("[A-Za-z_][A-Za-z0-9_ ]*")
 _NO_NUMBERS = {"nan", "inf", "infinity", "na", "none", "null"}
-"""What programs write in place of a number."""
+"""Texts that programs write for a missing number."""
 _PAIR = re.compile(r"([+-]?0*[0-9]{1,19})\s*,\s*([+-]?0*[0-9]{1,19})")
 
 
 @dataclass(frozen=True, eq=False)
 class IdMap:
-    """Pairs of a table's ids: the row ``old_ids[i]`` of the marker is the row ``new_ids[i]`` of this model.
+    """Pairs of a table's ids: row ``old_ids[i]`` of the marker becomes row ``new_ids[i]`` of this model.
 
-    A row of the marker that no pair names is dropped; a row of this model that no pair names starts fresh.
+    A row of the marker that is in no pair is dropped. A row of this model that is in no pair starts fresh.
 
     Raises:
-        ChangesError: an id is negative, stands twice or is not an integer, or one side has more of them; or there is
+        ChangesError: an id is negative, a duplicate or not an integer; the sides have different lengths; or there is
             no pair.
     """
 
     old_ids: Ids
     """Ids in the marker, each once, in any order."""
     new_ids: Ids
-    """Ids in this model, each once, as many."""
+    """Ids in this model, each once; as many as ``old_ids``."""
     path: str | None = None
-    """The file that they were read from, as it was given."""
+    """File that the ids were read from, as the user named it."""
 
     def __post_init__(self) -> None:
         old, new = (_ids(each, side, self.path) for each, side in ((self.old_ids, "old"), (self.new_ids, "new")))
@@ -64,11 +64,13 @@ class IdMap:
 
     @staticmethod
     def load(path: str | Path) -> IdMap:
-        """Read a file of pairs: ``.csv`` (old,new in each line, a line of two names may come first), ``.npy`` (shape
-        (pairs, 2)), ``.npz`` (``old_ids`` and ``new_ids``).
+        """Read a file of pairs.
+
+        Formats are ``.csv`` (old,new in each line, after an optional header of two names), ``.npy`` (shape (pairs, 2)),
+        and ``.npz`` (``old_ids`` and ``new_ids``).
 
         Raises:
-            ChangesError: it cannot be read, or is not a map.
+            ChangesError: the file cannot be read, or is not an id map.
         """
         return IdMap(*_read(Path(path)), path=str(path))
 
@@ -76,7 +78,7 @@ class IdMap:
         """Write the pairs as ``.npz``, which :meth:`load` reads.
 
         Raises:
-            ChangesError: the path ends in something else, or cannot be written.
+            ChangesError: the path has another suffix, or cannot be written.
         """
         if Path(path).suffix != ".npz":
             raise ChangesError("an id map is written as .npz", hint="name a file that ends in .npz", path=path)
@@ -89,7 +91,7 @@ class IdMap:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the pairs, by old id; wherever they were read from."""
+        """SHA-256 of the pairs, sorted by old id; independent of the file."""
         pairs = np.stack([self.old_ids, self.new_ids], axis=1).astype("<i8")
         return hashlib.sha256(pairs.tobytes()).hexdigest()
 
@@ -135,7 +137,7 @@ def _read(path: Path) -> tuple[Any, Any]:
     try:
         if path.suffix == ".csv":
             return _read_csv(path)
-        with path.open("rb") as file:  # numpy leaves a file open that is no archive
+        with path.open("rb") as file:  # numpy does not close a file that is not an archive
             loaded = np.load(file, allow_pickle=False)
             if isinstance(loaded, np.ndarray) != (path.suffix == ".npy"):
                 raise ValueError(f"it is no {path.suffix}")
@@ -169,13 +171,13 @@ def _read_csv(path: Path) -> tuple[Any, Any]:
 
 
 def _is_header(line: str) -> bool:
-    """Return whether a line names two columns. What is near a pair, such as ``x1,2`` or ``nan,2``, is no header."""
+    """Return whether a line names two columns. A malformed pair, such as ``x1,2`` or ``nan,2``, is not a header."""
     names = [each.strip() for each in line.split(",")]
     return len(names) == 2 and all(_NAME.fullmatch(each) and each.lower() not in _NO_NUMBERS for each in names)
 
 
 def _wrong_line(path: Path, encoding: str, skip: int) -> str:
-    """The first line that is no pair of ids, in words; empty if all are."""
+    """Describe the first line that is not a pair of ids; empty if all are."""
     with path.open(encoding=encoding) as lines:
         for number, line in enumerate(lines, 1):
             pair = _PAIR.fullmatch(line.strip())
@@ -190,18 +192,18 @@ def _wrong_line(path: Path, encoding: str, skip: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class RowMap:
-    """Rows of the marker that are kept, and their ids in this model."""
+    """Kept rows of the marker, and their ids in this model."""
 
     count: int
-    """How many."""
+    """Number of kept rows."""
     old_ids: Ids | None = None
-    """Sorted. None: rows [0, ``count``), each under its own id."""
+    """Ids in the marker, sorted. None if rows [0, ``count``) keep their ids."""
     new_ids: Ids | None = None
-    """As many, each the new id of the old one at its place."""
+    """For each of ``old_ids``, the id in this model."""
 
     @staticmethod
     def of(ids: IdMap) -> RowMap:
-        """Make the row map of an id map; pairs of an id and itself, from 0 on without a gap, are the identity."""
+        """Make the row map of an id map. Pairs of equal ids, from 0 on without a gap, become the identity."""
         count = len(ids)
         plain = np.array_equal(ids.old_ids, ids.new_ids) and np.array_equal(ids.old_ids, np.arange(count))
         return RowMap(count) if plain else RowMap(count, ids.old_ids, ids.new_ids)
@@ -213,18 +215,18 @@ class RowMap:
 
     @property
     def pairs(self) -> tuple[Ids, Ids]:
-        """Old ids, sorted, and the new id of each."""
+        """Old ids in ascending order, and the new id of each."""
         if self.old_ids is None or self.new_ids is None:
             same = np.arange(self.count)
             return same, same
         return self.old_ids, self.new_ids
 
     def new_of(self, old_ids: npt.ArrayLike) -> Ids:
-        """The new id of each of ``old_ids``; -1 where the row is not kept."""
+        """Return the new id of each of ``old_ids``; -1 for a row that is not kept."""
         return _look_up(*self.pairs, np.asarray(old_ids, np.int64)) if not self.is_identity else self._same(old_ids)
 
     def old_within(self, begin: int, end: int) -> Ids:
-        """Old ids, sorted, of the kept rows whose new ids are in [begin, end)."""
+        """Return the old ids, in ascending order, of kept rows whose new ids are in [begin, end)."""
         if self.is_identity:
             return np.arange(min(begin, self.count), min(end, self.count))
         old, new = self.pairs

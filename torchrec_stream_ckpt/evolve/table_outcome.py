@@ -1,7 +1,4 @@
-"""What becomes of each table of a marker in a model that differs: plain values, from ``resolve``.
-
-How much a value of this model is one of the marker's.
-"""
+"""Outcomes of a marker's tables in a changed model: plain values, from ``resolve``, with labels for exactness."""
 
 from __future__ import annotations
 
@@ -15,52 +12,52 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.util.types import TableSpec
 
 EXACT = "exact"
-"""Every kept value has the marker's bits, and means the same."""
+"""Label: every kept value has the marker's bits and the same meaning."""
 BY_RULE = "by rule"
-"""Kept by a rule that docs/evolve.md has: cast to another dtype, or read by another optimizer."""
+"""Label: values are kept by a rule in docs/evolve.md: cast to another dtype, or used by another optimizer."""
 FRESH = "fresh"
-"""Exactly what the model had before the restore."""
+"""Label: values are exactly those of the model before the restore."""
 DROPPED = "dropped"
-"""Only the marker has it."""
+"""Label: only the marker has the values."""
 
 _FROM_WEAK = (DROPPED, FRESH, BY_RULE, EXACT)
 
 
 def weakest(labels: Iterable[str]) -> str:
-    """The label that promises least."""
+    """Return the label with the weakest guarantee."""
     return min(labels, key=_FROM_WEAK.index)
 
 
 @dataclass(frozen=True, slots=True)
 class TableOutcome:
-    """What becomes of one table."""
+    """Outcome of one table."""
 
     name: str
-    """In this model; of a dropped table in the marker."""
+    """Name in this model; for a dropped table, name in the marker."""
     saved_name: str | None
-    """In the marker; None: it was added."""
+    """Name in the marker; None if it was added."""
     index: int
-    """In the schema of the new generation; of a dropped table that of its tombstone."""
+    """Index in the schema of the new generation; for a dropped table, index of its tombstone."""
     source: int | None
-    """Index in the marker's schema, which is ``index``; None: it was added."""
+    """Index in the marker's schema, which equals ``index``; None if it was added."""
     spec: TableSpec | None
-    """As this model has it; None: it was dropped."""
+    """Table in this model; None if it was dropped."""
     saved_spec: TableSpec | None
-    """As the marker has it; None: it was added."""
+    """Table in the marker; None if it was added."""
     goes_on: bool
-    """True if its rows stay deltas of the marker. Otherwise the new generation sends it whole, if it is not dropped."""
+    """True if its rows stay deltas of the marker. Otherwise the new generation sends all rows, unless it is dropped."""
     rows_kept: RowMap
-    """Which of the marker's rows are kept, and under which ids."""
+    """Rows of the marker that are kept, with their ids."""
     cols_kept: int
     """Columns [0, ``cols_kept``) of a kept row have the marker's values."""
     states: tuple[tuple[int, int | None], ...]
-    """For each state of this model its position, and that in the marker; None: it stays as the model has made it."""
+    """For each state of this model, its position, and its position in the marker; None if it stays as initialized."""
     weights_label: str
-    """Of the kept weights: ``exact``, ``by rule``, ``fresh`` if none is kept, ``dropped``."""
+    """Label of the kept weights: ``exact``, ``by rule``, ``fresh`` if none is kept, or ``dropped``."""
     state_labels: tuple[str, ...]
-    """Of the kept values of each state of this model, likewise."""
+    """Label of the kept values of each state of this model, likewise."""
     keeps_iteration: bool
-    """True if the optimizer's iteration is the marker's: the optimizer is the same."""
+    """True if the optimizer is the same, so that its iteration count is that of the marker."""
 
     @property
     def label(self) -> str:
@@ -69,12 +66,12 @@ class TableOutcome:
 
     @property
     def is_dropped(self) -> bool:
-        """True if this model has it no longer."""
+        """True if this model does not have the table any more."""
         return self.spec is None
 
     @property
     def keeps_all_rows(self) -> bool:
-        """True if each row of the marker keeps its id, and there is no other one."""
+        """True if each row of the marker keeps its id, and there are no other rows."""
         old, new = self.saved_spec, self.spec
         if old is None or new is None:
             return False
@@ -82,17 +79,17 @@ class TableOutcome:
 
     @property
     def rows_fresh(self) -> int:
-        """Rows of this model that no row of the marker becomes."""
+        """Number of rows of this model that come from no row of the marker."""
         return self.spec.rows - self.rows_kept.count if self.spec is not None else 0
 
     @property
     def rows_dropped(self) -> int:
-        """Rows of the marker that are not kept."""
+        """Number of rows of the marker that are not kept."""
         return self.saved_spec.rows - self.rows_kept.count if self.saved_spec is not None else 0
 
     @property
     def bytes_kept(self) -> int:
-        """Bytes of this model's values that come from the marker, states included."""
+        """Bytes of this model's values that come from the marker, including states."""
         if self.spec is None:
             return 0
         width = self.cols_kept * DTYPE_BYTES[self.spec.dtype]
@@ -104,12 +101,12 @@ class TableOutcome:
 
     @property
     def bytes_fresh(self) -> int:
-        """Bytes of this model's values that stay as the model has made them."""
+        """Bytes of this model's values that stay as the model initialized them."""
         return table_bytes(self.spec) - self.bytes_kept
 
     @property
     def bytes_dropped(self) -> int:
-        """Bytes of the marker's values that come to no place of this model."""
+        """Bytes of the marker's values that are not used in this model."""
         if self.saved_spec is None:
             return 0
         width = self.cols_kept * DTYPE_BYTES[self.saved_spec.dtype]
@@ -121,7 +118,7 @@ class TableOutcome:
 
 
 def table_bytes(spec: TableSpec | None) -> int:
-    """Bytes of all values of a table, states included."""
+    """Return the bytes of all values of a table, including states."""
     if spec is None or spec.dropped:
         return 0
     states = (DTYPE_BYTES[state.dtype] * (1 if state.per_row else spec.dim) for state in spec.states)
@@ -130,25 +127,25 @@ def table_bytes(spec: TableSpec | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Evolution:
-    """How the tables of a marker become those of this model."""
+    """Outcomes of all tables of a marker in this model."""
 
     saved: Schema
-    """The marker's."""
+    """Schema of the marker."""
     schema: Schema
-    """Of the new generation: the marker's indices, tombstones for dropped tables, added ones last. Tables that go on
-    have their ids, all others None."""
+    """Schema of the new generation: the marker's indices, tombstones for dropped tables, and added tables last. Tables
+    that continue have their ids; all others have None."""
     tables: tuple[TableOutcome, ...]
-    """Of all tables of this model by index, then of those that were dropped."""
+    """Outcomes of all tables of this model by index, followed by those of dropped tables."""
     swept: tuple[int, ...]
-    """Indices, sorted, of which older rows count no longer: changed, added and dropped tables."""
+    """Sorted indices of tables whose older rows no longer count: changed, added and dropped ones."""
     changes: Changes
-    """What was declared."""
+    """The declared changes."""
 
     @property
     def is_plain(self) -> bool:
-        """True if the tables are the marker's, names included."""
+        """True if the tables are those of the marker, including names."""
         return not self.swept and all(table.name == table.saved_name for table in self.tables)
 
     def of(self, index: int) -> TableOutcome:
-        """Return what becomes of the table at an index of :attr:`schema`."""
+        """Return the outcome of the table at an index of :attr:`schema`."""
         return next(table for table in self.tables if table.index == index)

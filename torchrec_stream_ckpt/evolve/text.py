@@ -1,7 +1,4 @@
-"""Declared changes as text that can be pasted: an expression of Python, or a TOML file. ASCII.
-
-A TOML file of declared changes.
-"""
+"""Convert declared changes to ASCII text, as a Python expression or a TOML file, and read such TOML files."""
 
 from __future__ import annotations
 
@@ -20,18 +17,18 @@ _MAX_BYTES = 64 * 2**20
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Name in words what a wrong name may have meant; empty if nothing is near."""
+    """Describe known names that are similar to a wrong one; empty if there are none."""
     names = sorted(set(known))
-    ends = [each for each in names if name and each.endswith(f".{name}")]  # a table's own name is given, not its path
+    ends = [each for each in names if name and each.endswith(f".{name}")]  # a table's own name, not its path
     found = ends[:3] or difflib.get_close_matches(name, names, 3, 0.6)
     return f" (near: {', '.join(map(repr, found))})" if found else ""
 
 
 def read_toml(path: Path, kind: type[T], dense: type[Any], row_change: type[Any]) -> T:
-    """The changes of a file.
+    """Read the changes in a file.
 
     Raises:
-        ChangesError: it does not parse, or has unknown fields or wrong values; names all of them.
+        ChangesError: the file does not parse, or has unknown fields or wrong values; the error names all of them.
     """
     try:
         if path.stat().st_size > _MAX_BYTES:
@@ -66,7 +63,7 @@ def read_toml(path: Path, kind: type[T], dense: type[Any], row_change: type[Any]
 
 
 class _Reader:
-    """Gathers what is wrong, so that one error names all of it."""
+    """Reads parsed TOML, and collects all problems for one error."""
 
     def __init__(self, path: Path, row_change: type[Any]) -> None:
         self._folder = path.parent
@@ -75,14 +72,14 @@ class _Reader:
         self.problems: list[str] = []
 
     def fields(self, data: Mapping[str, Any], kind: type[Any], above: str) -> dict[str, Any]:
-        """The known fields of ``data``."""
+        """Return the known fields of ``data``."""
         known = {each.name for each in fields(kind)}
         for name in sorted(data.keys() - known):
             self.problems.append(f"unknown field {above}{name}{nearest(name, known)}")
         return {name: value for name, value in data.items() if name in known}
 
     def unquoted(self, section: str, names: Any) -> None:
-        """TOML takes the dots of a bare name apart."""
+        """Find names with dots that are not quoted, which TOML splits at the dots."""
         if not isinstance(names, Mapping):
             return
         for name, value in names.items():
@@ -92,7 +89,7 @@ class _Reader:
                 self.problems.append(f"[{section}] {name}.{next(iter(value), '')}: a name with dots stands in quotes")
 
     def made(self, make: Callable[[], T], where: str) -> T | None:
-        """Call ``make`` and return its result; None if it refuses, which is noted."""
+        """Call ``make`` and return its result. If it raises ChangesError, record the problem and return None."""
         try:
             return make()
         except ChangesError as error:
@@ -102,7 +99,7 @@ class _Reader:
             return None
 
     def rows(self, data: Any) -> Any:
-        """Numbers stay; a table of TOML becomes a ``RowChange``."""
+        """Keep numbers, and convert each TOML table to a ``RowChange``."""
         if not isinstance(data, Mapping):
             return data
         found = {name: self._row(name, value) if isinstance(value, Mapping) else value for name, value in data.items()}
@@ -133,24 +130,24 @@ class _Reader:
 
 
 MOST_PAIRS = 32
-"""Pairs of an id map that is written out; a longer one without a file has to be saved first."""
+"""Maximum number of pairs of an id map that is written inline; a longer one without a file must be saved first."""
 
 
 _UNSAID: tuple[Any, ...] = (None, False, (), {}, "")
 
 
 def map_file(ids: IdMap) -> str:
-    """The file that an id map is called by where it is too long to be written out."""
+    """Return the file name for an id map that is too long to be written inline."""
     return f"ids-{ids.digest[:12]}.npz" if ids.path is None else str(Path(ids.path).absolute())
 
 
 def unsaved(ids: IdMap) -> bool:
-    """Return whether text can only name a file of it that nobody has written."""
+    """Return whether text must refer to a file of the id map that does not exist yet."""
     return ids.path is None and len(ids) > MOST_PAIRS
 
 
 def as_python(value: Any) -> str:
-    """An expression that makes an equal value."""
+    """Return a Python expression that evaluates to an equal value."""
     if isinstance(value, str):
         return ascii(value)
     if isinstance(value, IdMap):
@@ -179,13 +176,13 @@ def _said(value: Any) -> dict[str, Any]:
 
 
 def is_said(value: Any, name: str) -> bool:
-    """Return whether a field is not as it is where nothing is said."""
+    """Return whether a field differs from its default."""
     found = getattr(value, name)
     return any(is_said(found, each.name) for each in fields(found)) if name == "dense" else found not in _UNSAID
 
 
 def as_toml(value: Any) -> str:
-    """A TOML file with the same fields."""
+    """Return the text of a TOML file with the same fields."""
     return "\n".join(_section(value, "")) + "\n"
 
 
@@ -224,6 +221,6 @@ def _toml(value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A basic string of TOML."""
+    """Return ``text`` as a TOML basic string."""
     plain = text.replace("\\", "\\\\").replace('"', '\\"')
     return '"' + "".join(sign if " " <= sign <= "~" else f"\\U{ord(sign):08X}" for sign in plain) + '"'
