@@ -58,7 +58,7 @@ class Findings:
 
     @staticmethod
     def merged(found: Sequence[Findings]) -> Findings:
-        """Merge the findings of all ranks. A finding that only some ranks have names these ranks."""
+        """Merge the findings of all ranks, in rank order. A finding that only some ranks have names these ranks."""
         merged = Findings(found[0].declared)
         merged.problems = _joined([each.problems for each in found])
         merged.differences = _joined([each.differences for each in found])

@@ -30,7 +30,7 @@ class ImportedOptimizers:
 
     Args:
         states: States in the marker.
-        here: What this model has.
+        here: Schema of this model.
         found: Receives all findings.
         kept: For each parameter of this model whose value is kept, its name in the marker.
     """

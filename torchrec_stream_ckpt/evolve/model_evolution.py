@@ -151,7 +151,7 @@ def evolve(
 
     Args:
         saved: Schema of the marker; its tables by index, including tombstones.
-        here: What this model has.
+        here: Schema of this model.
         changes: The declared changes.
         dense: Also compare the dense state.
         trained_rows: Same as in ``resolve``.

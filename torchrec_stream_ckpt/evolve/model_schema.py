@@ -27,7 +27,7 @@ class DenseEntry:
     """Name in ``named_parameters()`` of the dense model."""
     shape: tuple[int, ...]
     dtype: str
-    """Such as ``float32``."""
+    """Name of its dtype, such as ``float32``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,10 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.util.types import TOMBSTONE, StateSpec, TableSpec, plain_name
 
 TrainedRows = Callable[[int, RowMap], int | None]
-"""Function of a table's index in the marker and its kept rows; returns how many of the other rows were trained, or None
-if that is unknown."""
+"""Function of (a table's index in the marker, its kept rows) that counts the trained rows among the others.
+
+Returns None if that is unknown.
+"""
 
 
 def resolve(

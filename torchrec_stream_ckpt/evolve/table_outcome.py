@@ -132,8 +132,10 @@ class Evolution:
     saved: Schema
     """Schema of the marker."""
     schema: Schema
-    """Schema of the new generation: the marker's indices, tombstones for dropped tables, and added tables last. Tables
-    that continue have their ids; all others have None."""
+    """Schema of the new generation, with the marker's indices, tombstones for dropped tables, and added tables last.
+
+    Tables that continue have their ids; all others have None.
+    """
     tables: tuple[TableOutcome, ...]
     """Outcomes of all tables of this model by index, followed by those of dropped tables."""
     swept: tuple[int, ...]

@@ -81,8 +81,9 @@ class Damaged:
         return tuple(f"{marker}: {error.headline}" for marker, error in self._errors.items())
 
     def elsewhere(self, route: Route, error: CorruptionError, *, may_pass: bool = False) -> None:
-        """Record that a marker is damaged where it was read, so that the next search reads around the damage or
-        elsewhere.
+        """Record that a marker is damaged where it was read.
+
+        The next search reads around the damage, or in another place.
 
         Args:
             route: Route to the marker.

@@ -1,4 +1,4 @@
-"""List what a store holds completely of each marker, judging by names and lengths. Reads no rows."""
+"""List the parts of each marker that a store holds completely, judging by names and lengths. Reads no rows."""
 
 from __future__ import annotations
 

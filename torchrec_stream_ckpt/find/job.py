@@ -85,7 +85,7 @@ class Job:
         """Lineage from the last read of the control partition."""
         return self.control.lineage
 
-    # Where the store is.
+    # Stores.
 
     def store_url_of(self, commit: Commit | None) -> str:
         """Return the URL of the store that the caller has named, otherwise of the store where the job kept this marker.
@@ -139,8 +139,9 @@ class Job:
             )
 
     def dense_folder(self, commit: Commit) -> Path:
-        """Return a directory with a marker's dense files, whose digests were compared. It is deleted when the job is
-        closed.
+        """Return a directory with a marker's dense files, after a comparison of their digests.
+
+        The directory is deleted when the job is closed.
 
         Raises:
             ConfigError: as in :meth:`check_vouched` and :meth:`store_url_of`.
@@ -152,11 +153,13 @@ class Job:
         dense.verify(commit)
         return dense.local(commit)
 
-    # The control partition.
+    # Control partition.
 
     def find(self, marker: str | None) -> Commit:
-        """Return the COMMIT of ``GENERATION:MARKER``, of the newest marker for None or ``latest``, or of
-        ``best:auc:max``.
+        """Return the COMMIT of a marker.
+
+        ``marker`` is ``GENERATION:MARKER``, None or ``latest`` for the newest one, or for example ``best:auc:max`` for
+        the best one.
 
         Raises:
             MarkerNotFoundError: no such marker was committed.

@@ -117,8 +117,7 @@ def locate(
 def damage_of(
     catalog: Catalog | None, lineage: Lineage, marker: MarkerId, damaged: Mapping[str, CorruptionError] = NONE
 ) -> CorruptionError | None:
-    """Return the damage because of which the store cannot serve a marker, judging by directories; None if there is
-    none.
+    """Return the damage that keeps the store from serving a marker, judging by directories, or None.
 
     ``damaged`` adds damage that is already known.
     """

@@ -194,11 +194,12 @@ class Route:
         name = next((each.ref.name for each in self.segments if said.endswith(each.ref.name)), None)
         return SUMMARIES_DIR if name is not None and self.summarized else name
 
-    # Whether the log has it.
+    # Presence in the log.
 
     def check(self, log: LogReader) -> None:
-        """Check that the log has the intervals that are needed. Streams whose ends are not checked fail when they are
-        read.
+        """Check that the log has the intervals that are needed.
+
+        Missing parts of streams whose ends are not checked are detected when they are read.
 
         Raises:
             TrimmedError: they were trimmed, and a store has them.
@@ -235,11 +236,12 @@ class Route:
         ]
         log.check_there([each.span for commit, after in own for each in intervals_of(self.claim, commit, after)])
 
-    # Who held what.
+    # Shards of the ranks.
 
     def complete(self, log: LogReader, known: Shards | None = None) -> Route:
-        """Return the route with :attr:`shards` and only the part of the lineage that leads to it, to send to other
-        ranks.
+        """Return the route with :attr:`shards`, and with only the part of the lineage that leads to its marker.
+
+        The result can be sent to other ranks.
 
         Shards come from the CLAIMs. HELLOs in the log are read only for generations whose CLAIM has none. Whether the
         HELLOs agree is checked when the streams are read.

@@ -83,7 +83,7 @@ class Strides:
         way = self._way(marker)
         return way.chain[: way.places[marker] + 1]
 
-    # Which markers' rows a piece holds.
+    # Markers whose rows a piece holds.
 
     def stretch(self, start: MarkerId | None, end: MarkerId) -> Stretch:
         """Return the markers of (start, end], or all up to ``end`` if ``start`` does not lead there."""
@@ -120,7 +120,7 @@ class Strides:
             self._shared[key] = low
         return self._shared[key]
 
-    # Where pieces lead.
+    # Markers that pieces lead to.
 
     def start(self, marker: MarkerId) -> MarkerId | None:
         """Return the start of the longest piece that ends at ``marker``, to which pieces must lead."""

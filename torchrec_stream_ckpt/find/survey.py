@@ -16,7 +16,7 @@ from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.util.types import MarkerId, RankEnd
 
 _BEGIN = MarkerId(0, 0)
-"""Before all markers."""
+"""Id that sorts before all markers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class Survey:
         return True
 
     def _lacks(self, commit: Commit, reach: MarkerId | None) -> tuple[str, str]:
-        """Return (what the log lacks after ``reach``, the store that has it if it was trimmed); empty for nothing."""
+        """Return (error of the log after ``reach``, store that has the rows if they were trimmed); empty for none."""
         log = self._job.log
         try:
             route = Route(self._job.lineage, commit, since=reach)

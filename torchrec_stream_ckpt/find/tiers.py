@@ -88,8 +88,10 @@ class Place:
     outer_upto: int = 0
     """Generations up to this one are read from the outer log, the others from the inner one."""
     outer_alone: bool = False
-    """True if everything, also dense state, is read from the outer log. The only place of a job with one log, and the
-    last one to try."""
+    """True if everything, including dense state, is read from the outer log.
+
+    This is the only place of a job with one log, and the last place to try for a job with two.
+    """
 
     def __str__(self) -> str:
         if self.outer_alone:

@@ -113,13 +113,15 @@ class Restoring:
         self._session = session
         self._streaming = streaming
         self.broken = ""
-        """Text of the error of a restore or reshard that failed half way; empty if none did. Not the error itself,
-        whose traceback would keep all read data alive."""
+        """Text of the error of a restore or reshard that failed halfway; empty if none did.
+
+        The error itself is not stored, because its traceback would keep all data that was read alive.
+        """
         self.can_restore = True
         """True if another restore repairs this, because it writes everything that the failed one may have written."""
 
     def check_whole(self, *, restoring: bool = False) -> None:
-        """Refuse to continue after a restore or reshard that failed half way.
+        """Refuse to continue after a restore or reshard that failed halfway.
 
         Args:
             restoring: Whether the caller restores, which repairs the state after a failed restore.

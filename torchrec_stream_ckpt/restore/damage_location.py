@@ -1,4 +1,4 @@
-"""Locate damage by what a person can act on: the file, the offset in it, and the table."""
+"""Locate damage in terms that a person can act on: the file, the offset in it, and the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resolve what a marker becomes in a changed model: the same on every rank, and before any row is read."""
+"""Resolve a marker against a changed model, with the same result on every rank, before any row is read."""
 
 from __future__ import annotations
 

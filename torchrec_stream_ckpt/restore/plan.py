@@ -457,7 +457,7 @@ def _resplit_tables(schema: Schema, moves: Sequence[Move]) -> frozenset[int]:
 
 
 def _check_resplit(plan: RestorePlan, *, merge: bool) -> None:
-    """Refuse a changed column split that has no exact result, unless ``merge`` allows to merge the state."""
+    """Refuse a changed column split that has no exact result, unless ``merge`` allows merging the state."""
     tables = [plan.schema.tables[table] for table in sorted(plan.merged)]
     halves = ", ".join(table.name for table in tables if table.optimizer.startswith("emainplace"))
     if halves:
@@ -475,7 +475,7 @@ def _check_resplit(plan: RestorePlan, *, merge: bool) -> None:
 
 
 def _check_cover(schema: Schema, targets: Sequence[TableShard], moves: Sequence[Move]) -> None:
-    """Check that every cell of every target has a source. (The read checks that each row was really sent.)"""
+    """Check that every cell of every target has a source. The read itself checks that each row was really sent."""
     cells_of: dict[TableShard, set[tuple[int, int, int, int]]] = {target: set() for target in targets}
     for move in moves:
         cells_of[move.target].add((move.row0, move.rows, move.col0, move.cols))

@@ -106,11 +106,11 @@ class CastPlane:
         raise AssertionError
 
     def take(self, values: torch.Tensor) -> None:
-        """As of a plane."""
+        """Write one value for each row, as :meth:`Plane.take`."""
         self._plane.take(values)
 
     def put(self, places: Places, values: Array, col0: int = 0) -> None:
-        """As of a plane."""
+        """Cast rows, and write them as :meth:`Plane.put`."""
         source = torch.from_numpy(np.array(values, order="C"))
         source = source.view(self._dtype).to(self.tensor.dtype)
         self._plane.put(places, (source.view(torch.int16) if source.dtype == torch.bfloat16 else source).numpy(), col0)

@@ -172,7 +172,7 @@ class Target:
             )
         for position, target in enumerate(self._states):
             if self._merged and isinstance(target, Plane) and target.tensor.dim() == 1:
-                # All sources have one column split: a generation that changed it has sent the table whole.
+                # All sources have one column split: a generation that changed it has sent the table completely.
                 assert sum(cols for _, cols in self._pieces) == self._shard.cols
                 mean = np.zeros(self._shard.rows)
                 for (_, cols), piece in self._pieces.items():

@@ -19,8 +19,7 @@ class View:
     """Part of a live shard that takes rows of a marker."""
 
     shard: TableShard
-    """The part in the marker's numbering: rows by their old ids, and the columns that are kept. They are the first
-    columns of the live shard."""
+    """The part in the marker's numbering: rows by their old ids, and the kept columns, the first of the live shard."""
     states: tuple[int | None, ...]
     """For each state of the marker, its position among the live states; None if it is not kept."""
     numbers: Ints | None = field(default=None, compare=False)

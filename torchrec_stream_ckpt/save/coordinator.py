@@ -2,8 +2,8 @@
 
 Call order of a marker, in the notation of DCP:
 
-1. (each rank, training thread) freeze touched rows, stage the dense state, and put rows into the ring as far as they
-   fit; all of this is local
+1. (each rank, training thread) freeze touched rows, stage the dense state, and put as many rows into the ring as fit;
+   all of this is local
 2. (all ranks, commit thread) exchange which cut each rank has made, and which dense state it holds; unless all have
    made the same cut of the same state, the marker is given up here
 3. (all ranks, commit thread) DCP saves the staged state over a separate gloo group; each rank digests its files, and

@@ -42,8 +42,9 @@ class DrainInterval:
         self._since = 0
 
     def due(self, ring_used: float) -> bool:
-        """(once per step) Return whether to drain now. False while the log lags: rows that stay marked are sent once,
-        later.
+        """(once per step) Return whether to drain now.
+
+        False while the log lags; rows that stay marked are then sent once, later.
 
         Args:
             ring_used: Fraction of the ring that frames occupy now; above 1 if a marker uses extra memory.

@@ -171,7 +171,7 @@ class Signals:
         """Names of the signals that have no answer yet."""
         return " and ".join(number.name for number, came in self._came.items() if came.pending)
 
-    # The thread that watches.
+    # The watching thread.
 
     def _tick(self) -> None:
         for number, came in self._came.items():
