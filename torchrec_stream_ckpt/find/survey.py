@@ -51,6 +51,7 @@ class Survey:
         self._stands: dict[tuple[MarkerId, MarkerId | None], bool] = {}
         """For (marker, reach): whether the log has all rows of the marker after ``reach``."""
         self._has: dict[tuple[MarkerId, MarkerId | None], bool] = {}
+        """For (marker, since): whether the log has the frames of the marker's own generation after ``since``."""
         self._has_since: dict[MarkerId, MarkerId] = {}
         """For each marker, one of its generation after which the log has everything that leads to the marker."""
 

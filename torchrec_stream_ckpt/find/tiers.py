@@ -255,7 +255,7 @@ class TierState:
         return self.mixed(place.outer_upto) if place.outer_upto else self.inner
 
     def outer_upto(self, marker: MarkerId) -> int | None:
-        """Return the newest generation on the path to ``marker`` that only the outer log has.
+        """Return the newest generation on the path to ``marker`` that only the outer log can serve.
 
         Returns 0 if there is none, and None if the path is not known."""
         while True:

@@ -58,7 +58,8 @@ def check_begun(begun: Begun, source: Source, uri: str) -> None:
         uri: URI of this job's log.
 
     Raises:
-        ConfigError: the job began elsewhere; the error names its newest marker and its origin.
+        ConfigError: the job did not begin from the source; the error names its newest marker, and its origin if it has
+            one.
     """
     if begun.origin is None:
         raise ConfigError(
@@ -95,7 +96,7 @@ log = logging.getLogger(__name__)
 
 
 class Restoring:
-    """Restores a job and opens its generation. Every method is collective, and must be called before the first step.
+    """Restores a job and opens its generation. Every method is collective; restores must precede the first step.
 
     Args:
         parts: This job: its log and its live objects.

@@ -1,7 +1,7 @@
 """Find the marker that a user asks for, and where all ranks read it from.
 
-A user asks for a marker by its name, for the newest one, or for the best one by its notes. All ranks search together,
-and repeat the search to skip locations with damage.
+A user asks for a marker by its name, for the newest one, or for the best one by its metadata. All ranks search
+together, and repeat the search to skip locations with damage.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def chosen(team: Team, job: Job | Tiers, marker: Named, best: str | None) -> Mar
     """(all ranks) Return the marker that is asked for, or None for the newest intact one.
 
     Raises:
-        ConfigError: the name is not a marker, the ranks ask for different ones, or no marker has a note of that name.
+        ConfigError: the name is not a marker, the ranks ask for different ones, or no marker has a value of that name.
         MarkerNotFoundError: there is no marker to choose the best from.
         StoreUnavailableError: the store does not answer; it holds the list of markers that were given up.
     """
@@ -66,7 +66,7 @@ def _wanted(marker: Named, best: str | None) -> MarkerId | Best | None:
 
 
 def _offered(job: Job | Tiers) -> dict[MarkerId, dict[str, Value]]:
-    """(rank 0) Return the notes of each marker that can be restored, oldest first; with two tiers, from both."""
+    """(rank 0) Return the metadata of each marker that can be restored, oldest first; with two tiers, from both."""
     state = TierState.read(job)
     found = job.outer.offered()
     if job.inner is not None and state.inner.claims:
@@ -85,7 +85,7 @@ class Begun:
 
     newest: MarkerId
     origin: tuple[str, MarkerId] | None
-    """Id in hex of the job, and the marker, that a warm start began from; None if the job had no warm start."""
+    """Job (its id in hex) and marker that the job's warm start began from; None if it had no warm start."""
 
 
 class Finder:
