@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("torchrec_stream_ckpt", "recipes", "torchx_components")
 OPENINGS = re.compile(r"\s*(Of|That of|That|Those|What|Whether|Tell whether|How|Which|As there|None:)\b")
-WORDS = re.compile(r"\b(anew|as far as names tell|these very|that very|(?:is|are|was|were) (?:told|met|said))\b")
+WORDS = re.compile(r"\b(anew(?!:)|as far as names tell|these very|that very|(?:is|are|was|were) (?:told|met|said))\b")
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:

@@ -25,7 +25,7 @@ from torchrec_stream_ckpt.format.schema import Schema
 
 
 def check_not_repeated(changes: Changes, made: Iterable[ClaimChanges]) -> None:
-    """Refuse invisible declarations that the lineage has already made as a part of other changes.
+    """Refuse declarations that no longer show in the model and that the lineage already made with others.
 
     Otherwise a file of changes that is edited after the job has made them would move rows a second time.
 

@@ -212,7 +212,7 @@ class Route:
         check_incarnation(log, self.lineage, self.marker, (commit.generation for commit, _ in walked))
 
     def check_trimmed(self, log: LogReader) -> None:
-        """Check that trimmed intervals still exist; a trim deletes only what it can. Raises as :meth:`check`."""
+        """Check that the log still has intervals that a TRIM covers: it may delete less. Raises as :meth:`check`."""
         walked = generations(self.lineage, self.marker, self.reach)
         if any(self.lineage.trims.of(commit.generation) is not None for commit, _ in walked):
             check_there(log, self.lineage, self.marker, self.intervals)

@@ -4,8 +4,8 @@ A fold from the start of the history is a base: a restore reads nothing older. A
 versions that are overwritten within the span.
 
 Pieces are sorted runs, and a merge reads them in parallel. It reads each of their bytes once, and its own output once
-more. If too many runs are open at once, they are first merged in a scratch folder (:mod:`.run_merging`). A fold is planned
-as a sequence of independent tasks (:mod:`.merge_plan`). Their output does not depend on their number.
+more. If too many runs are open at once, they are first merged in a scratch folder (:mod:`.run_merging`). A fold is
+planned as a sequence of independent tasks (:mod:`.merge_plan`). Their output does not depend on their number.
 """
 
 from __future__ import annotations

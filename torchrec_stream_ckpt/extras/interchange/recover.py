@@ -1,4 +1,4 @@
-"""Recover a lost log. If a part of it is left, see ``control_recovery``; this module handles a log that is completely gone.
+"""Recover a log that is completely gone. If a part of it is left, see ``control_recovery``.
 
 The records written to an empty log follow from the store and the log's identity alone, so that a new recovery can
 finish one that was killed.
