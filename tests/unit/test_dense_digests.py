@@ -119,6 +119,17 @@ def test_many_small_tensors_have_the_digests_of_each() -> None:
     assert all(digests(tensors)[name] == by_the_definition(name, tensor) for name, tensor in [*tensors.items()][::17])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float64], ids=str)
+def test_medium_tensors_that_share_a_matrix_have_the_digests_of_each(dtype: torch.dtype) -> None:
+    sizes = [limit + more for limit in (1 << 14, 1 << 19) for more in (-64, 0, 64)] + [1 << 18] * 5
+    tensors = {f"p{place}": random_tensor(dtype, size // dtype.itemsize) for place, size in enumerate(sizes)}
+    tensors["parameter"] = torch.nn.Parameter(tensors["p1"].clone(), requires_grad=dtype.is_floating_point)
+    tensors["strided"] = random_tensor(dtype, 300, 200).t()
+    expected = {name: by_the_definition(name, tensor.detach()) for name, tensor in tensors.items()}
+    assert digests(tensors) == expected
+    assert digests(dict(reversed(tensors.items()))) == expected
+
+
 @pytest.mark.parametrize("shape", [(50, 70), (9,)])
 def test_spans_of_an_entry_add_up(shape: tuple[int, ...]) -> None:
     whole = torch.randn(shape, dtype=torch.float64)

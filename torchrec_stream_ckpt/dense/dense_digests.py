@@ -22,6 +22,7 @@ from torchrec_stream_ckpt.format.dense_proof import (
     MODULUS,
     digest_rows,
     digest_words,
+    entry_row_keys,
     word_keys,
     words_per_element,
 )
@@ -29,7 +30,9 @@ from torchrec_stream_ckpt.format.proof import Ints, column_keys
 
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _SMALL_BYTES = 1 << 14
-_SMALL_TOGETHER_BYTES = 1 << 20
+_MEDIUM_BYTES = 1 << 19
+_TOGETHER_BYTES = 1 << 20
+"""Tensors are copied into one of about so many bytes: small ones word by word, medium ones in whole rows."""
 _PIECE_WORDS = 1 << 24
 """Words on a GPU that are added up at a time: their products take eight bytes each."""
 
@@ -89,11 +92,12 @@ def digests(tensors: Mapping[str, torch.Tensor], spans: Mapping[str, tuple[int, 
     """
     found = dict.fromkeys(tensors, 0)
     small: dict[torch.dtype, list[str]] = defaultdict(list)
+    medium: dict[torch.dtype, list[str]] = defaultdict(list)
     on_device: dict[torch.device, list[WordRun]] = defaultdict(list)
     spans = spans or {}
     for name, tensor in tensors.items():
-        if name not in spans and _is_small(tensor):
-            small[tensor.dtype].append(name)
+        if name not in spans and _is_at_most(_MEDIUM_BYTES, tensor):
+            (small if tensor.nbytes <= _SMALL_BYTES else medium)[tensor.dtype].append(name)
             continue
         for run in _runs(name, LocalBox.of(tensor), spans.get(name)):
             if run.words.is_cuda:
@@ -102,33 +106,36 @@ def digests(tensors: Mapping[str, torch.Tensor], spans: Mapping[str, tuple[int, 
                 found[name] += digest_words(name, run.words.numpy(), run.first)
     for names in small.values():
         found.update(_together({name: tensors[name] for name in names}))
+    for names in medium.values():
+        found.update(_in_rows({name: tensors[name] for name in names}))
     for runs in on_device.values():
         for run, digest in zip(runs, _on_device(runs), strict=True):
             found[run.name] += digest
     return {name: digest % MODULUS for name, digest in found.items()}
 
 
-def _is_small(tensor: torch.Tensor) -> bool:
-    """Return whether a separate sum would cost more than its words do."""
+def _is_at_most(num_bytes: int, tensor: torch.Tensor) -> bool:
+    """Return whether this is a plain tensor on the CPU of at most so many bytes, and not an empty one."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter)
-    return plain and not tensor.is_cuda and not tensor.is_complex() and 0 < tensor.nbytes <= _SMALL_BYTES
+    return plain and not tensor.is_cuda and not tensor.is_complex() and 0 < tensor.nbytes <= num_bytes
 
 
 @torch.no_grad()
-def _together(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, int]]:
-    """Yield digests of small CPU tensors of one dtype.
+def _together(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Return digests of small CPU tensors of one dtype.
 
     They are copied into one tensor, because a call for each tensor costs more than its bytes.
     """
-    names = list(tensors)
-    each = max(1, _SMALL_TOGETHER_BYTES // _SMALL_BYTES)
+    names, found = list(tensors), dict[str, int]()
+    each = max(1, _TOGETHER_BYTES // _SMALL_BYTES)
     for begin in range(0, len(names), each):
         some = names[begin : begin + each]
         words = _words(torch.cat([tensors[name].reshape(-1) for name in some])).numpy()
         width = words_per_element(tensors[some[0]].element_size())
         keys, starts = _keys_of(tuple((name, tensors[name].numel() * width) for name in some))
         sums = np.add.reduceat(words * keys, starts)
-        yield from zip(some, sums.tolist(), strict=True)
+        found.update(zip(some, sums.tolist(), strict=True))
+    return found
 
 
 @lru_cache(maxsize=32)
@@ -137,6 +144,48 @@ def _keys_of(entries: tuple[tuple[str, int], ...]) -> tuple[Ints, Ints]:
     ends = np.cumsum([words for _, words in entries])
     starts = np.concatenate(([0], ends[:-1]))
     return np.concatenate([word_keys(name, words) for name, words in entries]), starts
+
+
+@torch.no_grad()
+def _in_rows(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Return digests of medium CPU tensors of one dtype.
+
+    They are copied into whole rows of one matrix, padded with zeros, because numpy's calls for each tensor cost more
+    than its bytes.
+    """
+    names, found = list(tensors), dict[str, int]()
+    while names:
+        parts: list[torch.Tensor] = []
+        entries: list[tuple[str, int]] = []
+        num_bytes = 0
+        while names and (not entries or num_bytes + tensors[names[-1]].nbytes <= _TOGETHER_BYTES):
+            name = names.pop()
+            words = _words(tensors[name])
+            rows, rest = divmod(words.numel(), COLUMNS)
+            parts.append(words)
+            if rest:
+                rows += 1
+                parts.append(_zeros(words.dtype)[rest:])
+            entries.append((name, rows))
+            num_bytes += tensors[name].nbytes
+        matrix = torch.cat(parts).numpy().reshape(-1, COLUMNS)
+        sums = np.einsum("ij,j->i", matrix, _columns(torch.device("cpu")).numpy())
+        keys, starts = _row_keys_of(tuple(entries))
+        totals = np.add.reduceat(sums * keys, starts)
+        found.update(zip((name for name, _ in entries), totals.tolist(), strict=True))
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _row_keys_of(entries: tuple[tuple[str, int], ...]) -> tuple[Ints, Ints]:
+    """Return the keys of all rows of some entries, and the start of each entry: 8 bytes for each 4 KiB of words."""
+    starts = np.cumsum([0, *(rows for _, rows in entries[:-1])])
+    return np.concatenate([entry_row_keys(name, rows) for name, rows in entries]), starts
+
+
+@cache
+def _zeros(dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(COLUMNS, dtype=dtype)
 
 
 def _runs(name: str, box: LocalBox, span: tuple[int, int] | None = None) -> Iterator[WordRun]:
@@ -151,9 +200,10 @@ def _runs(name: str, box: LocalBox, span: tuple[int, int] | None = None) -> Iter
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bits of a tensor as signed integers, in logical order. A contiguous tensor is not copied."""
-    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.view(_SIGNED[min(4, flat.element_size())])
+    """Return the tensor's bits as signed integers, in logical order; not a copy if it is contiguous."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous().view(-1).view(_SIGNED[min(4, tensor.element_size())])
 
 
 def _on_device(runs: Sequence[WordRun]) -> list[int]:

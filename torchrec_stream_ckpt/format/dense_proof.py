@@ -69,6 +69,11 @@ def word_keys(name: str, words: int) -> Ints:
     return keys[:words]
 
 
+def entry_row_keys(name: str, rows: int) -> Ints:
+    """Return the keys of an entry's first rows, shape (rows,)."""
+    return _rows(name, 0, rows)
+
+
 @cache
 def _columns() -> Ints:
     return column_keys(0, COLUMNS)
