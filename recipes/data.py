@@ -70,6 +70,9 @@ def add_data_flags(
         help="GLOBAL batch, cut over the ranks as evenly as possible, so that any world size trains the same batches; "
         f"an incomplete last batch is dropped{f' ({batch_size})' if batch_size else ''}",
     )
+    group.add_argument(
+        "--new_batch_size", action="store_true", help="continue a marker that was trained with another --batch_size"
+    )
     group.add_argument("--epochs", type=whole(1), default=1, help="passes over the data (%(default)s)")
     group.add_argument(
         "--limit_train_batches", metavar="N", type=whole(1), help=f"of an epoch (all; of made clicks {MADE_BATCHES})"
@@ -93,8 +96,15 @@ def make_batches(args: argparse.Namespace, data: Data, rank: int, world: int) ->
     ``TrackedLoader``."""
     samples = min(len(data), args.limit_train_batches * args.batch_size) if args.limit_train_batches else len(data)
     name = "made samples" if args.data is None else args.data.resolve().name
-    size = args.batch_size
-    return GlobalBatches(data.batch, samples=samples, batch_size=size, rank=rank, world=world, data_name=name)
+    return GlobalBatches(
+        data.batch,
+        samples=samples,
+        batch_size=args.batch_size,
+        rank=rank,
+        world=world,
+        data_name=name,
+        new_batch_size=args.new_batch_size,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- clicks

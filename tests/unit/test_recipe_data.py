@@ -17,6 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchrec.datasets.utils import Batch
 
 from tests.sampled import paired
+from torchrec_stream_ckpt.errors import ConfigError
 
 data, files, recipe = load_recipe("data"), load_recipe("files"), load_recipe("train_dlrm")
 
@@ -153,7 +154,9 @@ def test_resumes_with_another_batch_size(write: Writer, tmp_path: Path) -> None:
     batches = iter(loader)
     next(batches)
     next(batches)
-    resumed = open_loader(path, 7)
+    with pytest.raises(ConfigError, match="the global batch had 12 samples at the marker, it has 7 here"):
+        open_loader(path, 7).load_state_dict(loader.state_dict())
+    resumed = loader_of(["--data", str(path), "--new_batch_size"], 7, 0, 1)
     resumed.load_state_dict(loader.state_dict())
     assert flat(resumed) == flat(open_loader(path, 1))[24:94]
 

@@ -187,14 +187,16 @@ def test_a_limit_reads_no_more_text_than_it_needs(tmp_path: Path) -> None:
 def test_a_position_in_other_data_is_refused(tmp_path: Path) -> None:
     text, csv = open_loader(write_tsv(tmp_path)), open_loader(write_csv(tmp_path))
     next(iter(text))
-    with pytest.raises(ConfigError, match=r"the marker stands in 'train\.txt', the data are 'train\.csv'"):
+    with pytest.raises(ConfigError, match=r"the marker stands in 'train\.txt', the data here are 'train\.csv'"):
         csv.load_state_dict(text.state_dict())
-    with pytest.raises(ConfigError, match="the data are 'made samples'"):
+    with pytest.raises(ConfigError, match="the data here are 'made samples'"):
         random_loader().load_state_dict(text.state_dict())
     drawn = random_loader()
     next(iter(drawn))
-    with pytest.raises(ConfigError, match=r"the marker stands in 'made samples', the data are 'train\.txt'"):
+    with pytest.raises(ConfigError, match=r"the marker stands in 'made samples', the data here are 'train\.txt'"):
         text.load_state_dict(drawn.state_dict())
     (tmp_path / "train.txt").write_text(tsv(FIELDS[:11]))
     with pytest.raises(ConfigError, match="12 samples of its epoch, the data hold 11"):
-        open_loader(tmp_path / "train.txt", 3).load_state_dict(text.state_dict())
+        loader_of(["--data", str(tmp_path / "train.txt"), "--new_batch_size"], 3, 0, 1).load_state_dict(
+            text.state_dict()
+        )
