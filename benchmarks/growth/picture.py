@@ -1,12 +1,10 @@
 """Draw a filed result as SVG: one small log-log picture an axis, of the counted lines of each call.
 
-python benchmarks/growth/picture.py RESULT.json [PICTURE.svg]
+``run.py --draw RESULT.json`` writes it.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from html import escape
 from pathlib import Path
@@ -68,15 +66,3 @@ def draw(rows: list[dict[str, Any]]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">\n<title>{said}</title>\n'
         f'<style>{style}</style>\n<rect width="{width}" height="{height}" fill="white"/>\n{body}\n</svg>\n'
     )
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("result", type=Path)
-    parser.add_argument("picture", type=Path, nargs="?", default=IMAGE)
-    args = parser.parse_args()
-    args.picture.write_text(draw(json.loads(args.result.read_text())["rows"]))
-
-
-if __name__ == "__main__":
-    main()

@@ -30,6 +30,7 @@ from axes import AXES, Axis, write  # noqa: E402
 from calls import CALLS, call  # noqa: E402
 from common import command_of, machine, parse, scratch, tell, without_fsync  # noqa: E402
 from live import LIVE, LIVE_CALLS, LiveAxis, job_of  # noqa: E402
+from picture import IMAGE, draw  # noqa: E402
 
 from tests.work import lines_of  # noqa: E402
 
@@ -225,7 +226,13 @@ def main() -> None:
     parser.add_argument("--axes", nargs="+", choices=[*AXES, *LIVE], default=[*AXES, *LIVE], metavar="NAME")
     parser.add_argument("--minutes", type=float, default=120.0, help="begin no cell after this time")
     parser.add_argument("--calls", nargs="+", choices=list(CALLS), default=list(CALLS), metavar="NAME")
+    parser.add_argument(
+        "--draw", type=Path, metavar="RESULT.json", help=f"draw a filed result as {IMAGE.name}, measure nothing"
+    )
     args = parse(parser, sizes="small", axes=["rows"], calls=["materialize, catch-up", "list"])
+    if args.draw is not None:
+        IMAGE.write_text(draw(json.loads(args.draw.read_text())["rows"]))
+        return
     cells = measure(args)
     rows = rows_of(cells)
     whole = {row["axis"] for row in rows}

@@ -92,7 +92,7 @@ def test_a_month_at_an_object_store() -> None:
 )
 def test_what_one_option_turns(option: str, value: str, lines: tuple[str, ...]) -> None:
     planned = changed(option, value)
-    for printed, line in zip(rows_of(PAGE, "## What to turn")[value], lines, strict=True):
+    for printed, line in zip(rows_of(PAGE, "## Settings that change the result")[value], lines, strict=True):
         if "million" in printed:
             check([figure(printed)], [float(figure(planned[line])) / 1e6])
         else:
@@ -105,7 +105,7 @@ def test_what_the_skew_of_ids_turns(zipf: str) -> None:
     for option, value in (("--zipf", zipf), ("--marker-every-s", "60")):
         command[command.index(option) + 1] = value
     planned = plan(*command)
-    sent, marker = rows_of(PAGE, "## What to turn")[zipf]
+    sent, marker = rows_of(PAGE, "## Settings that change the result")[zipf]
     same(sent, planned["stream: bytes"])
     same(marker, planned["store: a marker"])
 
