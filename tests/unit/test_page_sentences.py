@@ -311,3 +311,27 @@ def test_the_load_before_the_case_of_merging() -> None:
     assert load is not None
     check_sentences("benchmarks/merge/README.md", {r"began at a load of ([\d.]+) on two cores": [load]})
     check_sentences("docs/store.md", {r"a load of ([\d.]+) before; it waits": [load]})
+
+
+def test_cost_of_the_dense_digest_and_of_its_balance() -> None:
+    variants = newest("marker", "digest").point("digest of the dense state").variants
+    one, many = ([variants[name][each] for each in ("median", "min", "max")] for name in ("one tensor", "100 tensors"))
+    said = {
+        r"take ([\d.]+) ms of CPU time in one tensor \(([\d.]+) to ([\d.]+)\)": one,
+        r"and ([\d.]+) ms\s+in a hundred \(([\d.]+) to ([\d.]+)\)": many,
+    }
+    check_sentences("docs/guarantees.md", said)
+    balance = newest("dense", "balance")
+    share = balance.facts["balance, 100 MB, 4 ranks: busiest rank over the mean"]["one large"]["as dealt"]
+    two, four = (
+        [balance.point(f"balance, 100 MB, {ranks} ranks").median(name) for name in ("one large", "even")]
+        for ranks in (2, 4)
+    )
+    wanted = {
+        r"four ranks saves ([\d.]+) times the mean, and `mark\(\)` takes ([\d.]+) ms, where equal layers take ([\d.]+)": [
+            share,
+            *four,
+        ],
+        r"on two ranks ([\d.]+) and ([\d.]+) with the same balance": two,
+    }
+    check_sentences("docs/performance.md", wanted)
