@@ -328,7 +328,7 @@ def test_cost_of_the_dense_digest_and_of_its_balance() -> None:
         for ranks in (2, 4)
     )
     wanted = {
-        r"four ranks saves ([\d.]+) times the mean, and `mark\(\)` takes ([\d.]+) ms, where equal layers take ([\d.]+)": [
+        r"saves ([\d.]+) times the mean, and `mark\(\)` takes ([\d.]+) ms, where equal layers take ([\d.]+)": [
             share,
             *four,
         ],
