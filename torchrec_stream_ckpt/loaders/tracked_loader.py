@@ -263,7 +263,8 @@ class TrackedLoader(Generic[T]):
             if self.in_flight == self._max_in_flight:
                 raise ConfigError(
                     f"{self._max_in_flight} batches were fetched and none of them was trained",
-                    hint="call step() after each trained batch, or raise max_in_flight",
+                    hint="hand the loader over in `stateful`, and call step() after each trained batch; "
+                    "or raise max_in_flight",
                 )
             self._ahead.append(self._position(batches=1))
 
