@@ -40,7 +40,7 @@ class Shape:
     dense_bytes: int = 0
     """Parameters of the dense layers, roughly; they are float32."""
     dense_share: float = 0.0
-    """Of the dense bytes, how many are in one parameter, roughly; 0: all layers are equal."""
+    """Share of the dense bytes in one parameter, roughly; 0 makes all layers equal."""
     sharding: str = "table_wise"
     """Or ``row_wise``, over all ranks."""
     dense_optimizer: str = "sgd"

@@ -18,14 +18,12 @@ OPENINGS = re.compile(r"\s*(Of|That of|That|Those|What|Whether|Tell whether|How|
 WORDS = re.compile(r"\b(anew(?!:)|as far as names tell|these very|that very|(?:is|are|was|were) (?:told|met|said))\b")
 
 
-def docstrings(source: str) -> Iterator[tuple[int, str]]:
-    """(line, text) of each string that stands alone: docstrings of modules, classes, functions and attributes."""
+def docstrings(source: str) -> Iterator[tuple[range, str]]:
+    """Yield (lines, text) of the docstrings of modules, classes, functions and attributes: strings that stand alone."""
     for node in ast.walk(ast.parse(source)):
-        body = getattr(node, "body", None)
-        for statement in body if isinstance(body, list) else ():
-            match statement:
-                case ast.Expr(value=ast.Constant(value=str(text))):
-                    yield statement.lineno, text
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield range(node.lineno, (node.end_lineno or node.lineno) + 1), text
 
 
 def complaints(text: str) -> Iterator[str]:
@@ -43,9 +41,9 @@ def main(folders: list[str]) -> int:
         for path in sorted((ROOT / folder).rglob("*.py")):
             if any(parent.is_symlink() for parent in path.parents):
                 continue
-            for line, text in docstrings(path.read_text()):
+            for lines, text in docstrings(path.read_text()):
                 for complaint in complaints(text):
-                    print(f"{path.relative_to(ROOT)}:{line}: {complaint}")
+                    print(f"{path.relative_to(ROOT)}:{lines.start}: {complaint}")
                     found += 1
     return int(found > 0)
 

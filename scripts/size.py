@@ -1,16 +1,17 @@
-"""Count lines of code: without docstrings, comments and empty lines; for each room of the package, and for the rest.
+"""Count lines of code, without docstrings, comments and empty lines: for each district of the package, and the rest.
 
 python scripts/size.py [FOLDER ...]
 """
 
 from __future__ import annotations
 
-import ast
 import io
 import sys
 import tokenize
 from collections import Counter
 from pathlib import Path
+
+from language import docstrings
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "torchrec_stream_ckpt"
@@ -21,15 +22,12 @@ NO_CODE |= {tokenize.ENDMARKER}
 
 def count(source: str) -> int:
     """Lines that hold code. A string that stands alone is a docstring, of an attribute too."""
-    said: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            said.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    documented = {line for each, _ in docstrings(source) for line in each}
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines - said)
+    return len(lines - documented)
 
 
 def main(folders: list[str]) -> None:

@@ -36,15 +36,15 @@ class Shape:
 
     tables: int = 2
     features: int = 1
-    """Of each table."""
+    """Features of each table."""
     rows: int = 8
     columns: int = 4
     parts: int = 1
-    """That the columns of each table are cut into."""
+    """Column shards of each table."""
     tensors: int = 2
     stateful: int = 1
     markers: int = 1
-    """Before the one that is measured."""
+    """Markers before the measured one."""
 
 
 @dataclass(frozen=True)

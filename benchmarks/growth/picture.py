@@ -13,7 +13,7 @@ from typing import Any
 IMAGE = Path(__file__).resolve().parent / "growth.svg"
 COLUMNS, WIDTH, HEIGHT = 4, 210, 190
 LEFT, TOP, SIDE = 30, 30, 130
-"""Of the square in which the lines of a picture are."""
+"""Place and size of the square in which a picture's lines are drawn."""
 MOST = 16.0
 """Largest growth that a picture shows."""
 LIMIT = 1.15

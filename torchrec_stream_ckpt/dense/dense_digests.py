@@ -32,7 +32,7 @@ _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _SMALL_BYTES = 1 << 14
 _MEDIUM_BYTES = 1 << 19
 _TOGETHER_BYTES = 1 << 20
-"""Tensors are copied into one of about so many bytes: small ones word by word, medium ones in whole rows."""
+"""Approximate size of the tensor that others are copied into: small ones word by word, medium ones in whole rows."""
 _PIECE_WORDS = 1 << 24
 """Words on a GPU that are added up at a time: their products take eight bytes each."""
 
@@ -115,7 +115,7 @@ def digests(tensors: Mapping[str, torch.Tensor], spans: Mapping[str, tuple[int, 
 
 
 def _is_at_most(num_bytes: int, tensor: torch.Tensor) -> bool:
-    """Return whether this is a plain tensor on the CPU of at most so many bytes, and not an empty one."""
+    """Return whether this is a plain tensor on the CPU of 1 to ``num_bytes`` bytes."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter)
     return plain and not tensor.is_cuda and not tensor.is_complex() and 0 < tensor.nbytes <= num_bytes
 
@@ -180,7 +180,7 @@ def _in_rows(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 def _row_keys_of(entries: tuple[tuple[str, int], ...]) -> tuple[Ints, Ints]:
     """Return the keys of all rows of some entries, and the start of each entry: 8 bytes for each 4 KiB of words."""
     starts = np.cumsum([0, *(rows for _, rows in entries[:-1])])
-    return np.concatenate([entry_row_keys(name, rows) for name, rows in entries]), starts
+    return np.concatenate([entry_row_keys(name, 0, rows) for name, rows in entries]), starts
 
 
 @cache

@@ -58,20 +58,20 @@ def digest_rows(name: str, sums: Ints, first_row: int = 0) -> int:
         first_row: Index of the first of these rows in the entry.
     """
     small = first_row + len(sums) <= _SMALL_ROWS
-    keys = _first_rows(name)[first_row : first_row + len(sums)] if small else _rows(name, first_row, len(sums))
+    keys = _first_rows(name)[first_row : first_row + len(sums)] if small else entry_row_keys(name, first_row, len(sums))
     return int(sums @ keys) % MODULUS
 
 
 def word_keys(name: str, words: int) -> Ints:
     """Return the keys of an entry's first words: row key times column key."""
     rows = -(-words // COLUMNS)
-    keys: Ints = np.multiply.outer(_rows(name, 0, rows), _columns()).reshape(-1)
+    keys: Ints = np.multiply.outer(entry_row_keys(name, 0, rows), _columns()).reshape(-1)
     return keys[:words]
 
 
-def entry_row_keys(name: str, rows: int) -> Ints:
-    """Return the keys of an entry's first rows, shape (rows,)."""
-    return _rows(name, 0, rows)
+def entry_row_keys(name: str, first_row: int, rows: int) -> Ints:
+    """Return the keys of some consecutive rows of an entry, shape (rows,)."""
+    return row_keys(replicated_id(name), SECTION, np.arange(first_row, first_row + rows, dtype=np.int64))
 
 
 @cache
@@ -81,8 +81,4 @@ def _columns() -> Ints:
 
 @lru_cache(maxsize=1 << 14)
 def _first_rows(name: str) -> Ints:
-    return _rows(name, 0, _SMALL_ROWS)
-
-
-def _rows(name: str, first_row: int, rows: int) -> Ints:
-    return row_keys(replicated_id(name), SECTION, np.arange(first_row, first_row + rows, dtype=np.int64))
+    return entry_row_keys(name, 0, _SMALL_ROWS)
