@@ -198,7 +198,7 @@ def test_help_tells_of_every_argument(component: str) -> None:
     done = torchx("run", component, "--help")
     assert done.returncode == 0
     told = " ".join(done.stdout.split())
-    for phrase in ("the recipe, a path in the image", "[MIN:]NODESxPROCS", "how often the scheduler starts"):
+    for phrase in ("the recipe, a path in the image", "[MIN:]NODESxPROCS", "how often the scheduler restarts"):
         assert phrase in told
 
 
