@@ -37,7 +37,7 @@ TABLES: dict[str, Callable[..., Table]] = {
     "scale-clusters": scale.clusters,
     "scaleout": scaleout.workers,
     "scaleout-day": scaleout.day,
-    "steps": costs.steps,
+    "short": costs.short,
     "store-goals": store.store_goals,
     "thesis-recoveries": thesis.recoveries,
     "thesis-runs": thesis.runs,

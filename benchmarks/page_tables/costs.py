@@ -1,4 +1,4 @@
-"""What a step costs, what the machine can do, what a job's age costs, whether the bound on overhead was held."""
+"""What steps, markers and restores cost, the limits of the machine, the cost of a job's age, the bound on overhead."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ JOBS = {
     "criteo, 2 ranks": "criteo_2-ranks",
 }
 """Jobs of ``step_time`` -> the variant under which results are filed."""
+GPU = "criteo_1-gpu"
 NUMBER = re.compile(r"[\d.]+")
 _EASY = {"drain every 10": 1.035, "drain every step": 1.035, "marker every 10": 1.035}
 STEP_GOALS = {
@@ -53,20 +54,44 @@ def while_it_trains(row: dict[str, Any]) -> str:
     return ranged([row[f"ratio_{each}"] for each in ("median", "min", "max")])
 
 
-def steps(page: Path) -> Table:
-    """The thesis configuration on one rank and on two."""
-    results = [newest("step_time", JOBS[f"thesis, {ranks}"]) for ranks in ("1 rank", "2 ranks")]
-    one, two = (result.found["variants"] for result in results)
-    head = ["", "1 rank (a core is free), until all is sent", "while it trains"]
-    found = [[*head, "2 ranks (no core is free), until all is sent", "while it trains"]]
-    for name, said in STEPS.items():
-        cells = [
-            each(rows[name]) if name in rows else "-" for rows in (one, two) for each in (until_sent, while_it_trains)
-        ]
-        found.append([said, *cells])
-    bare = (f"{three(rows['off']['step_ms_median'])} ms" for rows in (one, two))
-    found.append(["a step without streaming", next(bare), "", next(bare), ""])
-    return [*found, ["result", results[0].said(page), "", results[1].said(page), ""]]
+def short(page: Path) -> Table:
+    """The usual questions, each with a link into the page."""
+    one, two, gpu = (newest("step_time", each) for each in (JOBS["thesis, 1 rank"], JOBS["thesis, 2 ranks"], GPU))
+    marker, on_gpu = newest("marker").point("table"), newest("marker", "ours_1-gpu").point("table")
+    dense = newest("dense").point("600 MB, 4 ranks")
+    memory = newest("memory").point("peak").variants
+    peak = next(row["median"] for name, row in memory.items() if name.startswith("ours"))
+    auto, every, worst = "auto, max_overhead 1%", "marker every 10", _worst(two.found["variants"])
+    longer = " times as long"
+    step_ms = f"{gpu.found['variants']['off']['step_ms_median']:.0f} ms"
+
+    def times(result: Result, name: str) -> str:
+        return _short(result.found["variants"][name])
+
+    def restored(point: Point, *names: str) -> str:
+        return ", ".join(f"{SHORT.get(x, code(x.removeprefix('ours, ')))} {three(point.median(x))} ms" for x in names)
+
+    steps, pauses = "[cost](#cost)", "[goals](#goals-and-results)"
+    pace, h100 = "[pace](#automatic-pace)", "[GPU](#on-a-gpu)"
+    log, store = (newest("restore").point(f"{source}, on 1") for source in ("log", "store"))
+    return [
+        ["question", "cost", "details"],
+        [f"a step on one rank, a core free for the log: {STEPS[every]}", times(one, every) + longer, steps],
+        [f"a step on two ranks of two cores, no core free: {STEPS[worst]}", times(two, worst) + longer, steps],
+        [f"a step of {step_ms} on an H100: {STEPS[every]}", times(gpu, every) + longer, h100],
+        [f"these three with {STEPS[auto]}", ", ".join(times(each, auto) for each in (one, two, gpu)) + longer, pace],
+        ["pause for a marker that changes 1% of 1.3 GB", marker.taken("ours"), pauses],
+        ["the same on an H100", on_gpu.taken("ours"), h100],
+        ["pause for 600 MB of dense state, four ranks on two cores", dense.taken("ours"), pauses],
+        ["host memory on top, 1.3 GB of tables", f"{three(peak)} MB", "[bound](guarantees.md#p5-waits-and-memory)"],
+        ["restore of 1.3 GB, one rank",
+         f"{restored(log, 'ours, log')}, {restored(store, 'ours, store')}, {restored(log, 'dcp.load', MAPPED)}",
+         "[restart](#missed-goals)"],
+    ]  # fmt: skip
+
+
+def _worst(rows: dict[str, Any]) -> str:
+    return max(("drain every step", "marker every 10"), key=lambda each: rows[each]["ratio_median_until_all_is_sent"])
 
 
 def all_steps(page: Path) -> Table:
@@ -84,6 +109,8 @@ def all_steps(page: Path) -> Table:
             met = goal is not None and row["ratio_median_until_all_is_sent"] <= goal
             verdict = ["", ""] if goal is None else [f"<= {goal:g}", VERDICT[met]]
             said = STEPS.get(name, name)
+            if name == "off again":
+                said += f", at {three(result.found['variants']['off']['step_ms_median'])} ms a step"
             if "auto" in name:
                 said += f": {row['markers']} marker{'s' * (row['markers'] != 1)} in {row['steps']} steps"
             cells = [f"{job}, {said}", until_sent(row), while_it_trains(row), f"{row['cpu_ratio_median']:.3f}"]
@@ -148,7 +175,7 @@ def four(page: Path) -> Table:
     step, marker = newest("step_time", JOBS["thesis, 1 rank"]), newest("marker").point("table")
     one, two = step.found["variants"], newest("step_time", JOBS["thesis, 2 ranks"]).found["variants"]
     dense = newest("dense").point("600 MB, 4 ranks")
-    worst = max(("drain every step", "marker every 10"), key=lambda each: two[each]["ratio_median_until_all_is_sent"])
+    worst = _worst(two)
     stored = _stored()
     found = [
         ["a step with a marker every 10, one rank", f"{_short(one['marker every 10'])} times as long"],

@@ -182,20 +182,14 @@ def _stream(rows: Rows) -> Iterator[list[str]]:
 
 def _restore(rows: Rows) -> Iterator[list[str]]:
     size = rows.result.facts["bytes of tables and states"]
-    copies = ("torch.load + copy", "torch.load, mmap + copy", "dcp.load")
     for point in rows.result.points():
         source, _, where = point.name.partition(", ")
         what = f"restore of {size / 1e9:.1f} GB: {point.name}"
         at_limit = limit(rows.result, size, "read, cold" if "cold" in where else "read, in the page cache")
-        for goal, base, mine in (
-            ("dcp.load / ours", "dcp.load", f"ours, {source}"),
-            ("torch.load, mmap + copy / ours", "torch.load, mmap + copy", f"ours, {source}"),
-        ):
-            if rows.has(f"{point.name}: {goal}"):
-                others = point.others(base, *(name for name in copies if name != base))
-                yield rows.row(
-                    f"{point.name}: {goal}", what, point.times(base, mine), others, at_limit, f", against {code(base)}"
-                )
+        for base, others in (("dcp.load", ["torch.load + copy"]), ("torch.load, mmap + copy", [])):
+            if rows.has(goal := f"{point.name}: {base} / ours"):
+                said = point.times(base, f"ours, {source}")
+                yield rows.row(goal, what, said, point.others(base, *others), at_limit, f", against {code(base)}")
         if rows.has(f"{point.name}: StreamReader / ours"):
             base = f"ours, {source}"
             reader = next(name for name in point.variants if "StreamReader" in name)

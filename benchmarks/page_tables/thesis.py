@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-from .goals import OURS, check, wanted
-from .results import ALL, VERDICT, NotFiledError, Result, Table, code, newest, three
+from .goals import OURS, check
+from .results import ALL, VERDICT, NotFiledError, Point, Result, Table, code, newest, three
 
 SIZES = {"sizes": ("synthetic-10k", "synthetic-25k", "synthetic-50k")}
 SIZES["kafka"] = ("synthetic-10k",)
@@ -62,31 +63,41 @@ def _runs(page: Path, jobs: Iterable[tuple[Result, str]]) -> Table:
 
 
 def recoveries(page: Path) -> Table:
-    """Those of the two jobs: one row a goal."""
-    found = [["recovery", "baselines", "goal", "found (range)", "", "result"]]
+    """For each job, the times of the baselines; then a row for each source, with its speed against each of them."""
+    found = [["recovery", OURS, *map(code, RECOVERED), "result"]]
     for result, job in thesis():
         goals = [goal for goal in result.found.get("goals", ()) if goal["what"].startswith(f"{job}, recovery")]
+        filed = result.link(page, result.path.stem[11:])
         if not goals:
-            why = result.left_out.get(ALL, "no such goal")
-            filed = result.link(page, result.path.stem[11:])
-            found.append([job, "-", "-", f"not measured: {why}", VERDICT[None], filed])
+            found.append([job, f"not measured: {result.left_out.get(ALL, 'no such goal')}", "", "", "", filed])
+        rows: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
         for goal in goals:
             parts = re.fullmatch(rf"({job}, recovery.*?), ours, (\w+): (.*) / ours", goal["what"])
-            if not parts:
+            if not parts or parts[3] not in RECOVERED:
                 raise NotFiledError(f"{result.path.name}: no row has the goal '{goal['what']}'")
-            name, source, base = parts.groups()
+            rows.setdefault((parts[1], parts[2]), {})[parts[3]] = goal
+        named = set()
+        for (name, source), judged in rows.items():
             point = result.point(name if result.has(name) else f"{name}, {'log' if source == 'log' else 'store'}")
-            what = f"{name.replace(', recovery', '')}: {source}"
-            rivals = [each for each in point.variants if not each.startswith((OURS, SERVICE))]
-            said = point.times(base, f"ours, {source}")
-            check(goal, said)
-            others = point.others(*rivals, unit=False)
-            others += f", {SERVICE} {point.taken(SERVICE)}" if SERVICE in point.variants else f" {point.unit}"
-            goal_text = f"{wanted(goal['wanted'])}, against {code(base)}"
-            found.append(
-                [what, others, goal_text, said, VERDICT[goal["met"]], result.link(page, result.path.stem[11:])]
-            )
+            what = name.replace(", recovery", "")
+            if point.name not in named:
+                named.add(point.name)
+                times = (point.taken(base) if point.has(base) else "-" for base in RECOVERED)
+                found.append([what, "", *times, filed])
+            own = f"{OURS}, {source}"
+            speeds = (_speed(point, own, base, judged.get(base)) for base in RECOVERED)
+            taken = f"{three(point.median(own))} {point.unit}" if point.has(own) else "not measured"
+            found.append([f"{what}: {source}", taken, *speeds, ""])
     return found
+
+
+def _speed(point: Point, own: str, base: str, goal: dict[str, Any] | None) -> str:
+    """How many times as fast as a baseline, with the verdict of the goal of at least as fast."""
+    if goal is None:
+        return "-"
+    said = point.times(base, own).partition(";")[0]
+    check(goal, said)
+    return f"{said}: {VERDICT[goal['met']]}"
 
 
 def thesis() -> Iterator[tuple[Result, str]]:

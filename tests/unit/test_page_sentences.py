@@ -67,46 +67,39 @@ def test_what_stands_beside_a_bound_that_is_held() -> None:
     for result in (newest("overhead"), newest("overhead", "2-ranks")):
         rows = [row for row in result.facts.values() if isinstance(row, dict) and row.get("step ms", 100) < 100]
         short.append(100 * sum(row["ours s"] for row in rows) / sum(row["training s"] for row in rows))
-    key = "ratio_{}_until_all_is_sent"
     one, two = (newest("step_time", variant).found["variants"] for variant in ("1-rank", "2-ranks"))
 
     auto = "auto, max_overhead 1%"
     said = {
         r"steps below 100 ms alone have ([\d.]+)% on one rank and ([\d.]+)% on two": short,
-        r"adds ([\d.]+)% on two ranks of two cores \(([\d.]+) to ([\d.]+)%": longer(two, auto, "median", "min", "max"),
-        r"two blocks without streaming differ by -([\d.]+) to ([\d.]+)%": longer(two, "off again", "min", "max"),
-        r"and ([\d.]+)% on one rank \(-([\d.]+) to ([\d.]+)%; \[steps": longer(one, auto, "median", "min", "max"),
-        r"by its median; single rounds go from ([\d.]+) to ([\d.]+)%": longer(one, "marker every 10", "min", "max"),
-        r"far above that: (\d+) to (\d+)%": longer(two, "drain every step", "min", "max"),
-        r"They take (\d+)% longer, and (\d+)% with a marker every 10": [
-            longer(two, name, "median")[0] for name in ("drain every step", "marker every 10")
-        ],
+        r"by the wall clock ([\d.]+)% on two ranks of two cores": longer(two, auto, "median"),
+        r"single rounds with markers reach ([\d.]*\d)": [one["marker every 10"]["ratio_max_until_all_is_sent"]],
+        r"They take (\d+)% longer\. Both": longer(two, "drain every step", "median"),
         r"sync of (\d+) MB a rank and step": [two["drain every step"]["megabytes_a_step"]],
         r"adds ([\d.]+)%, a drain every 10 steps ([\d.]+)%": [
             longer(two, name, "median")[0] for name in (auto, "drain every 10")
         ],
-        r"more work, the rounds spread from (\d+) to (\d+)%": longer(two, "marker every 10", "min", "max"),
     }
     check_sentences("docs/performance.md", said)
-    assert one["marker every 10, no proof"][key.format("median")] > one["marker every 10"][key.format("median")]
 
 
-def test_what_a_criteo_step_pays() -> None:
-    one, two = (newest("step_time", f"criteo_{ranks}").found["variants"] for ranks in ("1-rank", "2-ranks"))
+def test_what_shows_in_the_noise_of_step_time() -> None:
+    jobs = ("1-rank", "criteo_1-rank", "2-ranks", "criteo_2-ranks")
+    one, criteo, two, criteo_two = (newest("step_time", job).found["variants"] for job in jobs)
     key = "ratio_{}_until_all_is_sent"
 
-    medians = [100 * (row[key.format("median")] - 1) for name, row in one.items() if not name.startswith("off")]
-    said = {
-        r"step takes (\d+) ms on one rank, .* DLRM, and (\d+) on two": [x["off"]["step_ms_median"] for x in (one, two)],
-        r"differ by -([\d.]+) to ([\d.]+)% in single rounds, and every": longer(one, "off again", "min", "max"),
-        r"of ours lies between -([\d.]+) and ([\d.]+)%": [-min(medians), max(medians)],
-        r"same two blocks differ by -([\d.]+) to ([\d.]+)%": longer(two, "off again", "min", "max"),
-        r"at each of them, adds ([\d.]+)% \(([\d.]+) to ([\d.]+)\)": longer(
-            two, "marker every 10", "median", "min", "max"
-        ),
-        r"draining alone ([\d.]+)% \(-([\d.]+) to ([\d.]+)\)": longer(two, "drain every step", "median", "min", "max"),
-    }
-    check_sentences("docs/performance.md", said)
+    def longest(rows: dict[str, Any]) -> float:
+        return max(float(row[key.format("median")]) for name, row in rows.items() if not name.startswith("off"))
+
+    for rows in (one, criteo):
+        assert longest(rows) <= rows["off again"][key.format("max")]
+    assert one["marker every 10, no proof"][key.format("median")] > one["marker every 10"][key.format("median")]
+    assert two["drain every step"][key.format("min")] > 1.15 * two["off again"][key.format("max")]
+    drained = criteo_two["drain every step"]
+    spread = drained[key.format("max")] - drained[key.format("min")]
+    assert 0 < drained[key.format("median")] - 1.035 < spread  # its goal
+    times = [rows["off"]["step_ms_median"] for rows in (criteo, criteo_two)]
+    check_sentences("docs/performance.md", {r"DLRM: (\d+) ms on one rank, (\d+) on two": times})
 
 
 def test_criteo_runs_of_sixty_epochs() -> None:
@@ -118,15 +111,12 @@ def test_criteo_runs_of_sixty_epochs() -> None:
     def added(point: str, *ways: str) -> list[float]:
         return [result.facts[f"{point}: seconds added"][way] for way in ways]
 
-    third, unsynced = two.replace("every 1", "every 3"), f"{two}, without fsync"
     said = {
         r"two runs without checkpoints took ([\d.]+) and ([\d.]+) s": [bare.median(x) for x in ("none", "none again")],
         r"that difference; `torch.save` adds ([\d.]+) s": added(one, "torch.save"),
         r"thesis add ([\d.]+) s each, a quarter and not a tenth of what `torch.save` adds \(([\d.]+)\)": added(
             two, "ours", "torch.save"
         ),
-        r"every third epoch ours adds ([\d.]+) s and the thesis ([\d.]+);": added(third, "ours", "thesis"),
-        r"anybody's fsync ([\d.]+) and ([\d.]+) s. Verdicts": added(unsynced, "ours", "thesis"),
     }
     check_sentences("docs/performance.md", said)
     noise = bare.median("none again") - bare.median("none")
@@ -136,18 +126,9 @@ def test_criteo_runs_of_sixty_epochs() -> None:
     assert round(added(two, "thesis")[0], 1) == round(added(two, "ours")[0], 1)
 
 
-def test_a_restore_from_kafka_and_the_memory_of_its_day() -> None:
-    restore = newest("restore")
-    one, two = restore.point("kafka, on 1"), restore.point("kafka, on 2")
-
-    def share(point: Any) -> list[float]:
-        return [100 * each for each in point.ratios("raw consume", "ours, kafka")]
-
+def test_the_memory_of_the_day_of_a_restore() -> None:
     day, evening = (newest("limits", variant).point("limits") for variant in ("", "evening"))
     said = {
-        r"has ([\d.]+)% on one rank \(([\d.]+) to ([\d.]+) in single rounds\)": share(one),
-        r"and ([\d.]+)% on two \(([\d.]+) to ([\d.]+)\)": share(two),
-        r"than in the run before, (\d+) ms against": [one.median("raw consume")],
         r"one thread had ([\d.]+) GB/s in place of ([\d.]+)": [
             each.median("copy, 1 thread") for each in (evening, day)
         ],
@@ -156,37 +137,27 @@ def test_a_restore_from_kafka_and_the_memory_of_its_day() -> None:
         ],
     }
     check_sentences("docs/performance.md", said)
-    check_sentences("docs/observability.md", {r"has read 1.3 GB in ([\d.]+) s": [one.median("ours, kafka") / 1e3]})
+    taken = newest("restore").point("kafka, on 1").median("ours, kafka")
+    check_sentences("docs/observability.md", {r"has read 1.3 GB in ([\d.]+) s": [taken / 1e3]})
 
 
 def test_what_serializing_takes() -> None:
     encode = newest("encode")
 
-    def less(size: str, way: str, *ends: int) -> list[float]:
-        return [100 * (1 - 1 / encode.point(f"{size}, {way}").ratios("pickle", "ours")[end]) for end in ends or (0,)]
+    def less(way: str) -> list[float]:
+        return [100 * (1 - 1 / encode.point(f"large, {way}").ratios("pickle", "ours")[0])]
 
-    def share(way: str, limit: str) -> float:
-        return 100 * encode.point(f"large, {way}").ratios(limit, "ours")[0]
-
-    read, sizes = encode.point("large, read"), ("small", "medium", "varying")
+    read = encode.point("large, read")
     gather = encode.point("gather").variants
     rounds = [a / b for a, b in zip(gather["pickle"]["rounds"], gather["ours"]["rounds"], strict=True)]
     said = {
-        r"single rounds go from ([\d.]+) to ([\d.]+), but for the first one, which has ([\d.]+)": [
+        r"single rounds go from ([\d.]+) to ([\d.]+), but for the first one, which has ([\d.]*\d)": [
             *(sorted(rounds)[end] for end in (0, -2)),
             rounds[0],
         ],
-        r"Large layers save ([\d.]+)% of": less("large", "write"),
-        r"ms; ([\d.]+)% less than pickle": less("large", "read"),
-        r"reached for small layers: ([\d.]+)% less than pickle, ([\d.]+)% for medium ones and ([\d.]+)% for varying": [
-            value for size in sizes for value in less(size, "read")
-        ],
-        r"single rounds as low as ([\d.]+)%": [min(less(size, "read", 1)[0] for size in sizes)],
-        r"by their ids, at ([\d.]+)% of the speed": [share("write", "copy, CRC32C")],
-        r"Large: ([\d.]+)% of the speed of CRC32C alone, which takes ([\d.]+) of our ([\d.]+) ms": [
-            share("read", "CRC32C"),
-            *(read.median(name) / 1e3 for name in ("CRC32C", "ours")),
-        ],
+        r"Large layers save ([\d.]+)% of": less("write"),
+        r"ms; ([\d.]+)% less than pickle": less("read"),
+        r"CRC32C alone takes ([\d.]+) of our ([\d.]+) ms": [read.median(name) / 1e3 for name in ("CRC32C", "ours")],
     }
     check_sentences("docs/performance.md", said)
 

@@ -166,7 +166,27 @@ def test_a_run_that_was_not_measured_is_not_missed(filed: Any) -> None:
     row = next(row for row in thesis.runs(PAGE) if row[0] == f"{job}, 1")
     assert row[1:6] == ["1", "not measured", "3", "2 s (2-2)", "not measured"]
     assert [row[:2] for row in thesis.runs(PAGE)[2:3]] == [["criteo, 2 ranks", "not measured: no such point"]]
-    assert ["synthetic, 1 rank", "not measured: no such goal"] in [[row[0], row[3]] for row in thesis.recoveries(PAGE)]
+    assert ["synthetic, 1 rank", "not measured: no such goal"] in [row[:2] for row in thesis.recoveries(PAGE)]
+
+
+def test_a_recovery_has_the_times_of_its_baselines_and_a_speed_and_verdict_for_each_goal(filed: Any) -> None:
+    points = {"criteo, 1 rank, recovery": point(**{"torch.load + copy": 4.0, "ours, log": 2.0, "ours, HEAD": 8.0})}
+    of = "torch.load + copy / ours"
+    judged = [
+        goal(f"criteo, 1 rank, recovery, ours, log: {of}"),
+        goal(f"criteo, 1 rank, recovery, ours, HEAD: {of}", met=False, found="0.5 x"),
+    ]
+    filed("thesis", "2026-01-01_a-box_criteo", {"points": points, "goals": judged})
+    filed("thesis", "2026-01-01_a-box_synthetic", {"points": {}, "goals": []})
+    assert [row[:5] for row in thesis.recoveries(PAGE)[1:4]] == [
+        ["criteo, 1 rank", "", "4 ms (4-4)", "-", "-"],
+        ["criteo, 1 rank: log", "2 ms", "2 x (2-2): reached", "-", "-"],
+        ["criteo, 1 rank: HEAD", "8 ms", "0.5 x (0.5-0.5): **missed**", "-", "-"],
+    ]
+    judged[1]["found"] = "0.9 x"
+    filed("thesis", "2026-01-01_a-box_criteo", {"points": points, "goals": judged})
+    with pytest.raises(NotFiledError, match=r"was judged by 0\.9 x, and its row says 0\.5 x"):
+        thesis.recoveries(PAGE)
 
 
 def test_a_recovery_goal_of_another_form_is_not_dropped(filed: Any) -> None:
