@@ -122,29 +122,33 @@ def about(seeds: list[int]) -> dict[str, str]:
 
 def report(board: Board) -> str:
     """The page of one run."""
+    total = board.total()
     run = "\n".join(f"| {name} | {value} |" for name, value in board.about.items())
     return f"""# Chaos
 
-This page is the output of one run of `make chaos`; [chaos.json](chaos.json) has the same numbers. Real jobs of one to
-three gloo ranks train under the oracle, with DCP for the dense state, on the file log and on a real broker. At every
-step the job saves a copy of its whole state before it gives the step to the checkpointer. Each restored state is
+This page is the output of one run of `make chaos`. {total.fired} faults fired, and {total.compared} markers were
+compared: {total.lost} lost, {total.wrong} wrong. [chaos.json](chaos.json) has the same numbers, with a row for each
+fail point. Real jobs of one to three gloo ranks train with DCP for the dense state, on the file log and on a real
+broker. Before each step goes to the checkpointer, the job saves a copy of its whole state. Each restored state is
 compared with that copy, bit for bit. Hosts that are cut off, or lose power, are network namespaces on one machine,
 with three brokers.
+
+- *fired*: injected faults with evidence that they happened: an exit by SIGKILL after a line that the fail point wrote,
+  an error that strace injected, a refused or silent connection. A row with less than it injected shows both, and fails.
+- *compared*: markers that were restored after the fault and equal the copy; for the power loss, markers that were read
+  whole from a rebuilt disk.
+- *refused*: markers whose bytes the fault itself destroyed, and whose restore was refused by name.
+- *lost*: committed markers that could not be restored. *wrong*: restores that differ, markers that should not exist,
+  ranks that did not end as they must. A single one fails the run.
+
+{board.markdown()}
+
+## Conditions of the run
 
 | | |
 |---|---|
 {run}
 | time | {board.took_s / 60:.0f} minutes |
-
-- *fired*: evidence showed that the fault happened (an exit by SIGKILL after a line that the fail point wrote, an
-  error that strace injected, a refused or silent connection). A row that fired less often than it was injected fails.
-- *compared*: markers that were restored after the fault and equal the copy bit for bit; for the power loss, markers
-  that were read whole from a rebuilt disk.
-- *refused*: markers whose bytes the fault itself destroyed, and whose restore was refused by name.
-- *lost*: markers that were reported as committed and could not be restored. *wrong*: restores that differ, markers
-  that should not exist, ranks that did not end as they must. A single lost or wrong one fails the run.
-
-{board.markdown()}
 """
 
 

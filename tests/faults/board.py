@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -11,7 +13,12 @@ from rich.table import Table
 
 OVERLOADED = 2
 """A machine with a load above so many for each core says nothing about bounds."""
-HEAD = ("fault", "injected", "fired", "compared", "refused", "lost", "wrong", "remark")
+HEAD = ("fault", "fired", "compared", "refused", "lost", "wrong", "remark")
+NUMBERS = ("injected", "fired", "compared", "refused", "lost", "wrong")
+_POINT = re.compile(r" at [a-z_]+\.[a-z_]+\b")
+"""A fail point in the name of a fault."""
+_HOLE = "\0"
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 @dataclass
@@ -69,9 +76,10 @@ class Row:
 
     def cells(self) -> tuple[str, ...]:
         if self.not_run:
-            return (self.fault, *["-"] * 6, f"did not run: {self.not_run}")
-        numbers = (self.injected, self.fired, self.compared, self.refused, self.lost, self.wrong)
-        return (self.fault, *map(str, numbers), "; ".join(filter(None, (self.remark, *self.late))))
+            return (self.fault, *["-"] * 5, f"did not run: {self.not_run}")
+        fired = str(self.fired) if self.fired == self.injected else f"{self.fired} of {self.injected}"
+        numbers = (self.compared, self.refused, self.lost, self.wrong)
+        return (self.fault, fired, *map(str, numbers), "; ".join(filter(None, (self.remark, *self.late))))
 
 
 class Board:
@@ -120,21 +128,43 @@ class Board:
         return table
 
     def markdown(self) -> str:
-        lines = ["| " + " | ".join(HEAD) + " |", "|---|" + "---:|" * 6 + "---|"]
-        lines += [
-            "| " + " | ".join(cell.replace("|", "\\|") for cell in row.cells()) + " |"
-            for row in [*self.rows.values(), self.total()]
-        ]
+        """The table of a page. Faults that are well and differ only in their fail point share a row."""
+        groups: dict[str, list[Row]] = {}
+        for row in self.rows.values():
+            alone = row.verdict() or row.not_run
+            groups.setdefault(row.fault if alone else _POINT.sub(f" at {_HOLE}", row.fault), []).append(row)
+        rows = [group[0] if len(group) == 1 else _merged(name, group) for name, group in groups.items()]
+        lines = ["| " + " | ".join(HEAD) + " |", "|---|" + "---:|" * 5 + "---|"]
+        for row in [*rows, self.total()]:
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row.cells()).rstrip() + " |")
         return "\n".join(lines)
 
     def total(self) -> Row:
-        rows = self.rows.values()
-        numbers = {
-            name: sum(getattr(row, name) for row in rows)
-            for name in ("injected", "fired", "compared", "refused", "lost", "wrong")
-        }
-        return Row("all", **numbers)
+        return Row("all", **_sums(list(self.rows.values())))
 
     def save(self, path: Path) -> None:
         part = {"about": self.about, "took_s": self.took_s, "rows": [asdict(row) for row in self.rows.values()]}
         path.write_text(json.dumps(part, indent=1) + "\n")
+
+
+def _sums(rows: Sequence[Row]) -> dict[str, int]:
+    return {name: sum(getattr(row, name) for row in rows) for name in NUMBERS}
+
+
+def _merged(name: str, rows: Sequence[Row]) -> Row:
+    """One row for faults at several fail points. Remarks that differ only in numbers become one, with ranges."""
+    remarks: dict[str, list[list[str]]] = {}
+    for row in rows:
+        for remark in filter(None, (row.remark, *row.late)):
+            remarks.setdefault(_NUMBER.sub(_HOLE, remark), []).append(_NUMBER.findall(remark))
+    spans = []
+    for text, found in remarks.items():
+        for numbers in zip(*found, strict=True):
+            text = text.replace(_HOLE, _span(numbers), 1)
+        spans.append(text)
+    return Row(name.replace(_HOLE, f"{len(rows)} points"), **_sums(rows), remark="; ".join(spans))
+
+
+def _span(numbers: Sequence[str]) -> str:
+    least, most = min(numbers, key=float), max(numbers, key=float)
+    return least if least == most else f"{least} to {most}"

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from tests.faults import brokers, disks, frozen, kills, materializer, power, surgery, survivors, topics, workers
+from tests.faults.__main__ import report
 from tests.faults.board import Board
 from tests.faults.subject import Form
 
@@ -143,3 +144,23 @@ def test_a_fault_that_did_not_fire_fails() -> None:
     board.row("a fault").lose("1:1 is gone")
     with pytest.raises(AssertionError, match="1 lost, 0 wrong: 1:1 is gone"):
         board.check()
+
+
+def test_faults_at_several_points_share_a_row_of_the_page() -> None:
+    board = Board()
+    for number, point in enumerate(("cut.drained", "mark.durable"), 1):
+        row = board.row(f"SIGSTOP at {point}, files")
+        row.injected = row.fired = row.compared = number
+        row.remark = f"failed after {10 * number} s"
+    board.row("SIGSTOP at dense.part, files").injected = 1
+    assert board.markdown().splitlines()[2:] == [
+        "| SIGSTOP at 2 points, files | 3 | 3 | 0 | 0 | 0 | failed after 10 to 20 s |",
+        "| SIGSTOP at dense.part, files | 0 of 1 | 0 | 0 | 0 | 0 | |",
+        "| all | 3 of 4 | 3 | 0 | 0 | 0 | |",
+    ]
+
+
+def test_the_page_is_the_filed_run() -> None:
+    board, docs = Board(), Path(__file__).parents[2] / "docs"
+    board.load(docs / "chaos.json")
+    assert report(board) == (docs / "chaos.md").read_text()
