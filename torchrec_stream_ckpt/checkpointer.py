@@ -336,6 +336,7 @@ class StreamCheckpointer:
             for loader in self._loaders:
                 loader.trained(batches)
             self._streaming.step(began_s)
+        self._dense.live.schedule_watch.step_ended()
 
     @collective("mark()")
     def mark(self, meta: Mapping[str, str | int | float] | None = None, *, pin: str | None = None) -> Future[Committed]:

@@ -239,3 +239,54 @@ def test_rates_that_a_schedule_holds_are_no_news_after_a_restart(tmp_path: Path)
     (said,) = ranks.run(1, _warned, uri)
     assert "eps" in said
     assert "lr" not in said
+
+
+class Box:
+    """A user's object that saves the state of a schedule with its own."""
+
+    def __init__(self, schedule: Any) -> None:
+        self.schedule = schedule
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [{"schedule": self.schedule.state_dict()}]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.schedule.load_state_dict(state_dict["parts"][0]["schedule"])
+
+
+def _watched(uri: str, order: str) -> list[str]:
+    """Warnings of a job whose loop has its calls in this order: o(ptimizer), s(chedule), c(heckpointer)."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torchrec_stream_ckpt").addHandler(handler)
+    job, schedule = _build("chained" if "chained" in order else "step", "1")
+    handed = {"left out": {}, "boxed": {"run": Box(schedule)}}.get(order, {"schedule": schedule})
+    config = StreamConfig(uri=uri, marker_every=2)
+    with StreamCheckpointer(job.dmp, job.optimizer, config=config, stateful={"loader": job, **handed}) as checkpointer:
+        for step in range(8):
+            job.step()
+            if "late" not in order or (order == "late once" and step % 3):
+                schedule.step()
+            checkpointer.step()
+            if "late" in order and not (order == "late once" and step % 3):
+                schedule.step()
+    logging.getLogger("torchrec_stream_ckpt").removeHandler(handler)
+    return [line for line in lines if "schedule" in line]
+
+
+ORDERS = {
+    "in time": None,
+    "boxed": None,
+    "late once": None,
+    "left out": "is not in `stateful`: after a restart it begins again",
+    "late": "the schedule 'schedule' is stepped after StreamCheckpointer.step()",
+    "late chained": "the schedule 'schedule' is stepped after StreamCheckpointer.step()",
+}
+
+
+def test_a_schedule_that_markers_miss_is_reported_once(tmp_path: Path) -> None:
+    for order, expected in ORDERS.items():
+        (lines,) = ranks.run(1, _watched, f"file://{tmp_path}/{order.replace(' ', '_')}", order)
+        assert len(lines) == (expected is not None), (order, lines)
+        assert all(expected in line for line in lines)

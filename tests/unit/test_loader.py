@@ -417,3 +417,24 @@ def test_workers_draw_other_numbers_in_another_job_rank_epoch_and_resumed_pass()
 class Endless:
     def __iter__(self) -> Iterator[int]:
         return itertools.count()
+
+
+def test_a_second_shuffled_pass_outside_a_tracked_loader_is_refused() -> None:
+    """It would have the order of the first; one in the order of the data is the same by intent, as in evaluations."""
+    sampler = GlobalSampler(20, batch_size=4, rank=0, world=2, shuffle=True)
+    loader = DataLoader(range(20), batch_sampler=sampler)
+    next(iter(loader))  # a look at the first batch
+    assert len(list(loader)) == 5
+    with pytest.raises(ConfigError, match=r"epoch 0 twice: [^T]*\s+Try: iterate over TrackedLoader"):
+        list(loader)
+    tracked = TrackedLoader(loader)
+    for _ in range(3):
+        assert len(list(iter_trained(tracked))) == 5
+    in_order = DataLoader(range(20), batch_sampler=GlobalSampler(20, batch_size=4, rank=0, world=2))
+    assert [len(list(in_order)) for _ in range(2)] == [5, 5]
+
+
+def iter_trained(loader: TrackedLoader[Any]) -> Iterator[Any]:
+    for batch in loader:
+        yield batch
+        loader.trained()

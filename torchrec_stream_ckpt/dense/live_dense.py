@@ -16,6 +16,7 @@ from torchrec_stream_ckpt.dense.dense_guard import DenseGuard
 from torchrec_stream_ckpt.dense.entry_matching import PER_RANK, dense_entry, optimizer_entry
 from torchrec_stream_ckpt.dense.extra_state import WRAPPERS, model_state, try_extra_state
 from torchrec_stream_ckpt.dense.gradients import Gradients
+from torchrec_stream_ckpt.dense.schedule_watch import ScheduleWatch
 from torchrec_stream_ckpt.dense.schedules import NamedSchedule
 from torchrec_stream_ckpt.dense.stateful_objects import Stateful, check_given, try_blob_of, try_states
 from torchrec_stream_ckpt.errors import ConfigError
@@ -85,6 +86,8 @@ class LiveDense:
         self.buffers = LiveBuffers(model)
         self._guard = DenseGuard(model, optimizer, self.optimizers, self.view())
         self.gradients = Gradients(model, self.optimizers)
+        given = (*shared.items(), *(rank0 or {}).items(), *per_rank.items())
+        self.schedule_watch = ScheduleWatch(optimizer, given)
         self._unwatch: Callable[[], None] | None = None
         try_states(self.shared, self.compared, self.per_rank)
         self._try_rest()
@@ -108,6 +111,7 @@ class LiveDense:
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self._guard.stepped(optimizer)
+        self.schedule_watch.optimizer_stepped()
         self.gradients.stepped(optimizer)
 
     def unwatch(self) -> None:
@@ -126,6 +130,7 @@ class LiveDense:
         view = self.view()
         self._check_hooks()
         self._guard.check(view)
+        self.schedule_watch.cut()
         return view
 
     def _check_hooks(self) -> None:

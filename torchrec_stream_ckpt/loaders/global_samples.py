@@ -276,6 +276,8 @@ class GlobalSampler(Deal):
                 hint="take a smaller batch, or drop_last=False",
             )
         self._begin = (0, 0)
+        self._given: tuple[int, int] | None = None
+        """Begin of the last pass whose samples were all taken."""
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch."""
@@ -289,16 +291,26 @@ class GlobalSampler(Deal):
         return (rest or self.batch_size) // self.world
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the indices of this rank's part of each global batch, starting at the position set by :meth:`begin`."""
-        epoch, first = self._begin
+        """Yield the indices of this rank's part of each global batch, starting at the position set by :meth:`begin`.
+
+        Raises:
+            ConfigError: The samples are shuffled, and no other epoch was set after the last pass.
+        """
+        epoch, first = begin = self._begin
+        if self.seed is not None and self._given == begin:
+            raise ConfigError(
+                f"the sampler was asked for the samples of epoch {epoch} twice: each pass would have the same order",
+                hint="iterate over TrackedLoader(loader), which moves the sampler to the next epoch",
+            )
         order = self.order(epoch)
         while first < self.samples:
             size = min(self.batch_size, self.samples - first)
             if size < self.batch_size and self.drop_last:
-                return
-            begin, end = self.part(size)
-            yield _Indices((int(index) for index in order[first + begin : first + end]), epoch)
+                break
+            start, end = self.part(size)
+            yield _Indices((int(index) for index in order[first + start : first + end]), epoch)
             first += size
+        self._given = begin
 
     def order(self, epoch: int) -> npt.NDArray[np.int64]:
         """Return the samples in the order of an epoch, shape (samples,).
@@ -313,7 +325,7 @@ class GlobalSampler(Deal):
 
     def begin(self, epoch: int, samples: int) -> None:
         """Start the next pass at this position."""
-        self._begin = (epoch, samples)
+        self._begin, self._given = (epoch, samples), None
 
     def set_epoch(self, epoch: int) -> None:
         """Check the epoch, for frameworks that set it before each pass.
