@@ -127,11 +127,12 @@ def report(board: Board) -> str:
     return f"""# Chaos
 
 This page is the output of one run of `make chaos`. {total.fired} faults fired, and {total.compared} markers were
-compared: {total.lost} lost, {total.wrong} wrong. [chaos.json](chaos.json) has the same numbers, with a row for each
-fail point. Real jobs of one to three gloo ranks train with DCP for the dense state, on the file log and on a real
-broker. Before each step goes to the checkpointer, the job saves a copy of its whole state. Each restored state is
-compared with that copy, bit for bit. Hosts that are cut off, or lose power, are network namespaces on one machine,
-with three brokers.
+compared: {total.lost} lost, {total.wrong} wrong. Faults that differ only in the fail point or the log share a row; its
+remark has the range. [chaos.json](chaos.json) has them one by one.
+
+Real jobs of one to three gloo ranks train with DCP for the dense state, on the file log and on a real broker. Before
+each step goes to the checkpointer, the job saves a copy of its whole state. Each restored state is compared with that
+copy, bit for bit. Hosts that are cut off, or lose power, are network namespaces on one machine, with three brokers.
 
 - *fired*: injected faults with evidence that they happened: an exit by SIGKILL after a line that the fail point wrote,
   an error that strace injected, a refused or silent connection. A row with less than it injected shows both, and fails.

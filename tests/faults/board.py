@@ -15,8 +15,10 @@ OVERLOADED = 2
 """A machine with a load above so many for each core says nothing about bounds."""
 HEAD = ("fault", "fired", "compared", "refused", "lost", "wrong", "remark")
 NUMBERS = ("injected", "fired", "compared", "refused", "lost", "wrong")
-_POINT = re.compile(r" at [a-z_]+\.[a-z_]+\b")
+_POINT = re.compile(r"(?<= at )[a-z_]+\.[a-z_]+\b")
 """A fail point in the name of a fault."""
+_LOG = re.compile(r", (files|kafka)$")
+"""The log of a fault, at the end of its name."""
 _HOLE = "\0"
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
@@ -128,11 +130,11 @@ class Board:
         return table
 
     def markdown(self) -> str:
-        """The table of a page. Faults that are well and differ only in their fail point share a row."""
+        """The table of a page. Faults that are well and differ only in their fail point or log share a row."""
         groups: dict[str, list[Row]] = {}
         for row in self.rows.values():
             alone = row.verdict() or row.not_run
-            groups.setdefault(row.fault if alone else _POINT.sub(f" at {_HOLE}", row.fault), []).append(row)
+            groups.setdefault(row.fault if alone else _LOG.sub("", _POINT.sub(_HOLE, row.fault)), []).append(row)
         rows = [group[0] if len(group) == 1 else _merged(name, group) for name, group in groups.items()]
         lines = ["| " + " | ".join(HEAD) + " |", "|---|" + "---:|" * 5 + "---|"]
         for row in [*rows, self.total()]:
@@ -152,7 +154,10 @@ def _sums(rows: Sequence[Row]) -> dict[str, int]:
 
 
 def _merged(name: str, rows: Sequence[Row]) -> Row:
-    """One row for faults at several fail points. Remarks that differ only in numbers become one, with ranges."""
+    """One row for faults at several fail points or logs. Remarks that differ only in numbers become one with ranges."""
+    points = {found[0] for row in rows if (found := _POINT.search(row.fault))}
+    logs = sorted({found[1] for row in rows if (found := _LOG.search(row.fault))})
+    name = ", ".join(filter(None, (name.replace(_HOLE, f"{len(points)} points"), " and ".join(logs))))
     remarks: dict[str, list[list[str]]] = {}
     for row in rows:
         for remark in filter(None, (row.remark, *row.late)):
@@ -162,7 +167,7 @@ def _merged(name: str, rows: Sequence[Row]) -> Row:
         for numbers in zip(*found, strict=True):
             text = text.replace(_HOLE, _span(numbers), 1)
         spans.append(text)
-    return Row(name.replace(_HOLE, f"{len(rows)} points"), **_sums(rows), remark="; ".join(spans))
+    return Row(name, **_sums(rows), remark="; ".join(spans))
 
 
 def _span(numbers: Sequence[str]) -> str:

@@ -146,17 +146,17 @@ def test_a_fault_that_did_not_fire_fails() -> None:
         board.check()
 
 
-def test_faults_at_several_points_share_a_row_of_the_page() -> None:
+def test_faults_at_several_points_and_logs_share_a_row_of_the_page() -> None:
     board = Board()
-    for number, point in enumerate(("cut.drained", "mark.durable"), 1):
-        row = board.row(f"SIGSTOP at {point}, files")
+    for number, name in enumerate(("cut.drained, files", "mark.durable, files", "mark.durable, kafka"), 1):
+        row = board.row(f"SIGSTOP at {name}")
         row.injected = row.fired = row.compared = number
         row.remark = f"failed after {10 * number} s"
     board.row("SIGSTOP at dense.part, files").injected = 1
     assert board.markdown().splitlines()[2:] == [
-        "| SIGSTOP at 2 points, files | 3 | 3 | 0 | 0 | 0 | failed after 10 to 20 s |",
+        "| SIGSTOP at 2 points, files and kafka | 6 | 6 | 0 | 0 | 0 | failed after 10 to 30 s |",
         "| SIGSTOP at dense.part, files | 0 of 1 | 0 | 0 | 0 | 0 | |",
-        "| all | 3 of 4 | 3 | 0 | 0 | 0 | |",
+        "| all | 6 of 7 | 6 | 0 | 0 | 0 | |",
     ]
 
 
