@@ -18,34 +18,51 @@ Place = tuple[str, int]
 """A file of the package, and a line of it."""
 
 
-def lines_of(act: Callable[[], object]) -> Counter[Place]:
-    """How often each line is executed until ``act`` returns, on this thread and on those that begin meanwhile.
+class Lines:
+    """Counts lines that are executed, on the thread that asks and on all threads that begin while this is in use."""
 
-    A round of a comprehension counts as well. What numpy, torch and the standard library do inside does not.
-    """
-    found: Counter[Place] = Counter()
-    names: dict[str, str | None] = {}
+    def __init__(self) -> None:
+        self._found: Counter[Place] = Counter()
+        self._names: dict[str, str | None] = {}
 
-    def count(frame: FrameType, event: str, _: object) -> Any:
-        if event == "line":
-            found[names[frame.f_code.co_filename] or "", frame.f_lineno] += 1
-        return count
+    def __enter__(self) -> Lines:
+        threading.settrace(self._enter)
+        return self
 
-    def enter(frame: FrameType, _: str, __: object) -> Any:
-        path = frame.f_code.co_filename
-        if path not in names:
-            names[path] = path[len(PACKAGE) + 1 :] if path.startswith(PACKAGE) else None
-        return count if names[path] is not None else None
-
-    before = sys.gettrace()
-    threading.settrace(enter)
-    sys.settrace(enter)
-    try:
-        act()
-    finally:
-        sys.settrace(before)
+    def __exit__(self, *_: object) -> None:
         threading.settrace(None)  # type: ignore[arg-type]
-    return found
+
+    def of(self, act: Callable[[], object]) -> Counter[Place]:
+        """How often each line is executed until ``act`` returns.
+
+        A round of a comprehension counts as well. What numpy, torch and the standard library do inside does not.
+        """
+        self._found = found = Counter()
+        before = sys.gettrace()
+        sys.settrace(self._enter)
+        try:
+            act()
+        finally:
+            sys.settrace(before)
+            self._found = Counter()  # threads may go on
+        return found
+
+    def _count(self, frame: FrameType, event: str, _: object) -> Any:
+        if event == "line":
+            self._found[self._names[frame.f_code.co_filename] or "", frame.f_lineno] += 1
+        return self._count
+
+    def _enter(self, frame: FrameType, _: str, __: object) -> Any:
+        path = frame.f_code.co_filename
+        if path not in self._names:
+            self._names[path] = path[len(PACKAGE) + 1 :] if path.startswith(PACKAGE) else None
+        return self._count if self._names[path] is not None else None
+
+
+def lines_of(act: Callable[[], object]) -> Counter[Place]:
+    """How often each line is executed until ``act`` returns, on this thread and on those that begin meanwhile."""
+    with Lines() as lines:
+        return lines.of(act)
 
 
 def grown(

@@ -6,10 +6,10 @@ import math
 import os
 import pickle
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
+from axis import Axis
 from torch.distributed.checkpoint.metadata import Metadata
 
 from tests import builders
@@ -17,22 +17,10 @@ from tests.synthetic import JOB, SCHEMA, Job
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.util.layout import dense_name
-from torchrec_stream_ckpt.util.types import MarkerId, StateSpec
+from torchrec_stream_ckpt.util.types import MarkerId, StateSpec, TableShard
 
-Sizes = tuple[int, int, int]
 _NO_TENSORS = pickle.dumps(Metadata({}, storage_data={}))
 """The metadata of a dense state that holds nothing."""
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One thing that grows, all else small."""
-
-    what: str
-    write: Callable[[Path, int], Job]
-    """Writes the log of a job that has so many into a folder."""
-    small: Sizes
-    full: Sizes
 
 
 def _commit(job: Job, files: int = 1, **more: object) -> MarkerId:
@@ -45,8 +33,16 @@ def _commit(job: Job, files: int = 1, **more: object) -> MarkerId:
     return job.commit(dense_files=digest_files(folder, names), dense=str(folder.relative_to(job.root)), **more).id
 
 
-def _job(root: Path, *, world: int = 1, schema: Schema = SCHEMA, markers: int = 4, files: int = 1) -> Job:
-    job = Job(root, world=world, schema=schema)
+def _job(
+    root: Path,
+    *,
+    world: int = 1,
+    schema: Schema = SCHEMA,
+    markers: int = 4,
+    files: int = 1,
+    kind: type[Job] = Job,
+) -> Job:
+    job = kind(root, world=world, schema=schema)
     job.begin()
     for _ in range(markers):
         job.touch(1)
@@ -74,14 +70,39 @@ def _generations(root: Path, count: int) -> Job:
     return job
 
 
-def _foreign(root: Path, count: int) -> Job:
-    """Files in the folders of the log and of the store that are not of this job."""
-    job = _job(root)
-    for folder in (root / "data" / "p00000", root.parent / "store", root.parent / "store" / "segments" / "other"):
+def _foreign(folders: tuple[Path, ...], count: int) -> None:
+    """Files that are not of this job."""
+    for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
-        for number in range(count):
+        for number in range(count // len(folders)):
             (folder / f"note-{number:06d}.txt").touch()
+
+
+def _foreign_files(root: Path, count: int) -> Job:
+    job = _job(root)
+    _foreign((root / "data" / "p00000",), count)
     return job
+
+
+def _foreign_objects(root: Path, count: int) -> Job:
+    """Half of them beside the job's objects, half among its segments."""
+    store = root.parent / "store"
+    _foreign((store, store / "segments" / "other"), count)
+    return _job(root)
+
+
+class _Uneven(Job):
+    """A job whose last rank has all tables."""
+
+    def _shards(self, rank: int) -> Iterator[TableShard]:
+        if rank == self.world - 1:
+            yield from (TableShard(table, 0, spec.rows, 0, spec.dim) for table, spec in self.schema.live)
+
+
+def _uneven(root: Path, count: int) -> Job:
+    state = StateSpec("momentum1", "float32", True)
+    schema = Schema(tuple(builders.table(f"t{n:05d}", 3, 4, "float32", state) for n in range(count)))
+    return _job(root, world=2, schema=schema, kind=_Uneven)
 
 
 def _notes(root: Path, count: int) -> Job:
@@ -163,7 +184,7 @@ def write(axis: str, root: Path, size: int) -> Job:
 
     The reader of a file log keeps names of files only if their folder was not changed a moment ago.
     """
-    job = AXES[axis].write(root / "log", size)
+    job: Job = AXES[axis].make(root / "log", size)
     (root / "newest").write_text(f"{job.generation}:{job.marker}")
     before_s = time.time() - 3600
     for folder in (root / "log" / "data").iterdir():
@@ -172,24 +193,22 @@ def write(axis: str, root: Path, size: int) -> Job:
 
 
 AXES = {
-    "tables": Axis("tables", _tables, (20, 40, 80), (500, 1000, 2000)),
-    "ranks": Axis("ranks", lambda root, count: _job(root, world=count), (4, 8, 16), (256, 512, 1024)),
-    "markers": Axis("markers of one generation", lambda root, n: _job(root, markers=n), (10, 20, 40), (250, 500, 1000)),
-    "generations": Axis("generations, of a marker each", _generations, (8, 16, 32), (125, 250, 500)),
-    "segments": Axis("segments of a partition", _segments, (16, 32, 64), (500, 1000, 2000)),
-    "dense files": Axis("files of each dense state", lambda r, n: _job(r, files=n), (20, 40, 80), (500, 1000, 2000)),
-    "foreign files": Axis("files of others in log and store", _foreign, (50, 100, 200), (12_500, 25_000, 50_000)),
-    "rows": Axis("rows of a table of two columns", _rows, (2000, 4000, 8000), (250_000, 500_000, 1_000_000)),
-    "column shards": Axis("column shards of a table", _splits, (4, 8, 16), (64, 128, 256)),
-    "states": Axis("optimizer states of a table", _states, (1, 2, 4), (1, 3, 6)),
-    "values": Axis("values beside a marker", _notes, (8, 16, 32), (16, 32, 64)),
-    "name length": Axis("signs in the name of a table", _named, (16, 32, 64), (64, 128, 256)),
-    "tables x ranks": Axis("tables x ranks, as many of each", _tables_and_ranks, (16, 64, 256), (256, 1024, 4096)),
-    "markers x generations": Axis(
-        "markers x generations, as many of each", _markers_and_generations, (16, 64, 256), (64, 256, 1024)
-    ),
-    "markers x tables": Axis(
-        "markers x tables, as many of each", _tables_and_markers, (16, 64, 256), (256, 1024, 4096)
-    ),
+    "tables": Axis("tables", _tables, 80, 1000),
+    "ranks": Axis("ranks", lambda root, count: _job(root, world=count), 16, 512),
+    "tables of one rank": Axis("tables, all on one rank of two", _uneven, 80, 2000),
+    "markers": Axis("markers of one generation", lambda root, n: _job(root, markers=n), 40, 500),
+    "generations": Axis("generations, of a marker each", _generations, 32, 256),
+    "segments": Axis("segments of a partition", _segments, 64, 1024),
+    "dense files": Axis("files of each dense state", lambda root, n: _job(root, files=n), 80, 1000),
+    "foreign objects": Axis("objects of others in the store", _foreign_objects, 200, 100_000),
+    "foreign files": Axis("files of others in a partition's folder", _foreign_files, 200, 10_000),
+    "rows": Axis("rows of a table of two columns", _rows, 8000, 1_000_000),
+    "column shards": Axis("column shards of a table", _splits, 16, 256),
+    "states": Axis("optimizer states of a table", _states, 4, 4),
+    "values": Axis("values beside a marker", _notes, 32, 64),
+    "name length": Axis("signs in the name of a table", _named, 64, 256),
+    "tables x ranks": Axis("tables x ranks, as many of each", _tables_and_ranks, 256, 4096, 4),
+    "markers x generations": Axis("markers x generations, as many of each", _markers_and_generations, 256, 1024, 4),
+    "markers x tables": Axis("markers x tables, as many of each", _tables_and_markers, 256, 4096, 4),
 }
 """The size of a pair is the product: work that is linear in each of the two, and in both at once, has exponent 1."""

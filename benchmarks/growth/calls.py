@@ -36,6 +36,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "recover": ("recover", "NEW", "--store", "STORE", "--json"),
 }
 """In this order: the first one makes the store that the others read. It also merges."""
+CHANGING = ("materialize, catch-up", "scrub", "export")
+"""Calls that do less a second time: each of their two runs has a copy of the job for itself."""
 _ALERTS = "watch"
 """A command that ends with status 1 if there is an alert: a job on paper has no trainer that is alive."""
 

@@ -1,17 +1,16 @@
-"""A trainer of one rank with many of something, and what each of its calls costs: built and trained in one process."""
+"""A trainer with many of something, and what each of its calls costs: one rank, or two of which one has no table."""
 
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from axes import Sizes
+from axis import Axis
 from common import without_fsync
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
@@ -24,8 +23,11 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.wrapped import wrapped
-from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt import Changes, StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt.util.config import PROOF_BYTES
 
+RING_BYTES = 2**22
+"""Ring of a trainer, and budget of its markers."""
 Measure = Callable[[str, Callable[[], Any]], Any]
 """Takes the name of a call, and makes it."""
 
@@ -38,23 +40,53 @@ class Shape:
     features: int = 1
     """Features of each table."""
     rows: int = 8
-    columns: int = 4
+    columns: int = 8
     parts: int = 1
     """Column shards of each table."""
+    holder: int = 0
+    """The rank that has all tables."""
     tensors: int = 2
+    elements: int = 2
+    """Elements of each dense tensor."""
     stateful: int = 1
     markers: int = 1
     """Markers before the measured one."""
+    world: int = 1
+
+    def resharded(self) -> Shape:
+        """The same model under another plan: other column shards, on another rank if there is one."""
+        return replace(self, parts=2 if self.parts == 1 else 1, holder=0)
+
+    def evolved(self) -> Shape:
+        """A row more in each table, and a table more."""
+        return replace(self, tables=self.tables + 1, rows=self.rows + 1)
+
+    def changes(self) -> Changes:
+        """What :meth:`evolved` changes."""
+        return Changes(
+            added=(f"ebc.{name_of(self.tables)}",),
+            rows={f"ebc.{name_of(number)}": self.rows + 1 for number in range(self.tables)},
+        )
+
+    def bound_bytes(self) -> int:
+        """Memory of one rank by the sum in docs/guarantees.md (P5)."""
+        row_bytes = 4 * self.columns * 2  # the weight and Adagrad's state
+        rows, kernels = self.tables * self.rows, max(1, self.parts)
+        proved = min(9 * PROOF_BYTES // 8, rows * row_bytes)
+        dense = 3 * 4 * self.tensors * self.elements  # the parameter and Adam's two states
+        return (
+            2 * RING_BYTES
+            + 3 * rows * kernels
+            + 8 * rows
+            + dense
+            + proved
+            + 8 * (proved // row_bytes)
+            + (self.markers + 1) * (1500 + 25 * self.world)
+        )
 
 
-@dataclass(frozen=True)
-class LiveAxis:
-    """One thing of a live job that grows, all else small."""
-
-    what: str
-    shape: Callable[[int], Shape]
-    small: Sizes
-    full: Sizes
+def name_of(table: int) -> str:
+    return f"t{table:05d}"
 
 
 class Counter:
@@ -77,7 +109,7 @@ class Net(nn.Module):
         super().__init__()
         tables = [
             EmbeddingBagConfig(
-                name=f"t{number:05d}",
+                name=name_of(number),
                 num_embeddings=shape.rows,
                 embedding_dim=shape.columns,
                 feature_names=[f"f{number:05d}_{each:04d}" for each in range(shape.features)],
@@ -85,7 +117,7 @@ class Net(nn.Module):
             for number in range(shape.tables)
         ]
         self.ebc = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
-        self.over = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(shape.tensors))
+        self.over = nn.ParameterList(nn.Parameter(torch.ones(shape.elements)) for _ in range(shape.tensors))
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
         looked_up = self.ebc(features).values().sum()
@@ -101,8 +133,9 @@ class Live:
         sharder = EmbeddingBagCollectionSharder(
             fused_params={"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
         )
-        place = table_wise(rank=0) if shape.parts == 1 else column_wise(ranks=[0] * shape.parts)
-        names = [f"t{number:05d}" for number in range(shape.tables)]
+        whole = shape.parts == 1
+        place = table_wise(rank=shape.holder) if whole else column_wise(ranks=[shape.holder] * shape.parts)
+        names = [name_of(number) for number in range(shape.tables)]
         self.model = wrapped(net, dict.fromkeys(names, place), sharder)
         dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         adam = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adam(params, lr=0.01))
@@ -118,72 +151,116 @@ class Live:
         self.optimizer.step()
 
     def attach(self, uri: str) -> StreamCheckpointer:
-        config = StreamConfig(uri=uri, marker_every=None, ring_bytes=2**22, marker_budget_bytes=2**22)
+        config = StreamConfig(
+            uri=uri,
+            marker_every=None,
+            drain_every=2,
+            ring_bytes=RING_BYTES,
+            marker_budget_bytes=RING_BYTES,
+        )
         return StreamCheckpointer(self.model, self.optimizer, config=config, stateful=self.stateful)
 
 
-def job_of(shape: Shape, measure: Measure) -> None:
-    """Run a job to a marker, and a second one that goes on from it; ``measure`` makes each of their calls."""
-    with tempfile.TemporaryDirectory() as folder, without_fsync():
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(f"{folder}/ranks", 1))
+def job_of(shape: Shape, folder: Path, rank: int, measure: Measure) -> None:
+    """(each rank) Run a job to a marker, and others from it; ``measure`` makes each of their calls.
+
+    Args:
+        shape: How many of each.
+        folder: Empty folder that all ranks see.
+        rank: This one.
+        measure: Makes a call.
+    """
+    with without_fsync():
+        dist.init_process_group(
+            "gloo", rank=rank, world_size=shape.world, store=dist.FileStore(str(folder / "ranks"), shape.world)
+        )
         try:
-            uri = f"file://{Path(folder) / 'log'}"
-            job = Live(shape)
-            ckpt = measure("attach", lambda: job.attach(uri))
-            measure("restore, nothing there", ckpt.restore)
-            job.train()
-            measure("first step", ckpt.step)
-            for _ in range(shape.markers):
-                job.train()
-                ckpt.step()
-                ckpt.mark().result(300)
-            job.train()
-            measure("step", ckpt.step)
-            job.train()
-            ckpt.step()
-            measure("drain, mark and commit", lambda: ckpt.mark().result(300))
-            measure("close", ckpt.close)
-            other = Live(shape)
-            ckpt = measure("attach to a marker", lambda: other.attach(uri))
-            measure("plan", ckpt.plan)
-            measure("restore", ckpt.restore)
-            other.train()
-            ckpt.step()
-            ckpt.close()
+            uri = f"file://{folder / 'log'}"
+            _trained(shape, uri, measure)
+            _continued(shape, uri, measure)
         finally:
             dist.destroy_process_group()
+
+
+def _trained(shape: Shape, uri: str, measure: Measure) -> None:
+    job = Live(shape)
+    ckpt = measure("attach", lambda: job.attach(uri))
+    measure("restore, nothing there", ckpt.restore)
+    job.train()
+    measure("first step", ckpt.step)
+    for _ in range(shape.markers):
+        job.train()
+        ckpt.step()
+        ckpt.mark().result(300)
+    while not ckpt.steps % 2:
+        job.train()
+        ckpt.step()
+    job.train()
+    measure("drain", ckpt.step)
+    job.train()
+    measure("step", ckpt.step)
+    marker = measure("mark", ckpt.mark)
+    measure("commit", lambda: marker.result(300))
+    measure("close", ckpt.close)
+
+
+def _continued(shape: Shape, uri: str, measure: Measure) -> None:
+    """From the marker: with the same plan, with another one, and with another model."""
+    resharded = Live(shape.resharded()).attach(uri)
+    measure("restore, another plan", resharded.restore)
+    resharded.close()
+    other = Live(shape)
+    ckpt = measure("attach to a marker", lambda: other.attach(uri))
+    measure("plan", ckpt.plan)
+    measure("restore", ckpt.restore)
+    other.train()
+    ckpt.step()
+    ckpt.close()
+    evolved = Live(shape.evolved()).attach(uri)
+    measure("restore, another model", lambda: evolved.restore(changes=shape.changes()))
+    evolved.close()
 
 
 LIVE_CALLS = (
     "attach",
     "restore, nothing there",
     "first step",
+    "drain",
     "step",
-    "drain, mark and commit",
+    "mark",
+    "commit",
     "close",
+    "restore, another plan",
     "attach to a marker",
     "plan",
     "restore",
+    "restore, another model",
 )
+TRAINING = LIVE_CALLS[:8]
+"""Calls of the first trainer."""
+
+
+def _live(what: str, shape: Callable[[int], Shape], small: int, far: int, ratio: int = 2) -> Axis:
+    return Axis(what, shape, small, far, ratio, kind="trainer")
+
+
 LIVE = {
-    "live tables": LiveAxis("tables of a trainer", lambda n: Shape(tables=n), (10, 20, 40), (300, 600, 1200)),
-    "features": LiveAxis("features of each table", lambda n: Shape(features=n), (10, 20, 40), (250, 500, 1000)),
-    "live column shards": LiveAxis(
-        "column shards of a table", lambda n: Shape(tables=1, columns=4 * n, parts=n), (4, 8, 16), (64, 128, 256)
+    "live tables": _live("tables of a trainer", lambda n: Shape(tables=n), 40, 600),
+    "live tables of one rank": _live(
+        "tables of a trainer, all on one of two ranks", lambda n: Shape(tables=n, world=2, holder=1), 40, 400
     ),
-    "live rows": LiveAxis(
-        "rows of a table of 4 columns",
-        lambda n: Shape(tables=1, rows=n),
-        (1000, 2000, 4000),
-        (1_000_000, 2_000_000, 4_000_000),
-    ),
-    "dense tensors": LiveAxis("dense tensors", lambda n: Shape(tensors=n), (20, 40, 80), (1000, 2000, 4000)),
-    "stateful objects": LiveAxis("stateful objects", lambda n: Shape(stateful=n), (10, 20, 40), (500, 1000, 2000)),
-    "live markers": LiveAxis("markers before", lambda n: Shape(markers=n), (4, 8, 16), (50, 100, 200)),
-    "live markers x tables": LiveAxis(
+    "features": _live("features of each table", lambda n: Shape(features=n), 40, 500),
+    "live column shards": _live("column shards of a table", lambda n: Shape(tables=1, columns=4 * n, parts=n), 16, 128),
+    "live rows": _live("rows of a table of 8 columns", lambda n: Shape(tables=1, rows=n), 4000, 2_000_000),
+    "dense tensors": _live("dense tensors", lambda n: Shape(tensors=n), 80, 2000),
+    "dense bytes": _live("bytes of each of two dense tensors", lambda n: Shape(elements=n // 4), 4096, 2**26),
+    "stateful objects": _live("stateful objects", lambda n: Shape(stateful=n), 40, 2000),
+    "live markers": _live("markers before", lambda n: Shape(markers=n), 16, 100),
+    "live markers x tables": _live(
         "markers x tables, as many of each",
         lambda n: Shape(tables=math.isqrt(n), markers=math.isqrt(n)),
-        (16, 64, 256),
-        (256, 1024, 4096),
+        256,
+        1024,
+        4,
     ),
 }

@@ -1,4 +1,4 @@
-"""Draw a filed result as SVG: one small log-log picture an axis, of the counted lines of each call.
+"""Draw a filed result as SVG: one small log-log picture an axis, of the counted lines or functions of each call.
 
 ``run.py --draw RESULT.json`` writes it.
 """
@@ -37,12 +37,13 @@ def picture(number: int, axis: str, rows: list[dict[str, Any]]) -> str:
         x, y = (float(each) for each in place(growth, growth).split(","))
         drawn.append(f'<text class="tick" x="{x0 - 4}" y="{y + 3:.1f}" text-anchor="end">{growth}</text>')
         drawn.append(f'<text class="tick" x="{x:.1f}" y="{y0 + SIDE + 11}" text-anchor="middle">{growth}</text>')
-    for row in sorted(rows, key=lambda row: row["exponents"].get("lines", 0)):
-        work = [cell["lines"] for cell in row["measured"]]
+    work_of = "lines" if "lines" in rows[0]["measured"][0] else "calls"
+    for row in sorted(rows, key=lambda row: row["exponents"].get(work_of, 0)):
+        work = [cell[work_of] for cell in row["measured"]]
         points = " ".join(
             place(size / sizes[0], max(each, 1) / max(work[0], 1)) for size, each in zip(sizes, work, strict=True)
         )
-        kind = "steep" if row["exponents"].get("lines", 0) > LIMIT else "call"
+        kind = "steep" if row["exponents"].get(work_of, 0) > LIMIT else "call"
         drawn.append(f'<polyline class="{kind}" points="{points}"><title>{escape(row["call"])}</title></polyline>')
     said = f"x 1 = {sizes[0]:,}, to {sizes[-1]:,}"
     drawn.append(f'<text class="tick" x="{x0}" y="{y0 + SIDE + 23}">{said}</text>')

@@ -1,24 +1,25 @@
 """How work grows: each call on jobs of three sizes, along each axis, and the exponents between the two largest.
 
-    python benchmarks/growth/run.py [--sizes small|full] [--axes NAME ...] [--calls NAME ...] [--out FILE.json]
+    python benchmarks/growth/run.py [--sizes small|far] [--axes NAME ...] [--calls NAME ...] [--out FILE.json]
 
-Cells are kept beside ``--out`` until the run ends, so a run that was stopped goes on. Work is counted: lines of the
-package that are executed, files opened, folders listed. These counts do not depend on the machine. CPU time and memory
-are of another run of the same call. Each call runs in a fork of this process, which has imported everything.
+Cells are kept beside ``--out`` until all are there, so a run that was stopped goes on, and several runs with the same
+``--out`` share the axes among them. Work is counted: at small sizes lines of the package that are executed, at far
+sizes its functions that are entered; files opened, folders listed, bytes read and written. Counts do not depend on the
+machine. CPU time and memory are of another run of the same call. Each call runs in a fork of this process, which has
+imported everything.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import json
 import math
-import multiprocessing
-import resource
 import shutil
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,87 +27,57 @@ from typing import Any
 sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
 import start  # noqa: E402, F401
-from axes import AXES, Axis, write  # noqa: E402
-from calls import CALLS, call  # noqa: E402
+from axes import AXES, write  # noqa: E402
+from axis import Axis  # noqa: E402
+from calls import CALLS, CHANGING, call  # noqa: E402
 from common import command_of, machine, parse, scratch, tell, without_fsync  # noqa: E402
-from live import LIVE, LIVE_CALLS, LiveAxis, job_of  # noqa: E402
+from counts import FUNCTIONS, LINES, TIME, Counts, all_counted, apart, apart_together, timed  # noqa: E402
+from live import LIVE, LIVE_CALLS, TRAINING, job_of  # noqa: E402
 from picture import IMAGE, draw  # noqa: E402
-
-from tests.work import lines_of  # noqa: E402
+from votes import VOTE_CALLS, VOTES, votes_of  # noqa: E402
 
 LIMIT = 1.15
 """An exponent above it is named on the page."""
 LEAST_CPU_S = 0.5
 """CPU time below it is mostly that of a start: it has no exponent."""
-COUNTED = ("lines", "opened", "listed")
+LEAST_MEMORY_BYTES = 2**26
+"""The same of memory."""
+COUNTED = ("lines", "calls", "opened", "listed")
 """Work that is counted."""
-
-
-def timed(act: Callable[[], Any]) -> tuple[dict[str, float], Any]:
-    """CPU time and peak memory of a call, and its result."""
-    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    result = act()
-    cpu = time.process_time() - begin
-    memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    return {"cpu_s": cpu, "memory_bytes": memory}, result
-
-
-class Counts:
-    """Lines of the package that a call executes, files that it opens and folders that it lists; the busiest line."""
-
-    def __init__(self) -> None:
-        self._events: Counter[str] = Counter()
-        sys.addaudithook(self._note)  # no hook can be taken back: this process ends after its calls
-
-    def _note(self, event: str, _: object) -> None:
-        if event in ("open", "os.listdir", "os.scandir"):
-            self._events[event] += 1
-
-    def of(self, act: Callable[[], Any]) -> tuple[dict[str, Any], Any]:
-        """Make a call; returns its counts, and its result."""
-        self._events.clear()
-        results: list[Any] = []
-        lines = lines_of(lambda: results.append(act()))
-        found = {
-            "lines": sum(lines.values()),
-            "opened": self._events["open"],
-            "listed": self._events["os.listdir"] + self._events["os.scandir"],
-            "places": {f"{path}:{line}": count for (path, line), count in lines.most_common(400)},
-        }
-        return found, results[0]
+MOVED = ("read_bytes", "written_bytes")
+LEAST_BYTES = 2**20
+"""Fewer bytes are mostly those of modules and of one file."""
+ALL: dict[str, Axis] = {**AXES, **VOTES, **LIVE}
 
 
 def timed_call(root: Path, name: str) -> dict[str, float]:
     return timed(partial(call, root, name))[0]
 
 
-def counted_call(root: Path, name: str) -> dict[str, Any]:
-    return Counts().of(partial(call, root, name))[0]
+def counted_call(root: Path, name: str, count: str) -> dict[str, Any]:
+    return Counts(count == LINES).of(partial(call, root, name))[0]
 
 
-def live_calls(axis: str, size: int, count: bool) -> dict[str, dict[str, Any]]:
-    """All calls of a live job."""
-    found: dict[str, dict[str, Any]] = {}
-    how = Counts().of if count else timed
-
-    def measure(name: str, act: Callable[[], Any]) -> Any:
-        found[name], result = how(act)
-        return result
-
-    job_of(LIVE[axis].shape(size), measure)
+def trainer_calls(axis: str, size: int, folder: Path, count: str, rank: int) -> dict[str, dict[str, Any]]:
+    """All calls of a trainer's life."""
+    shape = LIVE[axis].make(size)
+    found = all_counted(count, partial(job_of, shape, folder, rank))
+    if count == TIME:
+        before = 0.0
+        for name in TRAINING:  # what a trainer has by then, in all its calls so far
+            found[name] |= {"trainer_bytes": before + found[name]["memory_bytes"], "bound_bytes": shape.bound_bytes()}
+            before += max(0.0, found[name]["held_bytes"])
     return found
 
 
-def apart(act: Callable[..., Any], *words: object) -> Any:
-    """Run it in a fork, so that no call finds what another one has left in memory."""
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        return pool.apply(act, words)
+def vote_calls(size: int, folder: Path, count: str) -> dict[str, dict[str, Any]]:
+    return all_counted(count, partial(votes_of, size, folder))
 
 
 def warm_up(folder: Path, calls: list[str]) -> None:
     """Run every call once, so that no fork has to import anything."""
     _write("rows", folder, 100)
-    for name in calls:
+    for name in dict.fromkeys((CALLS[0], *calls)):
         call(folder, name)
 
 
@@ -115,25 +86,48 @@ def _write(axis: str, root: Path, size: int) -> None:
         write(axis, root, size)
 
 
-def cells_of(axis: str, size: int, calls: list[str], folder: Path) -> dict[str, dict[str, Any]]:
+def cells_of(axis: str, size: int, calls: list[str], folder: Path, count: str) -> dict[str, dict[str, Any]]:
     """All calls on one job of this size."""
-    if axis in LIVE:
-        spent, done = (apart(live_calls, axis, size, count) for count in (False, True))
-        tell(f"{axis} {size}: {sum(cell['cpu_s'] for cell in spent.values()):.2f} s")
-        return {name: spent[name] | done[name] for name in LIVE_CALLS}
+    if ALL[axis].kind != "log":
+        return _cells_of_trainers(axis, size, folder, count)
     root, found = folder / "job", {}
     apart(_write, axis, root, size)
     if CALLS[0] not in calls:
         apart(call, root, CALLS[0])
     for name in calls:
-        before = folder / "before"
-        shutil.copytree(root, before)
+        before = root
+        if name in CHANGING:
+            before = folder / "before"
+            shutil.copytree(root, before)
         measured = apart(timed_call, root, name)
-        measured |= apart(counted_call, before, name)
-        shutil.rmtree(before)
+        measured |= apart(counted_call, before, name, count)
+        if name in CHANGING:
+            shutil.rmtree(before)
         found[name] = measured
-        tell(f"{axis} {size}, {name}: {measured['cpu_s']:.2f} s, {measured['lines']} lines")
+        tell(f"{axis} {size}, {name}: {measured['cpu_s']:.2f} s, {work_of(measured)} {count}")
     shutil.rmtree(root)
+    return found
+
+
+def work_of(cell: dict[str, Any]) -> int:
+    """Lines or functions, whichever was counted."""
+    found: int = cell.get("lines", cell.get("calls", 0))
+    return found
+
+
+def _cells_of_trainers(axis: str, size: int, folder: Path, count: str) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {name: {} for name in calls_of(axis)}
+    for what in (TIME, count):
+        place = folder / what
+        place.mkdir()
+        if ALL[axis].kind == "votes":
+            cells = apart(vote_calls, size, place, what)
+        else:
+            cells = apart_together(trainer_calls, LIVE[axis].make(size).world, axis, size, place, what)
+        shutil.rmtree(place)
+        for name, cell in cells.items():
+            found[name] |= cell
+    tell(f"{axis} {size}: {sum(cell['cpu_s'] for cell in found.values()):.2f} s")
     return found
 
 
@@ -146,10 +140,13 @@ def exponent(sizes: list[int], values: list[float]) -> float | None:
 
 def exponents(sizes: list[int], cells: list[dict[str, Any]]) -> dict[str, float]:
     """Exponents of one call along one axis: of counted work always, of CPU time and memory from a least value on."""
-    found = {kind: exponent(sizes, [cell[kind] for cell in cells]) for kind in COUNTED}
+    found = {kind: exponent(sizes, [cell[kind] for cell in cells]) for kind in COUNTED if kind in cells[-1]}
     if cells[-1]["cpu_s"] >= LEAST_CPU_S:
         found["cpu_s"] = exponent(sizes, [cell["cpu_s"] for cell in cells])
-    if cells[-1]["memory_bytes"] >= 64 * 2**20:
+    for kind in MOVED:
+        if cells[-1][kind] >= LEAST_BYTES:
+            found[kind] = exponent(sizes, [cell[kind] for cell in cells])
+    if cells[-1]["memory_bytes"] >= LEAST_MEMORY_BYTES:
         found["memory_bytes"] = exponent(sizes, [cell["memory_bytes"] for cell in cells])
     return {kind: round(value, 3) for kind, value in found.items() if value is not None}
 
@@ -160,14 +157,14 @@ def steepest(sizes: list[int], cells: list[dict[str, Any]]) -> list[tuple[str, f
     found = []
     for place, count in last.items():
         power = exponent(sizes, [before.get(place, 0), count])
-        if power is not None and power > LIMIT and count >= 0.01 * cells[-1]["lines"]:
+        if power is not None and power > LIMIT and count >= 0.01 * work_of(cells[-1]):
             found.append((place, round(power, 2), count))
     return found[:5]
 
 
 def calls_of(axis: str) -> tuple[str, ...]:
     """Names of the calls that are made along an axis."""
-    return LIVE_CALLS if axis in LIVE else CALLS
+    return {"log": CALLS, "trainer": LIVE_CALLS, "votes": VOTE_CALLS}[ALL[axis].kind]
 
 
 def rows_of(cells: dict[str, dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -193,37 +190,73 @@ def rows_of(cells: dict[str, dict[str, dict[str, Any]]]) -> list[dict[str, Any]]
     return rows
 
 
-def measure(args: argparse.Namespace) -> dict[str, dict[str, dict[str, Any]]]:
-    """All cells that are asked for; those that ``--out`` has are kept, and each new size is filed at once."""
+Cells = dict[str, dict[str, Any]]
+"""Size -> call -> what was measured, along one axis."""
+
+
+@contextlib.contextmanager
+def kept_cells(folder: Path | None, axis: str) -> Iterator[tuple[Path | None, Cells]]:
+    """Cells of an axis that were measured before, and their file. Another run that measures this axis has it alone.
+
+    Raises:
+        BlockingIOError: another run has it.
+    """
+    if folder is None:
+        yield None, {}
+        return
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{axis}.json"
+    with path.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield path, read_cells(path)
+
+
+def read_cells(path: Path) -> Cells:
+    """Cells that are kept in a file, if any."""
+    found: Cells = json.loads(path.read_text() or "{}") if path.exists() else {}
+    return found
+
+
+def measure(args: argparse.Namespace) -> dict[str, Cells]:
+    """All cells that are asked for; those that are kept beside ``--out`` are not measured again."""
     until = time.monotonic() + 60 * args.minutes
     with scratch("growth") as folder:
         warm_up(folder, args.calls)
-    cells: dict[str, dict[str, dict[str, Any]]] = {}
-    kept = args.out.with_suffix(".cells.json") if args.out is not None else None
-    if kept is not None and kept.exists():
-        cells = json.loads(kept.read_text())
+    kept = args.out.with_suffix(".cells") if args.out is not None else None
+    cells: dict[str, Cells] = {}
     for name in args.axes:
-        axis: Axis | LiveAxis = LIVE[name] if name in LIVE else AXES[name]
-        for size in axis.small if args.sizes == "small" else axis.full:
-            mine = cells.setdefault(name, {}).setdefault(str(size), {})
-            wanted = LIVE_CALLS if name in LIVE else args.calls
-            if set(wanted) <= set(mine):
-                continue
-            if time.monotonic() > until:
-                tell(f"{name} {size}: not measured, the time is over")
-                continue
-            with scratch("growth") as folder:
-                mine |= cells_of(name, size, [call for call in args.calls if call not in mine], folder)
-            if kept is not None:
-                kept.write_text(json.dumps(cells))
+        try:
+            with kept_cells(kept, name) as (path, own):
+                cells[name] = own
+                _measure_axis(name, own, path, args, until)
+        except BlockingIOError:
+            tell(f"{name}: another run measures it")
+    if kept is not None:
+        cells = {name: read_cells(kept / f"{name}.json") for name in args.axes}
     return cells
+
+
+def _measure_axis(name: str, own: Cells, path: Path | None, args: argparse.Namespace, until: float) -> None:
+    count = LINES if args.sizes == "small" else FUNCTIONS
+    for size in ALL[name].sizes(args.sizes == "far"):
+        mine = own.setdefault(str(size), {})
+        wanted = args.calls if ALL[name].kind == "log" else calls_of(name)
+        if set(wanted) <= set(mine):
+            continue
+        if time.monotonic() > until:
+            tell(f"{name} {size}: not measured, the time is over")
+            continue
+        with scratch("growth") as folder:
+            mine |= cells_of(name, size, [call for call in args.calls if call not in mine], folder, count)
+        if path is not None:
+            path.write_text(json.dumps(own))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="file the result as JSON")
-    parser.add_argument("--sizes", choices=("small", "full"), default="full")
-    parser.add_argument("--axes", nargs="+", choices=[*AXES, *LIVE], default=[*AXES, *LIVE], metavar="NAME")
+    parser.add_argument("--sizes", choices=("small", "far"), default="far")
+    parser.add_argument("--axes", nargs="+", choices=list(ALL), default=list(ALL), metavar="NAME")
     parser.add_argument("--minutes", type=float, default=120.0, help="begin no cell after this time")
     parser.add_argument("--calls", nargs="+", choices=list(CALLS), default=list(CALLS), metavar="NAME")
     parser.add_argument(
@@ -237,7 +270,7 @@ def main() -> None:
     rows = rows_of(cells)
     whole = {row["axis"] for row in rows}
     missing = {
-        name: sorted(int(size) for size, calls in cells[name].items() if not calls)
+        name: [size for size in ALL[name].sizes(args.sizes == "far") if not cells[name].get(str(size))]
         for name in args.axes
         if name not in whole
     }
@@ -248,7 +281,8 @@ def main() -> None:
         found = {"case": "growth", "date": time.strftime("%Y-%m-%d"), "command": command_of("growth")}
         found |= {"machine": machine(), "missing": missing, "rows": rows}
         args.out.write_text(json.dumps(found, indent=1) + "\n")
-        args.out.with_suffix(".cells.json").unlink(missing_ok=True)
+        if not missing:
+            shutil.rmtree(args.out.with_suffix(".cells"))
 
 
 if __name__ == "__main__":

@@ -20,11 +20,13 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "growth"
 CALLS = ("materialize, catch-up", "list", "verify")
 SIZES = {
     "tables": 20,
+    "tables of one rank": 20,
     "ranks": 6,
     "markers": 12,
     "generations": 8,
     "dense files": 20,
     "foreign files": 40,
+    "foreign objects": 40,
     "rows": 2000,
     "states": 3,
     "values": 16,
@@ -45,7 +47,9 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]
         patch.setenv("BENCH_ALLOCATOR", "default")
         sys.path.insert(0, str(FOLDER))
         try:
-            found = SimpleNamespace(**{name: importlib.import_module(name) for name in ("axes", "run", "calls")})
+            found = SimpleNamespace(
+                **{name: importlib.import_module(name) for name in ("axes", "run", "calls", "counts", "votes")}
+            )
             found.run.warm_up(tmp_path_factory.mktemp("growth"), CALLS)
             yield found
         finally:
@@ -84,7 +88,27 @@ def test_exponents_are_filed_for_each_cell(tmp_path: Path) -> None:
         assert row["sizes"] == [2000, 4000, 8000]
         assert row["exponents"]["lines"] > 0
         assert all(cell["cpu_s"] > 0 and cell["opened"] > 0 for cell in row["measured"])
+        assert all(cell["memory_bytes"] >= 0 and cell["read_bytes"] > 0 for cell in row["measured"])
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_votes_of_more_ranks_execute_each_line_as_often_for_each_rank(bench: SimpleNamespace, tmp_path: Path) -> None:
+    """On rank 0: the CLAIM with all layouts, a marker of all votes, and one whose votes differ."""
+    cells = []
+    for ranks in (8, 16):
+        (tmp_path / str(ranks)).mkdir()
+        cells.append(bench.counts.apart(bench.run.vote_calls, ranks, tmp_path / str(ranks), bench.counts.LINES))
+    few, many = cells
+    assert few.keys() == set(bench.votes.VOTE_CALLS)
+    for name, cell in many.items():
+        assert cell["lines"] > few[name]["lines"] > 0
+        assert not grown(Counter(few[name]["places"]), Counter(cell["places"]), 2.5, least=100)
+
+
+def test_functions_that_are_entered_are_counted_on_all_threads(bench: SimpleNamespace, tmp_path: Path) -> None:
+    found = bench.counts.apart(bench.run.vote_calls, 4, tmp_path, bench.counts.FUNCTIONS)
+    assert any("coordinator" in place for place in found["votes and COMMIT"]["places"])
+    assert all(cell["calls"] > 0 for cell in found.values())
 
 
 def test_a_run_that_was_stopped_goes_on(
@@ -94,7 +118,21 @@ def test_a_run_that_was_stopped_goes_on(
     asked = []
     monkeypatch.setattr(bench.run, "warm_up", lambda *_: None)
     monkeypatch.setattr(bench.run, "cells_of", lambda axis, size, *_: (asked.append((axis, size)), {"list": {}})[1])
-    (tmp_path / "out.cells.json").write_text(json.dumps({"markers": {"10": {"list": {}}}}))
+    (tmp_path / "out.cells").mkdir()
+    (tmp_path / "out.cells" / "markers.json").write_text(json.dumps({"10": {"list": {}}}))
     args = SimpleNamespace(out=tmp_path / "out.json", axes=["markers"], calls=["list"], sizes="small", minutes=1.0)
     assert set(bench.run.measure(args)["markers"]) == {"10", "20", "40"}
     assert asked == [("markers", 20), ("markers", 40)]
+
+
+def test_two_runs_share_the_axes(bench: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run leaves the axis out that another one measures at that moment."""
+    monkeypatch.setattr(bench.run, "warm_up", lambda *_: None)
+    monkeypatch.setattr(bench.run, "cells_of", lambda axis, *_: {"list": {axis: 1}})
+    args = SimpleNamespace(
+        out=tmp_path / "o.json", axes=["markers", "rows"], calls=["list"], sizes="small", minutes=1.0
+    )
+    with bench.run.kept_cells(tmp_path / "o.cells", "markers"):
+        found = bench.run.measure(args)
+    assert not found["markers"]
+    assert set(found["rows"]) == {"2000", "4000", "8000"}
