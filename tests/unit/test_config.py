@@ -39,22 +39,22 @@ def test_markers_may_be_asked_for_by_hand_only() -> None:
 
 @pytest.mark.parametrize("value", [-1, 1.5, "4MiB", True, None])
 def test_a_proof_of_no_number_of_bytes_is_refused(value: object) -> None:
-    with pytest.raises(ConfigError, match="proof_bytes must be a whole number of bytes") as caught:
+    with pytest.raises(ConfigError, match="proof_bytes must be a whole number of at least 0, it is") as caught:
         StreamConfig(uri="file:///x", proof_bytes=value)  # type: ignore[arg-type]
     assert caught.value.hint is not None
 
 
 @pytest.mark.parametrize("name", ["drain_every", "marker_every", "ring_bytes", "sweep_bytes"])
-@pytest.mark.parametrize("value", [0, -1, 1.5, "10"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "10", True])
 def test_counts_must_be_positive_whole_numbers(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be a positive whole number( or 'auto')?, it is"):
+    with pytest.raises(ConfigError, match=f"{name} must be a whole number of at least 1( or 'auto'| or none)?, it is"):
         StreamConfig(uri=FILE, **{name: value})
 
 
 @pytest.mark.parametrize("name", ["marker_every_s", "commit_timeout_s"])
 @pytest.mark.parametrize("value", [0, -0.5, float("nan")])
 def test_times_must_be_positive(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be positive, it is"):
+    with pytest.raises(ConfigError, match=f"{name} must be a number above 0( or none)?, it is"):
         StreamConfig(uri=FILE, **{name: value})  # type: ignore[arg-type]
 
 
@@ -64,13 +64,22 @@ def test_times_must_be_positive(name: str, value: float) -> None:
         ({"uri": "data/log"}, "is not a known kind of log"),
         ({"uri": FILE, "store": "kafka://host:1/job"}, "is not a store"),
         ({"uri": FILE, "store": "s3://user:secret@bucket"}, "must not hold a password"),
-        ({"uri": FILE, "drain_every": "often"}, "drain_every must be a positive whole number or 'auto', it is 'often'"),
-        ({"uri": FILE, "max_overhead": 0.0}, "max_overhead must be above 0 and at most 1, it is 0.0"),
-        ({"uri": FILE, "max_overhead": float("nan")}, "max_overhead must be above 0 and at most 1, it is nan"),
+        (
+            {"uri": FILE, "drain_every": "often"},
+            "drain_every must be a whole number of at least 1 or 'auto', it is 'often'",
+        ),
+        ({"uri": FILE, "max_overhead": 0.0}, "max_overhead must be a number above 0 and at most 1 or none, it is 0.0"),
+        (
+            {"uri": FILE, "max_overhead": float("nan")},
+            "max_overhead must be a number above 0 and at most 1 or none, it is nan",
+        ),
         ({"uri": FILE, "max_overhead": 0.01, "marker_every": 7}, "max_overhead says how often markers come"),
         ({"uri": FILE, "max_overhead": 0.01, "marker_every_s": 7.0}, "max_overhead says how often markers come"),
-        ({"uri": FILE, "marker_budget_bytes": -1}, "marker_budget_bytes cannot be negative"),
-        ({"uri": FILE, "head": ""}, "head must not be empty"),
+        (
+            {"uri": FILE, "marker_budget_bytes": -1},
+            "marker_budget_bytes must be a whole number of at least 0, it is -1",
+        ),
+        ({"uri": FILE, "head": ""}, "head must be text or none, it is ''"),
         ({"uri": FILE, "on_column_resplit": "drop"}, "must be 'refuse' or 'merge', it is 'drop'"),
     ],
 )
@@ -85,7 +94,7 @@ def test_settings_are_given_by_name_only() -> None:
 
 
 def test_config_errors_are_value_errors() -> None:
-    with pytest.raises(ValueError, match="is not a known kind of log"):
+    with pytest.raises(ValueError, match="uri must be text or a list of texts, it is ''"):
         StreamConfig(uri="")
 
 
@@ -165,8 +174,8 @@ def test_a_value_of_another_type_is_named(wrong: dict[str, object]) -> None:
     [
         ({"on_signal": "stop"}, "on_signal must be 'mark' or 'none', it is 'stop'"),
         ({"on_signal": True}, "on_signal must be 'mark' or 'none', it is True"),
-        ({"signal_s": 0}, "signal_s must be positive, it is 0"),
-        ({"signal_s": "20"}, "signal_s must be a number, it is '20'"),
+        ({"signal_s": 0}, "signal_s must be a number above 0, it is 0"),
+        ({"signal_s": "20"}, "signal_s must be a number above 0, it is '20'"),
     ],
 )
 def test_signals_are_answered_by_a_marker_or_not_at_all(given: dict[str, Any], said: str) -> None:
@@ -183,6 +192,19 @@ def test_what_stands_behind_the_at_of_a_source_is_a_marker_or_a_folder_of_that_n
             Source.of(f"file://{tmp_path}/old@{end}")
     (tmp_path / "old@abc").mkdir()
     assert Source.of(f"file://{tmp_path}/old@abc") == Source(f"file://{tmp_path}/old@abc")
+
+
+def test_options_of_a_kafka_job_do_not_reach_a_source_in_a_folder() -> None:
+    own = StreamConfig(uri=KAFKA, store="s3://b/p", kafka_options={"a": "b"}, store_options={"c": "d"})
+    found = Source("file:///old").settings(own)
+    assert (found.kafka_options, found.store_options) == (None, None)
+    found = Source("kafka://other:9092/old", store="s3://b/q").settings(own)
+    assert (found.kafka_options, found.store_options) == ({"a": "b"}, {"c": "d"})
+
+
+def test_a_source_with_kafka_names_its_store() -> None:
+    with pytest.raises(ConfigError, match="store is required with Kafka"):
+        Source(KAFKA)
 
 
 @pytest.mark.parametrize("given", [None, 3, Path("/old"), (Path("/old"),)])

@@ -48,23 +48,35 @@ def test_every_setting_reaches_the_config(tmp_path: Path) -> None:
     assert config_from(parse("--stream_ckpt", "kafka://h:1/j", *argv)) == StreamConfig(
         uri="kafka://h:1/j",
         store="s3://bucket/x",
-        store_options=tmp_path / "store",
+        store_options=str(tmp_path / "store"),
         drain_every=2,
         marker_every=3,
         marker_every_s=4.5,
         proof_bytes=0,
-        kafka_options=tmp_path / "kafka",
-        commit_key_file=tmp_path / "key",
+        kafka_options=str(tmp_path / "kafka"),
+        commit_key_file=str(tmp_path / "key"),
         metrics_port=9400,
         metrics_host="0.0.0.0",
         metrics_run="monday",
-        tensorboard=Path("events"),
+        tensorboard="events",
     )
 
 
 def test_the_pace_may_be_left_to_the_library() -> None:
     found = config_from(parse("--stream_ckpt", "file://x", "--drain_every", "auto", "--max_overhead", "0.01"))
     assert found == StreamConfig(uri="file://x", drain_every="auto", max_overhead=0.01)
+
+
+def test_a_flag_that_cannot_say_none_names_the_variable_that_can(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit):
+        parse("--stream_ckpt", "file://x", "--marker_every", "none")
+    assert (
+        "--marker_every: cannot be 'none': set it in a file, or by STREAM_CKPT_MARKER_EVERY" in capsys.readouterr().err
+    )
+    monkeypatch.setenv("STREAM_CKPT_MARKER_EVERY", "none")
+    assert config_from(parse("--stream_ckpt", "file://x")) == StreamConfig(uri="file://x", marker_every=None)
 
 
 TWICE = ["--stream_ckpt", "file://x", "--stream_ckpt", "kafka://h:1/j"]
@@ -86,15 +98,22 @@ def test_flags_that_are_not_given_are_those_of_the_config() -> None:
         (["--max_overhead", "0.01"], "--max_overhead needs --stream_ckpt URI"),
         (["--stream_ckpt", "file://x", "--max_overhead", "1", "--marker_every", "5"], "says how often markers come"),
         (["--restore", "none"], "--restore needs --stream_ckpt URI, file://DIR or kafka://BROKERS/JOB"),
-        (["--stream_ckpt", "file://"], "neither file://DIR nor kafka://BROKERS/JOB"),
+        (["--stream_ckpt", "file://"], "names no directory"),
+        (["--stream_ckpt", "ckpt"], "'ckpt' is not a known kind of log"),
         (["--stream_ckpt", "kafka://host/j", "--store", "x"], "names no broker as HOST:PORT"),
         (["--stream_ckpt", "file://x", "--commit_key_file", "no.key"], "--commit_key_file no.key: no such file"),
         (["--stream_ckpt", "file://x", "--store", "s3://a:b@c/d"], "must not hold a password"),
-        (["--stream_ckpt", "file://x", "--outer_every", "2"], "--outer_every needs two tiers: --stream_ckpt file://"),
-        ([*TWICE, "--stream_ckpt", "file://z"], "was given 3 times"),
-        (["--stream_ckpt", "kafka://h:1/a", "--stream_ckpt", "kafka://h:1/b", "--store", "x"], "is the near one"),
-        (["--stream_ckpt", "file://x", "--stream_ckpt", "file://x"], "'file://x' was given twice"),
-        (TWICE, "needs --store URL"),
+        (
+            ["--stream_ckpt", "file://x", "--outer_every", "2"],
+            "outer_every requires two tiers, but uri names only one log",
+        ),
+        ([*TWICE, "--stream_ckpt", "file://z"], "a job has one log or two tiers of it, 3 were named"),
+        (
+            ["--stream_ckpt", "kafka://h:1/a", "--stream_ckpt", "kafka://h:1/b", "--store", "x"],
+            "the nearest tier must be a folder, it is kafka://h:1/a",
+        ),
+        (["--stream_ckpt", "file://x", "--stream_ckpt", "file://x"], "both tiers are .*/x"),
+        (TWICE, "store is required with Kafka"),
     ],
 )
 def test_what_does_not_go_together_is_refused(argv: list[str], message: str) -> None:
@@ -175,8 +194,8 @@ def test_a_warm_start_reaches_the_checkpointer_and_its_options_do_not_go_with_ot
     for argv, message in (
         (("--warm_start", "file://a"), "--warm_start needs --stream_ckpt"),
         (("--stream_ckpt", "file://x", "--warm_start_store", "y"), "--warm_start_store needs --warm_start URI"),
-        ((*mine, "a"), "--warm_start 'a' is neither"),
-        ((*mine, "kafka://h:1/j"), "needs --warm_start_store URL"),
+        ((*mine, "a"), "'a' is not a known kind of log"),
+        ((*mine, "kafka://h:1/j"), "store is required with Kafka"),
         ((*mine, "kafka://h/j", "--warm_start_store", "y"), "names no broker as HOST:PORT"),
         ((*mine, "file://a@1:2", "--warm_start", "file://b@1:3"), "is one marker, not 1:2 and 1:3"),
         ((*mine, "kafka://h:1/j", "--warm_start", "file://b"), "the nearest tier must be a folder"),
@@ -203,7 +222,7 @@ def test_changes_that_cannot_be_made_are_refused_before_anything_starts(
     for argv, message in (
         (flag, "--changes needs --stream_ckpt"),
         (("--stream_ckpt", "file://x", *flag, "--restore", "none"), "leave them out with --restore none"),
-        (("--stream_ckpt", "file://x", *flag, "--standby", "5"), "--standby takes no changes"),
+        (("--stream_ckpt", "file://x", *flag, "--standby", "5"), "--standby needs the trainer's model"),
     ):
         with pytest.raises(ConfigError, match=message):
             config_from(parse(*argv))
@@ -257,7 +276,7 @@ def test_a_spare_takes_no_other_marker_and_needs_a_stream() -> None:
 def test_a_spare_that_would_never_take_over_is_refused() -> None:
     with pytest.raises(ConfigError, match="nothing would ever make"):
         Takeover(after_s=None)
-    with pytest.raises(ConfigError, match="must be positive"):
+    with pytest.raises(ConfigError, match="after_s must be a number above 0 or none"):
         Takeover(after_s=0.0)
 
 

@@ -63,9 +63,9 @@ WRONG = [
     (["--drain_every", "5"], "--drain_every needs --stream_ckpt"),
     (["--kafka_options", "x"], "--kafka_options needs --stream_ckpt"),
     (["--paranoid"], "--paranoid needs --stream_ckpt"),
-    (["--stream_ckpt", "s3://x"], "'s3://x' is neither file://DIR nor kafka://BROKERS/JOB"),
-    (["--stream_ckpt", "ckpt"], "'ckpt' is neither"),
-    (["--stream_ckpt", "kafka://h:1/j"], "needs --store URL"),
+    (["--stream_ckpt", "s3://x"], "'s3://x' is not a known kind of log"),
+    (["--stream_ckpt", "ckpt"], "'ckpt' is not a known kind of log"),
+    (["--stream_ckpt", "kafka://h:1/j"], "store is required with Kafka"),
     ([*STREAM, "--kafka_options", "x"], "--kafka_options needs --stream_ckpt kafka://"),
     (
         ["--stream_ckpt", "kafka://h:1/j", "--store", "y", "--kafka_options", "no.json"],
@@ -76,7 +76,7 @@ WRONG = [
     ([*STREAM, "--store", "s3://x", "--store_options", "no.txt"], "--store_options no.txt: no such file"),
     ([*STREAM, "--restore", "newest"], "'newest' is not latest, none or GENERATION:MARKER"),
     ([*STREAM, "--restore", "1:"], "'1:' is not latest, none or GENERATION:MARKER"),
-    ([*STREAM, "--marker_every_s", "0"], "0 is not above zero"),
+    ([*STREAM, "--marker_every_s", "0"], "--marker_every_s: must be a number above 0 or none, it is 0.0"),
 ]
 
 

@@ -25,8 +25,8 @@ RECIPES = (*OF_RATINGS, *OF_CLICKS)
     ("argv", "message"),
     [
         (["--restore", "latest"], "--restore needs --stream_ckpt URI"),
-        (["--stream_ckpt", "ckpt"], "neither file://DIR nor kafka://BROKERS/JOB"),
-        (["--stream_ckpt", "kafka://h:1/j"], "needs --store URL"),
+        (["--stream_ckpt", "ckpt"], "'ckpt' is not a known kind of log"),
+        (["--stream_ckpt", "kafka://h:1/j"], "store is required with Kafka"),
         (["--batch_size", "0"], "0 is too small: pass at least 1"),
         (["--embedding_dim", "18"], "--embedding_dim 18 is not a multiple of 4"),
         (["--sharding", "grid"], "invalid choice: 'grid'"),

@@ -15,7 +15,7 @@ from torchrec_stream_ckpt.cli.options import Json
 from torchrec_stream_ckpt.cli.variables import readers_of
 from torchrec_stream_ckpt.flags import FlagParser, add_flags, config_from, settings_of
 from torchrec_stream_ckpt.util.config import StreamConfig
-from torchrec_stream_ckpt.util.settings import FILE_VARIABLE, PREFIX, Setting, strangers
+from torchrec_stream_ckpt.util.settings import FILE_VARIABLE, PREFIX, Found, strangers
 from torchrec_stream_ckpt.util.units import size
 
 
@@ -62,7 +62,7 @@ def _parse(flags: list[str], file: Path | None) -> argparse.Namespace:
     return args
 
 
-def _words(name: str, setting: Setting) -> str:
+def _words(name: str, setting: Found) -> str:
     if setting.value is None:
         return "not set" if name == "uri" else "none"
     value = _plain_value(setting.value)

@@ -44,7 +44,7 @@ def relay_log(
     The trainer runs a relay itself; use this command after the trainer has ended. It may be killed at any time, and
     several may run at once. The job must have been opened on both tiers. Needs no torch.
     """
-    check_tiers((inner, outer), every)
+    check_tiers((inner, outer))
     place = store or _store_of(outer, access.kafka_options)
     options = options_of(place, access.store_options) if place is not None else None
     config = StreamConfig(

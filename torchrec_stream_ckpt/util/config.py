@@ -7,26 +7,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.util.options import Options
-from torchrec_stream_ckpt.util.settings import gather, warn_of_strangers
+from torchrec_stream_ckpt.util.settings import Spec, check, declared, gather, warn_of_strangers
 from torchrec_stream_ckpt.util.stats import RESTORE_BYTES_PER_S
 from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri, check_store_url, parse_uri
 
-_MARKER_EVERY = 100
+_LOGS = "name one log, or two, nearest first: file:///LOCAL/DIR, then kafka://HOST:PORT/JOB"
 _MARKER = re.compile(r"\d{1,9}:\d{1,18}")
-SIGNAL_S = 20.0
-"""Default of ``StreamConfig.signal_s``."""
-PROOF_BYTES = 4 * 2**20
-"""Default of ``StreamConfig.proof_bytes``."""
-
-
-_OF_ALL_RANKS = (
-    *("marker_every", "marker_every_s", "marker_every_event_s", "max_overhead", "on_signal"),
-    *("replicas", "proof_bytes", "fresh", "outer_every"),
-)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,76 +26,95 @@ class StreamConfig:
     uri: str | Sequence[str]
     """``file://DIR`` or ``kafka://HOST:PORT[,HOST:PORT...]/JOB``; or two of them, nearest first, the first a ``file://``:
     the job writes to that one, and a relay copies it to the other (docs/tiers.md)."""
-    outer_every: int = 1
+    outer_every: Annotated[int, Spec("N", "the outer of two tiers gets every Nth marker", least=1, alike=True)] = 1
     """(two tiers) The outer tier gets the markers whose number is a multiple of this. Rows are sent there in any case.
     Dense state and COMMIT of the other markers stay on the inner tier."""
-    store: str | None = None
+    store: Annotated[str | None, Spec("URL", "where dense state goes; required with kafka://")] = None
     """Location of dense state, and of rows that a materializer has stored there for a restore: ``file://DIR`` or
     ``s3://BUCKET/PREFIX``. Default: inside the file log's folder. Required with Kafka. With two tiers it is the outer
     one's; the inner one's store is inside its folder."""
-    store_options: Options = field(default=None, repr=False)
+    store_options: Annotated[Options, Spec("FILE", "settings of an object store, key=value lines")] = field(
+        default=None, repr=False
+    )
     """Settings of an object store, credentials included (fsspec's, for S3 those of s3fs), or a file of ``key=value``
     lines (docs/operations.md)."""
-    drain_every: int | Literal["auto"] = 1
+    drain_every: Annotated[int | Literal["auto"], Spec("STEPS", "or 'auto'", least=1)] = 1
     """Steps between two drains, which send the rows that changed. With ``auto``, a drain sends about half a ring, and
     there is none while the log lags."""
-    marker_every: int | None = _MARKER_EVERY
+    marker_every: Annotated[int | None, Spec("STEPS", "between two markers", least=1, alike=True)] = 100
     """A marker is due at every multiple of this number of steps. It is cut at the first step boundary from then on at
     which every rank has finished its sweep and has no marker in flight. None disables markers by steps."""
-    marker_every_s: float | None = None
+    marker_every_s: Annotated[
+        float | None, Spec("SECONDS", "also a marker after this many seconds", above=0, alike=True)
+    ] = None
     """Cut a marker when this many seconds have passed since the last one, by rank 0's clock. None disables markers by
     time. With several ranks, a marker may be cut a second or 32 steps later if the steps become slower
     (docs/training_loop.md)."""
-    marker_every_event_s: float | None = None
+    marker_every_event_s: Annotated[float | None, Spec(above=0, alike=True)] = None
     """Cut a marker once all ranks have trained a further interval of this many seconds of *event time*, which is the
     time passed to ``step(event_s=...)``. Intervals begin at multiples of it, in Unix time. None disables markers by
     event time."""
-    max_overhead: float | None = None
+    max_overhead: Annotated[
+        float | None,
+        Spec("SHARE", "0.01: as many markers as cost 1%% of the time, at most", above=0, most=1, alike=True),
+    ] = None
     """Cut markers as often as ``step()`` takes at most this part of the time that training takes by itself on each rank
     (0.01: 1%), instead of by steps or seconds. Then ``drain_every`` is the minimum number of steps between drains. If
     step boundaries alone use up the budget, markers may use 10% more. Time spent marking rows in the backward pass is
     not included (docs/performance.md)."""
-    kafka_options: Options = field(default=None, repr=False)
+    kafka_options: Annotated[Options, Spec("FILE", "client options, security included")] = field(
+        default=None, repr=False
+    )
     """Kafka client settings, security included, or a file of ``key=value`` lines."""
-    commit_key_file: str | Path | None = None
+    commit_key_file: Annotated[str | Path | None, Spec("FILE", "sign markers; only signed ones count")] = None
     """A file of at least 32 random bytes, or 64 hex digits, that only its owner may open. With it, rank 0 signs its
     CLAIM and COMMIT records, and accepts only records signed with it as committed (docs/security.md)."""
     on_stream_failure: Literal["continue", "raise"] = "continue"
     """Reaction to a failed marker, besides failing its future. With ``continue``, training continues and the next
     marker tries again. With ``raise``, ``step()`` raises the reason, on all ranks at the same step."""
-    on_signal: Literal["mark", "none"] | None = None
+    on_signal: Annotated[
+        Literal["mark", "none"] | None,
+        Spec("{mark,none}", "mark: a marker at SIGTERM, then the end; at SIGUSR1 a marker alone", alike=True),
+    ] = None
     """With ``mark``, SIGTERM leads to a marker at the next step boundary of all ranks, and they wait for it there.
     After that ``StreamCheckpointer.should_stop`` is true on all of them: leave the loop and close. SIGUSR1 leads to a
     marker, and training continues. A signal to one rank is enough. With None or ``none``, the job's own signal handling
     is unchanged. See docs/training_loop.md."""
-    signal_s: float = SIGNAL_S
+    signal_s: Annotated[
+        float, Spec("SECONDS", "time for the marker of a signal, less than the scheduler's grace period", above=0)
+    ] = 20.0
     """Longest time for the marker of a signal, from the first step boundary after the signal on. Then the job reports
     why there is no marker, and after SIGTERM it ends without it. A marker gets 5 s in any case."""
-    replicas: Literal["same", "rank0"] = "same"
+    replicas: Annotated[
+        Literal["same", "rank0"],
+        Spec("{same,rank0}", "same: markers compare the dense state of all ranks; rank0: save rank 0's", alike=True),
+    ] = "same"
     """``same``: each marker compares the state that ranks hold alike (dense parameters, their optimizers,
     ``stateful``), and is rejected if it differs. ``rank0``: replicas may differ by design (local SGD, mixed hardware).
     Nothing is compared, rank 0's replica is saved as a whole, and a restore gives it to all ranks and reports that. Not
     with FSDP2."""
     on_column_resplit: Literal["refuse", "merge"] = "refuse"
     """Reaction of a restore if the plan splits columns of a row-wise optimizer in another way."""
-    ring_bytes: int = 64 * 2**20
+    ring_bytes: Annotated[int, Spec(least=1)] = 64 * 2**20
     """Memory for frames that the log has not acknowledged, and the most that one ``step()`` gathers of touched rows. At
     least two frames of 1 MB. With Kafka the client holds as much again."""
-    marker_budget_bytes: int = 2**30
+    marker_budget_bytes: Annotated[int, Spec(least=0)] = 2**30
     """Additional memory of a marker for rows of its cut that training overwrites before they found space in the ring.
     If it is full, all ranks give the marker up, and its rows go with the next one."""
-    sweep_bytes: int = 16 * 2**20
+    sweep_bytes: Annotated[int, Spec(least=1)] = 16 * 2**20
     """Bytes per step of rows that no step has touched, until all have been sent."""
-    proof_bytes: int = PROOF_BYTES
+    proof_bytes: Annotated[
+        int, Spec("BYTES", "live rows that a rank proves in each marker; 0: none", least=0, alike=True)
+    ] = 4 * 2**20
     """Bytes of its live rows whose digests each rank adds to a marker. Each marker covers other rows, so that all are
     proved in turn. Readers compare restored rows with the digests, and so detect rows that were changed without the
     hooks or lost on the way (docs/guarantees.md). Rank 0's value counts for all. A marker proves at least 1/65,536 of
     all blocks of 64 rows, even if these have more bytes. 0 disables digests."""
-    fresh: bool = False
+    fresh: Annotated[bool, Spec(alike=True)] = False
     """Start from nothing on a log that holds markers. Without it, a first ``step()`` or ``mark()`` without a
     ``restore()`` is rejected on such a log: the new run's first marker would be newer than all of them. It starts next
     to intact markers only: a log that has lost a piece is rejected in any case."""
-    max_fallback: int = 3
+    max_fallback: Annotated[int, Spec(least=0)] = 3
     """Most damaged markers that ``restore()`` without a name may skip until it finds an intact one. 0 for none."""
     head: str | None = "auto"
     """Folder in which ``stream-ckpt materialize --head DIR`` keeps a marker warm on this host. A restore of it, or of a
@@ -113,104 +122,55 @@ class StreamConfig:
     verify_head: bool = True
     """Compare the data copied from a HEAD with its checksums. This takes as much time as the copy. Without it, the job
     trains without notice on memory that was altered since the materializer wrote it."""
-    commit_timeout_s: float = 600.0
+    commit_timeout_s: Annotated[float, Spec(above=0)] = 600.0
     """Give a marker up if the log or the store has not accepted it after this many seconds. ``mark()`` waits for space
     at most that long."""
-    metrics_port: int | None = None
+    metrics_port: Annotated[
+        int | None, Spec("PORT", "for Prometheus: each rank's is PORT + its local rank", least=0, most=65535)
+    ] = None
     """Serve this rank's metrics to Prometheus at this port plus the rank's number on its host: ranks 0 to 3 of one host
     at 9400 to 9403. With 0, each rank takes a free port and logs it. None disables metrics. For the metrics, see
     docs/observability.md."""
-    metrics_host: str = "127.0.0.1"
+    metrics_host: Annotated[str, Spec("ADDRESS", "where to serve them")] = "127.0.0.1"
     """The address to serve them at. ``0.0.0.0`` for scrapers on other hosts. There is no password."""
-    metrics_run: str = ""
+    metrics_run: Annotated[str, Spec("NAME", "their label run")] = ""
     """Label ``run`` of these metrics, which distinguishes runs of a job, for example a scheduler's id. Empty for no
     label."""
-    tensorboard: str | Path | None = None
+    tensorboard: Annotated[str | Path | None, Spec("DIR", "scalars of what is streamed, by rank 0")] = None
     """Folder in which rank 0 writes its values for TensorBoard, about once a second. None disables it."""
-    restore_mb_per_s: float | None = None
+    restore_mb_per_s: Annotated[float | None, Spec(above=0)] = None
     """10^6 bytes that one rank restores in a second. Used only for the estimate among the metrics. None for an
     assumption by the log's scheme (docs/observability.md)."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "marker_every_s",
-            "marker_every_event_s",
-            "commit_timeout_s",
-            "signal_s",
-            "restore_mb_per_s",
-            "max_overhead",
-            "marker_budget_bytes",
-        ):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise ConfigError(f"{name} must be a number, it is {value!r}", hint="give it without quotes")
-        check_tiers(self.uris, self.outer_every)
+        check(self)
+        check_tiers(self.uris)
+        if self.outer_every != 1 and len(self.uris) == 1:
+            raise ConfigError("outer_every requires two tiers, but uri names only one log", hint=_LOGS)
         if self.store is not None:
             check_store_url(self.store)
         elif isinstance(parse_uri(self.uris[-1]), KafkaUri):
             raise ConfigError(
-                "store is required with Kafka", hint="say where dense state goes: store='file:///...' or 's3://...'"
+                "store is required with Kafka", hint="name a place for dense state: 'file:///...' or 's3://...'"
             )
         if len(self.uris) > 1 and self.store_url == str(parse_uri(self.uris[0])):
             raise ConfigError(
                 "store is the inner tier's folder: what it holds would be lost with this node",
                 hint="name a place that outlives the node: store='file:///SHARED/...' or 's3://...'",
             )
-        for name in ("drain_every", "marker_every", "ring_bytes", "sweep_bytes"):
-            value = getattr(self, name)
-            if name == "drain_every" and value == "auto":
-                continue
-            if value is not None and (not isinstance(value, int) or value < 1):
-                or_auto = " or 'auto'" if name == "drain_every" else ""
-                raise ConfigError(f"{name} must be a positive whole number{or_auto}, it is {value!r}")
-        self._check_overhead()
-        for name in ("marker_every_s", "marker_every_event_s", "commit_timeout_s", "signal_s", "restore_mb_per_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} must be positive, it is {value!r}")
-        port = self.metrics_port
-        if port is not None and (not isinstance(port, int) or not 0 <= port <= 65535):
-            raise ConfigError(f"metrics_port must be 0 to 65535, it is {port!r}", hint="0 takes a free port")
-        if not isinstance(self.metrics_run, str):
-            raise ConfigError(f"metrics_run must be text, it is {self.metrics_run!r}", hint="give it in quotes")
-        if self.tensorboard is not None and not str(self.tensorboard):
-            raise ConfigError("tensorboard must not be empty", hint="name a folder, or give None")
-        if self.head == "":
-            raise ConfigError("head must not be empty", hint="give 'auto' or a folder, or None for no HEAD")
-        if isinstance(self.proof_bytes, bool) or not isinstance(self.proof_bytes, int) or self.proof_bytes < 0:
+        by_hand = self.marker_every not in (None, declared(StreamConfig)["marker_every"].default)
+        if self.max_overhead is not None and (by_hand or self.marker_every_s or self.marker_every_event_s):
             raise ConfigError(
-                f"proof_bytes must be a whole number of bytes, it is {self.proof_bytes!r}",
-                hint="leave it out for 4 MiB a rank and marker, or give 0 for no proofs",
+                "max_overhead says how often markers come",
+                hint="leave out marker_every, marker_every_s and marker_every_event_s",
             )
-        if isinstance(self.max_fallback, bool) or not isinstance(self.max_fallback, int) or self.max_fallback < 0:
-            raise ConfigError(
-                f"max_fallback must be a whole number, 0 or more, it is {self.max_fallback!r}",
-                hint="0 passes over none",
-            )
-        if not isinstance(self.fresh, bool):
-            raise ConfigError(f"fresh must be True or False, it is {self.fresh!r}", hint="leave it out")
-        if self.marker_budget_bytes < 0:
-            raise ConfigError("marker_budget_bytes cannot be negative")
-        if self.on_stream_failure not in ("continue", "raise"):
-            raise ConfigError(f"on_stream_failure must be 'continue' or 'raise', it is {self.on_stream_failure!r}")
-        if self.on_signal not in ("mark", "none", None):
-            raise ConfigError(
-                f"on_signal must be 'mark' or 'none', it is {self.on_signal!r:.80}", hint="'none' leaves signals alone"
-            )
-        if self.replicas not in ("same", "rank0"):
-            raise ConfigError(
-                f"replicas must be 'same' or 'rank0', it is {self.replicas!r:.80}",
-                hint="leave it out if all ranks hold the same dense state",
-            )
-        if self.on_column_resplit not in ("refuse", "merge"):
-            raise ConfigError(f"on_column_resplit must be 'refuse' or 'merge', it is {self.on_column_resplit!r}")
 
     @classmethod
     def from_file(cls, path: str | Path | None = None, **given: Any) -> StreamConfig:
         """Read the settings of a TOML file, under their names here. Environment variables take precedence.
 
         ``STREAM_CKPT_MARKER_EVERY=50`` sets ``marker_every``. If a file has a table ``[stream_ckpt]``, only that table
-        counts. ``"none"`` sets None for a setting with another default. Paths are relative to the working directory.
+        counts. ``"none"`` sets None. Paths are relative to the working directory.
 
         Args:
             path: The file. If None, the file that the variable ``STREAM_CKPT_CONFIG`` names, if any.
@@ -227,27 +187,9 @@ class StreamConfig:
             raise ConfigError("uri is not set", hint="write uri = 'file:///ckpt/job' into the file", path=path)
         return cls(**values)
 
-    def _check_overhead(self) -> None:
-        if self.max_overhead is None:
-            return
-        if not 0 < self.max_overhead <= 1:
-            raise ConfigError(
-                f"max_overhead must be above 0 and at most 1, it is {self.max_overhead!r}", hint="0.01 is 1%"
-            )
-        timed = self.marker_every_s is not None or self.marker_every_event_s is not None
-        if self.marker_every not in (None, _MARKER_EVERY) or timed:
-            raise ConfigError(
-                "max_overhead says how often markers come",
-                hint="leave out marker_every, marker_every_s and marker_every_event_s",
-            )
-
     @property
     def uris(self) -> tuple[str, ...]:
         """The tiers, nearest first."""
-        if not isinstance(self.uri, str | tuple | list):
-            raise ConfigError(
-                f"uri must be a string or two of them, it is {self.uri!r}", hint="such as file:///ckpt/job"
-            )
         return (self.uri,) if isinstance(self.uri, str) else tuple(self.uri)
 
     @property
@@ -264,7 +206,8 @@ class StreamConfig:
 
     def of_all_ranks(self) -> dict[str, Any]:
         """Return the settings by which ranks act together, and which therefore must be the same on all of them."""
-        return {name: getattr(self, name) for name in _OF_ALL_RANKS} | {"tiers": len(self.uris)}
+        of_all = [name for name, setting in declared(StreamConfig).items() if setting.spec.alike]
+        return {name: getattr(self, name) for name in of_all} | {"tiers": len(self.uris)}
 
     @property
     def restore_bytes_per_s(self) -> float:
@@ -288,7 +231,7 @@ class Source:
     """A marker of another job, in which a new job begins (``StreamCheckpointer.warm_start()``). It is only read.
 
     Raises:
-        ConfigError: The URI, the store or the marker has no known form.
+        ConfigError: The URI, the store or the marker has no known form, or Kafka's store is not named.
     """
 
     uri: str | Sequence[str]
@@ -306,9 +249,8 @@ class Source:
     """Its commit key. None for this job's key. With a key, only markers that are signed with it count."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.uri, str | tuple | list) or not all(isinstance(each, str) for each in self.uris):
-            raise _no_source(self.uri)
-        check_tiers(self.uris, 1)
+        check(self)
+        StreamConfig(uri=self.uri, store=self.store)  # they must also fit together
         if self.marker is not None and not _MARKER.fullmatch(self.marker):
             raise ConfigError(f"{self.marker!r:.80} is not a marker", hint="name it as GENERATION:MARKER, as in 2:17")
 
@@ -323,7 +265,7 @@ class Source:
                 existing folder may have an @ in its name.
         """
         if not isinstance(text, str | tuple | list) or not all(isinstance(each, str) for each in text):
-            raise _no_source(text)
+            raise ConfigError(f"the source of a warm start is {text!r:.80}", hint="name one log: 'file:///old/job'")
         uris, markers = [], set()
         for each in (text,) if isinstance(text, str) else text:
             uri, separator, marker = each.rpartition("@")
@@ -352,62 +294,49 @@ class Source:
         return ", ".join(self.uris)
 
     def settings(self, own: StreamConfig) -> StreamConfig:
-        """Return the settings with which a job with the settings ``own`` reads this source.
-
-        Raises:
-            ConfigError: No store is named, and it is not inside the log.
-        """
-        there = StreamConfig(uri=self.uri, store=self.store)
-        remote = check_store_url(there.store_url).folder is None
+        """Return the settings with which a job with the settings ``own`` reads this source."""
+        remote = self.store is not None and check_store_url(self.store).folder is None
+        kafka = isinstance(parse_uri(self.uris[-1]), KafkaUri)
         return replace(
             own,
             uri=self.uri,
             outer_every=1,
             store=self.store,
             store_options=(self.store_options or own.store_options) if remote else None,
-            kafka_options=self.kafka_options or own.kafka_options,
+            kafka_options=(self.kafka_options or own.kafka_options) if kafka else None,
             commit_key_file=self.commit_key_file or own.commit_key_file,
             fresh=False,
         )
-
-
-def _no_source(given: object) -> ConfigError:
-    return ConfigError(f"the source of a warm start is {given!r:.80}", hint="name one log: 'file:///old/job'")
 
 
 def _is_folder(uri: str) -> bool:
     return uri.startswith("file:") and isinstance(there := parse_uri(uri), FileUri) and there.directory.is_dir()
 
 
-def check_tiers(uris: Sequence[str], outer_every: int) -> None:
+def check_tiers(uris: Sequence[str]) -> None:
     """Check that a job can write to these logs.
 
     Raises:
         ConfigError: The number, order or combination is wrong. Names the right form.
     """
-    hint = "name one log, or two, nearest first: file:///LOCAL/DIR, then kafka://HOST:PORT/JOB"
-    if not 1 <= len(uris) <= 2 or not all(isinstance(uri, str) for uri in uris):
-        raise ConfigError(f"a job has one log or two tiers of it, {len(uris)} were named", hint=hint)
+    if not 1 <= len(uris) <= 2:
+        raise ConfigError(f"a job has one log or two tiers of it, {len(uris)} were named", hint=_LOGS)
     parsed = [parse_uri(uri) for uri in uris]
-    if isinstance(outer_every, bool) or not isinstance(outer_every, int) or outer_every < 1:
-        raise ConfigError(f"outer_every must be a positive whole number, it is {outer_every!r}")
     if len(parsed) == 1:
-        if outer_every != 1:
-            raise ConfigError("outer_every says which markers a second tier gets, and the job has one tier", hint=hint)
         return
     if not isinstance(parsed[0], FileUri):
-        raise ConfigError(f"the nearest tier must be a folder, it is {parsed[0]}", hint=hint)
+        raise ConfigError(f"the nearest tier must be a folder, it is {parsed[0]}", hint=_LOGS)
     if isinstance(parsed[1], FileUri):
-        _check_apart(parsed[0].directory, parsed[1].directory, hint)
+        _check_apart(parsed[0].directory, parsed[1].directory)
 
 
-def _check_apart(inner: Path, outer: Path, hint: str) -> None:
+def _check_apart(inner: Path, outer: Path) -> None:
     """Check that two folders differ after resolving links, and that neither is inside the other."""
     first, second = inner.resolve(), outer.resolve()
     if first == second:
-        raise ConfigError(f"both tiers are {first}", hint=hint, inner=inner, outer=outer)
+        raise ConfigError(f"both tiers are {first}", hint=_LOGS, inner=inner, outer=outer)
     if first in second.parents or second in first.parents:
-        raise ConfigError("one tier is inside the other one's folder", hint=hint, inner=first, outer=second)
+        raise ConfigError("one tier is inside the other one's folder", hint=_LOGS, inner=first, outer=second)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -417,18 +346,17 @@ class Takeover:
     A false alarm is safe: the old trainer is fenced, and stops.
     """
 
-    after_s: float | None = 60.0
+    after_s: Annotated[float | None, Spec(above=0)] = 60.0
     """Seconds without a sign of life: nothing new in the log, no rows and no record. Must be longer than the longest
     pause of the trainer (evaluation, compilation). A trainer that reports a failure is taken over at once. One that
     reports that it was preempted is taken over after this time. One that reports that the job is finished is never
     taken over. With None, the spare never takes over by itself."""
     trigger: Path | str | None = None
     """A file on rank 0's host: once it exists, the spare takes over."""
-    poll_s: float = 0.2
+    poll_s: Annotated[float, Spec(above=0)] = 0.2
     """Seconds between two looks at the log."""
 
     def __post_init__(self) -> None:
+        check(self)
         if self.after_s is None and self.trigger is None:
             raise ConfigError("nothing would ever make this spare take over", hint="give after_s, or trigger, or both")
-        if (self.after_s is not None and not self.after_s > 0) or not self.poll_s > 0:
-            raise ConfigError("after_s and poll_s must be positive")
