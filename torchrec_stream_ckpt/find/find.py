@@ -365,8 +365,7 @@ class Search:
         objects = place.objects(self._job)
         if objects.url not in self._catalogs:
             self._catalogs[objects.url] = load_catalog(objects, lineage)
-        catalog = self._catalogs[objects.url]
-        return catalog.upto(place.outer_upto) if catalog is not None and place.outer_upto else catalog
+        return place.offered(self._catalogs[objects.url])
 
     def _pass_over(self, marker: MarkerId, failures: list[StreamCkptError]) -> None:
         """Skip a marker that was given up or is proved to be damaged; raise for any other failure.

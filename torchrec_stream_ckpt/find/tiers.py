@@ -25,9 +25,10 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.trims import Trims
 from torchrec_stream_ckpt.log.api import Incarnation, LogReader
 from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.util.config import StreamConfig
-from torchrec_stream_ckpt.util.types import LogSpan, MarkerId
+from torchrec_stream_ckpt.util.types import LogSpan, MarkerId, RankEnd
 from torchrec_stream_ckpt.util.uris import FileUri, parse_uri
 
 MIXED = "inner and outer"
@@ -82,11 +83,59 @@ def open_tiers(config: StreamConfig, *, signs: bool = True, copies: bool = True)
 
 
 @dataclass(frozen=True, slots=True)
+class Joint:
+    """Marker that both logs have: its generation is read from the outer log up to it, then from the inner one.
+
+    The relay copies frames unchanged, so the streams of both logs are equal at this marker, but at other offsets. A
+    joined stream has the offsets of the outer log, which continue in the inner log. Its partition is negative:
+    :meth:`partition_of` its rank.
+    """
+
+    marker: MarkerId
+    ends: tuple[tuple[RankEnd, RankEnd], ...]
+    """End of each rank's stream at the marker: in the outer log, and in the inner one."""
+
+    @classmethod
+    def at(cls, outer: Commit, inner: Commit) -> Joint | None:
+        """Return the joint at a marker. Returns None if the streams of both logs differ there."""
+        streams = [[(end.rank, end.frames, end.chain) for end in commit.ranks] for commit in (outer, inner)]
+        return cls(outer.id, tuple(zip(outer.ranks, inner.ranks, strict=True))) if streams[0] == streams[1] else None
+
+    @staticmethod
+    def partition_of(rank: int) -> int:
+        """Return the partition of a rank's joined stream."""
+        return -1 - rank
+
+    def after(self, commit: Commit) -> Commit:
+        """Return a later COMMIT of the inner log with the ends of the joined streams."""
+        ends = (
+            replace(
+                end,
+                partition=self.partition_of(end.rank),
+                begin=theirs.begin,
+                end=end.end + theirs.end - mine.end,
+            )
+            for end, (theirs, mine) in zip(commit.ranks, self.ends, strict=True)
+        )
+        return replace(commit, ranks=tuple(ends))
+
+    def parts(self, span: LogSpan) -> tuple[LogSpan | None, LogSpan | None, int]:
+        """Return the parts of a joined stream in the outer and in the inner log, and the latter's shift of offsets."""
+        theirs, mine = self.ends[self.partition_of(span.partition)]
+        shift, middle = theirs.end - mine.end, min(max(theirs.end, span.begin), span.end)
+        outer = LogSpan(span.generation, theirs.partition, span.begin, middle)
+        inner = LogSpan(span.generation, mine.partition, middle - shift, span.end - shift)
+        return outer if span.begin < middle else None, inner if middle < span.end else None, shift
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
     """Choice of the logs that a marker is read from. An immutable value that rank 0 sends to all ranks."""
 
     outer_upto: int = 0
     """Generations up to this one are read from the outer log, the others from the inner one."""
+    joint: Joint | None = None
+    """The marker up to which its generation, a later one, is read from the outer log as well."""
     outer_alone: bool = False
     """True if everything, including dense state, is read from the outer log.
 
@@ -96,23 +145,36 @@ class Place:
     def __str__(self) -> str:
         if self.outer_alone:
             return "outer"
-        return "inner + outer" if self.outer_upto else "inner"
+        return "inner + outer" if self.outer_last is not None else "inner"
+
+    @property
+    def outer_last(self) -> MarkerId | None:
+        """Marker after which nothing comes from the outer tier; None if nothing does, or everything."""
+        if self.joint is not None:
+            return self.joint.marker
+        return MarkerId(self.outer_upto + 1, 0) if self.outer_upto else None
 
     # Sources of each rank.
 
     def log(self, job: Job | Tiers) -> LogReader:
         """Return the log of the frames."""
         nearest = self.nearest(job).log
-        return MixedLog(nearest, job.outer.log, self.outer_upto) if self.outer_upto else nearest
+        if self.outer_last is None:
+            return nearest
+        return MixedLog(nearest, job.outer.log, self.outer_upto, self.joint)
 
     def objects(self, job: Job | Tiers) -> Objects:
         """Return the store that rows may come from."""
-        return (job.outer if self.outer_upto else self.nearest(job)).objects
+        return (job.outer if self.outer_last is not None else self.nearest(job)).objects
+
+    def offered(self, catalog: Catalog | None) -> Catalog | None:
+        """Return the catalog of :meth:`objects` with only the markers that are read from there."""
+        return catalog.upto(self.outer_last) if catalog is not None and self.outer_last is not None else catalog
 
     @property
     def reads_outer_store(self) -> bool:
         """True if :meth:`objects` is the store of the outer tier."""
-        return self.outer_alone or self.outer_upto > 0
+        return self.outer_alone or self.outer_last is not None
 
     def dense(self, job: Job | Tiers) -> DenseStore:
         """Return the store of the dense state."""
@@ -128,30 +190,40 @@ OUTER = Place(outer_alone=True)
 
 @dataclass(frozen=True, slots=True)
 class MixedLog:
-    """Reader of both logs as one log; each generation is in one of them."""
+    """Reader of both logs as one log. Each generation is in one of them, except that of the joint."""
 
     inner: LogReader
     outer: LogReader
     outer_upto: int
+    joint: Joint | None = None
 
     def incarnation(self) -> Incarnation | None:
         """Return the incarnation that :meth:`TierState.mixed` gives to generations that wrote to these logs."""
         return Incarnation(MIXED, 0)
 
     def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
-        return self._log_of(span).read(span)
+        for log, part, shift in self._parts(span):
+            for offset, frame in log.read(part):
+                yield offset + shift, frame
 
     def check_there(self, spans: Sequence[LogSpan]) -> None:
+        parts = [part for span in spans for part in self._parts(span)]
         for each in (self.inner, self.outer):
-            mine = [span for span in spans if self._log_of(span) is each]
-            if mine:
+            if mine := [span for log, span, _ in parts if log is each]:
                 each.check_there(mine)
 
     def place(self, span: LogSpan) -> tuple[str, int]:
-        return self._log_of(span).place(span)
+        log, part, _ = self._parts(span)[0]
+        return log.place(part)
 
-    def _log_of(self, span: LogSpan) -> LogReader:
-        return self.outer if span.generation <= self.outer_upto else self.inner
+    def _parts(self, span: LogSpan) -> list[tuple[LogReader, LogSpan, int]]:
+        """Return the parts of a span: the log that has it, the span there, and the shift of its offsets."""
+        if self.joint is not None and span.partition < 0:
+            outer, inner, shift = self.joint.parts(span)
+            parts = [(self.outer, outer, 0), (self.inner, inner, shift)]
+            return [(log, part, moved) for log, part, moved in parts if part is not None]
+        joined = self.joint is not None and span.generation == self.joint.marker.generation
+        return [(self.outer if joined or span.generation <= self.outer_upto else self.inner, span, 0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +309,8 @@ class TierState:
         """Yield the places to search for a marker, the best first.
 
         The first place uses everything that the inner log has of it. The second uses the inner log only for its own
-        generation, because both logs have the earlier ones. The last is the outer log.
+        generation, because both logs have the earlier ones, and the third only for what the outer log does not have of
+        that generation. The last is the outer log.
         """
         if self.commit(marker) is not None:
             parent = self.inner.claims[marker.generation].parent
@@ -245,6 +318,8 @@ class TierState:
             for outer_upto in dict.fromkeys((self.outer_upto(marker), most)):
                 if outer_upto is not None:
                     yield Place(outer_upto)
+            if (joint := self.joint(marker)) is not None:
+                yield Place(most, joint)
         if marker in self.outer.commits:
             yield OUTER
 
@@ -252,7 +327,7 @@ class TierState:
         """Return the lineage that the logs of a place have together."""
         if place.outer_alone:
             return self.outer
-        return self.mixed(place.outer_upto) if place.outer_upto else self.inner
+        return self.mixed(place.outer_upto, place.joint) if place.outer_last is not None else self.inner
 
     def outer_upto(self, marker: MarkerId) -> int | None:
         """Return the newest generation on the path to ``marker`` that only the outer log can serve.
@@ -267,24 +342,46 @@ class TierState:
                 return 0
             marker = parent
 
-    def mixed(self, outer_upto: int) -> Lineage:
-        """Return one lineage with the outer log's generations up to ``outer_upto`` and the inner one's after it."""
-        pairs = [(self.outer, range(outer_upto + 1), self.outer_id)]
-        pairs += [(self.inner, range(outer_upto + 1, self.generation + 1), self.inner_id)]
+    def joint(self, marker: MarkerId) -> Joint | None:
+        """Return the newest marker before ``marker`` in its generation that both logs have, with equal streams."""
+        for commit in reversed(self.outer.commits.values()):
+            if commit.id < marker:
+                mine = self.commit(commit.id) if commit.generation == marker.generation else None
+                return Joint.at(commit, mine) if mine is not None else None
+            if commit.id == marker:
+                return None
+        return None
+
+    def mixed(self, outer_upto: int, joint: Joint | None = None) -> Lineage:
+        """Return one lineage with the outer log's generations up to ``outer_upto`` and the inner one's after it.
+
+        With a joint, the markers of its generation are those of the outer log up to it, and those of the inner one
+        after it.
+        """
+        joined = joint.marker.generation if joint is not None else 0
+
+        def is_outer(marker: MarkerId) -> bool:
+            if joint is not None and marker.generation == joined:
+                return marker <= joint.marker
+            return marker.generation <= outer_upto
+
         claims: dict[int, Claim] = {}
-        commits: dict[MarkerId, Commit] = {}
-        trims: list[Trim] = []
-        for lineage, generations, incarnation in pairs:
-            for number in sorted(lineage.claims.keys() & set(generations)):
-                claim = lineage.claims[number]
-                here = Incarnation(incarnation, 0).holds_rows_of(claim.incarnation)
+        for number in sorted({*self.outer.claims, *self.inner.claims}):
+            outer = number <= outer_upto or number == joined
+            lineage, log_id = (self.outer, self.outer_id) if outer else (self.inner, self.inner_id)
+            if (claim := lineage.claims.get(number)) is not None and number <= self.generation:
+                here = Incarnation(log_id, 0).holds_rows_of(claim.incarnation)
                 claims[number] = replace(claim, incarnation=MIXED) if here else claim
-            commits |= {marker: each for marker, each in lineage.commits.items() if marker.generation in generations}
-            trims += [
-                replace(trim, markers=reach)
-                for trim in lineage.trims
-                if (reach := tuple(marker for marker in trim.markers if marker.generation in generations))
-            ]
+        commits = {marker: commit for marker, commit in self.outer.commits.items() if is_outer(marker)}
+        for marker, commit in self.inner.commits.items():
+            if not is_outer(marker) and marker.generation <= self.generation:
+                commits[marker] = joint.after(commit) if joint is not None and joined == marker.generation else commit
+        trims: list[Trim] = []
+        for lineage in (self.outer, self.inner):
+            for trim in lineage.trims:
+                reach = tuple(marker for marker in trim.markers if is_outer(marker) == (lineage is self.outer))
+                if reach:
+                    trims.append(replace(trim, markers=reach))
         return Lineage(claims, Commits(commits), Trims(trims))
 
 

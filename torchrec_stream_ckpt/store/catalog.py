@@ -387,13 +387,13 @@ class Catalog:
             with ThreadPoolExecutor(min(_AHEAD, len(unread))) as pool:
                 list(pool.map(read, unread))
 
-    def upto(self, generation: int) -> Catalog:
-        """Return this catalog without markers of later generations."""
+    def upto(self, last: MarkerId) -> Catalog:
+        """Return this catalog without later markers."""
         return replace(
             self,
-            markers=frozenset(marker for marker in self.markers if marker.generation <= generation),
-            dropped=frozenset(marker for marker in self.dropped if marker.generation <= generation),
-            folds=frozenset(fold for fold in self.folds if fold[1].generation <= generation),
+            markers=frozenset(marker for marker in self.markers if marker <= last),
+            dropped=frozenset(marker for marker in self.dropped if marker <= last),
+            folds=frozenset(fold for fold in self.folds if fold[1] <= last),
         )
 
     def strides(self, chain: Sequence[Commit], since: MarkerId | None = None) -> dict[MarkerId, MarkerId | None]:

@@ -369,8 +369,7 @@ def rows_at(job: Job | Tiers, route: Route, scratch: Path) -> Iterator[MarkerRow
     """Open all rows of a marker that was found, from the place where it is; raises as :func:`open_rows`."""
     place, lineage = route.place, route.lineage
     with ThreadPoolExecutor(_READERS) as pool, scratch_folder(scratch) as folder:
-        catalog = load_catalog(place.objects(job), lineage)
-        catalog = catalog.upto(place.outer_upto) if catalog is not None and place.outer_upto else catalog
+        catalog = place.offered(load_catalog(place.objects(job), lineage))
         log, marker = place.log(job), route.marker
         with contextlib.closing(MarkerRows(log, lineage, marker, None, catalog, folder, pool, lambda _: None)) as rows:
             yield rows

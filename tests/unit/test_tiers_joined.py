@@ -1,0 +1,124 @@
+"""A marker that only the inner log has, over what the outer tier holds of its generation: trimmed, folded, given up."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests import stores, tiered
+from tests.synthetic import Image
+from tests.tiered import TieredJob, lose, relay
+from torchrec_stream_ckpt.find.find import find
+from torchrec_stream_ckpt.find.route import Route
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind
+from torchrec_stream_ckpt.format.rows import decode_rows
+from torchrec_stream_ckpt.format.segment import decode_chunk
+from torchrec_stream_ckpt.log.control.trim import trim_log
+from torchrec_stream_ckpt.log.stream import read_stream
+from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
+from torchrec_stream_ckpt.maintain.gc.retention import Retention
+from torchrec_stream_ckpt.store.reader import read_chunks
+from torchrec_stream_ckpt.util.types import MarkerId
+
+
+def node(root: Path, number: int, every: int = 1) -> TieredJob:
+    inner = root / f"node{number}"
+    return TieredJob(inner, settings=tiered.config(inner, root / "outer", every=every), seed=number)
+
+
+def second_node(root: Path, every: int = 1) -> TieredJob:
+    """A job whose first node was lost: its second one goes on from the outer tier, which was folded and trimmed."""
+    first = node(root, 1, every)
+    first.begin()
+    first.markers(3)
+    relay(first.tiers, everything=True)
+    upkeep(first)
+    lose(first.tiers)
+    second = node(root, 2, every)
+    second.begin("1:3")
+    return second
+
+
+def upkeep(job: TieredJob, *, newest: int | None = None) -> None:
+    """Materialize and trim the outer tier; with ``newest``, give older markers up in between."""
+    tier = job.tiers.outer
+    folder = Path(tier.uri.removeprefix("file://"))
+    stores.fold(folder)
+    lineage = tier.control.refresh()
+    if newest is not None:
+        rules = GcRules(retention=Retention(newest=newest), grace_s=0.0, compact=True)
+        with ThreadPoolExecutor(2) as pool:
+            collect(tier.objects, lineage, lineage.job, rules, pool)
+    last = lineage.newest
+    assert last is not None
+    trim_log(tier.log, tier.control, last, tier.objects.url)
+
+
+def image(job: TieredJob, route: Route) -> Image:
+    """What a restore of the newest marker writes, read as it reads it: pieces of the store, then intervals of logs."""
+    image = Image(route.schema)
+    with ThreadPoolExecutor(2) as pool:
+        for piece in route.pieces:
+            for each, entry, data in read_chunks(route.place.objects(job.tiers), piece.opened, pool):
+                if piece.generation >= route.bases.get(entry.table, 0):
+                    image.put(entry.table, entry.col0, decode_chunk(entry, data, route.schema, each.ref.name))
+    log = route.place.log(job.tiers)
+    for interval in route.intervals:
+        for header, frame in read_stream(log, interval.commit, interval.end, interval.after):
+            if header.kind is Kind.ROWS and header.generation >= route.bases.get(header.table, 0):
+                payload = memoryview(frame)[HEADER_LEN:]
+                view = decode_rows(header, payload, interval.claim.schema.tables[header.table])
+                image.put(header.table, header.col0, view)
+    route.place.dense(job.tiers).verify(route.commit)
+    return image
+
+
+def check(job: TieredJob, expected: str, truth: Image, place: str = "inner + outer") -> Route:
+    route = find(job.tiers, None)
+    assert route is not None
+    assert (str(route.marker), str(route.place)) == (expected, place)
+    assert image(job, route) == truth
+    return route
+
+
+def truth_of(job: TieredJob) -> Image:
+    """The rows at the newest marker of the inner log, read before any log is trimmed."""
+    route = find(job.tiers, None)
+    assert route is not None
+    return image(job, route)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_an_uncopied_marker_is_read_after_upkeep_of_the_outer_tier(every: int, tmp_path: Path) -> None:
+    """The outer store has given up the marker that the generation began on: only later ones of it are left there."""
+    job = second_node(tmp_path, every)
+    job.markers(4)
+    copied = relay(job.tiers)
+    job.markers(3)
+    newest = "2:10"
+    truth = truth_of(job)
+    upkeep(job, newest=1)
+    route = check(job, newest, truth)
+    assert route.place.joint is not None
+    assert str(route.place.joint.marker) == copied[-1]
+    assert str(route.stored) == copied[-1]
+    assert relay(job.tiers, everything=True)[-1] == newest
+    assert find(job.tiers, None) is not None
+
+
+def test_an_uncopied_marker_is_read_across_both_logs(tmp_path: Path) -> None:
+    """The outer store ends before the marker at which the logs are joined: one interval lies in both of them."""
+    job = second_node(tmp_path)
+    job.markers(2)
+    relay(job.tiers)
+    stores.fold(tmp_path / "outer")
+    job.markers(3)
+    relay(job.tiers)
+    job.markers(2)
+    truth = truth_of(job)
+    for tier, last in ((job.tiers.outer, MarkerId(2, 5)), (job.tiers.inner, MarkerId(2, 8))):
+        trim_log(tier.log, tier.control, tier.control.refresh().find(last), job.tiers.outer.objects.url)
+    route = check(job, "2:10", truth)
+    assert str(route.stored) == "2:5"
