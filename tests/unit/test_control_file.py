@@ -238,7 +238,8 @@ def test_a_lock_that_is_never_given_back_ends_the_wait(
     monkeypatch.setattr(control_file, "LOCK_TIMEOUT_S", 0.0)
     with open(tmp_path / "control.lock", "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(LogUnavailableError, match="cannot append to the control log: locked for 0 s") as caught:
+        who = f"cannot append to the control log: locked for 0 s by process {os.getpid()}"
+        with pytest.raises(LogUnavailableError, match=who) as caught:
             log.append_control(RECORDS[0])
     assert "another trainer holds the lock" in str(caught.value)
     assert control(log) == []

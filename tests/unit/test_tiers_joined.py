@@ -1,4 +1,7 @@
-"""A marker that only the inner log has, over what the outer tier holds of its generation: trimmed, folded, given up."""
+"""A marker that only the inner log has, over what the outer tier holds of its generation: trimmed, folded, given up.
+
+The same over Kafka, whose offsets are others: ``tests/kafka/test_kafka_tiers_joined.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import pytest
 from tests import stores, tiered
 from tests.synthetic import Image
 from tests.tiered import TieredJob, lose, relay
+from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.find.find import find
 from torchrec_stream_ckpt.find.route import Route
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind
@@ -122,3 +126,13 @@ def test_an_uncopied_marker_is_read_across_both_logs(tmp_path: Path) -> None:
         trim_log(tier.log, tier.control, tier.control.refresh().find(last), job.tiers.outer.objects.url)
     route = check(job, "2:10", truth)
     assert str(route.stored) == "2:5"
+
+
+def test_a_new_nodes_log_cannot_be_folded_and_the_error_says_how_its_disk_is_freed(tmp_path: Path) -> None:
+    job = second_node(tmp_path)
+    job.markers(2)
+    relay(job.tiers)
+    with pytest.raises(CorruptionError, match=r"trimmed on .*; the store .* holds it") as refused:
+        stores.fold(tmp_path / "node2")
+    assert "materialize the outer log" in refused.value.hint
+    assert f"stream-ckpt trim URI --store file://{tmp_path}/outer" in refused.value.hint

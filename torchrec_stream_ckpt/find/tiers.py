@@ -35,6 +35,10 @@ MIXED = "inner and outer"
 """Incarnation of a lineage that is combined from both logs."""
 
 
+JOINED = 1 << 32
+"""Least partition of streams that go on from one log to the other; no log has as many."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tiers:
     """Both logs of a job, each with its store. The inner one is near the trainer; the outer one decides."""
@@ -87,8 +91,8 @@ class Joint:
     """Marker that both logs have: its generation is read from the outer log up to it, then from the inner one.
 
     The relay copies frames unchanged, so the streams of both logs are equal at this marker, but at other offsets. A
-    joined stream has the offsets of the outer log, which continue in the inner log. Its partition is negative:
-    :meth:`partition_of` its rank.
+    joined stream has the offsets of the outer log, which continue in the inner log. Its partition is :data:`JOINED` and
+    its rank.
     """
 
     marker: MarkerId
@@ -101,17 +105,12 @@ class Joint:
         streams = [[(end.rank, end.frames, end.chain) for end in commit.ranks] for commit in (outer, inner)]
         return cls(outer.id, tuple(zip(outer.ranks, inner.ranks, strict=True))) if streams[0] == streams[1] else None
 
-    @staticmethod
-    def partition_of(rank: int) -> int:
-        """Return the partition of a rank's joined stream."""
-        return -1 - rank
-
     def after(self, commit: Commit) -> Commit:
         """Return a later COMMIT of the inner log with the ends of the joined streams."""
         ends = (
             replace(
                 end,
-                partition=self.partition_of(end.rank),
+                partition=JOINED + end.rank,
                 begin=theirs.begin,
                 end=end.end + theirs.end - mine.end,
             )
@@ -121,7 +120,7 @@ class Joint:
 
     def parts(self, span: LogSpan) -> tuple[LogSpan | None, LogSpan | None, int]:
         """Return the parts of a joined stream in the outer and in the inner log, and the latter's shift of offsets."""
-        theirs, mine = self.ends[self.partition_of(span.partition)]
+        theirs, mine = self.ends[span.partition - JOINED]
         shift, middle = theirs.end - mine.end, min(max(theirs.end, span.begin), span.end)
         outer = LogSpan(span.generation, theirs.partition, span.begin, middle)
         inner = LogSpan(span.generation, mine.partition, middle - shift, span.end - shift)
@@ -218,7 +217,7 @@ class MixedLog:
 
     def _parts(self, span: LogSpan) -> list[tuple[LogReader, LogSpan, int]]:
         """Return the parts of a span: the log that has it, the span there, and the shift of its offsets."""
-        if self.joint is not None and span.partition < 0:
+        if self.joint is not None and span.partition >= JOINED:
             outer, inner, shift = self.joint.parts(span)
             parts = [(self.outer, outer, 0), (self.inner, inner, shift)]
             return [(log, part, moved) for log, part, moved in parts if part is not None]

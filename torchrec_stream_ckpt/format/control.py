@@ -267,6 +267,16 @@ class Commit(Record):
     def _total(self, name: str) -> int:
         return RankEnds.of(self.ranks).total(name)
 
+    def is_same_marker(self, other: Commit) -> bool:
+        """Return whether both are COMMITs of one marker: the same one, or its copies in both logs of a job with tiers.
+
+        The copy has other positions in its log, its own signature, and another place of dense state.
+        """
+        if self == other:
+            return True
+        mine, theirs = (replace(each, ranks=(), store="", mac="") for each in (self, other))
+        return mine == theirs and RankEnds.of(self.ranks).same_streams(RankEnds.of(other.ranks))
+
     @property
     def dense_count(self) -> int:
         """Number of dense files."""

@@ -25,6 +25,8 @@ _FRONT = struct.Struct(f"<I{len(COLUMNS)}B{len(COLUMNS)}Q")
 FRONT_LEN = _FRONT.size
 _IN_ORDER = "COMMIT.ranks must be 0, 1, 2, ..., each with a HELLO and a MARK"
 _FRAMES = COLUMNS.index("frames")
+_OF_STREAM = tuple(COLUMNS.index(name) for name in ("frames", "chain", "rows", "num_bytes"))
+"""Columns that do not depend on the log that has the stream."""
 
 
 def from_base64(text: str, what: str) -> bytes:
@@ -123,6 +125,10 @@ class RankEnds(Sequence[RankEnd]):
             return count * least[place]
         sums: list[int] = self._bytes(place, count, widths).sum(axis=0, dtype=np.uint64).tolist()
         return count * least[place] + sum(value << 8 * byte for byte, value in enumerate(sums))
+
+    def same_streams(self, other: RankEnds) -> bool:
+        """Return whether the streams are the same, at any positions in their logs."""
+        return all(self._column(place) == other._column(place) for place in _OF_STREAM)
 
     def spans(self, generation: int) -> list[LogSpan]:
         """Return the spans of the log that the streams of all ranks occupy, from HELLO to MARK."""

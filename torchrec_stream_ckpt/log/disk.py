@@ -123,7 +123,8 @@ def unavailable(what: str, path: Path, error: OSError) -> LogUnavailableError:
         errno.EACCES: "run as the owner of the folder and of its lock file, or check their modes",
         errno.EROFS: "the file system is read-only: mount it for writing, or choose another folder",
         errno.ENOENT: "check the path; nothing was written there yet, or it was deleted",
-        errno.ETIMEDOUT: "another trainer holds the lock: if it is stopped or hangs, end it",
+        errno.ETIMEDOUT: "another trainer holds the lock: if it is stopped, frozen or hangs, end it with kill -9; "
+        "until then nothing can be written, and it cannot be fenced",
     }
     hint = hints.get(error.errno or 0, "check the disk and the path")
     if error.errno == errno.ENOSPC and not files_left(path):

@@ -396,15 +396,20 @@ class IntervalFolder:
         """
         marker = interval.commit.id
         try:
-            if not same_log:
+            # A TRIM says where the data are, also in the log of a new node or a recovered one, which is another log.
+            if not same_log and not lineage.trims.has_taken(marker):
                 check_incarnation(self._log, lineage, marker, [marker.generation])
             check_there(self._log, lineage, marker, [interval])
         except OtherLogError as error:  # a loss, too; its own message is enough
             raise CorruptionError(error.message, hint=error.hint, **error.where) from None
         except TrimmedError as error:
+            now, claim, store = self._log.incarnation(), interval.claim, error.where["store"]
+            own = now is not None and now.holds_rows_of(claim.incarnation)
             raise CorruptionError(
                 f"{error.message}, and this store lacks {_standing_on(lineage, marker, missing)}",
-                hint=f"fold into that one: --store {error.where['store']}",
+                hint=f"fold into that one: --store {store}"
+                if own
+                else f"materialize the outer log of this job; to free this one: stream-ckpt trim URI --store {store}",
                 marker=marker,
                 store=self._objects.url,
             ) from None

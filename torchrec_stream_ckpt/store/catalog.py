@@ -250,7 +250,7 @@ class Catalog:
     def check(self, commit: Commit) -> Manifest:
         """Return the manifest of a marker that has one. Raises also if it is of another history than ``commit``."""
         manifest = self.manifest(commit.id)
-        if manifest.commit != commit:
+        if not manifest.commit.is_same_marker(commit):
             raise self.foreign(commit, _in_words(manifest.commit))
         return manifest
 
@@ -280,7 +280,7 @@ class Catalog:
         """Return whether the marker was given up. Raises if that was a marker of this name from another history."""
         if commit.id not in self.dropped:
             return False
-        if (found := self.drop_of(commit.id).commit) != commit:
+        if not (found := self.drop_of(commit.id).commit).is_same_marker(commit):
             raise self.foreign(commit, _in_words(found))
         return True
 

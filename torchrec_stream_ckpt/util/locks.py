@@ -88,10 +88,27 @@ def held(path: Path, *, timeout_s: float, poll_s: float = 0.01) -> Iterator[int]
     fd = open_lock(path)
     try:
         if not await_lock(fd, timeout_s, poll_s=poll_s):
-            raise TimeoutError(errno.ETIMEDOUT, f"locked for {timeout_s:.0f} s")
+            pid = holder(fd)
+            by = f" by process {pid}" if pid is not None else ""
+            raise TimeoutError(errno.ETIMEDOUT, f"locked for {timeout_s:.0f} s{by}")
         yield fd
     finally:
         close_lock(fd)
+
+
+def holder(fd: int) -> int | None:
+    """Return the id of the process that took the lock of an open file.
+
+    Returns None if no process of this host holds it, or if the system does not list locks.
+    """
+    found = os.fstat(fd)
+    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    try:
+        locks = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    fields = (line.split() for line in locks)
+    return next((int(each[4]) for each in fields if each[1] == "FLOCK" and each[5] == place and each[4] != "-1"), None)
 
 
 def _give_away() -> None:
