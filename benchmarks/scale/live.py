@@ -23,7 +23,8 @@ from device import add_device, finish_queued, join, start_ranks  # noqa: E402
 
 from tests.inside import inside  # noqa: E402
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
-from torchrec_stream_ckpt.extras.sizing import TableLoad, Workload, ZipfTouched, optimizer_states  # noqa: E402
+from torchrec_stream_ckpt.extras.sizing.inputs import TableLoad, Workload, optimizer_states  # noqa: E402
+from torchrec_stream_ckpt.extras.sizing.touched import ZipfTouched  # noqa: E402
 from torchrec_stream_ckpt.log.control.partition import Control  # noqa: E402
 from torchrec_stream_ckpt.log.files import FileLog  # noqa: E402
 from torchrec_stream_ckpt.maintain.head import HeadWriter  # noqa: E402

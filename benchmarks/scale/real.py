@@ -13,9 +13,9 @@ from pathlib import Path
 import torch.distributed as dist
 from live import Shape, attach, build, dense_bytes_of, fold, sent, settle, timed_restores
 
-from torchrec_stream_ckpt.extras.sizing import (
+from torchrec_stream_ckpt.extras.sizing.inputs import UnitCosts
+from torchrec_stream_ckpt.extras.sizing.stream import (
     StepCost,
-    UnitCosts,
     drain_bytes,
     drain_frames,
     host_time,

@@ -28,17 +28,10 @@ from real import measure, predict  # noqa: E402
 from units import NARROW, PROBES, WIDE, broker_produce, parts, probe, solve  # noqa: E402
 
 from torchrec_stream_ckpt.errors import StreamCkptError  # noqa: E402
-from torchrec_stream_ckpt.extras.sizing import (  # noqa: E402
-    Deployment,
-    TableLoad,
-    UnitCosts,
-    Workload,
-    ZipfTouched,
-    loss_window,
-    optimizer_states,
-    restore_time,
-    step_cost,
-)
+from torchrec_stream_ckpt.extras.sizing.failure import loss_window, restore_time  # noqa: E402
+from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, TableLoad, UnitCosts, Workload, optimizer_states  # noqa: E402
+from torchrec_stream_ckpt.extras.sizing.stream import step_cost  # noqa: E402
+from torchrec_stream_ckpt.extras.sizing.touched import ZipfTouched  # noqa: E402
 from torchrec_stream_ckpt.util.types import TableSpec  # noqa: E402
 
 MARKERS_S = (10, 30, 120)

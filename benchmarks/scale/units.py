@@ -19,7 +19,7 @@ from live import ZIPF, Shape, attach, build, dense_bytes_of, drain, fold, sent, 
 from tests.inside import inside
 from torchrec_stream_ckpt.capture.touched import TouchedRows
 from torchrec_stream_ckpt.extras.broker.kraft import Broker
-from torchrec_stream_ckpt.extras.sizing import UnitCosts
+from torchrec_stream_ckpt.extras.sizing.inputs import UnitCosts
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
 from torchrec_stream_ckpt.log.api import open_log
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from torchrec_stream_ckpt.extras.sizing import UnitCosts
+from torchrec_stream_ckpt.extras.sizing.inputs import UnitCosts
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "scale"
 MODULES = ("live", "units", "real", "draw", "run")

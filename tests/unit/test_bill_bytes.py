@@ -21,9 +21,10 @@ from tests import builders
 from tests.counting import CountingObjects
 from tests.synthetic import Job
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.extras.sizing import Deployment, Share, TableLoad, UnitCosts, Workload, fold_load
 from torchrec_stream_ckpt.extras.sizing import requests as model
-from torchrec_stream_ckpt.extras.sizing.bills import store_shares
+from torchrec_stream_ckpt.extras.sizing.bills import Share, store_shares
+from torchrec_stream_ckpt.extras.sizing.folds import fold_load
+from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, TableLoad, UnitCosts, Workload
 from torchrec_stream_ckpt.find.locate import load_catalog, locate
 from torchrec_stream_ckpt.format import segment
 from torchrec_stream_ckpt.format.schema import Schema

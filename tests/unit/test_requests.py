@@ -17,20 +17,12 @@ from tests.counting import CountingObjects
 from tests.jobs_on_paper import PaperJob, tables
 from tests.synthetic import SCHEMA, Job
 from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.extras.sizing import (
-    Deployment,
-    RateTouched,
-    Requests,
-    TableLoad,
-    UnitCosts,
-    Workload,
-    fold_load,
-    fold_requests,
-    marker_requests,
-    plan,
-)
 from torchrec_stream_ckpt.extras.sizing import requests as model
-from torchrec_stream_ckpt.extras.sizing.inputs import optimizer_states
+from torchrec_stream_ckpt.extras.sizing.folds import fold_load
+from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, TableLoad, UnitCosts, Workload, optimizer_states
+from torchrec_stream_ckpt.extras.sizing.needs import plan
+from torchrec_stream_ckpt.extras.sizing.requests import Requests, fold_requests, marker_requests
+from torchrec_stream_ckpt.extras.sizing.touched import RateTouched
 from torchrec_stream_ckpt.find.locate import load_catalog, locate
 from torchrec_stream_ckpt.format import segment
 from torchrec_stream_ckpt.log.control.partition import Control

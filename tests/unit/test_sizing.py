@@ -13,24 +13,12 @@ from recipe_helper import load_recipe
 
 from tests.builders import rows_frame
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.extras.sizing import (
-    Deployment,
-    RateTouched,
-    StepCost,
-    TableLoad,
-    UnitCosts,
-    Workload,
-    ZipfTouched,
-    broker_need,
-    drain_bytes,
-    loss_window,
-    optimizer_states,
-    plan,
-    restore_time,
-    step_time,
-    store_bytes,
-    stream_bytes_per_s,
-)
+from torchrec_stream_ckpt.extras.sizing.failure import loss_window, restore_time
+from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, TableLoad, UnitCosts, Workload, optimizer_states
+from torchrec_stream_ckpt.extras.sizing.keep import broker_need, store_bytes
+from torchrec_stream_ckpt.extras.sizing.needs import plan
+from torchrec_stream_ckpt.extras.sizing.stream import StepCost, drain_bytes, step_time, stream_bytes_per_s
+from torchrec_stream_ckpt.extras.sizing.touched import RateTouched, ZipfTouched
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
 from torchrec_stream_ckpt.model.optimizers import OPTIMIZERS
 from torchrec_stream_ckpt.model.optimizers import optimizer_states as captured_states

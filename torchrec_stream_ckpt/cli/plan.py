@@ -12,7 +12,9 @@ from torchrec_stream_ckpt.cli.common import console, print_json, table
 from torchrec_stream_ckpt.cli.options import Access, Json, Store
 from torchrec_stream_ckpt.cli.plan_input import Asked, Rates, parse_assumptions, parse_tables, workload_of_job
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.extras.sizing import Bill, Bills, Deployment, Plan, Share, UnitCosts, Workload, plan
+from torchrec_stream_ckpt.extras.sizing.bills import Bill, Bills, Share
+from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, UnitCosts, Workload
+from torchrec_stream_ckpt.extras.sizing.needs import Plan, plan
 from torchrec_stream_ckpt.util.units import duration, parse_duration, parse_size, size
 from torchrec_stream_ckpt.util.uris import FileUri, parse_uri
 

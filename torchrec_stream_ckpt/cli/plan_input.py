@@ -10,14 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
-from torchrec_stream_ckpt.extras.sizing import (
-    RateTouched,
-    TableLoad,
-    UnitCosts,
-    Workload,
-    ZipfTouched,
-    optimizer_states,
-)
+from torchrec_stream_ckpt.extras.sizing.inputs import TableLoad, UnitCosts, Workload, optimizer_states
+from torchrec_stream_ckpt.extras.sizing.touched import RateTouched, ZipfTouched
 from torchrec_stream_ckpt.find.job import Job
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.format.rows import RowLayout

@@ -8,7 +8,7 @@ most*.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torchrec_stream_ckpt.extras.sizing.inputs import UnitCosts
 
@@ -51,27 +51,18 @@ class Requests:
     delete: float = 0.0
 
     def __add__(self, other: Requests) -> Requests:
-        return Requests(
-            put=self.put + other.put,
-            get=self.get + other.get,
-            head=self.head + other.head,
-            list=self.list + other.list,
-            delete=self.delete + other.delete,
-        )
+        return Requests(**{name: getattr(self, name) + getattr(other, name) for name in _KINDS})
 
     def __mul__(self, times: float) -> Requests:
-        return Requests(
-            put=self.put * times,
-            get=self.get * times,
-            head=self.head * times,
-            list=self.list * times,
-            delete=self.delete * times,
-        )
+        return Requests(**{name: getattr(self, name) * times for name in _KINDS})
 
     def cost(self, costs: UnitCosts) -> float:
         """Return the cost in dollars."""
         written = (self.put + self.list) * costs.put_list_usd_per_1000
         return (written + (self.get + self.head) * costs.get_head_usd_per_1000) / 1000
+
+
+_KINDS = [field.name for field in fields(Requests)]
 
 
 def put_requests(num_bytes: float) -> int:
