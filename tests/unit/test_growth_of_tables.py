@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path as Folder
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,6 +11,8 @@ import numpy as np
 import pytest
 
 from tests.work import grown, lines_of
+from torchrec_stream_ckpt.extras.interchange.rows import TableReader
+from torchrec_stream_ckpt.extras.interchange.safetensors import write_safetensors
 from torchrec_stream_ckpt.find.route import Path
 from torchrec_stream_ckpt.format.control import TableScalars
 from torchrec_stream_ckpt.format.proof import POSITIONS, Proof, Window
@@ -66,7 +70,16 @@ def put_back_scalars(tables: int) -> None:
     assert put == [(7, 1.0, 0.5, 0.5)]
 
 
-@pytest.mark.parametrize("act", [cover_columns, find_blocks, find_shared_blocks, put_back_scalars])
+def lay_out_files(tables: int) -> None:
+    """Begin the files of an export, one file for all tables."""
+    specs = [TableSpec(f"t{number}", 2, 4, "float32", "sgd", (), id=number + 1) for number in range(tables)]
+    readers = [cast(TableReader, SimpleNamespace(spec=spec, slices=(), windows=list)) for spec in specs]
+    with TemporaryDirectory() as folder:
+        names = write_safetensors(Folder(folder), readers, states=False, shard_bytes=2**20, about={})
+    assert len(names) == 2
+
+
+@pytest.mark.parametrize("act", [cover_columns, find_blocks, find_shared_blocks, lay_out_files, put_back_scalars])
 def test_each_line_is_executed_as_often_for_each_table(act: Any) -> None:
     few, many = (lines_of(lambda tables=tables: act(tables)) for tables in (FEW, MANY))
     assert few

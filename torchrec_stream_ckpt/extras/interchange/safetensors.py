@@ -120,11 +120,13 @@ def _arrays(reader: TableReader, window: TableWindow, count: int) -> list[Array]
 
 def _shards(tensors: Sequence[_Tensor], shard_bytes: int) -> Iterator[list[_Tensor]]:
     shard: list[_Tensor] = []
+    held_bytes = 0
     for tensor in tensors:
-        if shard and sum(each.num_bytes for each in shard) + tensor.num_bytes > shard_bytes:
+        if shard and held_bytes + tensor.num_bytes > shard_bytes:
             yield shard
-            shard = []
+            shard, held_bytes = [], 0
         shard.append(tensor)
+        held_bytes += tensor.num_bytes
     if shard:
         yield shard
 
