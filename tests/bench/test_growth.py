@@ -78,6 +78,18 @@ def test_no_line_is_executed_more_often_for_each_unit(axis: str, bench: SimpleNa
     assert not steep
 
 
+def test_a_trim_looks_at_each_generation_as_often_if_there_are_more(bench: SimpleNamespace, tmp_path: Path) -> None:
+    """Generations that stand on each other, with folds: without them a marker of the store has a piece for each."""
+    counts = []
+    for size in (16, 32):
+        root = tmp_path / str(size)
+        with bench.run.without_fsync():
+            bench.axes.write("generations", root, size)
+        bench.calls.call(root, CALLS[0])
+        counts.append(lines_of(partial(bench.calls.call, root, "trim --dry-run")))
+    assert not grown(*counts, 3, least=500)
+
+
 def test_exponents_are_filed_for_each_cell(tmp_path: Path) -> None:
     found = run("growth/run.py", "--quick", tmp_path)
     assert [(row["axis"], row["call"]) for row in found["rows"]] == [

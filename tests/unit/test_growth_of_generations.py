@@ -76,3 +76,7 @@ def test_what_markers_have_in_common_is_the_same_in_any_order(seed: int) -> None
         assert strides.covers(*stretches) == (ways[1] <= ways[0])
         assert strides.overlap(strides.interval(one), stretches[1]) == (one in ways[1])
         assert [commit.id for commit in strides.chain(one)] == lineage.leading_to(one)
+        assert lineage.ways((one, other)) == {*lineage.way(one), *lineage.way(other)}
+        wanted = {marker for marker in order if chance.random() < 0.3}
+        if one in ways[1]:
+            assert strides.counter(wanted)(strides.stretch(one, other)) == len(wanted & (ways[1] - ways[0]))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -95,6 +96,18 @@ class Strides:
         """Return the stretch of one marker."""
         place = self._way(marker).places[marker]
         return Stretch(marker.generation, place, place + 1)
+
+    def counter(self, wanted: Container[MarkerId]) -> Callable[[Stretch], int]:
+        """Return a function that counts these markers in a stretch, without a look at each marker of the stretch."""
+        sums: dict[int, list[int]] = {}
+
+        def count(stretch: Stretch) -> int:
+            way = self._ways[stretch.generation]
+            if id(way) not in sums:
+                sums[id(way)] = [0, *accumulate(commit.id in wanted for commit in way.chain)]
+            return sums[id(way)][stretch.stop] - sums[id(way)][stretch.first]
+
+        return count
 
     def overlap(self, one: Stretch, other: Stretch) -> bool:
         """Return whether the two stretches have a marker in common."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import groupby, islice
+from itertools import groupby, islice, takewhile
 
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, in_words
@@ -169,14 +169,25 @@ class Lineage:
 
     def way(self, marker: MarkerId) -> list[MarkerId]:
         """Return the markers of :meth:`path`, without reading their COMMITs."""
+        return list(self.upward(marker))[::-1]
+
+    def upward(self, marker: MarkerId) -> Iterator[MarkerId]:
+        """Iterate over the markers of :meth:`way` from ``marker`` to its root generation, as far as they are wanted."""
         _check_committed(self, marker)
-        way = [marker]
-        while (parent := self.claims[way[-1].generation].parent) is not None:
-            if parent.generation >= way[-1].generation:
-                raise CorruptionError(f"generation {way[-1].generation} names {parent} as its parent")
+        yield marker
+        while (parent := self.claims[marker.generation].parent) is not None:
+            if parent.generation >= marker.generation:
+                raise CorruptionError(f"generation {marker.generation} names {parent} as its parent")
             _check_committed(self, parent)
-            way.append(parent)
-        return way[::-1]
+            yield parent
+            marker = parent
+
+    def ways(self, markers: Iterable[MarkerId]) -> set[MarkerId]:
+        """Return the markers of :meth:`way` of all these markers. Looks at each of them once."""
+        found: set[MarkerId] = set()
+        for marker in markers:
+            found.update(takewhile(lambda each: each not in found, self.upward(marker)))
+        return found
 
     def changes_made(self, marker: MarkerId) -> list[ClaimChanges]:
         """Return the changes declared to the generations on the path to ``marker``, newest first."""

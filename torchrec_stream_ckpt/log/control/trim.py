@@ -106,7 +106,7 @@ def _incarnation(log: Log) -> Incarnation:
 def _trim_of(lineage: Lineage, commits: Iterable[Commit], store_url: str) -> Trim:
     """Make the record for a store that holds all of ``commits``. The first one is the marker of the record."""
     first, *others = commits
-    reach = _furthest(step.id for commit in (first, *others) for step in lineage.path(commit.id))
+    reach = _furthest(lineage.ways(commit.id for commit in (first, *others)))
     marker = reach[first.generation]
     markers = tuple(sorted(reach.values()))
     return Trim(first.job, marker.generation, marker.marker, markers, store_url, uuid.uuid4().hex, time.time())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.find.holdings import Holding, Holdings
-from torchrec_stream_ckpt.find.strides import Stretch
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import SegmentRef
@@ -60,9 +59,10 @@ def check_synced(
     catalog, lineage = holdings.catalog, holdings.lineage
     commit = _upto(holdings, upto)
     trimmed = {each.generation: each for each in lineage.commits.values() if each.id <= commit.id}
+    gone = {number: each.id for number, each in trimmed.items()}
     checked: dict[MarkerId, Holding] = {}
     for marker in _wanted(lineage, catalog.dropped):
-        checked[marker] = _check(holdings, marker, commit.id, {number: each.id for number, each in trimmed.items()})
+        checked[marker] = _check(holdings, marker, commit.id, gone)
     refs = _segments(holdings, checked.values())
     if read_back is not None:
         _check_bytes(holdings, checked.values(), _new(holdings, trimmed), read_back)
@@ -134,13 +134,15 @@ def _why(holding: Holding, marker: MarkerId) -> str:
 
 def _lost(lineage: Lineage, marker: MarkerId, reach: MarkerId | None, trimmed: Mapping[int, MarkerId]) -> bool:
     """Return whether a restore would miss log data of a trimmed generation beyond what the store serves."""
-    for ancestor in lineage.path(marker):
+    for ancestor in lineage.upward(marker):
+        if reach is not None and ancestor.generation < reach.generation:
+            break
         gone = trimmed.get(ancestor.generation)
-        if gone is None or (reach is not None and ancestor.generation < reach.generation):
+        if gone is None:
             continue
         if reach is None or ancestor.generation > reach.generation:
             return True
-        if ancestor.id != reach and gone > reach:
+        if ancestor != reach and gone > reach:
             return True
     return False
 
@@ -158,18 +160,17 @@ def _segments(holdings: Holdings, checked: Iterable[Holding]) -> dict[str, tuple
     return found
 
 
-def _new(holdings: Holdings, trimmed: Mapping[int, Commit]) -> list[Stretch]:
-    """Return the markers whose rows the log would lose now, one stretch per generation. Omits those trimmed before."""
-    reach, found = holdings.lineage.trims.reach, dict[int, list[MarkerId]]()
+def _new(holdings: Holdings, trimmed: Mapping[int, Commit]) -> set[MarkerId]:
+    """Return the markers whose rows the log would lose now. Omits those trimmed before."""
+    reach, found = holdings.lineage.trims.reach, set[MarkerId]()
     for marker in holdings.lineage.commits:
         upto, gone = trimmed.get(marker.generation), reach.get(marker.generation)
         if upto is not None and marker <= upto.id and (gone is None or marker > gone):
-            found.setdefault(marker.generation, []).append(marker)
-    ends = ((holdings.strides.interval(min(each)), holdings.strides.interval(max(each))) for each in found.values())
-    return [replace(first, stop=last.stop) for first, last in ends]
+            found.add(marker)
+    return found
 
 
-def _check_bytes(holdings: Holdings, checked: Iterable[Holding], new: Sequence[Stretch], read_back: ReadBack) -> None:
+def _check_bytes(holdings: Holdings, checked: Iterable[Holding], new: Container[MarkerId], read_back: ReadBack) -> None:
     """Check that the pieces with rows of these markers hold the bytes that were written.
 
     Raises:
@@ -177,9 +178,9 @@ def _check_bytes(holdings: Holdings, checked: Iterable[Holding], new: Sequence[S
     """
     steps = {(piece.start, piece.end) for holding in checked if holding.reach for piece in holding.pieces}
     strides = holdings.strides
+    count_new = strides.counter(new)
     for step in sorted(steps, key=lambda each: each[1]):
-        held = strides.stretch(*step)
-        if any(strides.overlap(held, each) for each in new) and not read_back.is_whole(holdings, step):
+        if count_new(strides.stretch(*step)) and not read_back.is_whole(holdings, step):
             error = read_back.damaged[step]
             raise CorruptionError(
                 f"the log is not trimmed: the store holds damaged rows of marker {step[1]}: {error.message}",
