@@ -24,7 +24,7 @@ pytestmark = [
 
 DOC = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", DOC, re.S)
-COMMANDS = re.findall(r"^    stream-ckpt (\w+ .*)$", DOC, re.M)
+COMMANDS = re.findall(r"^    stream-ckpt (\w+ .*)$", DOC.replace("\\\n", ""), re.M)
 NAMES = ("after", "dcp", "import", "save", "load", "schema", "evolve", "snapshot", "restore", "back")
 
 

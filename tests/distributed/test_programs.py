@@ -56,6 +56,16 @@ def _bare(text: str) -> str:
     return re.sub(r"\s|,(?=\s*\))", "", text)
 
 
+def _statements(lines: list[str]) -> list[str]:
+    """Lines that begin a statement: those after balanced brackets."""
+    found, opened = [], 0
+    for line in lines:
+        if not opened:
+            found.append(line)
+        opened += sum(line.count(each) for each in "([{") - sum(line.count(each) for each in ")]}")
+    return found
+
+
 def test_the_lines_that_the_page_adds_are_those_of_the_jobs() -> None:
     run_here = "".join(_bare((ROOT / file).read_text()) for file in FILES)
     diffs = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "migration.md").read_text(), re.S)
@@ -63,4 +73,4 @@ def test_the_lines_that_the_page_adds_are_those_of_the_jobs() -> None:
     for diff in diffs:
         added = [line[1:] for line in diff.splitlines() if line.startswith("+")]
         assert [line for line in added if "..." not in line and _bare(line) not in run_here] == []
-        assert len(added) <= 10, diff
+        assert len(_statements(added)) <= 10, diff
