@@ -60,7 +60,7 @@ OUTCOMES = ("exact", "limited", "refused", "unverified")
 
 INTRO = """# Coverage
 
-Can I use my model with it? Eleven rows answer that. The tables after them list each combination, with its tests.
+Can I use my model with it? The tables after these eleven rows list each combination, with its tests.
 """
 IN_SHORT = (
     (
@@ -126,16 +126,10 @@ IN_SHORT = (
 )
 """What people ask first."""
 MORE = """\
-*Exact* means bit for bit: every table, every optimizer state, the kernels' own counters and the dense model, restored
-from a marker, equal those of the live job at the cut. *Refused* means refused by name; the text of the error stands
-beside it. *On an H100*: `make test-gpu` passed on one NVIDIA H100 80GB HBM3, driver
-580.159.04, with torch 2.11.0+cu130, torchrec 1.6.1, fbgemm-gpu 1.6.0 and Python 3.12.
-*Not run* and *not tested* mean that nobody knows.
-
-`make coverage` writes this page from the tests, and a test fails if it is out of date. A row is a cell of the cross
-product, with all tests that show it. The last table lists known faults in checkpoints of TorchRec and FBGEMM, each
-with the tests that prevent it. [guarantees.md](guarantees.md#limits-of-exactness) says which writes to tables outside
-the update are seen, and which are not.
+*Exact* means that every table, every optimizer state, the kernels' own counters and the dense model, restored from a
+marker, equal those of the live job at the cut, bit for bit. *Refused* means by an error, with its text. *On an H100*:
+[one rank](guarantees.md#on-a-gpu). *Not run* and *not tested* mean that nobody knows. For writes to tables outside the
+update see [guarantees.md](guarantees.md#limits-of-exactness). `make coverage` writes this page from the tests.
 """
 HEADINGS = {
     "exact": ("Exact", "shown by"),
@@ -148,9 +142,8 @@ HEADINGS = {
 SHARDERS = """
 ## Sharders of TorchRec
 
-All classes of sharders in the installed TorchRec, found by walking its modules (`tests/sharders.py`). A test fails if
-one is missing here. *Exact* holds for the kernels and plans above. A test of *refused* attaches to what the sharder
-makes.
+All classes of sharders in the installed TorchRec (`tests/sharders.py`). A test fails if one is missing here. *Exact*
+holds for the kernels and plans above.
 
 | sharder | what it makes is | test |
 |---|---|---|
