@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 HOST = "127.0.0.1"
 
-Kind = Literal["put", "get", "head", "list", "delete", "create", "part", "complete", "abort"]
+Kind = Literal["put", "get", "head", "list", "delete", "delete many", "create", "part", "complete", "abort"]
 """Of a request; the last four are those of a multipart upload."""
 Fault = Literal["slow down", "error", "broken before", "broken after", "half", "silence"]
 """503 SlowDown; 500; the connection breaks before the server hears of it, after it has done it, within its answer; no
@@ -180,7 +180,7 @@ def kind_of(method: str, target: str) -> Kind:
         return "part" if method == "PUT" else "abort"
     if method == "GET":
         return "get" if key else "list"
-    found: Mapping[str, Kind] = {"PUT": "put", "HEAD": "head", "DELETE": "delete"}
+    found: Mapping[str, Kind] = {"PUT": "put", "HEAD": "head", "DELETE": "delete", "POST": "delete many"}
     return found[method]
 
 

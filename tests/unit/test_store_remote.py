@@ -102,6 +102,25 @@ def test_a_failure_below_fsspec_is_ours_and_names_the_object(monkeypatch: pytest
     assert failed.value.where == {"store": "memory://failing", "name": "a/x"}
 
 
+def test_what_a_store_refuses_of_a_deletion_of_many_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, asked = open_store("s3://bucket/x", {"anon": "true"}), list[Any]()
+    assert isinstance(store, FsspecObjects)
+
+    def call_s3(*call: Any, **given: Any) -> Any:
+        asked.append((call[0], given["Bucket"], [each["Key"] for each in given["Delete"]["Objects"]]))
+        return {"Errors": [{"Key": "x/segments/b", "Code": "AccessDenied"}]} if len(asked) == 1 else {}
+
+    monkeypatch.setattr(store._fs, "call_s3", call_s3)
+    names = ["segments/a", "segments/b"]
+    assert [store.delete_many(names) for _ in range(2)] == [["segments/b"], []]
+    assert asked == [("delete_objects", "bucket", ["x/segments/a", "x/segments/b"])] * 2
+    monkeypatch.delattr(store._fs, "call_s3")  # any error
+    monkeypatch.setattr(type(store._fs), "call_s3", None)
+    assert store.delete_many(names) == names
+    assert isinstance(memory := open_store("memory://many"), FsspecObjects)
+    assert memory.delete_many(names) == names
+
+
 def test_a_put_that_fails_leaves_no_object() -> None:
     store = open_store("memory://failpoint")
     failpoints.arm("store.upload=raise")

@@ -94,6 +94,14 @@ class ReadsInto(Protocol):
 
 
 @runtime_checkable
+class DeletesMany(Protocol):
+    """Store that may delete many objects by one request."""
+
+    def delete_many(self, names: Sequence[str]) -> Sequence[str]:
+        """Delete objects, at most 1000. Returns those that it did not delete: delete them one by one, to learn why."""
+
+
+@runtime_checkable
 class LooksFirst(Protocol):
     """Store that may not refuse a put to a name that is taken."""
 

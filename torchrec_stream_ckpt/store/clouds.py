@@ -37,6 +37,11 @@ class Cloud:
 
     None if a store that supports the condition also supports it for large objects.
     """
+    delete: Callable[[Any, list[str]], list[str]] | None = None
+    """Function that deletes up to 1000 objects by one request. It returns those that the store did not delete.
+
+    None if each object takes a request.
+    """
     keys_hint: str = "check the store's options"
     """Hint for a login that the store does not accept."""
     servers: tuple[str, ...] = ()
@@ -88,6 +93,15 @@ def _upload_to_s3(files: Any, path: str, data: bytes) -> None:
         raise
 
 
+def _delete_from_s3(files: Any, paths: list[str]) -> list[str]:
+    """Delete by one request. ``rm`` of s3fs is such a request as well, but ignores what the store refuses."""
+    keys = {files.split_path(path)[1]: path for path in paths}
+    wanted = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
+    bucket = files.split_path(paths[0])[0]
+    answer = files.call_s3("delete_objects", files.kwargs, Bucket=bucket, Delete=wanted)
+    return [keys[refused["Key"]] for refused in answer.get("Errors", ())]
+
+
 _S3 = Cloud(
     extra="s3",
     patience={
@@ -101,6 +115,7 @@ _S3 = Cloud(
     whole={"max_concurrency": 1},
     length=_length_on_s3,
     upload=_upload_to_s3,
+    delete=_delete_from_s3,
     keys_hint="check the store's options or the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, a profile)",
     servers=("endpoint_url",),
     variables=("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),

@@ -186,6 +186,15 @@ class FsspecObjects:
         with contextlib.suppress(MissingObjectError), self._errors("delete", name):
             self._fs.rm_file(self._path(name))
 
+    def delete_many(self, names: Sequence[str]) -> Sequence[str]:
+        if self._cloud.delete is None:
+            return names
+        paths = {self._path(name): name for name in names}
+        try:
+            return [paths[path] for path in self._cloud.delete(self._fs, [*paths])]
+        except Exception:  # the request failed, or this server does not know it: each single request says what is wrong
+            return names
+
     def clear_leftovers(self) -> int:
         return 0  # only a bucket's lifecycle rule can tell abandoned multipart uploads from running ones
 
