@@ -33,7 +33,7 @@ def workers(page: Path) -> Table:
         each["wall_s"] / measured["workers"] for each in measured["rounds"][_SHARES_NOTHING.format(measured["workers"])]
     ]
     rows = [("folds and merges", *folds), ("the same by processes that share nothing", rounds["one core"], beside)]
-    names = {"scrub": "a scrub", "proof": "a marker against its proof", "delete": "deletions of gc"}
+    names = {"scrub": "a scrub", "proof": "a marker against its proof"}
     rows += [(text, tasks[name]["one_core_s"], tasks[name]["several_s"]) for name, text in names.items()]
     found = [[result.said(page), "one core, s", f"{several}, s", "times as fast (range)", "goal"]]
     for text, one, more in rows:

@@ -1,8 +1,8 @@
 """A materializer by one core and by several, what a byte of its work costs, and a day of it at full size.
 
-Beside it, the same for a scrub, for the comparison of a marker with its proof, and for gc's deletions (``tasks``).
+Beside it, the same for a scrub, and for the comparison of a marker with its proof (``tasks``).
 
-    python benchmarks/scaleout/run.py [--rows 3000000] [--intervals 24] [--rounds 3] [--names 20000] [--out FILE.json]
+    python benchmarks/scaleout/run.py [--rows 3000000] [--intervals 24] [--rounds 3] [--out FILE.json]
 
 One table of 64 float32 columns with a row-wise state, four ranks, then intervals of random rows.
 """
@@ -234,11 +234,10 @@ def main() -> None:
     parser.add_argument("--intervals", type=whole(10), default=20)
     parser.add_argument("--rounds", type=whole(1), default=5)
     parser.add_argument("--workers", type=whole(2), default=2)
-    parser.add_argument("--names", type=whole(100), default=20_000, help="objects that are deleted")
     parser.add_argument("--hours", type=positive, default=24.0, help="that are simulated")
     parser.add_argument("--scratch", type=Path, default=None, help="where temporary folders are made")
     parser.add_argument("--out", type=Path, default=None)
-    args = parse(parser, rows=4000, intervals=10, rounds=1, names=100, hours=1.0)
+    args = parse(parser, rows=4000, intervals=10, rounds=1, hours=1.0)
     room = 22 * 272 * args.rows  # the log, and the stores of two processes at once
     refuse_small_machine(
         "scaleout", args, "a log and its stores", memory=(2 << 30) + room // 2, disk=room, folder=args.scratch
@@ -255,11 +254,11 @@ def main() -> None:
         trained(root, args.rows, args.intervals)
         report["measured"] = measured(root, Path(folder), args.workers, args.rounds)
         report["unit_costs"] = unit_costs(report["measured"]) | {"task_s": task_cost(root, Path(folder, "none"))}
-        tell("scrubs, proofs and deletions")
+        tell("scrubs and proofs")
         store = Path(folder, "store")
         fold(root, store, args.workers, Policy(), args.workers)
         close_all()
-        report["tasks"] = tasks.tasks(root, store, Path(folder), args.rows // 4, args.names, args.workers, args.rounds)
+        report["tasks"] = tasks.tasks(root, store, Path(folder), args.rows // 4, args.workers, args.rounds)
     report["load_average_after"] = os.getloadavg()[0]
     tell("simulating")
     report["example"] = EXAMPLE

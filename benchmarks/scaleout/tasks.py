@@ -1,4 +1,4 @@
-"""What workers make of a scrub, of a comparison with a proof and of gc's deletions: by one process and by several."""
+"""What workers make of a scrub and of a comparison with a proof: by one process and by several."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.maintain.engine.api import Engine, InProcess, Site
 from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress
 from torchrec_stream_ckpt.maintain.engine.processes import Processes
-from torchrec_stream_ckpt.maintain.gc import gc_delete
-from torchrec_stream_ckpt.maintain.gc.gc_delete import delete_all
 from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.maintain.proof_checker import read_shares
 from torchrec_stream_ckpt.maintain.scrub import scrubber
@@ -38,7 +36,6 @@ from torchrec_stream_ckpt.util.types import StateSpec
 
 DIM = 64
 READERS = 4
-JOB = b"scaleout"
 
 
 class Nothing:
@@ -50,9 +47,8 @@ class Nothing:
 
 
 def make_small() -> None:
-    """For a smoke test: few rows and names are several tasks."""
+    """For a smoke test: few rows are several tasks."""
     scrubber.TASK_BYTES = window.SHARE_BYTES = 2**16
-    gc_delete.BATCH_NAMES = 16
 
 
 class Proved:
@@ -78,19 +74,18 @@ class Proved:
         return found.num_bytes
 
 
-def tasks(root: Path, store: Path, scratch: Path, rows: int, names: int, workers: int, rounds: int) -> dict[str, Any]:
+def tasks(root: Path, store: Path, scratch: Path, rows: int, workers: int, rounds: int) -> dict[str, Any]:
     """Seconds of each, by one core and by ``workers``, in turns.
 
     Args:
         root: A log.
         store: Where it is folded.
-        scratch: For a job that proves its rows, and for objects to delete.
+        scratch: For a job that proves its rows.
         rows: Of that job.
-        names: Objects to delete.
         workers: How many.
         rounds: How often.
     """
-    proved, held, doomed = Proved(scratch / "proved", rows), open_store(str(store)), open_store(str(scratch / "doomed"))
+    proved, held = Proved(scratch / "proved", rows), open_store(str(store))
     lineage = Control(FileLog(root)).refresh()
 
     def scrub(engine: Engine, pool: ThreadPoolExecutor) -> int:
@@ -99,13 +94,9 @@ def tasks(root: Path, store: Path, scratch: Path, rows: int, names: int, workers
         assert not made.counts.scrub_damaged
         return made.counts.scrubbed_bytes
 
-    def delete(engine: Engine, pool: ThreadPoolExecutor) -> int:
-        return names - len(delete_all(engine, doomed, JOB, [[f"segments/{number}" for number in range(names)]]))
-
     works: dict[str, tuple[str, Callable[[Engine, ThreadPoolExecutor], int]]] = {
         "scrub": (held.url, scrub),
         "proof": (proved.objects.url, proved.compare),
-        "delete": (doomed.url, delete),
     }
     found: dict[str, dict[int, list[float]]] = {name: {1: [], workers: []} for name in works}
     done: dict[str, set[int]] = {name: set() for name in works}
@@ -113,8 +104,6 @@ def tasks(root: Path, store: Path, scratch: Path, rows: int, names: int, workers
         turns = [(name, count) for name in works for count in (1, workers)]
         for name, count in random.Random(number).sample(turns, len(turns)):
             url, work = works[name]
-            if name == "delete":
-                fill(scratch / "doomed" / "segments", names)
             seconds, amount = timed(url, work, count)
             found[name][count].append(seconds)
             done[name].add(amount)
@@ -149,9 +138,3 @@ def timed(url: str, work: Callable[[Engine, ThreadPoolExecutor], int], workers: 
     finally:
         os.sched_setaffinity(0, usable)
     return seconds, amount
-
-
-def fill(folder: Path, names: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in range(names):
-        (folder / str(number)).touch()

@@ -87,7 +87,6 @@ def test_a_materializer_scales_out_and_a_day_is_simulated(tmp_path: Path) -> Non
     assert {name: each["done"] > 0 for name, each in report["tasks"].items()} == {
         "scrub": True,
         "proof": True,
-        "delete": True,
     }
 
 

@@ -1,4 +1,4 @@
-"""SIGKILL of workers, and of what gives them their tasks: materializer, gc and scrub, side by side on one store.
+"""SIGKILL of workers, and of materializer, gc and scrub, side by side on one store; gc deletes without workers.
 
 No task is too small for a worker here. Whoever dies, the store says what the log says, of every marker.
 """
@@ -35,16 +35,18 @@ _TRIES = 10
 
 
 def kills_of_workers(form: Form) -> None:
-    """Each of the three, and a worker of each, in random order; a new log after some kills, for it grows."""
+    """Each of the three, and each kind of worker, in random order; a new log after some kills, for it grows."""
     draw = form.draw("workers")
-    kills = [(verb, of_worker) for verb in VERBS for of_worker in (False, True)] * (16 if form.full else 1)
+    kills = [(verb, of_worker) for verb in VERBS for of_worker in (False, True) if not (of_worker and verb == "gc")]
+    kills *= 16 if form.full else 1
     draw.shuffle(kills)
     for begin in range(0, len(kills), KILLS_A_LOG):
         _Store(form, draw, form.seed + begin).torment(kills[begin : begin + KILLS_A_LOG])
 
 
 def _name(verb: str, of_worker: bool) -> str:
-    return f"SIGKILL of {'a worker of ' if of_worker else ''}{verb}, all tasks at workers"
+    where = "while it deletes" if verb == "gc" else "all tasks at workers"
+    return f"SIGKILL of {'a worker of ' if of_worker else ''}{verb}, {where}"
 
 
 class _Store:
@@ -97,9 +99,15 @@ class _Store:
         try:
             for number in range(_TRIES):
                 self._grow(3)
-                beside.start(KEPT + len(self._commits() - self._compared))
+                fuse = f"gc.deleted=kill@{self._draw.randint(1, 3)}" if verb == "gc" else ""
+                beside.start(KEPT + len(self._commits() - self._compared), fuse)
                 victim = process if verb == "materialize" else beside.running[verb]
-                if fired := self._hit(victim, of_worker, 0.6 / 2**number):
+                if verb == "gc":
+                    victim.join(PATIENCE_S)
+                    fired = victim.exitcode == -signal.SIGKILL
+                else:
+                    fired = self._hit(victim, of_worker, 0.6 / 2**number)
+                if fired:
                     break
                 beside.join()
             beside.join(killed="" if of_worker else verb)

@@ -1,4 +1,4 @@
-"""Scrubs, comparisons with proofs and deletions by workers in processes of their own, which die."""
+"""Scrubs and comparisons with proofs by workers in processes of their own, which die."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ from pathlib import Path
 
 import pytest
 
-from tests import stores
 from tests.builders import table
 from tests.children import is_gone, stopped, workers_of
 from tests.evolved import EvolvingJob
 from tests.faults.disks import CannotMount, fill, small_disk
 from tests.faults.materializer import wait
 from tests.forks import context
+from tests.processes.odd_tasks import Odd
 from tests.processes.test_engine import FAILPOINTS, REPORT, kill_while_workers_stand
 from tests.processes.test_scrub_kills import read_names
-from tests.stores import History
 from tests.synthetic import Job
 from tests.unit.folded_job import lineage_of, made_once, store_of
-from tests.unit.gc_history import HOUR, branched, check_whole, gc, names
 from tests.unit.scrubbed_job import check_markers, harm, invoke, name_of, one, scrub, scrubbed_job
 from torchrec_stream_ckpt.errors import StoreUnavailableError
 from torchrec_stream_ckpt.format.proof import POSITIONS
@@ -40,10 +38,6 @@ from torchrec_stream_ckpt.maintain.engine import api
 from torchrec_stream_ckpt.maintain.engine.api import Engine, InProcess, Order, Site, TaskQueue
 from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress
 from torchrec_stream_ckpt.maintain.engine.processes import Processes
-from torchrec_stream_ckpt.maintain.gc import gc_delete
-from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
-from torchrec_stream_ckpt.maintain.gc.gc_delete import DeleteTask, delete_all
-from torchrec_stream_ckpt.maintain.gc.retention import Retention
 from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.maintain.proof_checker import ProofRule
 from torchrec_stream_ckpt.maintain.repairer import Repair
@@ -64,7 +58,7 @@ POINTS = ("scrub.part", "proof.share")
 
 
 def make_all_large() -> None:
-    api.SMALL_BYTES, scrubber.TASK_BYTES, window.SHARE_BYTES, gc_delete.BATCH_NAMES = 0, PART_BYTES, PART_BYTES, 3
+    api.SMALL_BYTES, scrubber.TASK_BYTES, window.SHARE_BYTES = 0, PART_BYTES, PART_BYTES
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +66,6 @@ def all_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "SMALL_BYTES", 0)
     monkeypatch.setattr(scrubber, "TASK_BYTES", PART_BYTES)
     monkeypatch.setattr(window, "SHARE_BYTES", PART_BYTES)
-    monkeypatch.setattr(gc_delete, "BATCH_NAMES", 3)
 
 
 @pytest.fixture
@@ -92,7 +85,7 @@ def workers(objects: Objects, log: str | None = None) -> Iterator[Processes]:
 
 
 def test_urgent_tasks_begin_first_and_one_whose_worker_died_begins_before_its_kind() -> None:
-    queue, task = TaskQueue(), DeleteTask(("a",), "garbage/list")
+    queue, task = TaskQueue(), Odd("ends")
     others, urgent = [Order(task, urgent=False) for _ in range(3)], [Order(task, urgent=True) for _ in range(2)]
     for order in (*others, *urgent):
         queue.put(order)
@@ -326,74 +319,3 @@ def test_damage_that_a_worker_meets_while_it_compares_is_repaired(tmp_path: Path
     said, made = materialize(job.root, None, harm_at=3)
     assert len(said) == 5
     assert made.counts.repairs
-
-
-# ----------------------------------------------------------------------------------------------------------- gc
-
-
-RULES = GcRules(retention=Retention(newest=1, then_every=4), compact=True)
-
-
-def waiting_for_gc(root: Path) -> History:
-    """What is not needed is on a list, and its grace period is over."""
-    history = branched(root)
-    with ThreadPoolExecutor(2) as pool:
-        gc(history, RULES, pool, now_s=1e6 - 2 * HOUR)
-    return history
-
-
-def test_gc_by_workers_that_die_deletes_what_one_process_deletes(
-    tmp_path: Path, fired: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    history = waiting_for_gc(tmp_path / "log")
-    alone = open_store(str(shutil.copytree(tmp_path / "log", tmp_path / "alone")))
-    monkeypatch.setenv(FAILPOINTS, "gc.deleted=kill@5")
-    clocks = {"a host": 1e6}
-    with ThreadPoolExecutor(2) as pool, workers(history.objects) as engine:
-        done = collect(history.objects, None, history.lineage.job, RULES, pool, lambda: clocks, engine=engine)
-        same = collect(alone, None, history.lineage.job, RULES, pool, lambda: clocks)
-    assert fired.read_text().split() == ["gc.deleted"] * engine.restarts
-    assert engine.restarts > 1
-    assert done.now == same.now
-    assert len(done.now) > 5
-    assert objects_of(history.objects) == objects_of(alone)
-    assert check_whole(history) == names("1:4", "3:4", "4:6")
-
-
-def objects_of(objects: Objects) -> set[str]:
-    """All but what has a time in its name."""
-    return {name for name in stores.contents(objects) if not name.startswith(("garbage/", "readings/"))}
-
-
-def _collect(root: str, job: bytes, environment: dict[str, str]) -> None:
-    make_all_large()
-    os.environ.update(environment)
-    objects = open_store(root)
-    with ThreadPoolExecutor(2) as pool, workers(objects) as engine:
-        collect(objects, None, job, RULES, pool, lambda: {"a host": 1e6}, engine=engine)
-
-
-def test_a_gc_that_is_killed_while_workers_delete_is_finished_by_the_next_one(tmp_path: Path) -> None:
-    history, output = waiting_for_gc(tmp_path / "log"), tmp_path / "output"
-    output.touch()
-    arguments = (str(tmp_path / "log"), history.lineage.job, {FAILPOINTS: "gc.deleted=stop@2"})
-    process = context.Process(target=_collect, args=arguments)
-    process.start()
-    kill_while_workers_stand(process, output)
-    assert check_whole(history) >= names("1:4", "3:4", "4:6")
-    with ThreadPoolExecutor(2) as pool:
-        gc(history, RULES, pool, now_s=1e6 + HOUR)
-        gc(history, RULES, pool, now_s=1e6 + 3 * HOUR)
-    assert check_whole(history) == names("1:4", "3:4", "4:6")
-
-
-def test_what_a_worker_may_not_delete_is_named(tmp_path: Path) -> None:
-    objects = open_store(str(tmp_path))
-    objects.put("segments/a", [b"it"])
-    (tmp_path / "segments" / "b").mkdir()  # nobody deletes that, whoever runs this
-    with workers(objects) as engine:
-        with pytest.raises(StoreUnavailableError, match="cannot delete it: Is a directory") as told:
-            delete_all(engine, objects, b"a job", [["segments/a", "segments/b"]])
-        assert engine.pids
-    assert str(told.value.where["path"]) == str(tmp_path / "segments" / "b")
-    assert not list(objects.list("garbage/")), "the run has ended"

@@ -18,18 +18,15 @@ import pytest
 from tests import stores
 from tests.processes.odd_tasks import Odd
 from tests.processes.test_engine import POLICY, grown, in_process
-from tests.processes.test_engine_tasks import PART_BYTES, RULES, materialize, proved, waiting_for_gc
+from tests.processes.test_engine_tasks import PART_BYTES, materialize, proved
 from tests.synthetic import Job
 from tests.unit.folded_job import lineage_of
-from tests.unit.gc_history import check_whole, names
 from torchrec_stream_ckpt.errors import ConfigError, EngineUnavailableError
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.maintain import compactor, interval_folder
 from torchrec_stream_ckpt.maintain.engine import api, on_ray, parcel
 from torchrec_stream_ckpt.maintain.engine.on_ray import OnRay
 from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress
-from torchrec_stream_ckpt.maintain.gc import gc_delete
-from torchrec_stream_ckpt.maintain.gc.gc import collect
 from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.maintain.scrub import scrubber
 from torchrec_stream_ckpt.maintain.scrub.scrubber import Scrubber
@@ -111,7 +108,7 @@ def test_a_cluster_writes_the_bytes_that_one_process_writes_and_a_node_and_worke
 
 def workers_of_ray() -> list[int]:
     """Processes that run our tasks now, or did."""
-    kinds = tuple(f"ray::{kind}".encode() for kind in ("fold", "merge", "scrub", "proof", "delete"))
+    kinds = tuple(f"ray::{kind}".encode() for kind in ("fold", "merge", "scrub", "proof"))
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -120,12 +117,11 @@ def workers_of_ray() -> list[int]:
     return found
 
 
-def test_scrubs_proofs_and_deletions_run_on_a_cluster_whose_workers_die(
+def test_scrubs_and_proofs_run_on_a_cluster_whose_workers_die(
     tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scrubber, "TASK_BYTES", PART_BYTES)
     monkeypatch.setattr(window, "SHARE_BYTES", PART_BYTES)
-    monkeypatch.setattr(gc_delete, "BATCH_NAMES", 3)
     tasks: list[str] = []
 
     class Named(OnRay):
@@ -157,14 +153,6 @@ def test_scrubs_proofs_and_deletions_run_on_a_cluster_whose_workers_die(
                             os.kill(pid, signal.SIGKILL)
         assert (made.place.num_bytes, made.counts.scrub_damaged) == (single.place.num_bytes, 0)
         assert tasks.count("scrub") > 2
-        history = waiting_for_gc(tmp_path / "other" / "log")
-        with contextlib.closing(on(history.objects, None, api.Site(None, history.objects, pool))) as engine:
-            done = collect(
-                history.objects, None, history.lineage.job, RULES, pool, lambda: {"a host": 1e6}, engine=engine
-            )
-        assert len(done.now) > 5
-        assert tasks.count("delete") > 1
-        assert check_whole(history) == names("1:4", "3:4", "4:6")
 
 
 def test_workers_that_see_another_log_or_store_or_are_of_another_version_write_nothing(

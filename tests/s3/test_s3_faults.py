@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from tests.s3.faults import FAULTS, Fault, FaultyProxy, Kind
 from tests.s3.server import SECRET, S3Server
 from torchrec_stream_ckpt.errors import CorruptionError, StoreUnavailableError
+from torchrec_stream_ckpt.maintain.gc.gc_delete import delete_all
 from torchrec_stream_ckpt.store import write_once
 from torchrec_stream_ckpt.store.api import Entry, Objects, open_store
 from torchrec_stream_ckpt.store.identity import prepare_store, prove_writable, refuses_taken_names
@@ -94,6 +96,39 @@ def test_what_passes_is_outlasted(s3_server: S3Server, proxy: FaultyProxy, kind:
         with pytest.raises(CorruptionError, match="the store holds other bytes under this name"):
             put_once(store, "a/large", [bytes(len(LARGE))])
         assert store.read("a/large", 0, 1000) == LARGE[:1000]
+    store.close()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_deletion_of_many_outlasts_what_passes(s3_server: S3Server, proxy: FaultyProxy, fault: Fault) -> None:
+    store = opened(s3_server, proxy, attempts=3, read_timeout_s=1.0 if fault == "silence" else 30.0)
+    proxy.harm("delete many", fault, 2)
+    with ThreadPoolExecutor(2) as pool:
+        assert delete_all(store, [["a/x", "a/gone", "a/z"]], pool) == set()
+    assert proxy.fired["delete many", fault] == 2
+    proxy.heal()
+    assert list(store.list("")) == []
+    store.close()
+
+
+def test_a_request_deletes_many_objects_and_a_store_that_does_not_know_it_deletes_one_by_one(
+    s3_server: S3Server, proxy: FaultyProxy
+) -> None:
+    store = opened(s3_server, proxy, attempts=1)
+    names = [f"b/{number}" for number in range(9)]
+    with ThreadPoolExecutor(2) as pool:
+        for asked in ({"delete many": 1}, {"delete many": 1, "delete": 9}):
+            for name in names:
+                store.put(name, [b"x"])
+            proxy.taken()
+            assert delete_all(store, [names], pool) == set()
+            assert proxy.taken() == asked
+            assert {entry.name for entry in store.list("")} == {"a/x", "a/z"}
+            proxy.refuse("delete many", 501, "NotImplemented")
+        proxy.refuse("delete", 403, "AccessDenied")
+        with pytest.raises(StoreUnavailableError, match="cannot delete it: the store does not allow it") as refused:
+            delete_all(store, [["a/x"]], pool)
+    assert refused.value.where["name"] == "a/x"
     store.close()
 
 

@@ -41,7 +41,7 @@ DISTRICTS: dict[str, str] = {
     "maintain": "find format log maintain/engine proofs store",
     "maintain/engine": "log store",
     "maintain/scrub": "find format maintain maintain/engine store",
-    "maintain/gc": "find format log maintain maintain/engine maintain/scrub store",
+    "maintain/gc": "find format log maintain maintain/scrub store",
     "maintain/materialize_service": "format maintain maintain/scrub proofs",
     "extras/broker": "",
     "extras/sizing": "format",

@@ -14,7 +14,6 @@ from tests import stores
 from tests.unit.gc_history import ALWAYS, HOUR, check_whole, gc, names, offered, plain, rules
 from torchrec_stream_ckpt.errors import StoreUnavailableError
 from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.maintain.engine.api import InProcess, Site
 from torchrec_stream_ckpt.maintain.gc.gc import collect
 from torchrec_stream_ckpt.maintain.gc.gc_delete import delete_all
 from torchrec_stream_ckpt.maintain.gc.retention import GcPlan
@@ -110,12 +109,19 @@ def test_what_is_due_goes_though_others_take_the_room(tmp_path: Path, pool: Exec
     assert check_whole(history) == names("1:4", "1:5", "1:6", "2:7", "2:8")
 
 
-def test_segments_of_a_fold_that_is_there_make_no_room(tmp_path: Path, pool: Executor) -> None:
+def test_segments_of_a_fold_that_is_there_stay(tmp_path: Path, pool: Executor) -> None:
     history = plain(tmp_path, policy=ALWAYS)
-    job, crowded = history.lineage.job, Crowded(tmp_path)
-    part = next(entry.name for entry in crowded.list("segments/") if parse_fold_segment(entry.name) is not None)
+    part = next(entry.name for entry in history.objects.list("segments/") if parse_fold_segment(entry.name) is not None)
     history.objects.put(needless := "verdicts/needless", [b""])
-    engine = InProcess(Site(None, crowded, pool))
-    assert delete_all(engine, crowded, job, [[part], [needless]]) == {part}
-    assert crowded.size(part) is not None
-    assert crowded.size(needless) is None
+    small = Small(tmp_path)
+    assert delete_all(small, [[part], [needless, "verdicts/gone"]], pool) == {part}
+    assert small.size(part) is not None
+    assert small.size(needless) is None
+
+
+def test_what_may_not_be_deleted_is_named(tmp_path: Path, pool: Executor) -> None:
+    small = Small(tmp_path)
+    (tmp_path / "segments" / "b").mkdir(parents=True)  # nobody deletes that, whoever runs this
+    with pytest.raises(StoreUnavailableError, match="cannot delete it: Is a directory") as told:
+        delete_all(small, [["segments/a", "segments/b"]], pool)
+    assert str(told.value.where["path"]) == str(tmp_path / "segments" / "b")

@@ -1,10 +1,9 @@
-"""gc and others at once: late workers of its own, other runs, and merges that go on meanwhile."""
+"""gc and others at once: other runs, lists that they take away, and merges that go on meanwhile."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Event
@@ -16,22 +15,19 @@ from crc32c import crc32c
 from tests import stores
 from tests.stores import History
 from tests.unit.gc_history import ALWAYS, HOUR, branched, check_whole, gc, plain, rules
-from torchrec_stream_ckpt.errors import EngineUnavailableError, StoreUnavailableError
+from torchrec_stream_ckpt.errors import StoreUnavailableError
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.manifest import Garbage
-from torchrec_stream_ckpt.maintain.engine.api import Engine, InProcess, Site, Task
 from torchrec_stream_ckpt.maintain.gc import gc as collecting
 from torchrec_stream_ckpt.maintain.gc import gc_delete
 from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
-from torchrec_stream_ckpt.maintain.gc.gc_delete import DeleteTask
 from torchrec_stream_ckpt.maintain.gc.retention import GcPlan, Retention
 from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.maintain.merge import Merging, merge_share, plan_merge
-from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.folder import FolderObjects
-from torchrec_stream_ckpt.util import failpoints
 from torchrec_stream_ckpt.util.layout import garbage_name, parse_fold_segment
 from torchrec_stream_ckpt.util.types import MarkerId
 
@@ -45,23 +41,6 @@ def waiting(root: Path) -> History:
     with ThreadPoolExecutor(1) as pool:
         gc(history, RULES, pool, now_s=1e6 - 2 * HOUR)
     return history
-
-
-class Late(InProcess):
-    """Notes its tasks: a worker that a network has cut off does them again, after another one did."""
-
-    def __init__(self, tasks: list[Task[Any]], site: Site) -> None:
-        super().__init__(site)
-        self._tasks = tasks
-
-    def submit(self, task: Task[Any], *, urgent: bool = False) -> Future[Any]:
-        self._tasks.append(task)
-        return super().submit(task, urgent=urgent)
-
-
-class Away(InProcess):
-    def submit(self, task: Task[Any], *, urgent: bool = False) -> Future[Any]:
-        raise EngineUnavailableError("Ray cannot be reached", hint="start the cluster")
 
 
 def stopped_merge(history: History, end: MarkerId, pool: Executor) -> tuple[str, Callable[[], object]]:
@@ -87,93 +66,9 @@ class Meanwhile(FolderObjects):
             self._happens()
 
 
-def run(
-    history: History,
-    given: GcRules = RULES,
-    engine: Callable[[Site], Engine] = InProcess,
-    objects: Objects | None = None,
-) -> GcPlan:
-    objects = objects or history.objects
+def run(history: History, given: GcRules = RULES, objects: Objects | None = None) -> GcPlan:
     with ThreadPoolExecutor(1) as pool:
-        made = engine(Site(None, objects, pool))
-        return collect(objects, None, history.lineage.job, given, pool, lambda: CLOCKS, engine=made)
-
-
-def test_a_worker_that_comes_after_its_run_deletes_nothing(tmp_path: Path) -> None:
-    """The list of the run is gone: what has such a name now was written since."""
-    objects = open_store(str(tmp_path))
-    for name in ("segments/a", "segments/b", "garbage/list"):
-        objects.put(name, [b"it"])
-    with ThreadPoolExecutor(1) as pool:
-        task, site = DeleteTask(("segments/a", "segments/gone"), "garbage/list"), Site(None, objects, pool)
-        assert task.run(site) == task.run(site) == ()
-        assert set(stores.contents(objects)) == {"segments/b", "garbage/list"}
-        objects.delete("garbage/list")
-        assert DeleteTask(("segments/b",), "garbage/list").run(site) == ("segments/b",)
-        assert set(stores.contents(objects)) == {"segments/b"}
-
-
-def test_a_worker_that_goes_on_after_a_stop_looks_for_its_run_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Right after the first deletion the run ends, and the next object is written anew."""
-    monkeypatch.setattr(gc_delete, "LOOK_S", 0.0)  # each deletion comes that late
-
-    class Stopping(FolderObjects):
-        def delete(self, name: str) -> None:
-            super().delete(name)
-            super().delete("garbage/list")
-
-    objects = Stopping(tmp_path)
-    for name in ("segments/a", "segments/b", "segments/c", "garbage/list"):
-        objects.put(name, [b"it"])
-    with ThreadPoolExecutor(1) as pool:
-        task = DeleteTask(("segments/a", "segments/b", "segments/c"), "garbage/list")
-        assert task.run(Site(None, objects, pool)) == ("segments/b", "segments/c")
-    assert set(stores.contents(objects)) == {"segments/b", "segments/c"}
-
-
-@pytest.mark.parametrize("how", ["after a grace period", "without one", "of a run that failed"])
-def test_what_is_written_anew_after_a_run_stays_whatever_late_workers_do(tmp_path: Path, how: str) -> None:
-    history = waiting(tmp_path) if how != "without one" else branched(tmp_path)  # which stands on no list
-    objects, before = history.objects, stores.contents(history.objects)
-    tasks: list[Task[Any]] = []
-    if how == "of a run that failed":
-        failpoints.arm("gc.deleted=raise@5")
-        with pytest.raises(OSError, match=r"gc\.deleted"):
-            run(history, RULES, partial(Late, tasks))
-        failpoints.arm("")
-    else:
-        given = RULES if how != "without one" else replace(RULES, grace_s=0.0)
-        assert run(history, given, partial(Late, tasks)).now
-    gone = before.keys() - stores.contents(objects).keys()
-    anew = {name for name in gone if not name.startswith(("garbage/", "readings/"))}
-    assert len(anew) > 4
-    for name in anew:
-        objects.put(name, [before[name]])
-    with ThreadPoolExecutor(1) as pool:
-        for task in tasks:
-            task.run(Site(None, objects, pool))
-    assert anew <= stores.contents(objects).keys()
-
-
-def test_a_run_that_another_one_has_ended_says_what_it_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another gc takes the list of this one away as soon as it is there."""
-    history = waiting(tmp_path)
-    look = gc_delete._Asking.look
-
-    def ended(asked: gc_delete._Asking) -> None:
-        history.objects.delete(asked._run_list)
-        look(asked)
-
-    monkeypatch.setattr(gc_delete._Asking, "look", ended)
-    left = run(history)
-    monkeypatch.undo()
-    assert (left.now, len(left.later) > 5) == ((), True)
-    assert {entry.name for entry in left.later} <= stores.contents(history.objects).keys()
-    done = run(history)
-    assert {entry.name for entry in done.now} == {entry.name for entry in left.later}
-    assert not list(history.objects.list("garbage/"))
+        return collect(objects or history.objects, None, history.lineage.job, given, pool, lambda: CLOCKS)
 
 
 def test_a_list_that_another_gc_takes_away_meanwhile_says_nothing(tmp_path: Path) -> None:
@@ -190,31 +85,16 @@ def test_a_list_that_another_gc_takes_away_meanwhile_says_nothing(tmp_path: Path
     assert len(done.later) > 5, "it waits from now on"
 
 
-def test_what_a_run_that_was_killed_still_wants_is_ended_before_the_next_one_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A late worker of the killed one would delete what a merge of this one has written anew."""
-    history, seen, merge = branched(tmp_path), list[int | None](), collecting.merge
-    killed = Garbage(1.0, ()).to_bytes()
-    name = garbage_name(history.lineage.job, 1000, crc32c(killed))
-    history.objects.put(name, [killed])
-
-    def looking(*given: Any) -> Any:
-        seen.append(history.objects.size(name))
-        return merge(*given)
-
-    monkeypatch.setattr(collecting, "merge", looking)
-    assert run(history, replace(RULES, grace_s=0.0)).now
-    assert set(seen) == {None}
-
-
-def test_workers_that_are_away_are_named_with_what_was_given_up(tmp_path: Path) -> None:
+def test_a_list_without_names_that_an_older_gc_kept_while_it_deleted_goes(tmp_path: Path) -> None:
+    """Older programs kept one for late workers, and left it if they were killed."""
     history = branched(tmp_path)
-    with pytest.raises(EngineUnavailableError, match="given up for good by this run") as told:
-        run(history, replace(RULES, grace_s=0.0), Away)
-    assert told.value.hint == "start the cluster; the next gc deletes the rest"
-    assert not list(history.objects.list("garbage/")), "the run has ended"
-    assert run(history, replace(RULES, grace_s=0.0)).now
+    old = Garbage(1.0, ()).to_bytes()
+    name = garbage_name(history.lineage.job, 1000, crc32c(old))
+    history.objects.put(name, [old])
+    done = run(history)
+    assert (done.now, done.stands_still) == ((), "")
+    assert history.objects.size(name) is None
+    assert check_whole(history) == {*done.kept}
 
 
 def test_segments_of_a_merge_that_goes_on_wait_however_long_it_takes(tmp_path: Path) -> None:
@@ -353,7 +233,7 @@ def test_a_fold_that_is_put_while_gc_deletes_keeps_its_segments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two merges had stopped for longer than the grace period. One ends while what the other has left is deleted."""
-    monkeypatch.setattr(gc_delete, "LOOK_S", 0.0)  # each deletion comes that late
+    monkeypatch.setattr(gc_delete, "BATCH_NAMES", 1)
     history, given = plain(tmp_path), rules(HOUR, newest=6)
     with ThreadPoolExecutor(2) as pool:
         left, _ = stopped_merge(history, MarkerId(1, 2), pool)
@@ -368,10 +248,10 @@ def test_a_fold_that_is_put_while_gc_deletes_keeps_its_segments(
 
 
 @pytest.mark.parametrize("when", ["before it begins", "while it merges"])
-def test_a_gc_relies_on_no_fold_whose_segments_another_one_is_about_to_delete(
+def test_what_a_fold_replaces_outlasts_another_gc_that_deletes_the_folds_segments(
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other one has looked for the fold right before it was put, and for its own list a moment ago."""
+    """The other one has looked for the fold right before it was put. What the fold replaces waits longer than that."""
     history, merge_all, runs = plain(tmp_path), collecting._merge_all, list[Future[GcPlan]]()
     put, over = Event(), Event()
     with ThreadPoolExecutor(2) as pool, ThreadPoolExecutor(1) as other:
@@ -398,10 +278,14 @@ def test_a_gc_relies_on_no_fold_whose_segments_another_one_is_about_to_delete(
             begin()
         else:
             monkeypatch.setattr(collecting, "_merge_all", merging)
-        mine = gc(history, rules(newest=1), pool)
-        assert {entry.name.partition("/")[0] for entry in mine.now} >= {"manifests", "segments"}
+        mine = gc(history, rules(HOUR, newest=1), pool)
+        replaced = {entry.name for entry in mine.later}
+        assert {name.partition("/")[0] for name in replaced} >= {"manifests", "segments"}
         over.set()
-        theirs = runs[0].result(60)
-    assert [entry.name for entry in theirs.now] == [left]
-    assert late in {entry.name for entry in theirs.later}
-    assert check_whole(history) == {MarkerId(1, 6)}
+        assert {left} <= {entry.name for entry in runs[0].result(60).now} <= {left, late}
+        assert history.objects.size(late) is None
+        done = gc(history, rules(HOUR, newest=1), pool, now_s=1e6 + 2 * HOUR)
+    assert done.not_whole == (f"1:6 is not whole: {late} is gone",)
+    assert not replaced & {entry.name for entry in done.now if not entry.name.startswith("dense/")}
+    rows, _ = stores.rows_by_route(history.objects, history.lineage, MarkerId(1, 6))
+    assert rows == history.rows[MarkerId(1, 6)]

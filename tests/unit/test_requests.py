@@ -28,7 +28,7 @@ from torchrec_stream_ckpt.format import segment
 from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.maintain import fold, summarizer
 from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.maintain.gc import gc, gc_delete
+from torchrec_stream_ckpt.maintain.gc import gc_delete
 from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
 from torchrec_stream_ckpt.maintain.gc.retention import Retention
 from torchrec_stream_ckpt.maintain.materializer import Materializer
@@ -98,7 +98,7 @@ def test_the_sizes_of_the_model_are_those_of_the_code() -> None:
     assert (model.SEGMENT_BYTES, model.RANGE_BYTES) == (fold.SEGMENT_BYTES, reader.RANGE_BYTES)
     assert model.LEAST_RANGE_BYTES == reader.RANGE_BYTES - segment.CHUNK_BYTES
     assert (model.PIECE_BYTES, model.SMALL_BYTES) == (scrub_reader.PIECE_BYTES, ranges.SMALL_BYTES)
-    assert (len(gc.PHASES), gc_delete.LOOK_EVERY) == (model.GC_KINDS, model.GC_LOOK_NAMES)
+    assert gc_delete.BATCH_NAMES == model.GC_BATCH_NAMES
     assert (model.SUMMED, model.NOTES_READS) == (summarizer.MARKERS, reader.NOTES_READS)
 
 

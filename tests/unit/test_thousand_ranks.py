@@ -195,7 +195,7 @@ def test_gc_deletes_each_segment_of_one_that_is_given_up_and_reads_none_of_it(ca
         collect(objects, case.lineage, case.lineage.job, rules, case.pool)
         requests = objects.taken()
         found.update(of_segments(requests))
-        assert few(requests, RANKS // 4), "a look at its list for each second that it takes"
+        assert few(requests, RANKS // 4)
     assert (found["delete"], found["read"]) == (RANKS, 0)
     assert objects.most <= THREADS
     assert locate(case.lineage, NEW, load_catalog(objects, case.lineage)).stored == NEW

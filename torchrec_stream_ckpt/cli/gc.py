@@ -12,14 +12,11 @@ from typing import Annotated, Any
 import typer
 
 from torchrec_stream_ckpt.cli.common import check_log, check_same_job, parse_job, print_json
-from torchrec_stream_ckpt.cli.engines import opened_engine
-from torchrec_stream_ckpt.cli.options import Access, EngineOption, Json, StoreNamed, is_verbose
+from torchrec_stream_ckpt.cli.options import Access, Json, StoreNamed, is_verbose
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.find.job import Job
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.maintain.engine.api import Site
-from torchrec_stream_ckpt.maintain.engine.choose import EngineName
 from torchrec_stream_ckpt.maintain.gc.clocks import glance_at_clocks, stands_still
 from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect, plan_gc
 from torchrec_stream_ckpt.maintain.gc.inventory import Stock, take_stock
@@ -92,7 +89,6 @@ def collect_garbage(
         bool,
         typer.Option("--dry-run", help="Say what would be deleted, and change nothing; -v or --json: each object."),
     ] = False,
-    engine: EngineOption = "local:1",
     json: Json = False,
 ) -> None:
     """Give up the markers that no option keeps, and delete what is no longer needed, in this store alone.
@@ -114,7 +110,6 @@ def collect_garbage(
         "give the log's URI; --no-log only if the log is gone and no trainer runs on this job",
         no_log=no_log,
     )
-    named_engine = EngineName.parse(engine)
     rules = GcRules(
         retention=Retention(
             keep_all_for=keep_all_for, then_every=then_every, newest=newest, keep_best=tuple(keep_best or ())
@@ -126,7 +121,7 @@ def collect_garbage(
     with access.open_objects(store) as objects, _opened(uri, access) as opened:
         lineage = opened.lineage if opened is not None else None
         jobs = _jobs(objects, lineage, job)
-        run = partial(_run, access, named_engine, objects, opened, dry_run=dry_run)
+        run = partial(_run, objects, lineage, dry_run=dry_run)
         if named and len(jobs) > 1:
             raise ConfigError("--give-up is for one job, the store holds several", hint="name it: --job HEX")
         if not named:
@@ -164,24 +159,18 @@ def _check_merged(plans: Sequence[GcPlan]) -> None:
 
 
 def _run(
-    access: Access,
-    engine: EngineName,
     objects: Objects,
-    opened: Job | None,
+    lineage: Lineage | None,
     job: bytes,
     rules: GcRules,
     why_not: Callable[[MarkerId], str] | None,
     *,
     dry_run: bool,
 ) -> GcPlan:
-    lineage = opened.lineage if opened is not None else None
     if dry_run or rules.keeps_all:
         return _planned(objects, take_stock(objects, lineage, job), rules)
-    log = (opened.uri, opened.log) if opened is not None else None
     with ThreadPoolExecutor(_THREADS) as pool:
-        here = Site(log[1] if log is not None else None, objects, pool)
-        with opened_engine(engine, here, job, log, access) as running:
-            return collect(objects, lineage, job, rules, pool, why_not=why_not, engine=running)
+        return collect(objects, lineage, job, rules, pool, why_not=why_not)
 
 
 def _planned(objects: Objects, stock: Stock, rules: GcRules) -> GcPlan:

@@ -26,11 +26,8 @@ SUMMED = 64
 """Markers of a summary (``maintain/summarizer.py``)."""
 NOTES_READS = 256
 """Notes of ranks at markers within folds that a plan reads (``store/reader.py``)."""
-GC_KINDS = 7
-"""Kinds of objects that gc deletes, one after the other. At each, it checks whether its run continues
-(``maintain/gc/gc.py``)."""
-GC_LOOK_NAMES = 64
-"""Objects after which it checks again (``maintain/gc/gc_delete.py``)."""
+GC_BATCH_NAMES = 256
+"""Objects that gc deletes after one look at the folds that may name them (``maintain/gc/gc_delete.py``)."""
 PIECE_BYTES = 4 * 2**20
 """Bytes that a scrub reads at once (``maintain/scrub/scrub_reader.py``)."""
 SMALL_BYTES = 2**20
@@ -209,7 +206,9 @@ def gc_requests(
 ) -> Requests:
     """Count the requests of one round of gc, at most.
 
-    It lists the store several times, and looks for the own object of each fold whose segments it deletes.
+    It lists the store several times, and looks for the own object of each fold whose segments it deletes. It asks for
+    the store's time twice, by an object that it puts, looks at and deletes. On S3, one DELETE is for up to
+    ``GC_BATCH_NAMES`` objects.
 
     Args:
         markers: Markers in the store.
@@ -222,8 +221,8 @@ def gc_requests(
     """
     stock = Requests(get=4 + 2 * markers + 3 * folds, head=6 + folds, list=39 + 12 * names / PAGE)
     read = Requests(get=_whole(relied, relied_bytes))
-    looks = GC_KINDS + deleted / GC_LOOK_NAMES
-    return stock + read + Requests(put=dropped + 3, head=dropped + looks, delete=deleted + 2)
+    looks = deleted / GC_BATCH_NAMES  # a fold may have segments in two batches
+    return stock + read + Requests(put=dropped + 4, head=dropped + 2 + looks, delete=deleted + 2)
 
 
 def _whole(segments: float, num_bytes: float) -> float:

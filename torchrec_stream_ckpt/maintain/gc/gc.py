@@ -30,10 +30,9 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import BY_HAND, RETENTION, Dropped, Garbage
 from torchrec_stream_ckpt.log.api import Incarnation
 from torchrec_stream_ckpt.maintain.compactor import Span, plan_spans
-from torchrec_stream_ckpt.maintain.engine.api import Engine, InProcess, Site
 from torchrec_stream_ckpt.maintain.gc.clocks import ages, clear_probes, elapsed, idle, read_clocks, stands_still
-from torchrec_stream_ckpt.maintain.gc.gc_delete import FullDisk, delete_all, telling_what_stays, wait_for_late_workers
-from torchrec_stream_ckpt.maintain.gc.inventory import Stock, end_runs, enlist, shorten, take_stock, tidy, waited_by
+from torchrec_stream_ckpt.maintain.gc.gc_delete import FullDisk, delete_all, telling_what_stays
+from torchrec_stream_ckpt.maintain.gc.inventory import Stock, enlist, take_stock, tidy, waited_by
 from torchrec_stream_ckpt.maintain.gc.retention import Candidate, GcPlan, Retention
 from torchrec_stream_ckpt.maintain.merge import merge
 from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack, check_relied, remarks
@@ -278,12 +277,11 @@ def collect(
     pool: Executor,
     clocks: Callable[[], Mapping[str, float]] | None = None,
     why_not: Callable[[MarkerId], str] | None = None,
-    engine: Engine | None = None,
 ) -> GcPlan:
     """Give up markers, merge, and delete. Returns the plan as carried out. May be killed and run again at any time.
 
-    Restores, trainers and materializers may run at the same time. Run one gc at a time: two do no harm, but may do the
-    same work twice.
+    Restores, trainers and materializers may run at the same time. Run one gc at a time: with a grace period, two do no
+    harm, but may do the same work twice.
 
     Args:
         objects: The store.
@@ -295,7 +293,6 @@ def collect(
             may take hours: the grace period of the objects that they replace begins when they are done.
         why_not: Returns why nothing brings back a marker that a person gives up. Called right before it is given up. If
             the marker can be restored by now, it stays. None to skip this check.
-        engine: Runs the tasks that delete. None for this process.
 
     Raises:
         ConfigError: there is no rule.
@@ -303,18 +300,16 @@ def collect(
             deleted.
         StoreUnavailableError: the store does not answer, or refuses access; or its disk is full: everything that was
             due is then deleted. Run it again.
-        EngineUnavailableError: the engine cannot be reached, or its workers die. Run it again.
     """
-    engine = engine or InProcess(Site(None, objects, pool))
     if rules.keeps_all:
         raise ConfigError("no rule says what to keep", hint="give one, such as --keep-all-for 24h --then-every 10")
     read = clocks or partial(read_clocks, objects, job)
-    stock, now = _alone(objects, lineage, job), read()
+    stock, now = take_stock(objects, lineage, job), read()
     read_back = ReadBack(objects, job, pool, now)
     plan = _surely_restorable(stock, rules, now, read_back)
     full, came_back = FullDisk(), list[MarkerId]()
     unmerged: list[tuple[Span, StreamCkptError]] = []
-    listed: tuple[str, Garbage] | None = None
+    listed: list[tuple[str, Garbage]] = []
     with full.outlasted():
         read_back.save()
         for marker in plan.dropping:
@@ -324,7 +319,7 @@ def collect(
                 continue
             _drop(objects, stock.holdings.lineage, marker, BY_HAND if by_hand else RETENTION)
         unmerged += _merge_all(objects, stock.holdings.lineage, plan.spans, pool)
-    stock, now = _alone(objects, lineage, job), read()
+    stock, now = take_stock(objects, lineage, job), read()
     # Plan from the objects that exist now, including those added meanwhile, and from what their bytes prove.
     idle_now = plan_gc(_apart_from_damage(stock, read_back), GcRules(grace_s=rules.grace_s), now)
     aging = _newest(stock.holdings.lineage) if rules.retention.keep_all_for is not None else None
@@ -333,16 +328,15 @@ def collect(
     try:
         stock, found = _proved(stock, GcRules(grace_s=rules.grace_s), now, read_back)
     except BaseException:
-        if listed is not None:
-            with suppress(StreamCkptError):  # a scrub skips listed objects, and these were not proved to be unneeded
-                shorten(objects, job, listed, set())
+        with suppress(StreamCkptError):  # a scrub skips listed objects, and these were not proved to be unneeded
+            tidy(objects, job, listed, (), lambda _: True)
         raise
     with full.outlasted():
         read_back.save()
     given_up = {*plan.dropping} & stock.holdings.catalog.dropped - stock.pins
     kinds = ([entry.name for entry in found.now if entry.name.startswith(f"{kind}/")] for kind in PHASES)
     with telling_what_stays(len(given_up)):
-        left = delete_all(engine, objects, job, kinds)
+        left = delete_all(objects, kinds, pool)
     if left:
         found = replace(
             found,
@@ -351,9 +345,11 @@ def collect(
         )
     waiting = {entry.name for entry in found.later}
     with full.outlasted():
-        if listed is not None:
-            shorten(objects, job, listed, waiting)
-        tidy(objects, job, stock, waiting, lambda each: each.newest == aging and elapsed(each.clocks, now) is None)
+        tidy(objects, job, listed, waiting, lambda _: True)
+        # An older list that tells an age by a clock that this run does not read is kept.
+        tidy(
+            objects, job, stock.lists, waiting, lambda each: each.newest == aging and elapsed(each.clocks, now) is None
+        )
     clear_probes(objects, stock.probes, now)
     read_back.tidy(stock.holdings.sizes)
     objects.clear_leftovers()
@@ -371,17 +367,6 @@ def collect(
         later=found.later,
         damaged=found.damaged,
     )
-
-
-def _alone(objects: Objects, lineage: Lineage | None, job: bytes) -> Stock:
-    """Take stock while no other run deletes. Another run's workers may delete counted objects, such as the segments of
-    a fold that this run relies on and that the other run did not see.
-    """
-    while True:
-        stock = take_stock(objects, lineage, job)
-        if not end_runs(objects, stock):
-            return stock
-        wait_for_late_workers()
 
 
 def _merge_all(

@@ -6,7 +6,7 @@ A list of garbage names objects that a gc has found unneeded. They wait there fo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from crc32c import crc32c
@@ -136,17 +136,6 @@ def _pass_over_newer(holdings: Holdings) -> None:
     catalog.folds = frozenset(span for span in catalog.folds if span[1] not in unknown)
 
 
-def end_runs(objects: Objects, stock: Stock) -> bool:
-    """End other runs that delete, or were killed while deleting. Returns whether there were any.
-
-    This run may write objects that they have asked workers to delete, or rely on such objects.
-    """
-    runs = [name for name, garbage in stock.lists if not garbage.names and garbage.newest is None]
-    for name in runs:
-        objects.delete(name)
-    return bool(runs)
-
-
 def enlist(
     objects: Objects,
     job: bytes,
@@ -154,34 +143,33 @@ def enlist(
     later: Iterable[Entry],
     clocks: Mapping[str, float],
     aging: MarkerId | None,
-) -> tuple[str, Garbage] | None:
-    """Record since when objects to delete later are garbage, and how long there has been no newer marker."""
+) -> list[tuple[str, Garbage]]:
+    """Record since when objects to delete later are garbage, and how long there has been no newer marker.
+
+    Returns the list that this run has put, if there was anything to record.
+    """
     known = waited(stock.lists, clocks)
     fresh = tuple(entry.name for entry in later if entry.name not in known)
     if not fresh and aging is None:
-        return None
+        return []
     garbage = Garbage(time.time(), fresh, clocks, aging, idle(stock.lists, aging, clocks))
     name = _put_list(objects, job, garbage)
     failpoint("gc.listed")
-    return name, garbage
+    return [(name, garbage)]
 
 
-def shorten(objects: Objects, job: bytes, listed: tuple[str, Garbage], waiting: set[str]) -> None:
-    """Remove the names of objects from this run's own list that turned out to be needed."""
-    name, garbage = listed
-    left = tuple(each for each in garbage.names if each in waiting)
-    if left != garbage.names:
-        if left or garbage.newest is not None:
-            _put_list(objects, job, replace(garbage, names=left))
-        objects.delete(name)
-
-
-def tidy(objects: Objects, job: bytes, stock: Stock, waiting: set[str], tells_age: Callable[[Garbage], bool]) -> None:
+def tidy(
+    objects: Objects,
+    job: bytes,
+    lists: Iterable[tuple[str, Garbage]],
+    waiting: Collection[str],
+    tells_age: Callable[[Garbage], bool],
+) -> None:
     """Keep only objects on the lists that still wait. An object that is needed again must start its wait again.
 
-    A list that records an age by a clock that this run does not read is kept as well.
+    A list for which ``tells_age`` is true is kept even if nothing on it waits.
     """
-    for name, garbage in stock.lists:
+    for name, garbage in lists:
         left = tuple(each for each in garbage.names if each in waiting and garbage.clocks)
         tells = garbage.newest is not None and tells_age(garbage)
         if left == garbage.names and (left or tells):
