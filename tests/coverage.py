@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 
 import pytest
@@ -57,6 +57,8 @@ PITFALLS = {
     37: "a deep copy of a model takes patched methods of the original along",
 }
 OUTCOMES = ("exact", "limited", "refused", "unverified")
+FOLDED = (2, 3)
+"""Columns in which a line lists several values: plan and module."""
 
 INTRO = """# Coverage
 
@@ -130,6 +132,9 @@ MORE = """\
 marker, equal those of the live job at the cut, bit for bit. *Refused* means by an error, with its text. *On an H100*:
 [one rank](guarantees.md#on-a-gpu). *Not run* and *not tested* mean that nobody knows. For writes to tables outside the
 update see [guarantees.md](guarantees.md#limits-of-exactness). `make coverage` writes this page from the tests.
+
+Semicolons list plans or modules: every plan of a row is covered with every module of that row. Commas are part of one
+entry.
 """
 HEADINGS = {
     "exact": ("Exact", "shown by"),
@@ -159,6 +164,10 @@ class Cell:
     plan: str = "any"
     module: str = "any"
     pipeline: str = "any"
+
+    def __post_init__(self) -> None:
+        parts = astuple(self)
+        assert not any(";" in part for part in parts), f"a semicolon separates the entries of a list: {parts}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,9 +231,10 @@ def render(suite: Suite) -> str:
                 rows.setdefault(claim.cell, {})[text] = None
         parts.append(f"\n## {title}\n\n| optimizer | kernel | plan | module | pipeline | {shown} |\n")
         parts.append("|---|---|---|---|---|---|\n")
-        for cell, texts in rows.items():
-            values = (cell.optimizer, cell.kernel, cell.plan, cell.module, cell.pipeline, "; ".join(texts))
-            parts.append("| " + " | ".join(values) + " |\n")
+        lines = [(*astuple(cell), "; ".join(texts)) for cell, texts in rows.items()]
+        for column in FOLDED:
+            lines = _fold(lines, column)
+        parts += ["| " + " | ".join(line) + " |\n" for line in lines]
     parts.append(SHARDERS)
     for name, said in sorted(suite.sharders.items()):
         for outcome, why, test in sorted(said):
@@ -234,6 +244,14 @@ def render(suite: Suite) -> str:
         tests = "; ".join(map(_named, sorted(suite.pitfalls.get(number, ()))))
         parts.append(f"| {number} | {text} | {tests} |\n")
     return "".join(parts)
+
+
+def _fold(lines: list[tuple[str, ...]], column: int) -> list[tuple[str, ...]]:
+    """Make one line of those that differ in ``column`` only, and list the values there."""
+    values: dict[tuple[str, ...], list[str]] = {}
+    for line in lines:
+        values.setdefault((*line[:column], *line[column + 1 :]), []).append(line[column])
+    return [(*rest[:column], "; ".join(listed), *rest[column:]) for rest, listed in values.items()]
 
 
 def _in_short() -> list[str]:
