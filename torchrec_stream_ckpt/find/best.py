@@ -71,7 +71,7 @@ class Best:
         form = "auc:max or loss:min" + (", or auc:max:3 for three" if several else "")
         match = re.fullmatch(rf"({_KEY}):(max|min)(?::(\d{{1,9}}))?", text) if isinstance(text, str) else None
         if match is None or (match[3] is not None and (not several or not int(match[3]))):
-            raise ConfigError(f"{text!r:.80} does not say which marker is the best", hint=f"write {form}")
+            raise ConfigError(f"{text!r:.80} is not a valid rule for the best marker", hint=f"write {form}")
         return cls(match[1], match[2] == "max", int(match[3] or 1))
 
     def __str__(self) -> str:
@@ -108,7 +108,7 @@ def best_of(said: Mapping[MarkerId, Said], best: Best) -> MarkerId:
         ConfigError: as in :meth:`Best.ranked`.
     """
     if not said:
-        raise MarkerNotFoundError(f"no marker is offered, so none is {best}", hint="list them: stream-ckpt list URI")
+        raise MarkerNotFoundError(f"no marker to choose {best} from", hint="list the markers: stream-ckpt list URI")
     return best.ranked(said)[0]
 
 
@@ -118,7 +118,11 @@ def unknown(key: str, said: Iterable[Said], what: str) -> ConfigError:
     near = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
     if near:
         return ConfigError(what, hint=f"did you mean {' or '.join(near)}?")
-    there = f"the names are: {', '.join(names)}"[:400] if names else "no marker has any: mark(meta={...}) gives them"
+    there = (
+        f"use one of these names: {', '.join(names)}"[:400]
+        if names
+        else "add metadata with mark(meta={...}): no marker has any"
+    )
     return ConfigError(what, hint=there)
 
 
@@ -128,8 +132,8 @@ def check_alike(key: str, having: Mapping[MarkerId, Value]) -> None:
     if texts and len(texts) < len(having):
         number = next(marker for marker, value in having.items() if not isinstance(value, str))
         raise ConfigError(
-            f"{key} does not compare: it is the text {having[texts[0]]!r:.60} at marker {texts[0]} and the number "
-            f"{having[number]} at marker {number}",
+            f"{key} cannot be compared: it is the text {having[texts[0]]!r:.60} at marker {texts[0]} but the "
+            f"number {having[number]} at marker {number}",
             hint="set it again on one of them, or choose another name",
         )
 
@@ -181,7 +185,7 @@ class Condition:
             is_what, given = ("text", "number") if isinstance(found, str) else ("number", "text")
             hint = f"quote it to compare text: '{self.key}{self.sign}\"{constant}\"'"
             raise ConfigError(
-                f"{self.key} of marker {marker} is the {is_what} {found!r:.60}, and {constant!r:.60} is a {given}",
+                f"{self.key} of marker {marker} is the {is_what} {found!r:.60}, but {constant!r:.60} is a {given}",
                 hint=hint if is_what == "text" else f"compare {self.key} with a number",
             )
         return _OPERATORS[self.sign](found, constant)
@@ -209,7 +213,9 @@ def ordered(markers: Sequence[MarkerId], said: Mapping[MarkerId, Said], by: str)
     """
     key, _, way = by.partition(":")
     if way not in ("", "asc", "desc"):
-        raise ConfigError(f"{by!r:.80} is not an order", hint="write a name, and :desc for the highest first: auc:desc")
+        raise ConfigError(
+            f"{by!r:.80} is not a sort order", hint="write a name, and :desc for the highest first: auc:desc"
+        )
     if said and not any(key in values for values in said.values()):
         raise unknown(key, said.values(), f"no marker has {key!r}")
     having = {marker: said[marker][key] for marker in markers if key in said[marker]}

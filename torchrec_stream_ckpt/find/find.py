@@ -95,7 +95,7 @@ class Damaged:
         """
         name, place = route.segment_of(error), (route.marker, route.place)
         if name is not None and name not in self.segments(route.place):
-            log.warning("marker %s is read around a damaged segment of the store: %s", route.marker, error.headline)
+            log.warning("reading marker %s without a damaged segment of the store: %s", route.marker, error.headline)
             self._segments[route.place.reads_outer_store][name] = error
         elif may_pass or (not route.place.outer_alone and place not in self.places):
             self.places[place] = error
@@ -111,13 +111,16 @@ class Damaged:
         self._errors[marker] = error
         if len(self._errors) > self._most:
             raise self.exhausted()
-        log.warning("marker %s is damaged, falling back to the one before: %s", marker, error.headline)
+        log.warning("marker %s is damaged; falling back to the previous one: %s", marker, error.headline)
 
     def exhausted(self) -> CorruptionError:
         """Return an error with the damage of the newest skipped marker, and of the older ones."""
         (newest, error), *others = self._errors.items()
         older = {"older": "; ".join(f"{marker}: {each.message}" for marker, each in others)} if others else {}
-        hint = "bring back what is missing; stream-ckpt verify --all tells which markers are whole: restore one by name"
+        hint = (
+            "restore the missing objects from a copy, or restore an intact marker by name: stream-ckpt verify --all "
+            "lists them"
+        )
         if error.hint and not others:
             hint = error.hint
         return type(error)(error.message, hint=hint, **{**error.where, "marker": str(newest), **older})
@@ -195,7 +198,7 @@ def find(
         except (CorruptionError, TrimmedError, MarkerNotFoundError) as error:
             if number == LOOKS or not look.is_stale():
                 raise
-            log.info("markers were given up meanwhile, the job is looked at again: %s", error.headline)
+            log.info("markers were given up during the search; reading the job again: %s", error.headline)
         damaged.forget(before)
     raise AssertionError
 
@@ -204,7 +207,7 @@ def _see_nothing_is_lost(outer: Job, marker: MarkerId | None) -> None:
     """Check that a log without generations was not lost; raises MarkerNotFoundError if a marker is named."""
     check_whole(outer.log, outer.control, parse_uri(outer.uri), outer.objects)
     if marker is not None:
-        raise MarkerNotFoundError("there is no log", hint="check the URI, or start the job first", uri=outer.uri)
+        raise MarkerNotFoundError("the log does not exist", hint="check the URI, or start the job first", uri=outer.uri)
 
 
 def _say_what_is_lost(inner: Job, outer: Job, state: TierState) -> None:
@@ -213,14 +216,14 @@ def _say_what_is_lost(inner: Job, outer: Job, state: TierState) -> None:
         return
     if not state.inner.claims:
         log.warning(
-            "the inner log %s is empty: markers that had not been copied to %s are lost, nobody can tell how many",
+            "the inner log %s is empty: an unknown number of markers that were not yet copied to %s is lost",
             inner.uri,
             outer.uri,
         )
     elif not state.owns(state.generation):
         log.warning(
-            "the inner log %s was not written by generation %d, the newest one: it ran on another node, or its log is "
-            "gone; what it had not copied to %s is not available here",
+            "the inner log %s was not written by generation %d, the newest one: it ran on another node, or its "
+            "log was deleted; data that it had not copied to %s is not available here",
             inner.uri,
             state.generation,
             outer.uri,
@@ -228,7 +231,7 @@ def _say_what_is_lost(inner: Job, outer: Job, state: TierState) -> None:
     if state.abandoned:
         first, last = state.abandoned[0], state.abandoned[-1]
         log.info(
-            "%d markers that only the inner log has (%s to %s) are on a line that was given up: they can be restored "
+            "%d markers that only the inner log has (%s to %s) are on an abandoned branch: they can be restored "
             "by name",
             len(state.abandoned),
             first,
@@ -255,9 +258,9 @@ def verify_dense_state(dense: DenseStore, commit: Commit, check: Callable[[Commi
         if commit.store in ("", dense.url):
             raise
         raise ConfigError(
-            f"marker {commit.id} keeps its dense state in the store {commit.store}, and {dense.url} does not have it: "
-            f"{error.message}",
-            hint=f"give the marker's store (store={commit.store!r}), or restore an older marker by name",
+            f"the dense state of marker {commit.id} was saved to {commit.store}, and is missing from "
+            f"{dense.url}: {error.message}",
+            hint=f"pass the marker's store (store={commit.store!r}), or restore an older marker by name",
             **error.where,
         ) from None
 
@@ -325,7 +328,7 @@ class Search:
                 return self._at(marker, place)
             except _ELSEWHERE as error:
                 if self._state.inner.claims:
-                    log.warning("the %s tier cannot give marker %s: %s", place, marker, error.headline)
+                    log.warning("the %s tier cannot provide marker %s: %s", place, marker, error.headline)
                 failures.append(error)
                 if isinstance(error, CorruptionError):
                     self._take_back(place, self._state.lineage(place).job, [error])
@@ -392,8 +395,8 @@ class Search:
             return failures[-1]  # the error of the outer tier
         if failures:
             return type(failures[0])(
-                f"only the inner tier has marker {marker}, and not whole: {failures[0].message}",
-                hint="choose one that the outer tier has: stream-ckpt list OUTER",
+                f"marker {marker} exists only in the inner tier, and is damaged there: {failures[0].message}",
+                hint="choose a marker of the outer tier: stream-ckpt list OUTER",
                 **failures[0].where,
             )
         try:

@@ -48,7 +48,7 @@ class Holding:
         if self.damage:
             return self.damage
         if self.reach != self.marker:
-            return f"the rows are there up to marker {self.reach}" if self.reach else "the rows are not there"
+            return f"rows are complete only up to marker {self.reach}" if self.reach else "rows are missing"
         return self.dense
 
 
@@ -133,8 +133,8 @@ class Holdings:
     def _wrong(self, ref: SegmentRef) -> str:
         found = self.sizes.get(ref.name)
         if found is None:
-            return f"{ref.name} is gone"
-        return "" if found == ref.num_bytes else f"{ref.name} has {found} bytes, {ref.num_bytes} were written"
+            return f"{ref.name} is missing"
+        return "" if found == ref.num_bytes else f"{ref.name} has {found} bytes, expected {ref.num_bytes}"
 
     def _dense(self, commit: Commit) -> str:
         if commit.dense_list is not None:
@@ -142,12 +142,12 @@ class Holdings:
             if not self._folders:
                 self._folders.update(by_folder(self.sizes))
             whole = agree(commit.dense_list, self._folders.get(folder, {}))
-            return "" if whole else f"dense state is not whole in the store: {folder}"
+            return "" if whole else f"dense state is incomplete in the store: {folder}"
         for file in commit.dense_files:
             name = dense_file_name(commit.job, commit.id, file.name)
             found = self.sizes.get(name)
             if found is None:
-                return f"dense state is not in the store: {name}"
+                return f"dense state is missing from the store: {name}"
             if found != file.num_bytes:
                 return f"dense state was altered: {name} has {found} bytes, {file.num_bytes} were committed"
         return ""

@@ -133,8 +133,9 @@ class Job:
         """
         if commit.store and not self.store and not self.control.signs:
             raise ConfigError(
-                f"the log says that dense state, a pickle, lies in {commit.store}, and no commit key vouches for that",
-                hint="name the place yourself (store=URL, on the command line --store URL), or give the commit key",
+                f"dense state in {commit.store} is a pickle, and no commit key authenticates the log that names "
+                "this store",
+                hint="name the store yourself (store=URL, on the command line --store URL), or give the commit key",
                 marker=commit.id,
             )
 
@@ -171,7 +172,9 @@ class Job:
             assert marker is not None
             return self.lineage.find(MarkerId.parse(marker))
         if self.lineage.newest is None:
-            raise MarkerNotFoundError("no marker was ever committed", hint="let the job run on", uri=self.uri)
+            raise MarkerNotFoundError(
+                "this job has no committed marker", hint="let the job run until it commits a marker", uri=self.uri
+            )
         return self.lineage.newest
 
     def offered(self) -> dict[MarkerId, dict[str, Value]]:
@@ -263,8 +266,8 @@ def kept_store(uri: str, commit: Commit | None) -> str:
     url = (commit.store if commit is not None else "") or _inside(uri)
     if url is None:
         raise ConfigError(
-            "the job's COMMITs do not say where its store is",
-            hint="name it: --store URL, for materialize --dense URL, too",
+            "the job's COMMITs do not name its store",
+            hint="name it: --store URL, and for materialize also --dense URL",
         )
     return url
 

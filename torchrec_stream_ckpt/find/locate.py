@@ -110,7 +110,7 @@ def locate(
     cold = _around_damage(catalog, cold, damaged, told)
     if cold.stored not in beyond:
         return route
-    log.info("HEAD is not used: it leads to marker %s, the store without it to %s", route.stored, cold.stored)
+    log.info("HEAD is not used: it leads to marker %s, the store alone to %s", route.stored, cold.stored)
     return cold
 
 
@@ -134,7 +134,7 @@ def _by_summaries(catalog: Catalog, route: Route, wanted: bool) -> Route | None:
         return None
     found, error = _with_store(summarized, route, NONE, _FEW)
     if error is not None:
-        log.info("summaries are not used, the objects are read: %s", error.headline)
+        log.info("summaries cannot be used; reading the objects: %s", error.headline)
         return None
     return replace(found, summarized=True)
 
@@ -153,11 +153,11 @@ def _around_damage(
     intact = _intact(catalog, route, damaged)
     found, _ = _with_store(intact, route, damaged)
     if not found.pieces:
-        log.warning("the store cannot serve marker %s, the log is read: %s", route.marker, error.headline)
+        log.warning("the store cannot provide marker %s; reading the log: %s", route.marker, error.headline)
         return route
     count = len(catalog.folds - intact.folds) + len(catalog.markers - intact.markers)
-    way = f"{len(found.pieces)} pieces give the rows up to {found.stored}"
-    log.warning("the store is read around %d damaged folds or intervals: %s; %s", count, error.headline, way)
+    way = f"{len(found.pieces)} pieces hold the rows up to {found.stored}"
+    log.warning("reading the store without %d damaged folds or intervals: %s; %s", count, error.headline, way)
     return found
 
 
@@ -218,7 +218,7 @@ def lost(error: CorruptionError, marker: MarkerId, elsewhere: StreamCkptError | 
         marker: The marker that needs the rows.
         elsewhere: The error of the other source of the rows.
     """
-    hint = error.hint or "bring this object back from a copy, or restore another marker: stream-ckpt verify --all URI"
+    hint = error.hint or "restore this object from a copy, or restore another marker: stream-ckpt verify --all URI"
     where = {"marker": str(marker), **error.where} | ({"elsewhere": elsewhere.message} if elsewhere else {})
     return type(error)(error.message, hint=hint, **where)
 

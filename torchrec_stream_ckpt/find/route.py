@@ -306,8 +306,8 @@ def check_there(log: LogReader, lineage: Lineage, marker: MarkerId, needed: Sequ
         last = trims[-1]
         raise TrimmedError(
             f"the log up to marker {last.id} was trimmed on {last.day}; the store {last.store} holds it",
-            hint="give that store: store=URL, on the command line --store URL; if it is the outer tier of this "
-            "job, give both tiers, or that one alone",
+            hint="name that store: store=URL, on the command line --store URL; if it belongs to the outer tier of "
+            "this job, name both tiers, or only the outer one",
             marker=marker,
             store=last.store,
         ) from None
@@ -323,8 +323,8 @@ def check_incarnation(log: LogReader, lineage: Lineage, marker: MarkerId, walked
     for generation in walked:
         if now is None or not now.holds_rows_of(lineage.claims[generation].incarnation):
             raise OtherLogError(
-                "the log was deleted and made again since this generation wrote to it",
-                hint="bring the old log back; its rows are not in this one",
+                f"the log was deleted and recreated after generation {generation} wrote to it",
+                hint="put the old log back; this one does not hold its rows",
                 generation=generation,
                 marker=marker,
             )
@@ -351,9 +351,9 @@ def _layout(claim: Claim, notes: Sequence[Notes]) -> Sequence[tuple[TableShard, 
         outside = next((shard for shard in shards if not claim.schema.holds(shard)), None)
         if claim.layout is not None or outside is not None:
             raise CorruptionError(
-                f"the store says that a rank held {outside}, which is outside its table"
+                f"the store lists a rank's shard {outside}, which is outside its table"
                 if outside is not None
-                else "the store says that the ranks held other shards than the CLAIM says",
+                else "the store lists other shards of the ranks than the CLAIM",
                 generation=claim.generation,
                 rank=rank,
             )

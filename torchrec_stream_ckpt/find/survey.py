@@ -84,7 +84,7 @@ class Survey:
         try:
             return holdings.catalog.drop_of(commit.id).day
         except CorruptionError:
-            return "a day that its record does not say any more"
+            return "an unknown day"
 
     def look(self, commit: Commit) -> Availability:
         """Check the availability of a marker: its dense files, its streams' ends, and the segments that lead to it."""

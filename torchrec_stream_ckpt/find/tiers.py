@@ -253,15 +253,15 @@ class TierState:
         """Check that the logs with these URIs belong to one job. Raises as :meth:`read`."""
         if self.inner.claims and not self.outer.claims:
             raise CorruptionError(
-                f"the outer log is empty, and the inner one holds {len(self.inner.commits)} markers: the outer one was "
-                "lost, or this job began without it",
-                hint="bring it back, or stream-ckpt recover it from its store; to go on without it, name the inner log "
-                "alone; to begin anew, name another folder",
+                f"the outer log is empty, but the inner one holds {len(self.inner.commits)} markers: the outer "
+                "one was lost, or this job began without it",
+                hint="put it back from a copy, or rebuild it from its store with stream-ckpt recover; to continue "
+                "without it, name only the inner log; to start over, name another folder",
                 **where,
             )
         if self.inner.claims and self.inner.job != self.outer.job:
             raise ConfigError(
-                "the two logs are of different jobs", hint="give each job an inner folder of its own", **where
+                "the two logs belong to different jobs", hint="give each job a separate inner folder", **where
             )
 
     # Markers.
@@ -390,7 +390,7 @@ def _read_inner(job: Job) -> tuple[Lineage, str]:
     except CorruptionError as error:
         raise CorruptionError(
             f"the inner log cannot be read: {error.message}",
-            hint=f"move {folder_of(job)} away: the outer tier serves all that was copied to it",
+            hint=f"move {folder_of(job)} away: the outer tier has all data that was copied to it",
             **error.where,
         ) from None
 

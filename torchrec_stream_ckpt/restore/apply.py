@@ -212,7 +212,8 @@ def _agreed(what: str, tables: str, values: Iterable[T]) -> T:
     if others:
         raise SchemaMismatchError(
             f"the marker has more than one {what} for tables that share a kernel under this plan: {first}, {others[0]}",
-            hint="place tables of different settings apart, or restore a marker at which all ranks had the same one",
+            hint="place tables with different settings in separate kernels, or restore a marker whose ranks all had "
+            "the same value",
             tables=tables,
         )
     return first

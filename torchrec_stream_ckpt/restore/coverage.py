@@ -47,7 +47,7 @@ class Coverage:
             table = self._schema.tables[index]
             missing = table.rows - self._records[index]
             if missing > 0:  # checked before a table that only claims to be huge takes memory
-                raise CorruptionError(f"{missing} rows are not there", table=table.name)
+                raise CorruptionError(f"{missing} of {table.rows} rows are missing", table=table.name)
             slices = sorted(of_table.get(index, []), key=lambda each: -each[0])
             here: list[tuple[int, int, npt.NDArray[np.bool_]]] = []  # slices that hold the column
             edges = {edge for col0, cols, _ in slices for edge in (col0, col0 + cols)}
@@ -59,7 +59,9 @@ class Coverage:
                     flags = [sent for _, _, sent in here]
                     missing = table.rows - int(np.logical_or.reduce(flags).sum()) if flags else table.rows
                     if missing:
-                        raise CorruptionError(f"{missing} rows are not there", table=table.name, column=column)
+                        raise CorruptionError(
+                            f"{missing} of {table.rows} rows are missing", table=table.name, column=column
+                        )
 
 
 def _flags(table: TableSpec) -> npt.NDArray[np.bool_]:
@@ -67,7 +69,7 @@ def _flags(table: TableSpec) -> npt.NDArray[np.bool_]:
     try:
         return np.zeros(table.rows, np.bool_)
     except (MemoryError, ValueError):
-        raise CorruptionError(f"cannot keep account of {table.rows} rows", table=table.name) from None
+        raise CorruptionError(f"cannot allocate memory to track {table.rows} rows", table=table.name) from None
 
 
 def rows_of_frame(header: Header, payload: memoryview, schema: Schema) -> RowsView:

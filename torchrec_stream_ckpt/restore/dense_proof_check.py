@@ -60,7 +60,7 @@ def refuse_or_accept_dense(different: tuple[DifferingEntry, ...], marker: Marker
     if not accept:
         raise error
     if say:
-        log.warning("accepted although unproved: %s", error.headline)
+        log.warning("continuing with unproved dense state, as accept_unproved allows: %s", error.headline)
 
 
 def _gathered(team: Team, proofs: Mapping[int, DenseProof], world: int) -> DenseMarks:

@@ -55,7 +55,7 @@ def chosen(team: Team, job: Job | Tiers, marker: Named, best: str | None) -> Mar
 def _wanted(marker: Named, best: str | None) -> MarkerId | Best | None:
     if best is not None:
         if marker is not None:
-            raise ConfigError(f"a marker, {marker}, and the best one are asked for", hint="leave out one of them")
+            raise ConfigError(f"marker={marker} and best={best} were both given", hint="pass only one of them")
         return Best.parse(best)
     if isinstance(marker, str):
         if marker == LATEST:

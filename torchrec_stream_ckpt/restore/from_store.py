@@ -122,7 +122,7 @@ def _copy(objects: ReadsInto, schema: Schema, name: str, entry: ChunkEntry, targ
     if crc != entry.crc:
         raise CorruptionError("chunk's checksum does not match", name=name, offset=str(entry.offset))
     if not np.array_equal(ids, np.arange(entry.first, entry.last + 1)):
-        raise CorruptionError("chunk's ids are not those that the directory names", name=name, offset=str(entry.offset))
+        raise CorruptionError("chunk's ids differ from its directory entry", name=name, offset=str(entry.offset))
     target.note_run(move, entry.first, entry.rows)
 
 

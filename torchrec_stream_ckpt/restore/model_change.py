@@ -70,7 +70,8 @@ def declared(changes: Changes | None) -> Changes | None:
         return None
     if not isinstance(changes, Changes):
         raise ChangesError(
-            f"changes is {changes!r:.80}", hint="give Changes(...), or Changes.load(FILE) for a TOML file"
+            f"changes must be a Changes object, got {changes!r:.80}",
+            hint="pass Changes(...), or Changes.load(FILE) for a TOML file",
         )
     return changes
 
@@ -78,8 +79,8 @@ def declared(changes: Changes | None) -> Changes | None:
 def nothing_to_change(uri: str) -> MarkerNotFoundError:
     """Return the error for changes that are declared for a job without a marker."""
     return MarkerNotFoundError(
-        "changes are declared, and no marker was ever committed that they could be made of",
-        hint="check the URI; for a new job leave the changes out",
+        "`changes` was given, but this job has no committed marker to apply them to",
+        hint="check the URI; for a new job, omit the changes",
         uri=uri,
     )
 
@@ -160,8 +161,8 @@ def evolved(
     """
     if model.already:
         log.info(
-            "marker %s is of a model that has these changes: nothing is left to change; to make them once more, give "
-            "them another label, and name the marker",
+            "marker %s already has these changes, so nothing is changed; to apply them again, change their "
+            "label and name the marker",
             route.marker,
         )
     elif not again:
@@ -189,8 +190,8 @@ def refuse_changed(lineage: Lineage, generation: int, held: MarkerId) -> None:
     if generation <= held.generation or _is_same_model(lineage, lineage.claims[generation], held):
         return
     raise SchemaMismatchError(
-        "the trainer was restored into another model: a changed one or, by an older marker, the one before a change",
-        hint="start the spare anew, with the trainer's model",
+        "the trainer's model differs from this spare's: it was restored with changes, or from a marker before a change",
+        hint="restart the spare with the trainer's model",
         generation=generation,
         marker=held,
     )
@@ -237,29 +238,29 @@ def _check_outcome(outcome: TableOutcome, collisions: frozenset[str], saved: fro
         return
     if old.id is None:
         raise UnsupportedError(
-            "the marker is of format version 1, whose tables have no ids: no change of them can be told apart",
+            "the marker has format version 1, whose tables have no ids: changes cannot be matched to its tables",
             hint="restore it without changes, commit a marker, and restore that one with the changes",
             table=old.name,
         )
     halves = [spec.optimizer.startswith(_COLUMN_HALVES) for spec in (old, new)]
     if any(halves) and (old.dim != new.dim or halves[0] != halves[1] or old.dtype != new.dtype):
         raise UnsupportedError(
-            f"each column shard of {old.optimizer if halves[0] else new.optimizer} keeps weights on its left and "
-            "their average on its right: they would mean something else with other columns, another dtype or another "
-            "optimizer",
-            hint="keep these of the table, or declare it dropped and added: it starts anew",
+            f"columns, dtype or optimizer cannot change because {old.optimizer if halves[0] else new.optimizer} "
+            "keeps weights in the left half of each column shard and their average in the right half",
+            hint="keep the table's columns, dtype and optimizer, or declare it dropped and added, which initializes "
+            "it again",
             table=outcome.name,
         )
     mapped = outcome.name in collisions or outcome.saved_name in saved
     if mapped and not outcome.keeps_all_rows:
         raise UnsupportedError(
-            "rows of a table with managed collision belong to raw ids by its id map, which cannot be taken apart",
-            hint="keep its rows, or declare it dropped and added: it starts anew",
+            "the rows of a table with managed collision cannot change because its id map cannot be split",
+            hint="keep its rows, or declare it dropped and added, which initializes it again",
             table=outcome.name,
         )
     if outcome.saved_name in saved and outcome.name not in collisions:
         raise SchemaMismatchError(
-            "the marker has an id map of managed collision for this table, this model has none",
-            hint="keep managed collision for it, or declare it dropped and added: it starts anew",
+            "the marker has a managed-collision id map for this table, but this model does not",
+            hint="keep managed collision for it, or declare it dropped and added, which initializes it again",
             table=outcome.name,
         )

@@ -413,8 +413,8 @@ def _check_indices(saved: Schema, here: Schema) -> None:
     for name, index in here.index().items():
         if there[name] != index:
             raise SchemaMismatchError(
-                f"the table has index {there[name]} in the log and {index} here: the model has changed before",
-                hint="put the tables into the order of the marker before this plan is made",
+                f"the table has index {there[name]} in the log, but {index} in this model: the log's model was changed",
+                hint="put the tables into the marker's order before making this plan",
                 table=name,
             )
 
@@ -430,9 +430,9 @@ def check_schema(saved: Schema, here: Schema) -> None:
     for name in sorted(there_by_name.keys() ^ here_by_name.keys()):
         side = "the log" if name in there_by_name else "this model"
         raise SchemaMismatchError(
-            f"only {side} has a sharded table of this name",
-            hint="declare what was renamed, added or dropped, in restore(changes=...); fresh=True needs another log; "
-            "a table cannot change between data-parallel and sharded",
+            f"only {side} has a sharded table with this name",
+            hint="declare renamed, added or dropped tables in restore(changes=...); fresh=True needs another log; a "
+            "table cannot change between data-parallel and sharded",
             table=name,
         )
     for name, there in there_by_name.items():
@@ -462,8 +462,8 @@ def _check_resplit(plan: RestorePlan, *, merge: bool) -> None:
     halves = ", ".join(table.name for table in tables if table.optimizer.startswith("emainplace"))
     if halves:
         raise ColumnResplitError(
-            f"each column shard of {halves} keeps weights on its left and their average on its right: under the "
-            "changed column split they would change places",
+            f"the column split of {halves} cannot change because each column shard keeps weights in its left "
+            "half and their average in its right half",
             hint="keep the column split of these tables",
         )
     if tables and not merge:

@@ -113,10 +113,10 @@ def say_unproved(objects: Objects, commit: Commit, unproved: Unproved, schema: S
     try:
         name = leave_verdict(objects, commit, unproved.table_rows(schema))
     except StreamCkptError as error:
-        log.info("no verdict was left in the store: %s", error.headline)
+        log.info("cannot write the verdict to the store: %s", error.headline)
     else:
         log.warning(
-            "marker %s is unproved; for a trainer that still runs this was left in the store: %s", commit.id, name
+            "marker %s is unproved; wrote verdict %s to the store, for a trainer that is still running", commit.id, name
         )
 
 
@@ -173,7 +173,10 @@ def refuse_or_accept(unproved: Unproved | None, marker: MarkerId, *, accept: boo
     if not accept:
         raise error
     if say:
-        log.warning("accepted although unproved, and sent again in this generation: %s", error.headline)
+        log.warning(
+            "continuing with unproved rows, as accept_unproved allows; this generation sends them again: %s",
+            error.headline,
+        )
 
 
 def check_cells(plan: RestorePlan, before: RestorePlan, error: CorruptionError) -> None:
@@ -188,8 +191,8 @@ def check_cells(plan: RestorePlan, before: RestorePlan, error: CorruptionError) 
     if plan.views is None or same or before.marker == plan.marker:
         return
     raise UnsupportedError(
-        f"marker {before.marker} is damaged, and rows of it stand where marker {plan.marker} leaves those of the new "
-        f"model: {error.headline}",
-        hint=f"start the job anew, and name the older marker with the same changes: '{plan.marker}'",
+        f"marker {before.marker} is damaged, and its rows were already loaded where marker {plan.marker} keeps "
+        f"the new model's rows: {error.headline}",
+        hint=f"restart the job, and name the older marker with the same changes: '{plan.marker}'",
         marker=before.marker,
     )

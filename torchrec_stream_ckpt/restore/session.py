@@ -90,12 +90,14 @@ class Loaded:
             100 * self.share,
         )
         if self.replicas != "same":
-            log.warning("the marker was saved with replicas='rank0': all ranks have the dense state of its rank 0 now")
+            log.warning("the marker was saved with replicas='rank0': all ranks now have the dense state of its rank 0")
         if self.merged:
             names = ", ".join(plan.schema.tables[table].name for table in self.merged)
-            log.info("row-wise state of %s is merged from other columns: it was not compared", names)
+            log.info("row-wise state of %s was merged from other columns and not compared with its proof", names)
         if plan.report is not None and (changed := plan.report.kept_in_part):
-            log.info("rows of %s come into tables that have changed: they were not compared", ", ".join(changed))
+            log.info(
+                "rows of %s were loaded into changed tables and not compared with their proofs", ", ".join(changed)
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +200,7 @@ class Session:
                     self._share_scalars(plan)
                     return plan, route, applied
                 except HeadDamagedError as error:
-                    log.warning("HEAD is damaged, all is restored without it: %s", error.headline)
+                    log.warning("HEAD is damaged; restoring without it: %s", error.headline)
                     self._finder.use_head = False
                 except CorruptionError as error:
                     self._finder.damaged.elsewhere(route, error, may_pass=marker is None and fall_back)
@@ -317,7 +319,7 @@ class Session:
         self._changes, self._named = given, marker is not None
         said = self._team.gather(given.digest if given is not None else None)
         if len(set(said)) > 1:
-            raise ConfigError("ranks declare different changes", hint="give all ranks the same Changes")
+            raise ConfigError("ranks declare different changes", hint="pass the same Changes on all ranks")
 
     def _unless_made(self, marker: MarkerId | None) -> MarkerId | None:
         """(all ranks) Return ``marker``, or None if the newest marker came from it by the declared changes."""
@@ -329,8 +331,8 @@ class Session:
             return marker
         if self._team.rank == 0:
             log.info(
-                "marker %s had these changes before, which led to marker %s: the job goes on from its newest one, "
-                "not from %s",
+                "marker %s was restored with these changes before, which led to marker %s: continuing from the "
+                "newest marker, not from %s",
                 marker,
                 newest,
                 marker,

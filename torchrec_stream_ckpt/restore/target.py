@@ -168,7 +168,10 @@ class Target:
         if missing:
             shard = self._shard
             raise CorruptionError(
-                f"{missing} rows of this shard are in no source", table=table, row0=shard.row0, col0=shard.col0
+                f"{missing} rows of this shard are missing from all sources",
+                table=table,
+                row0=shard.row0,
+                col0=shard.col0,
             )
         for position, target in enumerate(self._states):
             if self._merged and isinstance(target, Plane) and target.tensor.dim() == 1:

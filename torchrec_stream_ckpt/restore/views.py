@@ -74,7 +74,7 @@ class Views:
             for shard in shards
             if not outcomes[shard.table].goes_on and (view := view_of(outcomes[shard.table], shard)) is not None
         }
-        assert len({view.shard for view in changed.values()}) == len(changed), "one view of two shards of a rank"
+        assert len({view.shard for view in changed.values()}) == len(changed), "two shards of a rank share a view"
         return cls(evolution, outcomes, changed)
 
     def target(self, live: TableShard) -> TableShard | None:
