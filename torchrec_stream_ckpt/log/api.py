@@ -301,7 +301,7 @@ def open_log(uri: str, options: Options = None) -> Log:
         from torchrec_stream_ckpt.log.files import FileLog
 
         if options:
-            raise ConfigError("client options are for Kafka, this is a file log", hint="leave them out")
+            raise ConfigError("client options are for Kafka logs, but this is a file log", hint="omit them")
         return FileLog(parsed.directory)
     from torchrec_stream_ckpt.log.kafka.log import KafkaLog
 

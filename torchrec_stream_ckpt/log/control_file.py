@@ -87,15 +87,15 @@ class ControlFile:
                 os.ftruncate(fd, place)
             except OSError:
                 raise CommitUnknownError(
-                    f"cannot append to the control log, nor take the record back: {error.strerror}",
-                    hint="repair the disk; stream-ckpt list tells which markers exist",
+                    f"cannot append to the control log, nor remove the partial record: {error.strerror}",
+                    hint="repair the disk, then run stream-ckpt list to see which markers exist",
                     path=self._path,
                 ) from None
             raise
         if not os.path.samestat(os.fstat(fd), os.stat(self._path)):
             raise CommitUnknownError(
-                "the control log was replaced while a record was appended, although the lock was held",
-                hint="check that the file system of the log supports flock; the record is appended again",
+                "the control log was replaced while a record was appended under the lock",
+                hint="check that the log's file system supports flock; the record is appended again",
                 path=self._path,
             )
         return offset
@@ -111,8 +111,8 @@ class ControlFile:
         self._end = max(self._end, front.base)
         if os.fstat(fd).st_size < self._end - front.shift:
             raise LogUnavailableError(
-                f"the control log is shorter than the {self._end} bytes that were read from it",
-                hint="it was cut or deleted under a running job: bring it back, or start a new job",
+                f"the control log is shorter than the {self._end} bytes that were already read from it",
+                hint="restore it from a copy, or start a new job: it was cut or deleted while the job ran",
                 path=self._path,
             )
         end = ControlEnd(self._end)
@@ -250,8 +250,8 @@ def _check_head(path: Path, record: bytes, *, headless: bool) -> None:
     """Refuse a snapshot after garbage at the beginning. It may have been a BASE, so all offsets would be wrong."""
     if headless and parse_header(record).kind is Kind.SNAPSHOT:
         raise CorruptionError(
-            "the control log begins with bytes that are not a record, and holds snapshots: its first offset is lost",
-            hint="bring it back from its second copy, or from a copy of the log",
+            "the control log holds snapshots, but begins with bytes that are not a record: its first offset is lost",
+            hint="recover it from its second copy, or restore it from a copy of the log",
             path=path,
         )
 

@@ -30,7 +30,7 @@ def examine_folder(what: str, folder: Path, *, write: bool = True) -> Iterator[F
         f"{what}: rights",
         "can be written" if writable else f"{folder} cannot be written by this user",
         well=writable,
-        hint="run as the trainer's user, or give it the right to write",
+        hint="run as the trainer's user, or give this user write permission",
         otherwise=Severity.BAD,
     )
     yield _file_system(what, folder)
@@ -42,10 +42,10 @@ def examine_folder(what: str, folder: Path, *, write: bool = True) -> Iterator[F
 def _file_system(what: str, folder: Path) -> Finding:
     kind = file_system(folder)
     if kind in _VOLATILE:
-        hint = "keep it on a disk: a reboot, or the end of the container, takes everything"
+        hint = "move it to a disk: a reboot, or the end of the container, deletes everything here"
         return Finding(f"{what}: file system", kind, Severity.WARNING, hint)
     if kind in _NETWORK:
-        hint = "check that locks work there (NFS: version 4), and that it is not mounted with nolock"
+        hint = "check that locks work on it (NFS: version 4), and that it is not mounted with nolock"
         return Finding(f"{what}: file system", kind, Severity.WARNING, hint)
     return Finding(f"{what}: file system", kind)
 
@@ -76,7 +76,7 @@ def _room(what: str, folder: Path) -> Finding:
         f"{what}: free space",
         f"{usage.free / 1e9:.1f} GB of {usage.total / 1e9:.1f} GB",
         well=usage.free >= max(_LOW_BYTES, _LOW_SHARE * usage.total),
-        hint="make room: a full disk fails markers until there is some",
+        hint="free some space: markers fail while the disk is full",
     )
 
 
@@ -94,7 +94,7 @@ def _sync(what: str, folder: Path) -> Finding:
         finally:
             os.close(fd)
     except OSError as error:
-        hint = "repair the disk: no marker can be committed on it"
+        hint = "repair the disk: markers cannot be committed on it"
         return Finding(f"{what}: sync", f"fails: {error.strerror}", Severity.BAD, hint)
     finally:
         scratch.unlink(missing_ok=True)
@@ -103,7 +103,7 @@ def _sync(what: str, folder: Path) -> Finding:
         f"{what}: sync",
         f"{1000 * median:.1f} ms",
         well=median < _SLOW_SYNC_S,
-        hint="use a faster disk: every marker waits for some syncs",
+        hint="use a faster disk: every marker waits for several syncs",
     )
 
 
@@ -121,21 +121,21 @@ def unavailable(what: str, path: Path, error: OSError) -> LogUnavailableError:
     hints = {
         errno.ENOSPC: "free space on that file system",
         errno.EACCES: "run as the owner of the folder and of its lock file, or check their modes",
-        errno.EROFS: "the file system is read-only: mount it for writing, or choose another folder",
-        errno.ENOENT: "check the path; nothing was written there yet, or it was deleted",
-        errno.ETIMEDOUT: "another trainer holds the lock: if it is stopped, frozen or hangs, end it with kill -9; "
-        "until then nothing can be written, and it cannot be fenced",
+        errno.EROFS: "mount the file system for writing, or choose another folder: it is read-only",
+        errno.ENOENT: "check the path: nothing was written there yet, or it was deleted",
+        errno.ETIMEDOUT: "end the other trainer that holds the lock, with kill -9 if it is frozen or hangs; until then "
+        "nothing can be written, and it cannot be fenced",
     }
     hint = hints.get(error.errno or 0, "check the disk and the path")
     if error.errno == errno.ENOSPC and not files_left(path):
         return LogUnavailableError(
             f"{what}: no inodes are left",
-            hint="delete files on that file system: it has bytes, and no inodes",
+            hint="delete files on that file system: it has free bytes but no free inodes",
             path=path,
         )
     if error.errno == errno.EEXIST and path.is_symlink() and not path.exists():
         where = os.readlink(path)
         return LogUnavailableError(
-            f"{what}: it is a link to {where}, which is not there", hint=f"make {where}", path=path
+            f"{what}: it is a link to {where}, which does not exist", hint=f"make {where}", path=path
         )
     return LogUnavailableError(f"{what}: {error.strerror}", hint=hint, path=path)

@@ -68,7 +68,7 @@ class FileWriter:
             fsync_dir(self._folder)
         except FileExistsError:
             raise StreamLostError(
-                f"a segment of generation {self._generation} is there already: it is another writer's, and stays",
+                f"a segment of generation {self._generation} already exists, written by another program",
                 hint="only one trainer may run a job; stop one, or give it another URI",
                 path=path,
             ) from None
@@ -89,8 +89,8 @@ class FileWriter:
         if reach < self._end:
             # Without any segment, the folder itself is missing and may be mounted again.
             raise (StreamLostError if mine else LogUnavailableError)(
-                f"acknowledged bytes [{reach}, {self._end}) of this generation are gone",
-                hint="they were deleted under a running job: bring them back, or start a new job",
+                f"acknowledged bytes [{reach}, {self._end}) of this generation are missing",
+                hint="restore them from a copy, or start a new job: they were deleted while the job ran",
                 path=self._folder,
             )
 
@@ -128,8 +128,8 @@ class FileWriter:
         size = os.fstat(self._fd).st_size
         if size < self._end - self._base:
             raise StreamLostError(
-                f"the segment was cut to {size} bytes under its writer, which had written {self._end - self._base}",
-                hint="find out what else writes to the log's folder",
+                f"the segment has {size} bytes, but its writer had written {self._end - self._base}: it was cut",
+                hint="find out which other program writes to the log's folder",
                 path=self._folder / segment_name(self._generation, self._base),
             )
 
@@ -150,7 +150,7 @@ class FileWriter:
         self._syncing = None
         future.result()
         if os.fstat(self._fd).st_nlink == 0:
-            raise LogUnavailableError("the segment was deleted under its writer", path=self._folder)
+            raise LogUnavailableError("the segment was deleted while its writer had it open", path=self._folder)
         return acks
 
     def waits_for(self) -> str:

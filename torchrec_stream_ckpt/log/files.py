@@ -64,8 +64,8 @@ class FileLog:
 
     def prepare(self, partitions: int, identity: str | None = None) -> Incarnation:
         if partitions > MAX_PARTITIONS:
-            raise ConfigError(f"{partitions} ranks are more than a log takes ({MAX_PARTITIONS})")
-        with explained("cannot make the file log", self._root):
+            raise ConfigError(f"{partitions} ranks are too many: a log has at most {MAX_PARTITIONS} partitions")
+        with explained("cannot create the file log", self._root):
             if identity is None and not (self._root / IDENTITY_FILE).exists():
                 _check_new(self._root)
             make_dirs(self._root / DATA_DIR)
@@ -90,7 +90,7 @@ class FileLog:
                 _check_new(self._root)
                 return None
         if not _IDENTITY.fullmatch(identity):
-            hint = "bring the file back from a copy of the log: its text stands in every CLAIM as the incarnation"
+            hint = "restore the file from a copy of the log: every CLAIM holds its text as the incarnation"
             raise CorruptionError("the file log's identity is damaged", hint=hint, path=self._root / IDENTITY_FILE)
         return Incarnation(identity.decode(), partitions)
 
@@ -208,8 +208,8 @@ def _check_new(root: Path) -> None:
     lost = "control records" if size_of(root / CONTROL_FILE) else "rows" if newest_segment(root) else ""
     if lost and not (root / IDENTITY_FILE).exists():  # no other process has created the log meanwhile
         raise CorruptionError(
-            f"the file log has lost its identity, and holds {lost}",
-            hint="bring the file back from a copy of the log, or write it again: stream-ckpt recover "
-            f"file://{root} --store URL",
+            f"the file log holds {lost}, but its identity file is missing",
+            hint=f"restore the file from a copy of the log, or recover the log: stream-ckpt recover file://{root} "
+            "--store URL",
             path=root / IDENTITY_FILE,
         )

@@ -105,8 +105,8 @@ class Flight:
             return
         if ack.offset < acked.end:
             raise StreamLostError(
-                f"the log had acknowledged frames up to offset {acked.end}, and takes the next one at {ack.offset}: "
-                "its tail was lost",
+                f"the log had acknowledged frames up to offset {acked.end}, but put the next one at "
+                f"{ack.offset}: its tail was lost",
                 hint="see the brokers' logs: a disk or machine failed, or an unclean leader was elected",
                 seq=acked.frames,
             )

@@ -208,7 +208,7 @@ class Publisher:
                     self._abandoned.wait(backoff_s)
                     backoff_s = min(2 * backoff_s, _BACKOFF_S[1])
         except StreamLostError as error:
-            log.warning("this stream is over: %s", error.headline)
+            log.warning("this stream has ended: %s", error.headline)
             with self._changed:
                 self.lost = self.lost or error
                 self._changed.notify_all()
@@ -223,7 +223,7 @@ class Publisher:
 
     def _fail(self, why: str) -> None:
         if self.failure is None:
-            log.warning("the log takes no frames now, they are kept and sent again: %s", why)
+            log.warning("the log accepts no frames; they are kept and will be sent again: %s", why)
         self.failure = why
 
     def _finished(self) -> bool:
@@ -262,7 +262,7 @@ class Publisher:
     def _note_answer(self) -> None:
         """Note that the log has acknowledged frames."""
         if self.failure is not None:
-            log.warning("the log takes frames again")
+            log.warning("the log accepts frames again")
             self.failure = None
         with self._changed:
             self._changed.notify_all()

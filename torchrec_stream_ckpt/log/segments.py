@@ -161,8 +161,8 @@ def pieces(root: Path, span: LogSpan, names: SegmentNames) -> list[tuple[Path, i
     if position < span.end:
         cut_short = all(end < span.end for _, _, _, end in found)
         raise (StreamLostError if cut_short else CorruptionError)(
-            f"the log ends at byte {position}, {span.end} were committed",
-            hint="restore an older marker, or bring the missing segment back",
+            f"the log ends at byte {position}, but was committed up to byte {span.end}",
+            hint="restore an older marker, or restore the missing segment from a copy",
             generation=span.generation,
             path=folder,
         )

@@ -15,7 +15,7 @@ from torchrec_stream_ckpt.util.types import LogSpan, RankEnd, TableShard
 
 log = logging.getLogger(__name__)
 
-_HINT = "restore an older marker, or another copy of the log"
+_HINT = "restore an older marker, or use another copy of the log"
 _told: set[tuple[bytes, int]] = set()
 """(job, partition) of which this process has already logged strays."""
 
@@ -35,14 +35,17 @@ class Strays:
         self.count += 1
 
     def __str__(self) -> str:
-        return f"{self.count} records that are not of this stream, the first one at offset {self.offset}: {self.why}"
+        return (
+            f"{self.count} records that do not belong to this stream, the first one at offset {self.offset}: {self.why}"
+        )
 
     def tell(self, job: bytes, partition: int) -> None:
         """Warn, once for each partition."""
         if self.count and (job, partition) not in _told:
             _told.add((job, partition))
             log.warning(
-                "partition %d of the log holds %s. They are skipped, nothing is missing; find what writes there",
+                "partition %d of the log holds %s. They are skipped and no data is missing; find the program "
+                "that writes there",
                 partition,
                 self,
             )
@@ -104,7 +107,7 @@ def read_stream(
         if schema_crc is None:
             schema_crc = header.schema_crc
         if header.schema_crc != schema_crc:
-            raise _located(CorruptionError("the schema changes inside a generation"), commit, end, seq, offset)
+            raise _located(CorruptionError("the schema changes within a generation"), commit, end, seq, offset)
         if header.kind is Kind.PAD:
             check_pad(header, checked_payload(header, frame, commit, end))
         chain = header.header_crc
@@ -114,7 +117,7 @@ def read_stream(
             break
     read = first + len(seen)
     if read != end.frames or chain != end.chain or (seen and header.kind is not Kind.MARK):
-        message, seq, offset = misfit or (f"{read} of {end.frames} frames lead to this marker", read, end.end)
+        message, seq, offset = misfit or (f"found {read} of the {end.frames} frames up to this marker", read, end.end)
         if strays.count > (misfit is not None):
             message = f"{message}; the partition holds {strays}"
         raise _located(CorruptionError(message), commit, end, seq, offset)
@@ -122,7 +125,10 @@ def read_stream(
     if not seen:
         return
     if (header.marker, header.step) != (commit.marker, commit.step):
-        message = f"MARK is of marker {header.marker} at step {header.step}, not of {commit.id} at step {commit.step}"
+        message = (
+            f"found the MARK of marker {header.marker} at step {header.step}, expected {commit.id} at step "
+            f"{commit.step}"
+        )
         raise _located(CorruptionError(message), commit, end, header.seq, end.end)
 
 
@@ -142,12 +148,14 @@ def held_by(log_: LogReader, claim: Claim, commit: Commit, end: RankEnd) -> tupl
 def check_hello(header: Header, frame: memoryview, claim: Claim, commit: Commit, end: RankEnd) -> Hello:
     """Return the payload of a rank's first frame, after comparing it with the CLAIM."""
     if header.kind is not Kind.HELLO:
-        raise _located(CorruptionError(f"begins with {header.kind.name}"), commit, end, 0, end.begin)
+        raise _located(
+            CorruptionError(f"the stream begins with {header.kind.name}, expected HELLO"), commit, end, 0, end.begin
+        )
     hello = Hello.from_json(checked_payload(header, frame, commit, end), header.version)
     if not header.schema_crc == hello.schema.crc == claim.schema.crc:
-        raise _located(CorruptionError("HELLO has another schema than its CLAIM"), commit, end, 0, end.begin)
+        raise _located(CorruptionError("the schema in HELLO differs from its CLAIM"), commit, end, 0, end.begin)
     if claim.layout is not None and hello.shards not in claim.layout[end.rank : end.rank + 1]:
-        raise _located(CorruptionError("HELLO has other shards than its CLAIM"), commit, end, 0, end.begin)
+        raise _located(CorruptionError("the shards in HELLO differ from its CLAIM"), commit, end, 0, end.begin)
     return hello
 
 

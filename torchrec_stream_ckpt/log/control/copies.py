@@ -181,7 +181,7 @@ class Copies:
         except (StreamCkptError, OSError) as error:
             said = error.headline if isinstance(error, StreamCkptError) else str(error)
             level = logging.DEBUG if self.failed else logging.WARNING
-            log.log(level, "the second copy of control records is not written now; markers still commit: %s", said)
+            log.log(level, "cannot write the second copy of control records; markers still commit: %s", said)
             self.failed += 1
 
     def _copy(self) -> None:

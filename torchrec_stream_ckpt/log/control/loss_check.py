@@ -43,12 +43,12 @@ def check_whole(
     lineage = control.refresh()
     if rows is not None and rows.generation >= lineage.next_generation:
         raise CorruptionError(
-            f"{rows.what} rows, but {rows.control}, which says which job wrote them, is gone or empty"
+            f"{rows.what} rows, but {rows.control}, which names their job, is missing or empty"
             if not lineage.claims
             else f"{rows.what} rows of generation {rows.generation}, but {rows.control} ends at generation "
             f"{lineage.newest_generation}: its end was lost",
-            hint=f"bring {rows.control} back from a copy, or put it back: {_command(uri, objects)}; "
-            "to begin anew, name another log",
+            hint=f"restore {rows.control} from a copy, or recover it: {_command(uri, objects)}; to start over, name "
+            "another log",
             path=rows.place,
         )
     if lineage.claims or lineage.unsigned:
@@ -78,13 +78,13 @@ def check_not_lost(uri: FileUri | KafkaUri, objects: Objects) -> None:
         )
     if mine:
         raise CorruptionError(
-            "the log is empty, and the store holds markers of it: the log was lost",
-            hint=f"put it back: {_command(uri, objects)}; to begin anew, name another log or another store",
+            "the log is empty, but the store holds its markers: the log was lost",
+            hint=f"recover it: {_command(uri, objects)}; to start over, name another log or another store",
             uri=uri,
         )
     if jobs:
         log.warning(
-            "the log is empty, and the store holds markers of %d other jobs; if the log was lost: %s",
+            "the log is empty, but the store holds markers of %d other jobs; if the log was lost: %s",
             len(jobs),
             _command(uri, objects),
         )

@@ -100,8 +100,8 @@ class Control:
         lineage = self.lineage
         if lineage.unsigned and not lineage.claims:
             raise ConfigError(
-                f"this log has {lineage.unsigned} control records, and none is signed with this commit key",
-                hint="give the key that the job began with; a job that began without one goes on without one",
+                f"none of the {lineage.unsigned} control records of this log is signed with this commit key",
+                hint="give the key that the job began with, or no key if it began without one",
             )
         return lineage
 
@@ -154,11 +154,11 @@ class Control:
             return None
         markers = [record.id for record in lost if isinstance(record, Commit)]
         there = lineage.newest.id if lineage.newest is not None else "no marker"
-        newer = f"{len(markers)} of them markers, up to {markers[-1]}" if markers else "none of them of a marker"
+        newer = f"{len(markers)} of them markers, up to {markers[-1]}" if markers else "none of them a marker"
         return CorruptionError(
-            f"the log has lost the end of its control partition: it ends at {there}, and the second copy has "
+            f"the end of the log's control partition was lost: it ends at {there}, but the second copy has "
             f"{len(lost)} newer records, {newer}",
-            hint=f"put them back: stream-ckpt recover {kept.uri} --store {kept.url}"
+            hint=f"recover them: stream-ckpt recover {kept.uri} --store {kept.url}"
             + (" --commit-key-file FILE" if self.signs else ""),
         )
 
@@ -244,7 +244,7 @@ class Control:
                 return lineage
             if time.monotonic() > deadline:
                 raise LogUnavailableError(
-                    f"the log took a CLAIM at offset {offset}, and shows its records only up to {self._last}",
+                    f"the log accepted a CLAIM at offset {offset}, but shows its records only up to {self._last}",
                     hint="check whether a broker is cut off from the others; then try again",
                 )
             time.sleep(0.2)
@@ -259,7 +259,7 @@ class Control:
         """
         deadline = time.monotonic() + timeout_s
         frame = self.records.frame_of(commit)
-        sent, unanswered, failure = False, "", "it was appended and does not count"
+        sent, unanswered, failure = False, "", "it was appended but has no effect"
         while True:
             try:
                 if self._is_there(commit):
@@ -305,7 +305,7 @@ class Control:
         failpoint("trim.appended")
         reach = self.refresh().trims.reach
         if any(reach.get(each.generation, each) < each or each.generation not in reach for each in trim.markers):
-            raise CorruptionError("the TRIM was appended and does not count", marker=trim.id)
+            raise CorruptionError("the TRIM was appended but has no effect", marker=trim.id)
         self._copy()
 
     def note(self, note: Note, timeout_s: float) -> None:
@@ -343,9 +343,9 @@ class Control:
                 "an operator has ended this trainer"
                 if by_operator
                 else f"generation {lineage.newest_generation} has taken over this job",
-                hint="stop this one; a new job restores the newest marker"
+                hint="stop this trainer; a new job restores the newest marker"
                 if by_operator
-                else "another trainer restored it: stop this one",
+                else "stop this trainer: another one has restored the job",
                 generation=commit.generation,
                 marker=commit.marker,
             )
@@ -354,10 +354,10 @@ class Control:
 
 def _gave_up(commit: Commit, sent: bool, failure: str) -> CommitUnknownError | MarkerFailedError:
     kind = CommitUnknownError if sent else MarkerFailedError
-    said = "there was no answer whether it arrived" if sent else "the log cannot be reached"
+    said = "it is unknown whether it arrived" if sent else "the log cannot be reached"
     return kind(
         f"COMMIT: {said} ({failure})",
-        hint="stream-ckpt list tells, once the log answers again",
+        hint="run stream-ckpt list once the log answers again",
         generation=commit.generation,
         marker=commit.marker,
     )
@@ -373,7 +373,7 @@ def _hint(uri: FileUri | KafkaUri, copies: tuple[Objects, str] | None) -> str:
         else "URL"
     )
     return (
-        f"bring the control partition back from a copy; or {uri.aside}, and put it back from its second copy: "
-        f"stream-ckpt recover {uri} --store {store}; if the log's rows are gone too, into a new log: "
+        f"restore the control partition from a copy; or {uri.aside}, and recover it from its second copy: "
+        f"stream-ckpt recover {uri} --store {store}; if the log's rows are lost too, recover into a new log: "
         f"stream-ckpt recover NEW_URI --store {store}"
     )

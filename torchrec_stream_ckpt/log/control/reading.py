@@ -111,7 +111,7 @@ class Records:
             frame = lineage.commits[marker].to_frame() if marker in lineage.commits else b""
             if place_of(place >> _CRC_BITS, crc32c(frame)) != place:
                 raise CorruptionError(
-                    "the control partition holds another COMMIT of a marker than was read from it, or none",
+                    "the COMMIT of a marker in the control partition was replaced or deleted after it was read",
                     hint=self.hint,
                     marker=marker,
                     control_offset=place >> _CRC_BITS,
@@ -161,7 +161,7 @@ class Records:
         try:
             part = parse_control(record)
         except CorruptionError as error:
-            log.warning("a part of a control snapshot is passed over: %s", error.headline)
+            log.warning("a part of a control snapshot is skipped: %s", error.headline)
             return None
         if not isinstance(part, Snapshot) or (self._key is not None and not self._key.vouches_for(part)):
             return None

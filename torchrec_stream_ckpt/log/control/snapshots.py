@@ -65,7 +65,9 @@ def shorten_control(log: Log, control: Control, *, at_once: bool = False) -> Sho
     if not lineage.claims:
         return Shortened(None, log.control_base())
     if any(claim.mac for claim in lineage.claims.values()) and not control.signs:
-        raise ConfigError("this job has a commit key, and ignores a snapshot without it", hint="--commit-key-file FILE")
+        raise ConfigError(
+            "this job has a commit key and ignores unsigned snapshots", hint="pass --commit-key-file FILE"
+        )
     standing, behind = _look(control)
     newest = standing[-1] if standing else None
     upto = None
@@ -85,16 +87,16 @@ def _write(log: Log, control: Control) -> _Standing:
     again = control.records.fold_again(folded.upto)
     now = log.incarnation()
     if now is None:
-        raise LogUnavailableError("the log is gone", hint="bring it back")
+        raise LogUnavailableError("the log does not exist", hint="restore it from a copy")
     if _essence(folded) != _essence(again):
         hint = "test the machine's memory"
-        raise CorruptionError("the control partition was read twice with two results", hint=hint)
+        raise CorruptionError("two reads of the control partition gave different results", hint=hint)
     parts = snapshot_of(folded, now.id)
     for part in parts:
         failpoint("snapshot.append")
         control.append(part)
     if _read_back(control, parts[0]) != body_of(again.lineage):
-        raise CorruptionError("a control snapshot was read back and differs from what was written")
+        raise CorruptionError("a control snapshot differs from the bytes that were written")
     return _Standing.of(parts)
 
 

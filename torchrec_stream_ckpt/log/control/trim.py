@@ -73,14 +73,14 @@ def trim_log(
         CommitUnknownError: it is unknown whether the record was appended. Nothing was deleted. Run it again.
     """
     if not store_url or not store_url.isprintable() or len(store_url) > MAX_PLACE_CHARS:
-        raise ConfigError(f"{store_url!r:.80} is not the URL of a store", hint="use file://DIR or s3://BUCKET/PREFIX")
+        raise ConfigError(f"{store_url!r:.80} is not a store URL", hint="use file://DIR or s3://BUCKET/PREFIX")
     control.check_copy()  # a generation whose COMMITs are lost would look like a dead one
     lineage = control.refresh()
     trim = _giving_up(lineage, _trim_of(lineage, [marker, *others], store_url), given_up)
     if any(claim.mac for claim in lineage.claims.values()) and not control.signs:
         raise ConfigError(
-            "this job has a commit key: its trainer ignores a TRIM that is not signed with it, and misses the data",
-            hint="give it with --commit-key-file",
+            "this job has a commit key: its trainer ignores an unsigned TRIM, and then misses the trimmed data",
+            hint="pass the key with --commit-key-file",
         )
     incarnation = _incarnation(log)
     plan = log.trim(
@@ -99,7 +99,7 @@ def trim_log(
 def _incarnation(log: Log) -> Incarnation:
     now = log.incarnation()
     if now is None:
-        raise LogUnavailableError("the log is gone", hint="bring it back")
+        raise LogUnavailableError("the log does not exist", hint="restore it from a copy")
     return now
 
 

@@ -37,7 +37,7 @@ def examine_topic(
     missing = sorted(NEEDED_RIGHTS - rights - {"ALL"}) if rights and "ALL" not in rights else []
     yield Finding.of(
         f"{topic}: rights",
-        f"{', '.join(missing)} not allowed" if missing else "all that a trainer needs are allowed",
+        f"{', '.join(missing)} not allowed" if missing else "has all permissions that a trainer needs",
         well=not missing,
         hint=acl_command(None, topic, missing),
         otherwise=Severity.BAD,
@@ -50,8 +50,8 @@ def _copies(topic: str, settings: Mapping[str, str], replicas: Sequence[tuple[in
         f"{topic}: replication",
         f"{factor} copies",
         well=factor >= 3,
-        hint="create the topic again on 3 brokers, or move it by kafka-reassign-partitions.sh: otherwise losing one "
-        "broker's disk loses the log",
+        hint="recreate the topic with 3 replicas, or add replicas with kafka-reassign-partitions.sh: otherwise "
+        "losing one broker's disk loses the log",
     )
     behind = sum(1 for count, in_sync in replicas if in_sync < count)
     yield Finding.of(

@@ -38,8 +38,8 @@ class Presence:
         for span in spans:
             if span.begin < lows[span.partition]:
                 raise CorruptionError(
-                    f"the log begins at offset {lows[span.partition]}, and rows from {span.begin} on are needed: "
-                    "retention or a user deleted them",
+                    f"rows from offset {span.begin} on are required, but the log begins at "
+                    f"{lows[span.partition]}: retention or a user deleted them",
                     hint=DESTROYED_HINT,
                     **self._where(span),
                 )
@@ -61,8 +61,8 @@ class Presence:
             for partition, mark in now.items():
                 if not _has_checksum(frames[partition], mark.chain):
                     raise StreamLostError(
-                        f"offset {mark.end - 1} does not hold the frame that was acknowledged there: "
-                        "the tail was lost, and another program has written after it",
+                        f"the frame acknowledged at offset {mark.end - 1} is not there: the tail was lost, and "
+                        "another program has written after it",
                         hint=LOST_HINT,
                         topic=self._data_topic,
                         partition=partition,
@@ -78,8 +78,8 @@ class Presence:
             short = self._short(spans, edges)
         if short is not None:
             raise StreamLostError(
-                f"the log ends at offset {edges[short.partition].high}, and had acknowledged all up to {short.end}: "
-                "its tail was lost",
+                f"the log ends at offset {edges[short.partition].high}, but had acknowledged frames up to "
+                f"{short.end}: its tail was lost",
                 hint=LOST_HINT,
                 **self._where(short),
             )
@@ -97,7 +97,7 @@ class Presence:
             older = ends.get(span.partition)
             if older is not None and older.generation < span.generation and span.begin < older.end:
                 raise StreamLostError(
-                    f"generation {older.generation} ends at offset {older.end}, and generation {span.generation} "
+                    f"generation {older.generation} ends at offset {older.end}, but generation {span.generation} "
                     f"begins at {span.begin}: the tail between them was lost",
                     hint=LOST_HINT,
                     **self._where(older),

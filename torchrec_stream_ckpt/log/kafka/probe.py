@@ -98,22 +98,24 @@ def _compare(address: tuple[str, int], options: Mapping[str, str]) -> Cause | No
         (False, True): "SASL_PLAINTEXT",
         (False, False): "PLAINTEXT",
     }
-    fitting = f"set security.protocol={right[has_tls, bool(mechanisms)]}, or name the port of another listener"
+    fitting = f"set security.protocol={right[has_tls, bool(mechanisms)]}, or use the port of another listener"
     place = f"the listener at {address[0]}:{address[1]}"
     if has_tls and not wants_tls:
-        return Cause(f"{place} speaks TLS, and this client does not", fitting)
+        return Cause(f"{place} requires TLS, but this client does not use it", fitting)
     if wants_tls and not has_tls and mechanisms is not None:
-        return Cause(f"{place} speaks no TLS, and this client does", fitting)
+        return Cause(f"{place} does not support TLS, but this client uses it", fitting)
     if has_tls and (cause := _certificate(address, options)) is not None:
         return cause
     if mechanisms and not wants_login:
-        return Cause(f"{place} wants a login by {', '.join(mechanisms)}, and this client gives none", fitting)
+        return Cause(f"{place} requires a login by {', '.join(mechanisms)}, but this client sends none", fitting)
     if mechanisms == [] and wants_login:
-        return Cause(f"{place} takes no login, and this client gives one", fitting)
+        return Cause(f"{place} does not accept a login, but this client sends one", fitting)
     mechanism = options.get("sasl.mechanism", options.get("sasl.mechanisms", "GSSAPI"))
     if wants_login and mechanisms and mechanism not in mechanisms:
         has = ", ".join(mechanisms)
-        return Cause(f"{place} has no SASL mechanism {mechanism}, it has {has}", "set sasl.mechanism to one of them")
+        return Cause(
+            f"{place} does not support SASL mechanism {mechanism}, only {has}", "set sasl.mechanism to a supported one"
+        )
     return None
 
 
@@ -165,13 +167,13 @@ def _untrusted(error: ssl.SSLCertVerificationError, host: str, ca: str | None) -
     if "mismatch" in said:
         return Cause(
             f"the broker's certificate is not valid for the name '{host}' ({said})",
-            "use a host name that stands in the certificate, in the URI and in the broker's advertised.listeners",
+            "use a host name from the certificate, in the URI and in the broker's advertised.listeners",
         )
     if "expired" in said or "not yet valid" in said:
         return Cause(f"the broker's certificate cannot be used now ({said})", "renew it, or set the clock right")
     by = f"ssl.ca.location={ca}" if ca else "the CAs of this system"
     return Cause(
-        f"the broker's certificate is signed by a CA that {by} does not name ({said})",
+        f"the broker's certificate is signed by a CA that is not in {by} ({said})",
         "set ssl.ca.location to the PEM file of the CA that signed it",
     )
 
@@ -209,6 +211,6 @@ def _read(connection: socket.socket, length: int) -> bytes:
     while len(data) < length:
         piece = connection.recv(length - len(data))
         if not piece:
-            raise OSError("hung up")
+            raise OSError("connection closed by the broker")
         data += piece
     return data

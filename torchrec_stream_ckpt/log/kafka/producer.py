@@ -72,7 +72,7 @@ class KafkaSender:
                     break
                 except BufferError:
                     if time.monotonic() > deadline:
-                        raise self.failed("write", "the client's queue stays full") from None
+                        raise self.failed("write", "the client's queue is still full") from None
                     self._producer.poll(0.05)
         self._sent += 1
 
@@ -84,7 +84,7 @@ class KafkaSender:
         while self._done:
             number, error, offset = self._done.popleft()
             if number != self._reported:
-                raise self.failed("write", f"report {number} came instead of {self._reported}")
+                raise self.failed("write", f"expected report {self._reported}, found {number}")
             self._reported += 1
             reports.append((error, offset))
         return reports
@@ -158,7 +158,7 @@ def append(sender: KafkaSender, record: bytes) -> int:
             if error is not None:
                 raise _unknown(f"{sender.reason().message}; {plain(error)}; waiting for {sender.waits_for()}")
             if offset < 0:
-                raise _unknown("the broker knows the record already, but not its offset")
+                raise _unknown("the broker has the record already, but does not report its offset")
             return offset
     raise _unknown(f"{sender.reason().message}; waiting for {sender.waits_for()}")
 
@@ -166,7 +166,7 @@ def append(sender: KafkaSender, record: bytes) -> int:
 def _unknown(reason: str) -> CommitUnknownError:
     return CommitUnknownError(
         f"it is unknown whether the control record arrived: {reason}",
-        hint="check that this broker runs and answers; then stream-ckpt list tells",
+        hint="check that this broker runs and answers; then run stream-ckpt list",
     )
 
 
@@ -213,7 +213,7 @@ def _telling_lost() -> Iterator[None]:
     except LogUnavailableError as error:
         if any(name in error.message for name in _FORGOTTEN):
             raise StreamLostError(
-                f"the broker has lost what it knew of this stream, and may have lost its tail: {error.message}",
+                f"the broker has lost its state of this stream, and may have lost its tail: {error.message}",
                 hint=LOST_HINT,
             ) from None
         raise

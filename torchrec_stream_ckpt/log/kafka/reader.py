@@ -140,8 +140,8 @@ class Reader:
         edge = self._brokers.newest_edges(topic, self._brokers.edges(topic, [partition]))[partition]
         if edge.low <= offset <= edge.high:
             return LogUnavailableError(
-                f"the broker that answered knows less of {topic}[{partition}] than its leader: it has nothing at "
-                f"offset {offset}, the partition has [{edge.low}, {edge.high})",
+                f"the broker that answered is behind the leader of {topic}[{partition}]: it has nothing at "
+                f"offset {offset}, but the partition has [{edge.low}, {edge.high})",
                 hint="check whether a broker is cut off from the others; then try again",
             )
         # Any appender of snapshots may delete the front of the control topic. Its readers then start again.
@@ -152,8 +152,8 @@ class Reader:
 def not_there(topic: str, partition: int, there: tuple[int, int], asked: tuple[int, int]) -> CorruptionError:
     """Return the error for offsets that a partition does not have."""
     return CorruptionError(
-        f"the log has offsets [{there[0]}, {there[1]}), not [{asked[0]}, {asked[1]}): "
-        "retention deleted them, or the topic was deleted and made again",
+        f"offsets [{asked[0]}, {asked[1]}) are required, but the log has [{there[0]}, {there[1]}): retention "
+        "deleted them, or the topic was deleted and recreated",
         hint=DESTROYED_HINT,
         topic=topic,
         partition=partition,

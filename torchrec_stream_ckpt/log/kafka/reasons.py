@@ -14,9 +14,9 @@ from torchrec_stream_ckpt.util.uris import KafkaUri
 
 log = logging.getLogger(__name__)
 
-LOST_HINT = "see the brokers' logs: a disk or machine failed, or an unclean leader was elected"
+LOST_HINT = "check the brokers' logs: a disk or machine failed, or an unclean leader was elected"
 DESTROYED_HINT = (
-    "restore from another copy of the log, or begin a new job; make sure that no other program sets its retention"
+    "restore from another copy of the log, or start a new job; make sure that no other program changes the retention"
 )
 SECURITY_GRACE_S = 1.5
 _SECRET_WORDS = ("password", "secret", "token", "key.pem", "jaas", "oauthbearer.config", "credentials")
@@ -26,39 +26,49 @@ _MEANINGS = (
     (
         "_AUTHENTICATION",
         4,
-        "the broker refused the login",
+        "the broker rejected the login",
         "check sasl.username and sasl.password, and that the user has a password for this sasl.mechanism",
     ),
-    ("wrong version number", 4, "TLS was spoken to a port without it", "check security.protocol and the port"),
-    ("PLAINTEXT broker listener", 4, "TLS was spoken to a port without it", "check security.protocol and the port"),
+    ("wrong version number", 4, "the client used TLS on a port without TLS", "check security.protocol and the port"),
+    (
+        "PLAINTEXT broker listener",
+        4,
+        "the client used TLS on a port without TLS",
+        "check security.protocol and the port",
+    ),
     (
         "alert bad certificate",
         4,
-        "the broker wants a client certificate that it trusts",
-        "set ssl.keystore.location, or ssl.certificate.location and ssl.key.location, or take a port with SASL",
+        "the broker requires a client certificate that it trusts",
+        "set ssl.keystore.location, or ssl.certificate.location and ssl.key.location, or use a port with SASL",
     ),
-    ("certificate required", 4, "the broker wants a client certificate", "set ssl.keystore.location"),
+    ("certificate required", 4, "the broker requires a client certificate", "set ssl.keystore.location"),
     ("_SSL", 4, "TLS failed", "check ssl.ca.location (the CA that signed the broker's certificate) and the host name"),
     (
         "incorrect security.protocol",
         3,
-        "the broker hung up on the first request",
-        "check security.protocol and the port: the listener may want SSL, SASL_SSL or SASL_PLAINTEXT",
+        "the broker closed the connection on the first request",
+        "check security.protocol and the port: the listener may require SSL, SASL_SSL or SASL_PLAINTEXT",
     ),
     ("_RESOLVE", 2, "the broker's name does not resolve", "check HOST in the URI"),
     ("refused", 2, "connection refused", "start the broker, or correct HOST:PORT in the URI"),
-    ("UNKNOWN_TOPIC", 1, "the topic is not there", "check whether a user deleted it; a new job takes a new name"),
-    ("_UNKNOWN_PARTITION", 1, "the topic is not there", "check whether a user deleted it; a new job takes a new name"),
+    ("UNKNOWN_TOPIC", 1, "the topic does not exist", "check whether a user deleted it; a new job needs a new name"),
+    (
+        "_UNKNOWN_PARTITION",
+        1,
+        "the topic does not exist",
+        "check whether a user deleted it; a new job needs a new name",
+    ),
     (
         "AUTHORIZATION_FAILED",
         1,
-        "the broker does not allow it",
-        "give this user READ, WRITE, DESCRIBE and DESCRIBE_CONFIGS on the job's topics, and CREATE for a new job",
+        "permission denied by the broker",
+        "grant this user READ, WRITE, DESCRIBE and DESCRIBE_CONFIGS on the job's topics, and CREATE for a new job",
     ),
     (
         "INVALID_RECORD",
         1,
-        "the broker takes no records without a key: cleanup.policy of the topic is compact",
+        "the broker rejects records without a key because the topic has cleanup.policy=compact",
         "set cleanup.policy=delete on the topic: stream-ckpt doctor prints the command",
     ),
     ("_TRANSPORT", 1, "no connection to the broker", "check that the broker runs and can be reached from here"),
@@ -66,7 +76,7 @@ _MEANINGS = (
 _FINAL_RANK = 4
 _UNREACHABLE_RANK = 2
 # Errors that say only that there was no answer. The client's complaints are a better reason.
-_VAGUE = ("TIMED_OUT", "_ALL_BROKERS_DOWN", "_TRANSPORT", "no answer", "stays full")
+_VAGUE = ("TIMED_OUT", "_ALL_BROKERS_DOWN", "_TRANSPORT", "no answer", "still full")
 
 
 class Reasons:

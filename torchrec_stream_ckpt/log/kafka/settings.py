@@ -78,9 +78,9 @@ def check_options(options: dict[str, str]) -> None:
     """
     for name in options:
         if name in _RESERVED:
-            raise ConfigError(f"client option '{name}' cannot be set: exactness rests on it", hint="do not set it")
+            raise ConfigError(f"client option '{name}' cannot be set because exactness depends on it", hint="omit it")
         if name in ("bootstrap.servers", "metadata.broker.list"):
-            raise ConfigError(f"client option '{name}' stands in the URI already", hint="write kafka://BROKERS/JOB")
+            raise ConfigError(f"client option '{name}' is already in the URI", hint="write kafka://BROKERS/JOB")
     for name in _FILES:
         path = options.get(name)
         if path and path != "probe" and not os.access(path, os.R_OK):

@@ -131,7 +131,7 @@ def _await_partitions(brokers: Brokers, partitions: int) -> Incarnation:
             seen = now.partitions if now else 0
             raise LogUnavailableError(
                 f"topic '{brokers.uri.data_topic}' shows {seen} of {partitions} partitions after creation",
-                hint="look at the brokers' log, then try again",
+                hint="check the brokers' logs, then try again",
             )
         time.sleep(0.05)
 
@@ -159,6 +159,7 @@ def _check_settings(brokers: Brokers, topic: str) -> None:
             )
     if int(answer["max.message.bytes"].value) < LEAST_MESSAGE_BYTES:
         raise ConfigError(
-            f"topic '{topic}' has max.message.bytes={answer['max.message.bytes'].value}: a frame does not fit",
+            f"topic '{topic}' has max.message.bytes={answer['max.message.bytes'].value}, which is too small for "
+            "a frame",
             hint="set it to 1048588, Kafka's default",
         )
