@@ -191,14 +191,14 @@ def check_follows(parent: Schema, schema: Schema, swept: Collection[int], genera
     for index, now in enumerate(schema.tables):
         before = parent.tables[index] if index < len(parent.tables) else None
         if before is not None and before.dropped and not now.dropped:
-            raise CorruptionError(f"table {now.name} has the index of a dropped one", generation=generation)
+            raise CorruptionError(f"table {now.name} has the index of a dropped table", generation=generation)
         if before is not None and goes_on(before, now):
             if replace(now, name=before.name) != before:
-                raise CorruptionError(f"table {now.name} changes, and keeps its id", generation=generation)
+                raise CorruptionError(f"table {now.name} has changed but keeps its id", generation=generation)
         elif index not in swept and not (before is not None and before.dropped):
             name = now.name or (before.name if before is not None else "")
             raise CorruptionError(
-                f"table {name} is not the one of the parent, and the generation does not send it whole",
+                f"table {name} differs from the parent's, but this generation does not send all its rows",
                 generation=generation,
             )
 

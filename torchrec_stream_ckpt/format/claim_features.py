@@ -40,8 +40,8 @@ class ObjectEnd(NamedTuple):
         """
         if not (0 <= self.object < 1 << 64 - _BYTE_BITS and 0 <= self.byte < 1 << _BYTE_BITS):
             raise UnsupportedError(
-                f"object {self.object}, byte {self.byte} does not fit an end of a log of objects",
-                hint="begin a new generation, with larger objects",
+                f"object {self.object}, byte {self.byte} is outside the range of a log of objects",
+                hint="start a new generation with larger objects",
             )
         return self.object << _BYTE_BITS | self.byte
 
@@ -59,11 +59,11 @@ def check_announced(names: Sequence[str], what: str) -> None:
     """
     if unknown := sorted(set(names) - set(KNOWN)):
         raise CorruptionError(
-            f"{what}: this program does not know {unknown[0]!r:.80}",
+            f"{what} has {unknown[0]!r:.80}, which this version does not support",
             hint="upgrade torchrec_stream_ckpt on the reading side",
         )
     if not names or list(names) != sorted(set(names)):
-        raise CorruptionError(f"{what} is not sorted, each name once, one at least")
+        raise CorruptionError(f"{what} must be sorted, without duplicates, and not empty")
 
 
 def check_readable(names: Sequence[str], generation: int) -> None:
@@ -74,7 +74,7 @@ def check_readable(names: Sequence[str], generation: int) -> None:
     """
     if OBJECTS in names:
         raise UnsupportedError(
-            "this program does not read a log of objects",
+            "this version does not support a log of objects",
             hint="upgrade torchrec_stream_ckpt on the reading side",
             generation=generation,
         )
@@ -88,7 +88,7 @@ def check_kept(names: Sequence[str], generation: int) -> None:
     """
     if IDS in names:
         raise UnsupportedError(
-            "the stream has raw ids, and this program does not put them into a store",
+            "the stream has raw ids, which this version cannot put into a store",
             hint="upgrade torchrec_stream_ckpt where the rows are materialized",
             generation=generation,
         )

@@ -88,7 +88,8 @@ def resolved(claim: Claim, claims: Mapping[int, Claim]) -> Claim:
     if claim.layout is not None:
         if len(claim.layout) != claim.world:
             raise CorruptionError(
-                f"CLAIM.layout has {len(claim.layout)} ranks, CLAIM.world is {claim.world}", generation=claim.generation
+                f"CLAIM.layout has {len(claim.layout)} ranks, but CLAIM.world is {claim.world}",
+                generation=claim.generation,
             )
         if claim.same_schema is None or claim.same_layout is None:
             claim.layout.check(claim.schema)
@@ -106,14 +107,14 @@ def _parent(claim: Claim, claims: Mapping[int, Claim], what: str) -> Claim:
 
 def _check_crc(claim: Claim, what: str, said: int, found: int) -> None:
     if said != found:
-        raise _refused(claim, what, f"has another one: its checksum is {found:08x}, not {said:08x}")
+        raise _refused(claim, what, f"has a different one: its checksum is {found:08x}, expected {said:08x}")
 
 
 def _refused(claim: Claim, what: str, why: str) -> CorruptionError:
     parent = claim.parent.generation if claim.parent is not None else None
     return CorruptionError(
         f"the CLAIM of generation {claim.generation} takes its {what} from generation {parent}, which {why}",
-        hint="bring the control partition back from a copy, or from its second copy: stream-ckpt recover",
+        hint="restore the control partition from a copy, or recover it from its second copy: stream-ckpt recover",
         generation=claim.generation,
         parent=claim.parent,
     )

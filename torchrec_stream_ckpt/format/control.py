@@ -390,10 +390,10 @@ class Trim(Record):
         )
         generations = [marker.generation for marker in trim.markers]
         if generations != sorted(set(generations)) or trim.id not in trim.markers:
-            raise CorruptionError("TRIM.markers must name each generation once, in order, and its own marker")
+            raise CorruptionError("TRIM.markers must name each generation once, in order, and include its own marker")
         reach, given_up = {marker.generation: marker for marker in trim.markers}, list(trim.given_up or ())
         if given_up != sorted(set(given_up)) or any(each >= reach.get(each.generation, each) for each in given_up):
-            raise CorruptionError("TRIM.given_up must be in order, each once, before what may be gone")
+            raise CorruptionError("TRIM.given_up must be sorted, without duplicates, and before TRIM.markers")
         if not trim.store:
             raise CorruptionError("TRIM.store is empty")
         _check_place("TRIM.store", trim.store)
@@ -439,7 +439,7 @@ def _parse_control(frame: Buffer, *, serving: bool) -> ControlRecord:
     if header.kind is Kind.SERVE and not serving:
         raise ServingStreamError(
             "this is a serving stream: its rows are lossy, and have no optimizer state",
-            hint="give the log of the trainer; a serving stream can be followed: stream-ckpt follow",
+            hint="use the trainer's log; to follow a serving stream, run stream-ckpt follow",
         )
     if header.kind is Kind.SERVE:
         return Serve.from_json(header, payload)
@@ -459,4 +459,4 @@ def _check_places(commit: Commit) -> None:
     if commit.dense_list is not None:
         commit.dense_list.check("COMMIT.dense_list")
         if commit.dense_files:
-            raise CorruptionError("COMMIT has both dense_files and a list of them")
+            raise CorruptionError("COMMIT has both dense_files and dense_list")

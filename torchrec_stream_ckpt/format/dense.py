@@ -31,7 +31,7 @@ def digest_files(path: Path, names: Iterable[str]) -> tuple[DenseFile, ...]:
         fd = os.open(path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(fd, "rb") as file:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise OSError(errno.EINVAL, "it is not a plain file")
+                raise OSError(errno.EINVAL, "not a regular file")
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             files.append(DenseFile(name, file.tell(), sha256))
     return tuple(files)
@@ -58,7 +58,7 @@ def files_at(path: Path, commit: Commit) -> tuple[DenseFile, ...]:
         fd = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(fd, "rb") as file:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise OSError(errno.EINVAL, "it is not a plain file")
+                raise OSError(errno.EINVAL, "not a regular file")
             data = file.read(said.list_bytes + 1)
     except OSError as error:
         raise _unreadable(error, place) from None
@@ -72,7 +72,7 @@ def check_names(commit: Commit, files: Sequence[DenseFile], path: Path | str) ->
         CorruptionError: they are not; the error names ``path``, the directory.
     """
     if ".metadata" not in {file.name for file in files}:
-        raise CorruptionError("COMMIT does not vouch for DCP's metadata", path=path, marker=commit.id)
+        raise CorruptionError("COMMIT does not list DCP's .metadata file", path=path, marker=commit.id)
     for file in files:
         if not file.name.isprintable() or "/" in file.name or file.name in ("", ".", ".."):
             raise CorruptionError("COMMIT names a file outside the dense directory", path=path, name=file.name)
@@ -103,7 +103,9 @@ def verify_dense(store: Path, commit: Commit) -> None:
 def _unreadable(error: OSError, path: Path) -> StreamCkptError:
     """Return the error for an unreadable file. Only an absent file proves a loss, not failed disks or permissions."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL):
-        return MissingObjectError(f"dense state is gone: {error.strerror}", path=path)
+        return MissingObjectError(f"dense state is missing: {error.strerror}", path=path)
     return StoreUnavailableError(
-        f"cannot read the dense state: {error.strerror}", hint="repair the disk or the rights and try again", path=path
+        f"cannot read the dense state: {error.strerror}",
+        hint="repair the disk or the permissions and try again",
+        path=path,
     )

@@ -93,7 +93,7 @@ def parse_list(data: bytes, said: DenseList, where: str) -> tuple[DenseFile, ...
     except (ValueError, TypeError, RecursionError) as error:
         raise CorruptionError(f"the list of dense files cannot be read: {error!r:.120}", path=where) from None
     if not whole:
-        raise CorruptionError("the list of dense files is not what COMMIT says of it", path=where)
+        raise CorruptionError("the list of dense files differs from its COMMIT", path=where)
     check_files(files, where)
     return files
 

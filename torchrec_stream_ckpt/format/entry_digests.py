@@ -61,7 +61,7 @@ class DenseProof:
             raise CorruptionError(f"{what}: entries of {len(data)} bytes are not pairs in canonical base64")
         ids = np.frombuffer(data, "<u8")[::2]
         if bool((ids[1:] <= ids[:-1]).any()) or (len(ids) and int(ids[-1]) >= MAX_ID):
-            raise CorruptionError(f"{what}: entries are not sorted by id, each once, below {MAX_ID}")
+            raise CorruptionError(f"{what}: entries must be sorted by id, without duplicates, below {MAX_ID}")
 
     def check_scalars(self, scalars: Scalars, what: str) -> None:
         """Compare the scalars of the same MARK with their digest.
@@ -71,8 +71,8 @@ class DenseProof:
         """
         if (found := scalars_digest(scalars)) != self.scalars:
             raise CorruptionError(
-                f"{what}: iterations or learning rates are not as the kernels had them at the cut: "
-                f"their digest is {found:016x}, {self.scalars:016x} was proved",
+                f"{what}: iterations or learning rates differ from those at the cut: their digest is "
+                f"{found:016x}, expected {self.scalars:016x}",
                 hint="restore another marker",
             )
 

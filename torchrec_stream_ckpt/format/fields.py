@@ -53,7 +53,7 @@ class Fields:
         _exactly(self._raw, _names(kind), what, self._optional)
         for name, value in same.items():
             if _typed(self._raw[name], type(value), f"{what}.{name}") != value:
-                raise CorruptionError(f"{what}.{name} is {self._raw[name]!r:.80}, its header says {value!r}")
+                raise CorruptionError(f"{what}.{name} is {self._raw[name]!r:.80}, but its header has {value!r}")
 
     @property
     def _optional(self) -> set[str]:
@@ -163,16 +163,16 @@ class Fields:
         schema = Schema(tuple(_table(item, what, optional) for item in _typed(raw["tables"], list, what)))
         names, ids = [table.name for _, table in schema.live], [table.id for _, table in schema.live]
         if len(set(names)) < len(names) or (self._version < 3 and not schema.is_sorted):
-            raise CorruptionError(f"{what}: tables are not sorted by name, each once")
+            raise CorruptionError(f"{what}: tables must be sorted by name, without duplicates")
         if any(ids) and (None in ids or len(set(ids)) < len(ids)):
-            raise CorruptionError(f"{what}: tables have no id of their own")
+            raise CorruptionError(f"{what}: tables must have unique ids")
         return schema
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name stands twice in one object")
+        raise ValueError("an object has a duplicate name")
     return found
 
 

@@ -74,7 +74,7 @@ def lineage_of(body: bytes, *, serving: bool = False) -> Lineage:
         else:
             lineage.apply(record)
     if lineage.stale:
-        raise CorruptionError("a SNAPSHOT carries records that do not count")
+        raise CorruptionError("a SNAPSHOT holds records that have no effect")
     lineage.stale = stale
     return lineage
 
@@ -98,7 +98,7 @@ def _numbers(line: bytes) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         known, whole, given_up = False, [], []
     if not known or any(type(each) is not int or not 0 <= each < 2**64 for each in [*whole, *given_up]):
-        raise CorruptionError("a SNAPSHOT does not begin with its numbers")
+        raise CorruptionError("the numbers at the start of a SNAPSHOT are missing or invalid")
     return dict(numbers)
 
 
@@ -108,7 +108,7 @@ def _records(frames: bytes, *, serving: bool) -> Iterator[ControlRecord | Packed
         end = position + HEADER_LEN + parse_header(view[position : position + HEADER_LEN]).payload_len
         record = read_record(view[position:end], serving=serving)
         if isinstance(record, Snapshot):
-            raise CorruptionError("a SNAPSHOT carries another one")
+            raise CorruptionError("a SNAPSHOT contains another SNAPSHOT")
         yield record
         position = end
 
@@ -149,9 +149,9 @@ def fold(
             apply(folded, *ahead.pop())
     if folded is None:
         raise CorruptionError(
-            f"the control partition begins at offset {base}, and no snapshot of what was before it is whole",
-            hint="bring it back from its second copy, or from a copy of the log; or put the log back from its store, "
-            "into an empty place: stream-ckpt recover",
+            f"the control partition begins at offset {base}, but has no intact snapshot of the records before it",
+            hint="recover it from its second copy, or restore it from a copy of the log; or rebuild the log from its "
+            "store, in an empty place: stream-ckpt recover",
         )
     while ahead.records:
         apply(folded, *ahead.pop())
@@ -182,14 +182,14 @@ class _Ahead:
         """
         if crc32c(next((record for offset, record in self.records if offset == part.upto), b"")) == part.crc:
             return True
-        said = f"a control snapshot covers another record than the one at offset {part.upto}"
+        said = f"a control snapshot does not match the record at offset {part.upto}"
         if base:
             raise CorruptionError(
-                f"{said}: the control partition is not the one that it was made of",
-                hint="bring the control partition back from its second copy, or from a copy of the log",
+                f"{said}: it was made from another control partition",
+                hint="recover the control partition from its second copy, or restore it from a copy of the log",
                 control_offset=part.upto,
             )
-        log.warning("%s: it is passed over, because all records are there", said)
+        log.warning("%s; skipping it because all records exist", said)
         return False
 
     def forget(self, folded: Folded | None) -> None:
@@ -211,5 +211,5 @@ def _folded_in(parts: list[Snapshot], offset: int, *, serving: bool) -> Folded |
     try:
         return Folded(lineage_of(unpack(parts), serving=serving), parts[0].upto, parts[0].crc)
     except CorruptionError as error:
-        log.warning("the control snapshot that ends at offset %d is passed over: %s", offset, error.headline)
+        log.warning("skipping the control snapshot that ends at offset %d: %s", offset, error.headline)
         return None

@@ -250,7 +250,7 @@ def parse_header(data: Buffer) -> Header:
     if named is None or not known:
         raise CorruptionError("header has an unknown version, kind, flag or codec")
     if not generation and kind < Kind.CLAIM:
-        raise CorruptionError(f"the header of {named.name} has generation 0: the first one is 1")
+        raise CorruptionError(f"the header of {named.name} has generation 0, expected 1 or more")
     if count > MAX_SECTIONS or payload_len % ALIGNMENT or raw_len != payload_len:
         raise CorruptionError("header has impossible lengths")
     if any(dtypes[count:]) or any(offsets[count:]):
@@ -282,7 +282,7 @@ def parse_header(data: Buffer) -> Header:
     if table != NO_TABLE and not has_table:
         used.append("table")
     if used:
-        raise CorruptionError(f"the header of {named.name} sets {', '.join(used)}: not a field of this kind")
+        raise CorruptionError(f"the header of {named.name} sets {', '.join(used)}, which this kind does not have")
     return header
 
 
@@ -297,7 +297,7 @@ def payload_of(header: Header, frame: Buffer) -> memoryview:
     payload = memoryview(frame)[HEADER_LEN:]
     if len(payload) != header.payload_len:
         raise CorruptionError(
-            f"frame holds {len(payload)} payload bytes, its header says {header.payload_len}",
+            f"frame holds {len(payload)} payload bytes, but its header has {header.payload_len}",
             **header.place(),
         )
     if crc32c(payload) != header.payload_crc:
@@ -328,7 +328,7 @@ def check_pad(header: Header, payload: memoryview) -> None:
         CorruptionError: a byte is not zero.
     """
     if any(payload):
-        raise CorruptionError("the payload of PAD is not zeros", **header.place())
+        raise CorruptionError("the payload of PAD is not all zeros", **header.place())
 
 
 def json_frame(header: Header, text: bytes) -> bytearray:

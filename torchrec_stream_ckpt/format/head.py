@@ -107,7 +107,7 @@ class HeadState:
             raise CorruptionError("HEAD was altered: its checksum does not match")
         fields = Fields(body, "HEAD", cls)
         if fields.take("format", int) != FORMAT:
-            raise CorruptionError("HEAD is of another version of this program")
+            raise CorruptionError("HEAD was written by another version of this program")
         try:
             commit = parse_control(base64.b64decode(fields.take("commit", str), validate=True))
         except binascii.Error as error:
@@ -182,10 +182,10 @@ def column_slices(schema: Schema, shards: Sequence[tuple[TableShard, ...]]) -> t
         position = 0
         for _, col0, cols in sorted(each for each in found if each[0] == index):
             if col0 != position:
-                raise CorruptionError("column slices of a table overlap or leave columns out", table=table.name)
+                raise CorruptionError("column slices of a table overlap or omit columns", table=table.name)
             position += cols
         if table.rows and position != table.dim:
-            raise CorruptionError("column slices of a table overlap or leave columns out", table=table.name)
+            raise CorruptionError("column slices of a table overlap or omit columns", table=table.name)
     return tuple(sorted(found))
 
 

@@ -69,7 +69,7 @@ def decode_ids(header: Header, payload: memoryview, table_rows: int) -> IdEvents
     """
     offsets, length = _LAYOUT.offsets(header.rows)
     if header.dtypes != _LAYOUT.codes or header.section_offsets != offsets or length != len(payload):
-        raise CorruptionError("sections are not those of id events", **header.place())
+        raise CorruptionError("sections do not match an id event", **header.place())
     rows, raw_ids, events = (
         np.frombuffer(payload, NUMPY_DTYPES[section.dtype], header.rows, offset)
         for section, offset in zip(_LAYOUT_SECTIONS, offsets, strict=True)
@@ -77,5 +77,5 @@ def decode_ids(header: Header, payload: memoryview, table_rows: int) -> IdEvents
     if header.rows and (int(rows.min()) < 0 or int(rows.max()) >= table_rows):
         raise CorruptionError(f"a row of an id event is outside [0, {table_rows})", **header.place())
     if not np.isin(events, [event.value for event in IdEvent]).all():
-        raise CorruptionError("an id event of an unknown kind", **header.place())
+        raise CorruptionError("an id event has an unknown kind", **header.place())
     return IdEvents(rows, raw_ids, events)

@@ -54,12 +54,15 @@ def check_may_import(lineage: Lineage, uri: str) -> int | None:
         return unfinished
     hint = "name another folder or topic"
     if (newest := lineage.newest) is None:
-        said = f"generation {lineage.newest_generation} of a job has begun there"
+        said = f"generation {lineage.newest_generation} of a job has begun in this one"
     elif is_import(lineage.claims[newest.generation]):
-        said, hint = f"an import has committed marker {newest.id}", f"restore that marker; to import again, {hint}"
+        said, hint = (
+            f"an import has committed marker {newest.id} to this one",
+            f"restore that marker; to import again, {hint}",
+        )
     else:
-        said = f"its newest marker is {newest.id}"
-    raise ConfigError(f"this log is not empty, {said}: an import begins a lineage", hint=hint, uri=uri)
+        said = f"this one has marker {newest.id}"
+    raise ConfigError(f"an import requires an empty log, but {said}", hint=hint, uri=uri)
 
 
 def check_no_import(lineage: Lineage, uri: str) -> None:
@@ -70,8 +73,8 @@ def check_no_import(lineage: Lineage, uri: str) -> None:
     """
     if (generation := unfinished_import(lineage)) is not None:
         raise MarkerNotFoundError(
-            "an import has begun in this log and has committed no marker: it was killed, or is still at work",
-            hint="run the same `stream-ckpt import` again, it begins anew; to train from nothing instead, set "
+            "an import into this log has not committed a marker: it was killed, or is still running",
+            hint="run the same `stream-ckpt import` again, which starts over; to train from scratch instead, set "
             "StreamConfig(..., fresh=True), in the recipes --restore none",
             uri=uri,
             generation=generation,
@@ -107,10 +110,10 @@ def check_may_begin(lineage: Lineage, uri: str) -> None:
     source = begun_in(claim) if claim is not None else None
     if claim is not None and source is not None:
         raise MarkerNotFoundError(
-            f"a warm start from marker {source[1]} of job {source[0]} has begun in this log and has committed no "
-            "marker",
-            hint="give the same warm_start(...) again, in the recipes --warm_start, it begins anew; to train from "
-            "nothing instead, set StreamConfig(..., fresh=True), in the recipes --restore none",
+            f"a warm start from marker {source[1]} of job {source[0]} has begun in this log, but has not "
+            "committed a marker",
+            hint="pass the same warm_start(...) again, in the recipes --warm_start, which starts over; to train from "
+            "scratch instead, set StreamConfig(..., fresh=True), in the recipes --restore none",
             uri=uri,
             generation=claim.generation,
         )

@@ -177,7 +177,7 @@ class Lineage:
         yield marker
         while (parent := self.claims[marker.generation].parent) is not None:
             if parent.generation >= marker.generation:
-                raise CorruptionError(f"generation {marker.generation} names {parent} as its parent")
+                raise CorruptionError(f"generation {marker.generation} has parent {parent}, which is not older")
             _check_committed(self, parent)
             yield parent
             marker = parent
@@ -405,11 +405,11 @@ def _check_committed(lineage: Lineage, marker: MarkerId) -> None:
         return
     if marker in lineage.given_up:
         raise MarkerNotFoundError(
-            f"marker {marker} was given up, and a trim took its COMMIT",
-            hint="choose another one: stream-ckpt list URI shows which are offered",
+            f"marker {marker} was given up, and a trim deleted its COMMIT",
+            hint="choose another marker: stream-ckpt list URI",
         )
     known = ", ".join(str(known) for known in list(lineage.commits)[-5:]) or "none at all"
     raise MarkerNotFoundError(
         f"marker {marker} is not committed (newest committed: {known})",
-        hint="list them: stream-ckpt list URI",
+        hint="list the markers: stream-ckpt list URI",
     )

@@ -21,7 +21,7 @@ Record = TypeVar("Record", Claim, Commit, Trim, End, Note, Snapshot)
 
 MIN_KEY_BYTES = 32
 _MAX_FILE_BYTES = 4096
-_MAKE_HINT = "make one: (umask 077; head -c 32 /dev/urandom > FILE)"
+_MAKE_HINT = "create one: (umask 077; head -c 32 /dev/urandom > FILE)"
 
 
 class CommitKey:
@@ -52,10 +52,12 @@ class CommitKey:
         except OSError as error:
             raise ConfigError(f"cannot read the commit key: {error.strerror}", hint=_MAKE_HINT, path=place) from None
         if data is None or len(data) > _MAX_FILE_BYTES:
-            raise ConfigError("the commit key is not a small plain file", hint=_MAKE_HINT, path=place)
+            raise ConfigError(
+                f"the commit key must be a regular file of at most {_MAX_FILE_BYTES} bytes", hint=_MAKE_HINT, path=place
+            )
         if status.st_mode & 0o077:
             raise ConfigError(
-                "users other than its owner may open the commit key", hint=f"chmod 600 {place}", path=place
+                "the commit key can be opened by users other than its owner", hint=f"chmod 600 {place}", path=place
             )
         text = data.strip()
         if re.fullmatch(rb"(?:[0-9a-fA-F]{2})+", text):
@@ -79,4 +81,4 @@ class CommitKey:
         return "CommitKey(...)"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a CommitKey stays in the process that has read it")
+        raise TypeError("a CommitKey cannot be pickled")

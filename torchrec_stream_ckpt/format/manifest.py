@@ -96,7 +96,7 @@ class Manifest:
             for rank, each in enumerate(_list(body["segments"], where))
         )
         if len(ranks) != len(commit.ranks):
-            raise CorruptionError("manifest does not name segments of each rank", name=where)
+            raise CorruptionError("manifest does not list the segments of every rank", name=where)
         return cls(commit, previous, ranks)
 
 
@@ -137,7 +137,7 @@ class Fold:
         refs = _refs(body["segments"], name.segment_name, where, _parts(body["segments"], name, where))
         fold = cls(job, start, end, _chain(body, "fold", where), refs)
         if fold.to_bytes() != data:
-            raise CorruptionError("fold has parts that its format does not have", name=where)
+            raise CorruptionError("fold is not in canonical form", name=where)
         return fold
 
 
@@ -225,7 +225,7 @@ class Garbage:
             return cls(_time(body, where), names)
         clocks = body["clocks"]
         if not isinstance(clocks, dict) or not clocks:
-            raise CorruptionError(f"garbage has clocks {clocks!r:.80}", name=where)
+            raise CorruptionError(f"garbage has invalid clocks {clocks!r:.80}", name=where)
         shown = {name: _seconds(value, where) for name, value in clocks.items()}
         newest, idle_s = _marker(body["newest"], where), _seconds(body["idle_s"], where)
         return cls(_time(body, where), names, shown, newest, idle_s)
@@ -282,7 +282,7 @@ class Verdict:
         body = _unwrap(data, "verdict", where, {"job", "marker", "chain", "rows", "time_s"})
         marker = _marker(body["marker"], where)
         if marker is None:
-            raise CorruptionError("verdict names no marker", name=where)
+            raise CorruptionError("verdict does not name a marker", name=where)
         rows = tuple(_table_rows(item, where) for item in _list(body["rows"], where))
         return cls(_job(body["job"], where), marker, _chain(body, "verdict", where), rows, _time(body, where))
 
@@ -294,14 +294,14 @@ def _table_rows(item: object, where: str) -> TableRows:
     except CorruptionError as error:
         raise CorruptionError(error.message, name=where) from None
     if not found.begin < found.end:
-        raise CorruptionError(f"verdict names rows [{found.begin}, {found.end})", name=where)
+        raise CorruptionError(f"verdict has an empty range of rows [{found.begin}, {found.end})", name=where)
     return found
 
 
 def _chain(body: Mapping[str, Any], what: str, where: str) -> int:
     chain = body["chain"]
     if type(chain) is not int or not 0 <= chain < 2**32:
-        raise CorruptionError(f"{what}'s chain is {chain!r:.80}", name=where)
+        raise CorruptionError(f"{what} has an invalid chain {chain!r:.80}", name=where)
     return chain
 
 
@@ -341,19 +341,19 @@ def _marker(text: object, where: str) -> MarkerId | None:
     except ConfigError as error:
         raise CorruptionError(error.message, name=where) from None
     if str(marker) != text:
-        raise CorruptionError(f"{text!r:.80} is not how marker {marker} is written", name=where)
+        raise CorruptionError(f"{text!r:.80} is not the canonical form of marker {marker}", name=where)
     return marker
 
 
 def _job(text: object, where: str) -> bytes:
     if not _JOB.fullmatch(_text(text, where)):
-        raise CorruptionError(f"{text!r:.80} is no job", name=where)
+        raise CorruptionError(f"{text!r:.80} is not a job id", name=where)
     return bytes.fromhex(str(text))
 
 
 def _text(value: object, where: str) -> str:
     if not isinstance(value, str):
-        raise CorruptionError(f"{value!r:.80} is no text", name=where)
+        raise CorruptionError(f"{value!r:.80} is not a string", name=where)
     return value
 
 
@@ -363,7 +363,7 @@ def _time(body: Mapping[str, Any], where: str) -> float:
 
 def _seconds(value: object, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < _LATEST_S:
-        raise CorruptionError(f"{value!r:.40} is no time", name=where)
+        raise CorruptionError(f"{value!r:.40} is not a time in seconds", name=where)
     return float(value)
 
 
@@ -403,9 +403,9 @@ def _object(data: bytes, where: str) -> dict[str, Any]:
         raw = json.loads(data.decode("ascii"))
         canonical(raw)  # no NaN, no infinity
     except (ValueError, RecursionError) as error:
-        raise CorruptionError(f"no JSON: {error}", name=where) from None
+        raise CorruptionError(f"not JSON: {error}", name=where) from None
     if not isinstance(raw, dict):
-        raise CorruptionError("no JSON object", name=where)
+        raise CorruptionError("not a JSON object", name=where)
     return raw
 
 
@@ -426,7 +426,7 @@ def _refs(
     numbers = parts if parts is not None and len(parts) == len(given) else range(len(given))
     refs = tuple(_ref(item, name_of(part), where) for part, item in zip(numbers, given, strict=True))
     if not refs:
-        raise CorruptionError("an interval or fold without segments", name=where)
+        raise CorruptionError("an interval or fold must have segments", name=where)
     return refs
 
 
@@ -438,7 +438,7 @@ def _ref(item: object, expected: str, where: str) -> SegmentRef:
     except CorruptionError as error:
         raise CorruptionError(error.message, name=where) from None
     if ref.name != expected:
-        raise CorruptionError(f"names {ref.name!r:.120}, where {expected} belongs", name=where)
+        raise CorruptionError(f"names {ref.name!r:.120}, expected {expected}", name=where)
     if not HEADER_LEN <= ref.front_bytes <= ref.num_bytes:
         raise CorruptionError(f"{ref.name} has impossible lengths", name=where)
     return ref
@@ -446,5 +446,5 @@ def _ref(item: object, expected: str, where: str) -> SegmentRef:
 
 def _list(value: object, where: str) -> list[Any]:
     if not isinstance(value, list):
-        raise CorruptionError(f"{value!r:.80} is no list", name=where)
+        raise CorruptionError(f"{value!r:.80} is not a list", name=where)
     return value

@@ -161,7 +161,7 @@ class Proof:
             _check_text(text, what)
         names = [each.name for each in self.replicated]
         if names != sorted(set(names)):
-            raise CorruptionError(f"{what}: replicated tables are not sorted by name, each once")
+            raise CorruptionError(f"{what}: replicated tables must be sorted by name, without duplicates")
 
 
 def replicated_id(name: str) -> int:

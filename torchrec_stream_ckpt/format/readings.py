@@ -75,7 +75,7 @@ class ScrubPlace:
         except (ValueError, TypeError, KeyError, RecursionError):
             place = None
         if place is None or not _is_sound_place(asdict(place)):
-            raise CorruptionError("not the place of a scrub", name=where)
+            raise CorruptionError("not a valid scrub position", name=where)
         return place
 
 
@@ -183,7 +183,7 @@ class Reading:
         except (ValueError, TypeError, KeyError, RecursionError):
             found = None
         if found is None or found.to_bytes() != data:
-            raise CorruptionError("not a reading of this store", name=where)
+            raise CorruptionError("not a valid record of readings", name=where)
         return found
 
 

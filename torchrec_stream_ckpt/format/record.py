@@ -69,13 +69,13 @@ def meta_of(values: Mapping[str, object]) -> Meta:
     for name, value in values.items():
         if not _NAME.fullmatch(name):
             raise ConfigError(
-                f"metadata: {name!r:.80} is not a name", hint="use 1 to 64 letters, digits, '.', '_' and '-'"
+                f"metadata name {name!r:.80} is not valid", hint="use 1 to 64 letters, digits, '.', '_' and '-'"
             )
         known = isinstance(value, str | int | float) and not isinstance(value, bool)
         if not known or (isinstance(value, int) and abs(value) >= 2**53) or not _finite(value):
             raise ConfigError(
-                f"metadata: {name} is {value!r:.80}",
-                hint="give a string, a finite float, or a whole number below 2^53; of a tensor its item()",
+                f"metadata {name} must be a string or a number, got {value!r:.80}",
+                hint="pass a string, a finite float, or a whole number below 2^53; for a tensor, its item()",
             )
     found = dict(sorted(values.items()))
     if (size := len(canonical(found))) > MAX_META_BYTES:

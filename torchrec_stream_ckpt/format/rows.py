@@ -99,7 +99,9 @@ class RowLayout:
         room = MAX_FRAME_BYTES - HEADER_LEN - (len(sections) + 1) * 64
         max_rows = room // sum(section.row_bytes for section in sections)
         if len(sections) > MAX_SECTIONS:
-            raise ValueError(f"{len(table.states)} optimizer states do not fit a frame ({MAX_SECTIONS - 2} do)")
+            raise ValueError(
+                f"{len(table.states)} optimizer states do not fit a frame, which has space for {MAX_SECTIONS - 2}"
+            )
         if max_rows < 1:
             raise ValueError(f"one row of {cols} columns does not fit a frame of {MAX_FRAME_BYTES} bytes")
         return cls(sections, max_rows)

@@ -240,7 +240,7 @@ def _parse_front(data: Buffer, where: str) -> Front:
     if crc32c(memoryview(data)[HEADER_LEN : end + notes_len]) != directory_crc:
         raise CorruptionError("segment directory's checksum does not match", name=where)
     if bool(notes_len) != (bool(last) and kind == SegmentKind.INTERVAL):
-        raise CorruptionError("segment has notes that it must not have, or none where it must", name=where)
+        raise CorruptionError("segment has unexpected notes, or lacks required ones", name=where)
     directory = np.frombuffer(data, ENTRY, chunks, HEADER_LEN)
     segment = SegmentId(SegmentKind(kind), job, MarkerId(generation, marker), rank, part, chain)
     notes = bytes(memoryview(data)[end : end + notes_len])
@@ -356,11 +356,11 @@ def check_tables(front: Front, schema: Schema, where: str) -> None:
         CorruptionError: the segment has other tables, or columns that its table does not have.
     """
     if front.schema_crc not in (schema.crc, schema.unnamed.crc):
-        raise CorruptionError("segment has another schema than the CLAIM of its generation", name=where)
+        raise CorruptionError("segment's schema differs from the CLAIM of its generation", name=where)
     for table, col0, cols in slices_of(front.directory):
         if table >= len(schema.tables) or not 0 < cols <= schema.tables[table].dim - col0:
             raise CorruptionError(
-                f"segment has columns [{col0}, +{cols}) of table {table}, which the schema does not have", name=where
+                f"segment has columns [{col0}, +{cols}) of table {table}, which are not in the schema", name=where
             )
 
 
@@ -383,11 +383,11 @@ def decode_chunk(entry: ChunkEntry, data: memoryview, schema: Schema, where: str
     layout = chunk_layout(entry, schema, where)
     place = {"name": where, "offset": str(entry.offset)}
     if len(data) != entry.num_bytes:
-        raise CorruptionError("chunk does not have the length that its rows take", **place)
+        raise CorruptionError("chunk's length does not match its rows", **place)
     view = view_rows(layout, entry.rows, data)
     ids = view.ids
     if not (entry.first == ids[0] and ids[-1] == entry.last) or not bool((ids[1:] > ids[:-1]).all()):
-        raise CorruptionError("chunk's ids are not those that the directory names", **place)
+        raise CorruptionError("chunk's ids differ from its directory entry", **place)
     return view
 
 
@@ -408,7 +408,7 @@ def chunk_layout(entry: ChunkEntry, schema: Schema, where: str) -> RowLayout:
     except ValueError as error:
         raise CorruptionError(str(error), **place) from None
     if layout.offsets(entry.rows)[1] != entry.num_bytes:
-        raise CorruptionError("chunk does not have the length that its rows take", **place)
+        raise CorruptionError("chunk's length does not match its rows", **place)
     if not 0 <= entry.first <= entry.last < table.rows:
-        raise CorruptionError("chunk's ids are not those that the directory names", **place)
+        raise CorruptionError(f"chunk's ids [{entry.first}, {entry.last}] are outside [0, {table.rows})", **place)
     return layout

@@ -71,7 +71,9 @@ def _to_int8(table: TableSpec, weights: Floats) -> list[Array]:
     with np.errstate(over="ignore"):
         span = top - bias
     if not np.isfinite(span).all():
-        raise UnsupportedError("a row's values lie too far apart", hint="serve it as bf16", table=table.name)
+        raise UnsupportedError(
+            "the range of a row's values is too large for 8 bits", hint="serve it as bf16", table=table.name
+        )
     inverse = _LEVELS / (span + _EPSILON)
     levels = np.rint((weights - bias[:, None]) * inverse[:, None])
     return [levels.astype(np.uint8), (span / _LEVELS).astype(np.float32), bias]

@@ -105,7 +105,7 @@ class Snapshot(Record):
             version=header.version,
         )
         if not made.part < made.parts <= MAX_PARTS or made.num_bytes > MAX_BYTES:
-            raise CorruptionError(f"SNAPSHOT: part {made.part} of {made.parts}, {made.num_bytes} bytes: too much")
+            raise CorruptionError(f"SNAPSHOT is too large: part {made.part} of {made.parts}, {made.num_bytes} bytes")
         try:
             length = len(base64.b64decode(made.piece, validate=True))
         except ValueError:  # binascii.Error, or a character that is not ASCII
@@ -124,7 +124,7 @@ def pack(body: bytes, job: bytes, generation: int, incarnation: str, upto: int, 
     packed = zlib.compress(body, 6)
     pieces = [packed[begin : begin + PIECE_BYTES] for begin in range(0, len(packed), PIECE_BYTES)]
     if len(pieces) > MAX_PARTS or len(body) > MAX_BYTES:
-        raise UnsupportedError(f"a snapshot of the control partition would have {len(body)} bytes, too many")
+        raise UnsupportedError(f"a snapshot of the control partition is too large: {len(body)} bytes")
     digest = hashlib.sha256(packed).hexdigest()
     return [
         Snapshot(
@@ -151,7 +151,7 @@ def unpack(parts: Sequence[Snapshot]) -> bytes:
     """
     packed, first = b"".join(part.packed for part in parts), parts[0]
     if hashlib.sha256(packed).hexdigest() != first.digest:
-        raise CorruptionError("the parts of a SNAPSHOT do not have its digest")
+        raise CorruptionError("the parts of a SNAPSHOT do not match its digest")
     unpacker = zlib.decompressobj()
     try:
         body = unpacker.decompress(packed, first.num_bytes + 1)

@@ -87,10 +87,10 @@ class Summary:
         before = ""
         for name, part in _parts(body, where):
             if name <= before or not _is_of(job, name, part):
-                raise CorruptionError(f"summary has a part {name!r:.120} that it cannot have", name=where)
+                raise CorruptionError(f"summary has an invalid part {name!r:.120}", name=where)
             parts[name], before = part, name
         if len(parts) != count:
-            raise CorruptionError(f"summary has {len(parts)} parts, {count} were written", name=where)
+            raise CorruptionError(f"summary has {len(parts)} parts, expected {count}", name=where)
         return cls(job, parts)
 
 
@@ -126,7 +126,7 @@ def _unpacked(packed: memoryview, length: int, where: str) -> bytes:
     except zlib.error as error:
         raise CorruptionError(f"summary cannot be unpacked: {error}", name=where) from None
     if len(body) != length or not unpacker.eof or unpacker.unused_data:
-        raise CorruptionError("summary does not have the length that it says", name=where)
+        raise CorruptionError("summary does not have the length in its header", name=where)
     return body
 
 
