@@ -74,7 +74,7 @@ def not_as_proved(entries: Sequence[DifferingEntry], marker: MarkerId) -> ProofM
     """
     return ProofMismatchError(
         _said(entries),
-        hint="restore an older marker, or go on with this dense state: restore(..., accept_unproved=True)",
+        hint="restore an older marker, or continue with this dense state: restore(..., accept_unproved=True)",
         marker=marker,
         entry=entries[0].name,
         rank=entries[0].ranks[0],
@@ -95,4 +95,4 @@ def damaged(entries: Sequence[DifferingEntry], marker: MarkerId) -> CorruptionEr
 def _said(entries: Sequence[DifferingEntry]) -> str:
     named = "; ".join(map(str, entries[:_NAMED]))
     more = f"; and {len(entries) - _NAMED} more" if len(entries) > _NAMED else ""
-    return f"dense state is not as it was at the cut: {named}{more}"
+    return f"dense state differs from its state at the cut: {named}{more}"

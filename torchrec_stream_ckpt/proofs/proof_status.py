@@ -100,4 +100,6 @@ def turn_markers(window: Window) -> int:
 
 def blocks_differ(count: int) -> str:
     """Describe, for people, a number of blocks of rows that do not match their proof."""
-    return "1 block of rows is not as it was" if count == 1 else f"{count} blocks of rows are not as they were"
+    return (
+        "1 block of rows differs from its proof" if count == 1 else f"{count} blocks of rows differ from their proofs"
+    )

@@ -216,7 +216,7 @@ def digests_of(said: Said, tables: Sequence[tuple[int | None, int]]) -> list[tup
         )
         at += count
     if at != len(numbers):
-        raise CorruptionError(f"a proof has {len(numbers)} digests, its shards have {at}")
+        raise CorruptionError(f"a proof has {len(numbers)} digests, but its shards require {at}")
     return found
 
 

@@ -69,8 +69,8 @@ class Unproved:
         more = f"; and {self.count - _SAID} more" if self.count > _SAID else ""
         return ProofMismatchError(
             f"{blocks_differ(self.count)} in the tables at a cut: {named}{more}",
-            hint="restore a marker before the one that proved them, or go on with these rows: "
-            "restore(..., accept_unproved=True), on a command line --accept-unproved",
+            hint="restore a marker before the one that proved them, or continue with these rows: restore(..., "
+            "accept_unproved=True), on a command line --accept-unproved",
             marker=marker,
             table=first.table,
             state=first.state,

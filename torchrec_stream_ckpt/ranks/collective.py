@@ -34,8 +34,8 @@ def new_group(timeout_s: float) -> dist.ProcessGroup:
         return cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
     except RuntimeError as error:
         raise RankLostError(
-            f"the ranks did not all come to make a process group within {timeout_s:.0f} s ({error})",
-            hint="make the StreamCheckpointer on all ranks; look at the output and host of the one that is missing",
+            f"not all ranks joined a process group within {timeout_s:.0f} s ({error})",
+            hint="create the StreamCheckpointer on all ranks; check the output and host of the missing one",
             rank=dist.get_rank(),
         ) from None
 
@@ -124,7 +124,8 @@ class Team:
             if tag < newest:
                 ahead = [str(rank) for rank, (other, _) in enumerate(said) if other == newest]
                 raise MarkerFailedError(
-                    f"ranks {', '.join(ahead)} have given this marker up: rank {self.rank} was late", rank=self.rank
+                    f"ranks {', '.join(ahead)} have given up this marker because rank {self.rank} was late",
+                    rank=self.rank,
                 )
 
     def _all_gather(self, value: T, bound_s: float, what: str) -> list[T]:

@@ -53,8 +53,8 @@ class Calls:
         """
         if self.in_fork:
             raise ConfigError(
-                f"{name} was called in a process that was forked from the one that made this StreamCheckpointer",
-                hint="call it in the trainer itself: a fork has none of its threads and connections",
+                f"{name} was called in a fork of the process that created this StreamCheckpointer",
+                hint="call it in the trainer process: a fork has none of its threads and connections",
             )
         mine = _Call(name)
         running: _Call | None = None
@@ -98,7 +98,7 @@ def collective(name: str) -> Callable[[Method[G, P, T]], Method[G, P, T]]:
 
 def _inside(name: str, running: _Call) -> ConfigError:
     return ConfigError(
-        f"{name} was called while {running.name} is running, on this thread or on another one",
-        hint="make one call after the other, on one thread; a signal handler or a hook sets a flag, and the loop "
-        "calls at its next step boundary",
+        f"{name} was called while {running.name} was running, on this thread or another one",
+        hint="make one call after the other, on one thread; in a signal handler or a hook, set a flag, and make the "
+        "call at the loop's next step boundary",
     )

@@ -180,7 +180,7 @@ class Roll:
                     waited_s = time.monotonic() - begin
                     raise RankLostError(
                         f"rank {self._rank} has waited {waited_s:.0f} s in {what} for {self._missing()}",
-                        hint="look at that rank's output and host; restart the job if it does not come back",
+                        hint="check that rank's output and host; restart the job if the rank stays silent",
                     )
                 if not warned and time.monotonic() - begin > WARN_S:
                     warned = True
@@ -193,10 +193,10 @@ class Roll:
             while self._store is not None and time.monotonic() < ends and not (self._silent() or self._gone()):
                 time.sleep(0.1)
         log.debug("a connection to another rank broke: %s", error)
-        hint = "look at that rank's output and host; restart the job"
+        hint = "check that rank's output and host; restart the job"
         if gone := self._gone():
             said = ", ".join(f"rank {other} has closed its StreamCheckpointer" for other in gone)
-            hint = "make every call on all ranks, close() too, at the same step boundary"
+            hint = "make every call on all ranks, including close(), at the same step boundary"
         else:
             said = f"it has lost {self._missing()}"
         return RankLostError(f"rank {self._rank} cannot finish {what}: {said}", hint=hint)
@@ -216,7 +216,7 @@ class Roll:
         if self._store is None:
             return "another rank"
         if time.monotonic() - self._answered_s > SILENT_S:
-            return "rank 0, or the host of the ranks' store: it does not answer"
+            return "rank 0, or the host of the ranks' store, which does not answer"
         if silent := self._silent():
             return ", ".join(f"rank {other} (no sign of life: frozen, dead or cut off)" for other in silent)
         busy = [other for other, seen in self._seen.items() if not seen.state[1]] or list(self._seen)
@@ -237,13 +237,15 @@ class Roll:
             calls = {self._rank: mine} | {o: seen.state[0] or "no call" for o, seen in self._seen.items()}
             said = ", ".join(f"rank {rank} is in {calls[rank]}" for rank in sorted(calls))
             self._tell(said, fatal=True)
-        raise ConfigError(self._alarm, hint="every call is collective: make it on all ranks, at the same step boundary")
+        raise ConfigError(
+            self._alarm, hint="make every call on all ranks, at the same step boundary: calls are collective"
+        )
 
     def out_of_step(self, calls: list[str]) -> ConfigError:
         """Return the error for ranks that are in different calls."""
         said = ", ".join(f"rank {rank} is in {call or 'no call'}" for rank, call in enumerate(calls))
         self._alarm = self._alarm or said
-        return ConfigError(said, hint="every call is collective: make it on all ranks, at the same step boundary")
+        return ConfigError(said, hint="make every call on all ranks, at the same step boundary: calls are collective")
 
     def _tell(self, said: str, *, fatal: bool) -> None:
         """Log a message on all ranks."""

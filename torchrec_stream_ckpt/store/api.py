@@ -149,7 +149,7 @@ def open_store(url: str, options: Options = None) -> Objects:
         from torchrec_stream_ckpt.store.folder import FolderObjects
 
         if options:
-            raise ConfigError("store options are for object stores, this is a folder", hint="leave them out")
+            raise ConfigError("store options are for object stores, but this store is a folder", hint="omit them")
         return FolderObjects(where.folder)
     from torchrec_stream_ckpt.store.remote import FsspecObjects
 

@@ -222,7 +222,7 @@ class Catalog:
         if manifest is None:
             manifest = self._read(name, read_manifest)
             if (manifest.commit.job, manifest.commit.id) != (self.job, marker):
-                raise CorruptionError("manifest is of another marker than its name", name=name)
+                raise CorruptionError("manifest does not match its file name (wrong or renamed object)", name=name)
             self._kept.put(name, manifest, sum(map(len, manifest.segments)))
         return manifest
 
@@ -232,9 +232,7 @@ class Catalog:
         except MissingObjectError:
             raise
         except CorruptionError as error:
-            hint = (
-                error.hint or "bring this object back from a copy, or delete it: stream-ckpt materialize makes it anew"
-            )
+            hint = error.hint or "restore this object from a copy, or delete it: stream-ckpt materialize recreates it"
             raise CorruptionError(error.message, hint=hint, store=self.objects.url, **error.where) from None
 
     @property
@@ -257,8 +255,8 @@ class Catalog:
     def foreign(self, commit: Commit, there: str) -> OtherLogError:
         """Make the error for an object of another history than ``commit``. ``there`` describes that history."""
         return OtherLogError(
-            "the store holds another marker of this name than the log: one of them was copied, or put back",
-            hint="give every log a store of its own, or bring the right one back",
+            f"marker {commit.id} differs between store and log: one of the two was copied or restored from a backup",
+            hint="give every log a separate store, or restore the one that belongs to this log",
             marker=commit.id,
             store=self.objects.url,
             there=there,
@@ -272,7 +270,7 @@ class Catalog:
         if drop is None:
             drop = self._read(name, Dropped.from_bytes)
             if (drop.commit.job, drop.commit.id) != (self.job, marker):
-                raise CorruptionError("this is about another marker than its name", name=name)
+                raise CorruptionError("record does not match its file name (wrong or renamed object)", name=name)
             self._kept.put(name, drop, len(drop.commit.ranks))
         return drop
 
@@ -295,7 +293,7 @@ class Catalog:
             how = "some time ago"
         raise MarkerNotFoundError(
             f"marker {marker} was given up {how}",
-            hint="choose another one: stream-ckpt list URI shows which are offered",
+            hint="choose another marker: stream-ckpt list URI",
             store=self.objects.url,
         )
 
@@ -308,7 +306,7 @@ class Catalog:
         if fold is None:
             fold = self._read(name, Fold.from_bytes)
             if (fold.job, fold.start, fold.end) != (self.job, start, end):
-                raise CorruptionError("fold is not the one that its name says", name=name)
+                raise CorruptionError("fold does not match its file name (wrong or renamed object)", name=name)
             self._kept.put(name, fold, len(fold.segments))
         return fold
 
@@ -322,7 +320,7 @@ class Catalog:
         name = claim_name(self.job, generation)
         claim = parse_control(self.objects.read(name))
         if not isinstance(claim, Claim) or (claim.job, claim.generation) != (self.job, generation):
-            raise CorruptionError("not the CLAIM that its name says", name=name)
+            raise CorruptionError("CLAIM does not match its file name (wrong or renamed object)", name=name)
         return claim
 
     def lineage(self) -> Lineage:
@@ -456,10 +454,10 @@ def _in_words(commit: Commit) -> str:
 
 def _gap(objects: Objects, marker: MarkerId, previous: MarkerId | None) -> CorruptionError:
     return CorruptionError(
-        f"the store lacks what lies between marker {marker} and the one before it that it knows"
+        f"the store lacks the markers between {marker} and the previous one that it holds"
         if previous is None
-        else f"the store lacks marker {previous}, on which {marker} follows",
-        hint="bring its manifest back, or give the log's URI: the log knows all markers",
+        else f"the store lacks marker {previous}, the predecessor of {marker}",
+        hint="restore its manifest from a copy, or name the log's URI: the log has all markers",
         store=objects.url,
     )
 

@@ -164,7 +164,7 @@ def copy_dense(
                 copy = open(folder / file.name, "rb")  # noqa: SIM115 (closed below)
             except FileNotFoundError:
                 raise CorruptionError(
-                    f"dense state went while it was copied: {file.name}", marker=commit.id, path=folder
+                    f"dense state was deleted while it was copied: {file.name}", marker=commit.id, path=folder
                 ) from None
             with copy:
                 target.put(dense_file_name(commit.job, commit.id, file.name), [_view(copy)])
@@ -213,7 +213,9 @@ class DenseFolder:
                 fsync_dir(folder)
         except OSError as error:
             raise ConfigError(
-                f"cannot make the folder of the dense state: {error.strerror}", hint="check the store's path", path=root
+                f"cannot create the folder of the dense state: {error.strerror}",
+                hint="check the store's path",
+                path=root,
             ) from None
 
     def is_seen(self, job: bytes) -> bool:
@@ -235,7 +237,7 @@ class DenseFolder:
         except OSError as error:
             raise StoreUnavailableError(
                 f"cannot write the list of dense files: {error.strerror}",
-                hint="repair the disk or the rights",
+                hint="repair the disk or the permissions",
                 path=folder / LIST_NAME,
             ) from None
 
@@ -263,12 +265,12 @@ class DenseFolder:
         except StreamCkptError as error:
             return error.headline
         except OSError as error:
-            return f"dense state is gone: {folder}: {error.strerror}"
+            return f"dense state is missing: {folder}: {error.strerror}"
         for file in files:
             try:
                 found = os.lstat(f"{folder}/{file.name}").st_size
             except OSError as error:
-                return f"dense state is gone: {folder / file.name}: {error.strerror}"
+                return f"dense state is missing: {folder / file.name}: {error.strerror}"
             if found != file.num_bytes:
                 return altered(str(folder / file.name), found, file)
         return ""

@@ -39,7 +39,7 @@ def files_in(objects: Objects, commit: Commit) -> tuple[DenseFile, ...]:
     name = dense_file_name(commit.job, commit.id, LIST_NAME)
     size = objects.size(name)
     if size is None:
-        raise MissingObjectError("the list of dense files is gone", store=objects.url, name=name)
+        raise MissingObjectError("the list of dense files is missing", store=objects.url, name=name)
     data = objects.read(name) if size == said.list_bytes else b""
     return parse_list(bytes(data), said, f"{objects.url}/{name}")
 
@@ -58,7 +58,7 @@ def _pieces(objects: Objects, name: str, file: DenseFile, piece_bytes: int = _RA
     """
     size = objects.size(name)
     if size is None:
-        raise MissingObjectError("dense state is gone", store=objects.url, name=name)
+        raise MissingObjectError("dense state is missing", store=objects.url, name=name)
     if size != file.num_bytes:  # the file is altered and need not be read
         raise CorruptionError(altered("the file", size, file), store=objects.url, name=name)
     digest = hashlib.sha256()
@@ -116,7 +116,7 @@ class DenseObjects:
             for entry in list(self._objects.list(f"{dense_name(job, marker)}/")):
                 self._objects.delete(entry.name)
         except StreamCkptError as error:
-            log.warning("dense state of marker %s, which was given up, stays in the store: %s", marker, error.headline)
+            log.warning("cannot delete the dense state of marker %s, which was given up: %s", marker, error.headline)
 
     def settle(self, job: bytes, marker: MarkerId) -> None:
         shutil.rmtree(self.writing(job, marker), ignore_errors=True)
@@ -149,7 +149,7 @@ class DenseObjects:
             return error.headline
         for file in files:
             if file.name not in sizes:
-                return f"dense state is gone: {self.place(commit)}/{file.name}"
+                return f"dense state is missing: {self.place(commit)}/{file.name}"
             if sizes[file.name] != file.num_bytes:
                 return altered(f"{self.place(commit)}/{file.name}", sizes[file.name], file)
         return ""
@@ -173,8 +173,8 @@ class DenseObjects:
                 self._scratch = Path(tempfile.mkdtemp(prefix="stream-ckpt-dense-"))
             except OSError as error:
                 raise ConfigError(
-                    f"cannot make a scratch folder for the dense state: {error.strerror}",
-                    hint="let TMPDIR name a folder with room",
+                    f"cannot create a scratch folder for the dense state: {error.strerror}",
+                    hint="set TMPDIR to a folder with free space",
                     path=tempfile.gettempdir(),
                 ) from None
             weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
@@ -189,8 +189,8 @@ class DenseObjects:
                 self._fetch_file(commit, file, folder / file.name)
         except OSError as error:
             raise StoreUnavailableError(
-                f"cannot keep a copy of the dense state here: {error.strerror}",
-                hint="let TMPDIR name a folder with room",
+                f"cannot write a local copy of the dense state: {error.strerror}",
+                hint="set TMPDIR to a folder with free space",
                 path=folder,
             ) from None
 

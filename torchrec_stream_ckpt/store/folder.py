@@ -28,14 +28,14 @@ _NO_SPLICE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.EACCES, e
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 """Errors of file systems without hard links (FAT, some over FUSE)."""
 _HINTS = {
-    errno.ENOSPC: "make room on the disk, or delete what the retention gives up: stream-ckpt gc",
-    errno.EDQUOT: "make room in this user's quota, or delete what the retention gives up: stream-ckpt gc",
-    errno.EACCES: "run as a user with this right, or give it to this user",
-    errno.EPERM: "run as a user with this right, or give it to this user",
+    errno.ENOSPC: "free disk space, or delete markers that the retention gives up: stream-ckpt gc",
+    errno.EDQUOT: "free space in this user's quota, or delete markers that the retention gives up: stream-ckpt gc",
+    errno.EACCES: "run as a user with this permission, or grant it to this user",
+    errno.EPERM: "run as a user with this permission, or grant it to this user",
     errno.EROFS: "mount the file system for writing, or name another store",
-    errno.ENOTDIR: "a store is a folder: check its URL",
-    errno.EISDIR: "another program has made a folder of this name: move it away",
-    errno.EMFILE: "let this process open more files: ulimit -n",
+    errno.ENOTDIR: "check the store's URL: a store is a folder",
+    errno.EISDIR: "move away the folder of this name, which another program has made",
+    errno.EMFILE: "raise this process's limit of open files: ulimit -n",
 }
 
 
@@ -104,22 +104,22 @@ class FolderObjects:
                 if stat.S_ISDIR(found.st_mode):
                     raise FileNotFoundError(errno.ENOENT, "it is a folder", name)
                 if not stat.S_ISREG(found.st_mode):
-                    raise CorruptionError("an object of the store is not a plain file", path=path)
+                    raise CorruptionError("an object of the store is not a regular file", path=path)
                 yield fd, found.st_size
             except EOFError as error:
-                raise CorruptionError(f"the object became shorter while it was read: {error}", path=path) from None
+                raise CorruptionError(f"the object was cut while it was read: {error}", path=path) from None
             finally:
                 os.close(fd)
 
     def _check_range(self, name: str, begin: int, end: int, size: int) -> None:
         if not 0 <= begin <= end <= size:
             raise CorruptionError(
-                f"bytes [{begin}, {end}) were asked for, the object has {size}", path=self._path(name)
+                f"bytes [{begin}, {end}) were requested, but the object has {size}", path=self._path(name)
             )
 
     def size(self, name: str) -> int | None:
         path = self._path(name)
-        with contextlib.suppress(MissingObjectError), self._errors("look at", path):
+        with contextlib.suppress(MissingObjectError), self._errors("inspect", path):
             found = path.lstat()
             return found.st_size if stat.S_ISREG(found.st_mode) else None
         return None
@@ -247,7 +247,8 @@ class FolderObjects:
             if doing != "write" and self._is_gone(error):
                 raise MissingObjectError(
                     "the store does not hold this object",
-                    hint="if stream-ckpt gc ran meanwhile, try again; stream-ckpt verify tells which markers are whole",
+                    hint="try again if stream-ckpt gc ran meanwhile; run stream-ckpt verify to see which markers are "
+                    "intact",
                     path=path,
                 ) from None
             if error.errno == errno.ELOOP:
@@ -255,7 +256,7 @@ class FolderObjects:
             if doing == "read" and error.errno in _UNREADABLE and self._is_readable():
                 raise CorruptionError(
                     f"cannot read it: {error.strerror}",
-                    hint="check the disk; bring this object back from a copy, or let stream-ckpt materialize repair it",
+                    hint="check the disk; restore this object from a copy, or run stream-ckpt materialize to repair it",
                     path=path,
                 ) from error
             hint = _HINTS.get(error.errno or 0, "repair the disk and try again")

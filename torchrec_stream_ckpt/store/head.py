@@ -57,7 +57,7 @@ def head_root(setting: str | None) -> Path | None:
         ConfigError: it is empty, and would be the working directory.
     """
     if setting == "":
-        raise ConfigError("the folder for HEAD has no name", hint="give 'auto' or a folder")
+        raise ConfigError("the folder for HEAD must not be empty", hint="pass 'auto' or a folder")
     if setting is None:
         return None
     return default_head_root() if setting == "auto" else Path(setting).absolute()
@@ -109,7 +109,7 @@ class HeadFolder:
         with open(fd, "rb") as file:
             state = HeadState.from_bytes(file.read(_MAX_STATE_BYTES))
         if state.job.hex() != self.path.name:
-            raise CorruptionError("HEAD is of another job", folder=self.path)
+            raise CorruptionError("HEAD belongs to another job", folder=self.path)
         return state
 
     def put_state(self, state: HeadState) -> None:
@@ -159,14 +159,14 @@ def _open_own(name: str, parent: int, path: Path) -> int:
     try:
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | _FLAGS, dir_fd=parent)
     except NotADirectoryError:  # or a link
-        raise ConfigError("HEAD must be in a folder: this is not one, or a link to one", folder=path) from None
+        raise ConfigError("the folder for HEAD is not a folder, or is a link", folder=path) from None
     finally:
         os.close(parent)
     found = os.fstat(fd)
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o022:
         os.close(fd)
         raise ConfigError(
-            "the folder for HEAD belongs to another user, or others may write there",
+            "the folder for HEAD belongs to another user, or is writable by others",
             hint="remove it, or name a folder that only you can write to: head=DIR",
             folder=path,
         )
@@ -229,7 +229,7 @@ class SliceArrays:
     def check_crcs(self, crc: int) -> None:
         """Compare the checksums with the HEAD's checksum of them; raises as :meth:`check`."""
         if self.crcs_crc != crc:
-            raise HeadDamagedError("memory of HEAD was altered: its checksums", name=self._where)
+            raise HeadDamagedError("memory of HEAD was altered: its checksums do not match", name=self._where)
 
 
 class Head:
@@ -273,7 +273,7 @@ class Head:
             return None
         state = folder.state()
         if state is not None and not state.clean:
-            log.info("HEAD is not used: its writer died while it wrote")
+            log.info("HEAD is not used: its writer died while writing it")
             return None
         return cls(folder, state) if state is not None else None
 

@@ -23,7 +23,8 @@ from torchrec_stream_ckpt.util.layout import (
 
 FORMAT = 1
 OVERWRITES = (
-    "it does not know conditional puts: names are looked at first, and of two writers at one moment the last one wins"
+    "it does not support conditional puts, so names are checked before a put; if two programs write one name at "
+    "the same moment, the last one wins"
 )
 """Message about a store that does not refuse a name that is taken."""
 _MAX_BYTES = 2**16
@@ -110,7 +111,7 @@ def _check(objects: Objects, data: memoryview) -> None:
         raise _unreadable(objects.url)
     if number > FORMAT:
         raise UnsupportedError(
-            f"the store is of format {number}, this version knows up to {FORMAT}",
+            f"the store has format {number}, this version reads up to {FORMAT}",
             hint="upgrade torchrec_stream_ckpt",
             store=objects.url,
         )
@@ -130,8 +131,9 @@ def place_of(objects: Objects) -> str:
 
 def _unreadable(url: str) -> CorruptionError:
     return CorruptionError(
-        f"'{STORE_FILE}' does not say which format the store has",
-        hint=f"check the store's URL; if the object is damaged, bring back a copy, or put {_SAID.decode()} there",
+        f"'{STORE_FILE}' does not state the format of the store",
+        hint=f"check the store's URL; if the object is damaged, restore it from a copy, or write {_SAID.decode()} to "
+        "it",
         store=url,
     )
 
@@ -174,7 +176,5 @@ def some_jobs_in(objects: Objects) -> list[bytes]:
     """
     jobs = sorted(jobs_in(objects))
     if not jobs:
-        raise MarkerNotFoundError(
-            "no job has put markers into this store", hint="check the store's URL", store=objects.url
-        )
+        raise MarkerNotFoundError("this store has no markers", hint="check the store's URL", store=objects.url)
     return jobs

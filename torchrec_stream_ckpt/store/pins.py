@@ -126,8 +126,8 @@ def pin(objects: Objects, job: bytes, marker: MarkerId, *, folded: bool = True) 
     if objects.size(attempt) is None:
         objects.delete(name)
         raise StoreUnavailableError(
-            f"marker {marker} is not pinned: gc or unpin came in between",
-            hint="try again; if it happens again, give gc a longer --grace",
+            f"marker {marker} is no longer pinned: gc or unpin ran at the same time",
+            hint="try again; if it happens again, run gc with a longer --grace",
             store=objects.url,
         )
 
@@ -181,6 +181,6 @@ def _check_offered(objects: Objects, job: bytes, marker: MarkerId, *, folded: bo
     if folded and (catalog is None or marker not in catalog.markers):
         raise MarkerNotFoundError(
             f"marker {marker} is not in the store",
-            hint="put it there first: stream-ckpt materialize URI --store URL",
+            hint="run stream-ckpt materialize URI --store URL first",
             store=objects.url,
         )

@@ -212,7 +212,7 @@ class _Sought:
             ids = np.frombuffer(source.get(self.ids_span), "<i8")
             if not (entry.first == ids[0] and ids[-1] == entry.last) or not bool((ids[1:] > ids[:-1]).all()):
                 place = {"name": self.name, "offset": str(entry.offset)}
-                raise CorruptionError("chunk's ids are not those that the directory names", **place)
+                raise CorruptionError("chunk's ids differ from its directory entry", **place)
         return ids, self._among(ids)
 
     def _among(self, ids: Ints) -> Places:

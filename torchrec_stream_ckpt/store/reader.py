@@ -140,7 +140,7 @@ def check_front(data: Buffer, ref: SegmentRef, job: bytes) -> Front:
 def _same(front: Front, ref: SegmentRef, job: bytes) -> Front:
     found = (front.header_crc, front.num_bytes, front.front_bytes, front.rows, front.id.job)
     if found != (ref.header_crc, ref.num_bytes, ref.front_bytes, ref.rows, job):
-        raise CorruptionError("segment is not the one that its manifest names", name=ref.name)
+        raise CorruptionError("segment does not match its manifest entry", name=ref.name)
     return front
 
 

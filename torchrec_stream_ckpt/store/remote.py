@@ -72,10 +72,12 @@ class FsspecObjects:
             # A separate instance. fsspec would share one, with its caches, between callers with the same options.
             self._fs = kind(skip_instance_cache=True, use_listings_cache=False, **(named | settings))
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"the store's options do not fit: {error}", url=self.url) from None
+            raise ConfigError(f"the store's options are not valid: {error}", url=self.url) from None
         except Exception as error:  # without its message, which may contain a token
             raise ConfigError(
-                f"the store's options do not open it: {type(error).__name__}", hint=self._cloud.keys_hint, url=self.url
+                f"cannot open the store with these options: {type(error).__name__}",
+                hint=self._cloud.keys_hint,
+                url=self.url,
             ) from None
         self.server = self._cloud.server(named | settings)
         self._root = str(kind._strip_protocol(self.url)).rstrip("/")
@@ -176,7 +178,7 @@ class FsspecObjects:
                 yield Entry(name, int(info["size"]))
 
     def put_at(self, name: str) -> float | None:
-        with self._errors("look at", name):
+        with self._errors("inspect", name):
             try:
                 return float(self._fs.modified(self._path(name)).timestamp())
             except NotImplementedError:
@@ -206,7 +208,7 @@ class FsspecObjects:
 
     def _size(self, name: str) -> int:
         path = self._path(name)
-        with self._errors("look at", name):
+        with self._errors("inspect", name):
             if self._cloud.length is not None and self._answered:
                 return self._cloud.length(self._fs, path)
             try:
@@ -279,7 +281,7 @@ def typed(options: Mapping[str, Any]) -> dict[str, Any]:
         for part in outer:
             place = place.setdefault(part, {})
             if not isinstance(place, dict):
-                raise ConfigError(f"the store's option '{key}' lies in '{part}', which has a value of its own")
+                raise ConfigError(f"the store's option '{key}' conflicts with option '{part}', which has a value")
         place[last] = _typed(key, value) if isinstance(value, str) else value
     return found
 
@@ -297,12 +299,10 @@ def _typed(key: str, text: str) -> Any:
 
 def _check_protocol(where: StoreUrl) -> None:
     if where.scheme not in fsspec.available_protocols():
-        raise ConfigError(
-            f"'{where.scheme}://' is not a protocol that fsspec knows", hint="use file://DIR or s3://BUCKET"
-        )
+        raise ConfigError(f"'{where.scheme}://' is not a protocol of fsspec", hint="use file://DIR or s3://BUCKET")
     if where.scheme not in WHOLE:
         raise ConfigError(
-            f"'{where.scheme}://' cannot hold a store: others may see an upload half written",
+            f"'{where.scheme}://' cannot hold a store because readers may see incomplete uploads",
             hint="use file://DIR or s3://BUCKET/PREFIX",
         )
     try:
@@ -310,4 +310,4 @@ def _check_protocol(where: StoreUrl) -> None:
     except ImportError as error:
         extra = cloud_of(where.scheme).extra
         hint = f"pip install 'torchrec_stream_ckpt[{extra}]'" if extra else str(error)
-        raise ConfigError(f"what reads '{where.scheme}://' is not installed", hint=hint) from None
+        raise ConfigError(f"the package for '{where.scheme}://' is not installed", hint=hint) from None

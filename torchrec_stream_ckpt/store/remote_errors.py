@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, StoreUnavailableError, StreamCkptError
 
-_RIGHTS_HINT = "give this user the rights that docs/operations.md names: get, put, delete and list"
+_RIGHTS_HINT = "grant this user the permissions that docs/operations.md lists: get, put, delete and list"
 _KEYS_HINT = ""  # each cloud has a different one
-_REGION_HINT = "name the bucket's region: client_kwargs.region_name in the store's options, or AWS_DEFAULT_REGION"
+_REGION_HINT = "set the bucket's region: client_kwargs.region_name in the store's options, or AWS_DEFAULT_REGION"
 _BUSY_HINT = "try again later; ask for a higher request rate, or use fewer ranks, partitions or intervals at once"
 _NETWORK_HINT = "check the address (endpoint_url in the store's options), the network and the server"
 _WORDLESS = frozenset({"403", "Forbidden"})
@@ -22,15 +22,15 @@ TAKEN = frozenset({"FileExistsError", "PreconditionFailed", "412", "ConditionalR
 UNKNOWN_CONDITION = frozenset({"NotImplemented", "501"})
 """Signs that a store does not support the condition of a put."""
 _CAUSES: tuple[tuple[frozenset[str], str, str], ...] = (
-    (NO_BUCKET, "there is no such bucket", "make the bucket, or correct the store's URL"),
+    (NO_BUCKET, "the bucket does not exist", "create the bucket, or correct the store's URL"),
     (
         frozenset({"InvalidBucketName", "InvalidResourceName"}),
-        "that cannot be a bucket's name",
+        "the bucket name is not valid",
         "correct the store's URL",
     ),
     (frozenset({"InvalidAccessKeyId"}), "the store does not know this access key", _KEYS_HINT),
     (frozenset({"RequestTimeTooSkewed"}), "this machine's clock is wrong", "set the clock: run NTP"),
-    (frozenset({"SignatureDoesNotMatch"}), "the secret does not belong to the access key", _KEYS_HINT),
+    (frozenset({"SignatureDoesNotMatch"}), "the secret key does not match the access key", _KEYS_HINT),
     (
         frozenset({"ExpiredToken", "TokenRefreshRequired", "InvalidToken"}),
         "the session's token has expired",
@@ -41,7 +41,7 @@ _CAUSES: tuple[tuple[frozenset[str], str, str], ...] = (
         "no credentials were found",
         _KEYS_HINT,
     ),
-    (frozenset({"NoRegionError"}), "no region is named", _REGION_HINT),
+    (frozenset({"NoRegionError"}), "no region is set", _REGION_HINT),
     (
         frozenset({"AuthorizationHeaderMalformed", "PermanentRedirect", "301", "IllegalLocationConstraintException"}),
         "the bucket is in another region",
@@ -54,19 +54,19 @@ _CAUSES: tuple[tuple[frozenset[str], str, str], ...] = (
     ),
     (
         frozenset({"AccessDenied", "AllAccessDisabled", "AuthorizationPermissionMismatch"}),
-        "the store does not allow it",
+        "permission denied by the store",
         _RIGHTS_HINT,
     ),
-    (_WORDLESS, "wrong credentials, or missing rights", _RIGHTS_HINT),
+    (_WORDLESS, "wrong credentials, or missing permissions", _RIGHTS_HINT),
     (
         frozenset({"SlowDown", "ServerBusy", "TooManyRequests", "429", "503", "ServiceUnavailable"}),
-        "the store is too busy, also after all retries",
+        "the store is still too busy after all retries",
         _BUSY_HINT,
     ),
     (
         frozenset({"InternalError", "500", "502", "504", "RequestTimeout", "OperationTimedOut"}),
-        "the store failed, also after all retries",
-        "try again later; ask the store's operator if it goes on",
+        "the store still fails after all retries",
+        "try again later; if it fails again, ask the store's operator",
     ),
     (frozenset({"SSLError", "SSLCertVerificationError"}), "TLS failed", "check the address and the CA (verify)"),
     (
@@ -79,23 +79,23 @@ _CAUSES: tuple[tuple[frozenset[str], str, str], ...] = (
                 "gaierror",
             }
         ),
-        "no server answers at its address",
+        "no server answers at this address",
         _NETWORK_HINT,
     ),
     (
         frozenset({"ConnectionClosedError", "ReadTimeoutError", "HTTPClientError", "ClientPayloadError"})
         | {"ServiceResponseError", "ServerDisconnectedError", "ClientOSError", "TimeoutError", "IncompleteReadError"},
-        "the connection broke",
+        "the connection was lost",
         _NETWORK_HINT,
     ),
-    (REFUSALS, "the store does not allow it", _RIGHTS_HINT),
+    (REFUSALS, "permission denied by the store", _RIGHTS_HINT),
 )
 """(Error codes of the stores or names of exceptions, cause, what to try). The first match counts."""
 
 
 def shorter(url: str, name: str, begin: int, end: int) -> CorruptionError:
     """Return the error for an object that does not have the bytes [begin, end)."""
-    return CorruptionError(f"bytes [{begin}, {end}) were asked for, the object is shorter", store=url, name=name)
+    return CorruptionError(f"bytes [{begin}, {end}) were requested, but the object is shorter", store=url, name=name)
 
 
 def no_bucket(doing: str, url: str, name: str) -> StoreUnavailableError:
@@ -118,12 +118,12 @@ def translated(error: Exception, doing: str, url: str, name: str, keys_hint: str
     if isinstance(error, FileNotFoundError) and signs.isdisjoint(NO_BUCKET) and doing != "write":
         return MissingObjectError(
             "the store does not hold this object",
-            hint="if stream-ckpt gc ran meanwhile, try again; stream-ckpt verify tells which markers are whole",
+            hint="try again if stream-ckpt gc ran meanwhile; run stream-ckpt verify to see which markers are intact",
             store=url,
             name=name,
         )
     if signs & _SHORTER:
-        return CorruptionError("an object of the store is shorter than what was asked for", store=url, name=name)
+        return CorruptionError("an object of the store is shorter than the requested range", store=url, name=name)
     for known, wrong, hint in _CAUSES:
         if signs & known:
             return StoreUnavailableError(f"cannot {doing} it: {wrong}", hint=hint or keys_hint, store=url, name=name)

@@ -107,7 +107,7 @@ class Runs:
         planned = [(window, self._begin(*window)) for window in windows]
         reads = self._read(picked for _, each in planned for picked in each)
         for window, picked in planned:
-            assert not self._is_open, "the window before was not used up"
+            assert not self._is_open, "the previous window was not used up"
             if picked or self._kept:
                 yield window, self._give(islice(reads, sum(len(each.chunks) for each in picked)), window[1])
 

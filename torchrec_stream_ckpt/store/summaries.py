@@ -46,10 +46,10 @@ def load_summary(objects: Readable, name: SummaryName) -> Summary:
     """
     data = objects.read(name.name)
     if crc32c(data) != name.crc:
-        raise CorruptionError("summary was altered: its name has another checksum", name=name.name)
+        raise CorruptionError("summary was altered: its checksum differs from its name", name=name.name)
     found = Summary.from_bytes(data, name.name)
     if found.job != name.job:
-        raise CorruptionError("summary is of another job than its name", name=name.name)
+        raise CorruptionError("summary belongs to another job than its name", name=name.name)
     return found
 
 
@@ -104,5 +104,5 @@ def _intact(catalog: Catalog, name: SummaryName) -> Mapping[str, Part]:
     try:
         return load_summary(catalog.objects, name).parts
     except CorruptionError as error:
-        log.info("a summary is not used, the objects are read: %s", error.headline)
+        log.info("a summary cannot be used; reading the objects: %s", error.headline)
         return {}

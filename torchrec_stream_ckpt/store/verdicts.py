@@ -87,7 +87,8 @@ def take_back_if_possible(objects: Objects, job: bytes, errors: Iterable[Corrupt
         take_back(objects, job, found)
     except StoreUnavailableError as error:
         log.warning(
-            "gc and trim may rely on what was read before of %s: %s; stream-ckpt scrub URI --store URL makes it known",
+            "cannot record the damage to %s: %s; gc and trim may rely on earlier reads until stream-ckpt scrub "
+            "URI --store URL records it",
             ", ".join(sorted({str(each.where.get("name", each.where.get("path", ""))) for each in found})),
             error.headline,
         )

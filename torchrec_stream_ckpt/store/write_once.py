@@ -36,8 +36,9 @@ def put_once(objects: Objects, name: str, parts: Sequence[Buffer]) -> None:
     for part in parts:
         num_bytes, crc = num_bytes + memoryview(part).nbytes, crc32c(part, crc)
     raise CorruptionError(
-        "the store holds other bytes under this name than those to be written",
-        hint="give every log a store of its own; if the object is damaged: stream-ckpt scrub URI --store URL --repair",
+        "the store already holds different bytes under this name",
+        hint="give every log a separate store; if the object is damaged, run stream-ckpt scrub URI --store URL "
+        "--repair",
         store=objects.url,
         name=name,
         there=f"{len(there)} bytes, CRC32C {crc32c(there):08x}",
@@ -61,7 +62,7 @@ def put_unless_taken(objects: Objects, name: str, parts: Sequence[Buffer]) -> me
             if attempt < _ATTEMPTS - 1:
                 time.sleep(_PAUSE_S * 2**attempt)
     raise StoreUnavailableError(
-        "cannot write it: the store says that the name is taken, and has no such object",
+        "cannot write it: the store reports that the name is taken, but has no such object",
         hint="try again; if it happens again, look for another program that writes and deletes this object",
         store=objects.url,
         name=name,
