@@ -310,7 +310,7 @@ def _commit(body: Mapping[str, Any], where: str) -> tuple[Commit, MarkerId | Non
     try:
         commit = parse_control(base64.b64decode(_text(body["commit"], where), validate=True))
     except ValueError as error:
-        raise CorruptionError(f"no base64: {error}", name=where) from None
+        raise CorruptionError(f"not base64: {error}", name=where) from None
     except CorruptionError as error:
         raise CorruptionError(error.message, hint=error.hint, **{"name": where, **error.where}) from None
     if not isinstance(commit, Commit):

@@ -148,7 +148,7 @@ class Standby:
         """(rank 0) Read the log, and decide whether to take over."""
         takeover = self._takeover
         if takeover.trigger is not None and Path(takeover.trigger).exists():
-            return _Order("it was told to", self._at)
+            return _Order("the trigger file exists", self._at)
         try:
             lineage = self._refresh()
             self._check_model(lineage)
@@ -163,7 +163,7 @@ class Standby:
         if end is not None and end.outcome == Outcome.FINISHED:
             raise JobFinishedError(
                 f"the job has finished at step {end.step}: there is nothing to take over",
-                hint="end this spare; to train on, start the job with restore()",
+                hint="stop this spare; to continue training, start the job with restore()",
                 generation=end.generation,
             )
         if end is not None and end.outcome == Outcome.FAILED and takeover.after_s is not None:
@@ -234,7 +234,7 @@ class Standby:
             action()
         except (LogUnavailableError, StoreUnavailableError) as error:
             if self._team.rank == 0:
-                log.warning("the spare does not follow for now: %s", error.headline)
+                log.warning("the spare cannot follow the trainer now: %s", error.headline)
             return False
         return True
 
@@ -250,7 +250,7 @@ class Standby:
                 self._at, self._towards = route.commit.id, None
         except (CorruptionError, TrimmedError) as error:
             if self._team.rank == 0:
-                log.warning("the spare loads all rows again: %s", error.headline)
+                log.warning("the spare reloads all rows: %s", error.headline)
             self._load_all()
 
     def _newer(self) -> Route | None:
@@ -287,6 +287,6 @@ def _refuse_merges(plan: RestorePlan) -> None:
     if plan.merged:
         names = ", ".join(plan.schema.tables[table].name for table in sorted(plan.merged))
         raise ColumnResplitError(
-            f"a spare cannot keep up with row-wise state that has to be merged: {names}",
-            hint="give the spare the trainer's column split: planner_constraints(uri) does",
+            f"a spare cannot follow row-wise state that must be merged: {names}",
+            hint="use the trainer's column split for the spare: planner_constraints(uri) returns it",
         )

@@ -44,7 +44,8 @@ def check_apart(source: Source, own: Sequence[str]) -> None:
     if any(_is_same(parse_uri(there), parse_uri(each)) for there in source.uris for each in own):
         raise ConfigError(
             "the source of a warm start is this job's own log",
-            hint="name the log of another job; to go on from a marker of this one, restore it (in recipes --restore)",
+            hint="name the log of another job; to continue from a marker of this one, restore it (in recipes "
+            "--restore)",
             uri=source.name,
         )
 
@@ -63,16 +64,16 @@ def check_begun(begun: Begun, source: Source, uri: str) -> None:
     """
     if begun.origin is None:
         raise ConfigError(
-            f"this job has markers of its own, the newest is {begun.newest}, and did not begin in another job",
-            hint="leave out the warm start to go on from there; to begin in another job, name another log",
+            f"this job did not start from another job, and has its own markers, up to {begun.newest}",
+            hint="omit the warm start to continue from there; to start from another job, name another log",
             uri=uri,
         )
     job, marker = begun.origin
     if source.marker is not None and MarkerId.parse(source.marker) != marker:
         raise ConfigError(
-            f"this job began in marker {marker} of job {job}, not in {source.marker}, and has markers of its own, the "
-            f"newest is {begun.newest}",
-            hint="leave out the warm start to go on from there; to begin in another marker, name another log",
+            f"this job started from marker {marker} of job {job}, not from {source.marker}, and has its own "
+            f"markers, up to {begun.newest}",
+            hint="omit the warm start to continue from there; to start from another marker, name another log",
             uri=uri,
         )
 
@@ -133,19 +134,25 @@ class Restoring:
         if not self.broken:
             return
         if not restoring or not self.can_restore:
-            hint = "call restore() again, or start the job anew" if self.can_restore else "start the job anew"
-            raise ConfigError(f"a restore or reshard failed half way ({self.broken})", hint=hint)
+            hint = "call restore() again, or restart the job" if self.can_restore else "restart the job"
+            raise ConfigError(f"a restore or reshard failed halfway ({self.broken})", hint=hint)
         if self._team.rank == 0:
-            log.warning("a restore failed half way before (%s): all of the job is restored now", self.broken)
+            log.warning("an earlier restore failed halfway (%s): restoring the whole job now", self.broken)
 
     def standby(self, takeover: Takeover, *, accept_unproved: bool) -> Restored | None:
         """Implement ``StreamCheckpointer.standby()``."""
         if self._streaming.stream is not None:
-            raise ConfigError("standby() comes before the first step() and mark()")
+            raise ConfigError("standby() must be called before the first step() or mark()")
         if self._config.fresh:
-            raise ConfigError("fresh=True starts from nothing, a spare does not", hint="leave out one of the two")
+            raise ConfigError(
+                "fresh=True and standby() cannot be combined because a spare restores a marker",
+                hint="omit one of the two",
+            )
         if self._tiers is not None:
-            raise ConfigError("a spare follows one log", hint="give it the outer one alone; it goes on without a tee")
+            raise ConfigError(
+                "a spare can follow only one log, but two tiers are configured",
+                hint="name only the outer log; the job then continues without a tee",
+            )
         tier, session = self._tier, self._session
         load, advance = session.newest_rows, session.advance
         spare = Standby(self._team, tier.log, tier.control, load, advance, takeover, self._streaming.claims, tier.uri)
@@ -178,7 +185,7 @@ class Restoring:
             if wanted is not None or changes is not None:
                 given = f"marker {wanted}" if wanted is not None else "changes"
                 raise ConfigError(
-                    f"fresh=True starts from nothing, and restore() was given {given}", hint="leave out one of the two"
+                    f"fresh=True starts from scratch, but restore() was given {given}", hint="omit one of the two"
                 )
             self._streaming.open_root()
             return None
@@ -201,12 +208,10 @@ class Restoring:
         """Implement ``StreamCheckpointer.warm_start()``."""
         self._check_first("warm_start()")
         if self._config.fresh:
-            raise ConfigError(
-                "fresh=True starts from nothing, and a warm start does not", hint="leave out one of the two"
-            )
+            raise ConfigError("fresh=True and a warm start cannot be combined", hint="omit one of the two")
         said = self._team.gather((source.uris, source.marker, source.store))
         if len(set(said)) > 1:
-            raise ConfigError("ranks name different sources", hint="give all ranks the same one")
+            raise ConfigError("ranks name different sources", hint="name the same source on all ranks")
         own = [self._tier.uri] if self._tiers is None else [self._tier.uri, self._tiers.logs.outer.uri]
         self._team.together(lambda: check_apart(source, own))
         begun = self._session.begun()
@@ -214,7 +219,8 @@ class Restoring:
             self._team.together(lambda: check_begun(begun, source, own[-1]))
             if self._team.rank == 0:
                 log.info(
-                    "this job began in marker %s of job %s and goes on from its own newest marker, %s: %s is not read",
+                    "this job started from marker %s of job %s and continues from its own newest marker, %s: %s "
+                    "is not read",
                     *reversed(begun.origin or ("", "")),
                     begun.newest,
                     source.name,
@@ -257,7 +263,10 @@ class Restoring:
             raise
         if self._team.rank == 0:
             loaded.say(plan)
-            log.info("that is a marker of %s, where this job begins; its first marker holds every table", source.name)
+            log.info(
+                "that marker belongs to %s, from which this job starts; this job's first marker holds every table",
+                source.name,
+            )
         generation, marker = plan.marker
         return Restored(
             generation,
@@ -305,9 +314,10 @@ class Restoring:
     def _check_first(self, call: str) -> None:
         if (stream := self._streaming.stream) is not None:
             raise ConfigError(
-                f"this StreamCheckpointer has opened generation {stream.claim.generation} already, by an earlier "
+                f"this StreamCheckpointer has already opened generation {stream.claim.generation}, in an earlier "
                 "restore(), step() or mark()",
-                hint=f"call {call} once, before the first step(); for another marker make a new one, after close()",
+                hint=f"call {call} once, before the first step(); for another marker, close this StreamCheckpointer "
+                "and create a new one",
             )
 
     def _go_on_from(

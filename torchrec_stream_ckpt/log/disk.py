@@ -136,6 +136,6 @@ def unavailable(what: str, path: Path, error: OSError) -> LogUnavailableError:
     if error.errno == errno.EEXIST and path.is_symlink() and not path.exists():
         where = os.readlink(path)
         return LogUnavailableError(
-            f"{what}: it is a link to {where}, which does not exist", hint=f"make {where}", path=path
+            f"{what}: it is a link to {where}, which does not exist", hint=f"create {where}", path=path
         )
     return LogUnavailableError(f"{what}: {error.strerror}", hint=hint, path=path)

@@ -115,8 +115,8 @@ class Claims:
         check_may_begin(lineage, uri)
         if (newest := lineage.newest) is not None:
             raise ConfigError(
-                f"the log holds markers, the newest is {newest.id}, and this run has restored none",
-                hint="add the line `checkpointer.restore()` before the first step(); to start from nothing, set "
+                f"the log has markers, up to {newest.id}, but this run has not restored one",
+                hint="call `checkpointer.restore()` before the first step(); to start from scratch, set "
                 "StreamConfig(..., fresh=True), in the recipes --restore none",
                 uri=uri,
             )
@@ -161,7 +161,7 @@ class Claims:
         try:
             now = tier.log.incarnation()
             if self._tiers is not None or now is None or now.id != lost.incarnation:
-                log.error("no marker commits any more, start the job anew: %s", why.headline)
+                log.error("markers can no longer be committed; restart the job: %s", why.headline)
                 return None
             lineage = tier.control.refresh()
             newest = lineage.newest_generation
@@ -171,12 +171,12 @@ class Claims:
             changes = ClaimChanges.of_several(told_to(lineage, lost, parent))
             mine = self.claim(parent, self._attached.tables, changes)
         except (LogUnavailableError, StoreUnavailableError, CommitUnknownError) as error:
-            log.warning("no marker commits until the log answers: %s", error.headline)
+            log.warning("markers cannot be committed until the log answers: %s", error.headline)
             return ()
         log.warning(
-            "generation %d goes on from %s, every table is sent whole: %s",
+            "generation %d starts from %s, and sends all rows of every table: %s",
             mine.generation,
-            f"marker {parent}" if parent is not None else "none, the log holds no whole marker",
+            f"marker {parent}" if parent is not None else "no marker, because the log has no intact one",
             why.headline,
         )
         return mine, tier.control.lineage.find(parent).step if parent is not None else 0

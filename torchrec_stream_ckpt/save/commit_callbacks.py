@@ -69,7 +69,7 @@ class Announcer:
         try:
             self._on_commit(report)
         except Exception:  # the callback is the user's code, and not part of the marker
-            log.exception("on_commit has raised for marker %s, which stays committed; training goes on", report.id)
+            log.exception("on_commit raised for marker %s, which stays committed; training continues", report.id)
         finally:
             with self._changed:
                 self._waiting -= 1
@@ -84,8 +84,8 @@ class Announcer:
         with self._changed:
             if not self._changed.wait_for(lambda: not self.is_behind, timeout_s):
                 raise MarkerFailedError(
-                    f"on_commit has not come back for {timeout_s:.0f} s, and has {self._waiting} markers to hear of",
-                    hint="bound how long it waits for what it calls",
+                    f"on_commit has not returned for {timeout_s:.0f} s, and {self._waiting} markers wait for it",
+                    hint="set a timeout for each call that on_commit makes",
                 )
 
     def close(self, timeout_s: float) -> None:
@@ -98,7 +98,7 @@ class Announcer:
             left = self._waiting
         self._worker.close()
         if left:
-            log.warning("closed before on_commit has come back: %d committed markers were not told to their end", left)
+            log.warning("closed before on_commit returned for %d committed markers", left)
 
 
 def _report(commit: Commit, before: Commit | None, meta: Meta) -> MarkerReport:

@@ -135,11 +135,11 @@ def unheard(error: Exception, marker: int, generation: int, rank: int) -> Commit
     """
     said = error.message if isinstance(error, StreamCkptError) else f"{type(error).__name__}: {error}"
     if rank == 0:
-        what = f"the marker is committed, but the other ranks have not heard of it: {said}"
-        hint = "restore() finds it; stream-ckpt list shows it"
+        what = f"the marker is committed, but the other ranks did not receive the result: {said}"
+        hint = "run stream-ckpt list to see it; restore() finds it"
     else:
         what = f"a rank was lost while the marker was decided: {said}"
-        hint = "stream-ckpt list tells whether it was committed"
+        hint = "run stream-ckpt list to see whether it was committed"
     return CommitUnknownError(what, hint=hint, generation=generation, marker=marker, rank=rank)
 
 
@@ -161,10 +161,10 @@ def check_in_step(forwards: Sequence[Mapping[str, int]], generation: int, marker
         behind, ahead = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
         if counts[behind] != counts[ahead]:
             raise MarkerFailedError(
-                f"the ranks have cut at different steps of training: {path or 'the sharded module'} has had "
-                f"{counts[behind]} forwards on rank {behind}, and {counts[ahead]} on rank {ahead}",
-                hint="call step() and mark() on all ranks after the same training steps; a rank has omitted a call, "
-                "or made one too many: restart the job from its newest marker",
+                f"the ranks have cut at different training steps: {path or 'the sharded module'} has had "
+                f"{counts[behind]} forwards on rank {behind}, but {counts[ahead]} on rank {ahead}",
+                hint="restart the job from its newest marker, and call step() and mark() on all ranks after the same "
+                "training steps: a rank has missed a call, or made an extra one",
                 generation=generation,
                 marker=marker,
             )
@@ -188,7 +188,7 @@ class Again:
         try:
             return self._look()
         except StreamCkptError as error:
-            log.info("verdicts are not read now: %s", error.headline)
+            log.info("verdicts cannot be read now: %s", error.headline)
             return ()
 
     def _look(self) -> tuple[RowRange, ...]:
@@ -213,11 +213,11 @@ def _in_words(rows: list[RowRange]) -> str:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-PHASES = {1: "which cut", 2: "what dense state", 3: "votes", 4: "outcome"}
+PHASES = {1: "cut", 2: "dense state", 3: "votes", 4: "outcome"}
 PHASE_S = 5.0
 """Seconds that each phase may take longer than the previous one: the ranks do not begin at the same instant."""
 SAY_EVERY_S = 60.0  # between two log lines about replicas that differ, which every marker detects
-_NO_ANSWER_HINT = "stream-ckpt list tells, once the log answers again"
+_NO_ANSWER_HINT = "run stream-ckpt list once the log answers again"
 
 
 def _left_s(deadline: float) -> float:
@@ -352,7 +352,7 @@ class Coordinator:
 
     def _leave(self) -> None:
         """(training thread) Give up the cut at interpreter exit: rows that are not in the ring will not be sent."""
-        self._seal.fail("the process ends, no step follows")
+        self._seal.fail("the process ends before the next step")
 
     # The commit thread.
 
@@ -391,7 +391,7 @@ class Coordinator:
         said = error.message if isinstance(error, RankLostError) else f"{type(error).__name__}: {error}"
         return MarkerFailedError(
             f"a rank was lost while the marker was decided: {said}",
-            hint="stream-ckpt list tells whether it was committed",
+            hint="run stream-ckpt list to see whether it was committed",
             generation=self._generation.claim.generation,
             marker=cut.marker,
             rank=self._team.rank,
@@ -442,15 +442,15 @@ class Coordinator:
         where = {"generation": self._generation.claim.generation, "marker": cut.marker}
         if self._deciding is not None and not wait([self._deciding], bound_s).done:
             return MarkerFailedError(
-                "COMMIT: log or store still have not answered for an earlier marker",
+                "COMMIT: the log or the store has still not answered for an earlier marker",
                 hint=_NO_ANSWER_HINT,
                 **where,
             )
         self._deciding = self._decider.submit(self._commit, cut, votes, _left_s(ends))
         if not wait([self._deciding], _left_s(ends)).done:
             return CommitUnknownError(
-                f"COMMIT: log or store have not answered for {bound_s:.0f} s; "
-                f"the log waits for {self._generation.log.waits_for()}",
+                f"COMMIT: the log or the store has not answered for {bound_s:.0f} s; the log waits for "
+                f"{self._generation.log.waits_for()}",
                 hint=_NO_ANSWER_HINT,
                 **where,
             )
@@ -469,11 +469,11 @@ class Coordinator:
             assert cut.staged is not None
             earlier = self._dense.saving
             if earlier is not None and not wait([earlier], _left_s(deadline)).done:
-                raise TimeoutError("that of an earlier marker is still being saved, a rank does not come")
+                raise TimeoutError("an earlier marker's dense state is still being saved, because a rank is missing")
             saving = self._dense.saver.submit(self._save, cut.staged, cut.marker)
             self._dense.saving = saving
             if not wait([saving], _left_s(deadline)).done:
-                raise TimeoutError(f"it takes longer than {self._timeout_s:.0f} s, or a rank does not come")
+                raise TimeoutError(f"it takes longer than {self._timeout_s:.0f} s, or a rank is missing")
             files = saving.result()
         except Exception as error:  # DCP raises what its storage and peers raise
             return vote(f"dense state was not saved: {type(error).__name__}: {error}")
@@ -482,7 +482,7 @@ class Coordinator:
             return vote(publisher.lost.headline, lost=publisher.lost)
         if not cut.seal.wait(_left_s(deadline)):
             why = publisher.failure or "the log is slow, or no step follows"
-            cut.seal.fail(f"its rows did not find space in the ring in {self._timeout_s:.0f} s ({why})")
+            cut.seal.fail(f"its rows did not fit into the ring within {self._timeout_s:.0f} s ({why})")
         sealed = cut.seal.sealed
         if sealed is None:
             return vote(cut.seal.reason)

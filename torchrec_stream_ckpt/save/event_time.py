@@ -47,12 +47,12 @@ class EventTime:
         if event_s is None:
             if self.counts and self.watermark_s is None:
                 raise ConfigError(
-                    "marker_every_event_s is set, and step() is not told the time of the events",
+                    "marker_every_event_s is set, but step() was called without event_s",
                     hint="call step(event_s=...) with the Unix time up to which this rank has trained, on all ranks",
                 )
             return
         if isinstance(event_s, bool) or not isinstance(event_s, int | float) or not math.isfinite(event_s):
-            raise ConfigError(f"event_s is {event_s!r:.80}", hint="give a finite number, Unix time in seconds")
+            raise ConfigError("pass Unix time in seconds", hint="give a finite number, Unix time in seconds")
         self.watermark_s = max(float(event_s), self.watermark_s if self.watermark_s is not None else -math.inf)
 
     def stand_on(self, event_s: object) -> None:

@@ -117,8 +117,8 @@ def check_claimed(
     now = log_.incarnation()
     if now is None or now.id != claim.incarnation:
         raise MarkerFailedError(
-            "the log was deleted or made again while this job ran",
-            hint="start a new job, or bring it back",
+            "the log was deleted or recreated while this job ran",
+            hint="start a new job, or put the old log back",
             generation=claim.generation,
             marker=marker,
         )
@@ -158,7 +158,7 @@ def newest_held(log_: Log, control: Control, claim: Claim) -> MarkerId | None:
             newest = Older().newest(lineage, marker)
             log_.check_marks([MarkPlace(generation, end.partition, end.end, end.chain) for generation, end in newest])
         except CorruptionError as error:
-            log.warning("the log does not hold marker %s any more: %s", marker, error.headline)
+            log.warning("the log no longer holds marker %s: %s", marker, error.headline)
         else:
             return marker
     return None
@@ -232,15 +232,15 @@ def claim_generation(
     if parent in lineage.given_up:
         lineage.find(parent)  # raises: it was given up after it was restored
     if parent is None and lineage.commits:
-        log.warning("this log holds markers and fresh=True is set: the job starts from nothing")
+        log.warning("this log has markers, but fresh=True is set: the job starts from scratch")
     if lineage.claims and lineage.claims[lineage.newest_generation].mac and not control.signs:
         log.warning(
-            "this log was written with a commit key, this job has none: readers with the key ignore its markers"
+            "this log was written with a commit key, but this job has none: readers with the key ignore its markers"
         )
     if lineage.next_generation > MAX_GENERATION:
         raise ConfigError(
             f"generation {lineage.newest_generation} of this log was the last one possible",
-            hint="begin a new job",
+            hint="start a new job",
         )
     # Depends only on the log, so that two trainers that race for a new log use the same job id.
     job = twin.job if twin is not None else uuid.uuid5(uuid.NAMESPACE_OID, incarnation.id).bytes
@@ -288,8 +288,8 @@ def check_newest(lineage: Lineage, nonces: Container[str | None]) -> None:
     newest = lineage.claims.get(lineage.newest_generation)
     if newest is not None and newest.nonce not in nonces:
         raise FencedError(
-            f"generation {newest.generation} has taken over this job meanwhile",
-            hint="only one trainer or spare may take over a job; start this one anew as a spare, or leave it stopped",
+            f"generation {newest.generation} has taken over this job",
+            hint="restart this one as a spare, or leave it stopped: only one trainer or spare may take over a job",
             generation=newest.generation,
         )
 
@@ -336,9 +336,9 @@ def check_same_log(log_: Log, dense: DenseStore, config: StreamConfig, claim: Cl
     seen = log_.incarnation()
     if seen is None or seen.id != claim.incarnation or not dense.is_seen(claim.job):
         raise ConfigError(
-            "this rank does not see the log and the store that rank 0 sees",
-            hint="put them on a shared file system, or use Kafka and a shared store; the inner one of two tiers is for "
-            "jobs on one node, or in a folder that all nodes share",
+            "this rank does not see the same log and store as rank 0",
+            hint="put them on a shared file system, or use Kafka and a shared store; an inner tier requires a job on "
+            "one node, or a folder that all nodes share",
             rank=rank,
             uri=config.uris[0],
         )

@@ -51,7 +51,7 @@ class LastWord:
         if outcome is not None:
             if outcome not in list(Outcome):
                 raise ConfigError(
-                    f"outcome is {outcome!r:.80}", hint=f"give one of {', '.join(Outcome)}, or leave it out"
+                    f"outcome {outcome!r:.80} is not valid", hint=f"pass one of {', '.join(Outcome)}, or omit it"
                 )
             return cls(Outcome(outcome), _named(error) if outcome != Outcome.FINISHED else "")
         if stopped:
@@ -117,7 +117,7 @@ class Ending:
     def _may_end(stream: Stream) -> bool:
         """Return whether this trainer still owns the generation, and no marker is in flight."""
         if stream.coordinator.busy:
-            log.warning("no END is written, a marker is still in flight: the job looks like one that was killed")
+            log.warning("END was not written because a marker is in flight: the job looks like one that was killed")
         return not stream.coordinator.busy and stream.coordinator.fenced is None
 
     def _tell(self, worker: Worker, word: LastWord) -> None:
@@ -136,7 +136,7 @@ class Ending:
             if news is None or left_s <= 0:
                 silent = ", ".join(str(rank) for rank in range(self._world) if rank not in said)
                 log.warning(
-                    "no END is written, the job looks like one that was killed: rank %s did not close its "
+                    "END was not written, and the job looks like one that was killed: rank %s did not close its "
                     "StreamCheckpointer within %.0f s",
                     silent,
                     OTHERS_S,
@@ -154,7 +154,7 @@ class Ending:
         claim = stream.claim
         end = End(claim.job, claim.generation, claim.nonce, step, word.outcome, word.reason, time.time())
         control = stream.generation.control
-        _answer(worker, lambda: control.end(end), 2 * JOIN_S, "END is not known to be in the log")
+        _answer(worker, lambda: control.end(end), 2 * JOIN_S, "it is unknown whether END was written")
 
 
 def _name(rank: int) -> str:
@@ -181,5 +181,5 @@ def _answer(worker: Worker, ask: Callable[[], Any], bound_s: float, what: str = 
     else:
         return asked.result()
     if what:
-        log.warning("%s, the job looks like one that was killed: %s", what, said)
+        log.warning("%s; without it, the job looks like one that was killed: %s", what, said)
     return None

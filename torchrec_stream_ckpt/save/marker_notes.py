@@ -45,9 +45,10 @@ def agreed(
     for rank, each in enumerate(metas):
         if each and each != metas[0]:
             raise ConfigError(
-                f"the ranks say different things of this marker: rank 0 {_in_words(metas[0])}, rank {rank} "
-                f"{_in_words(each)}",
-                hint="give meta and pin on rank 0, on the others the same or none; a mean over ranks comes before",
+                f"the ranks pass different meta or pin for this marker: rank 0 {_in_words(metas[0])}, rank "
+                f"{rank} {_in_words(each)}",
+                hint="pass meta and pin on rank 0, and the same or none on the other ranks; reduce a metric over "
+                "ranks before the call",
             )
     return metas[0]
 
@@ -59,22 +60,28 @@ def given(meta: Mapping[str, object] | None, why_pinned: str | None) -> Meta:
         ConfigError: a marker cannot hold the metadata; the error says why.
     """
     if meta is not None and (not isinstance(meta, Mapping) or not all(isinstance(name, str) for name in meta)):
-        raise ConfigError(f"meta is {meta!r:.80}", hint="give values by name, such as {'auc': 0.801}")
+        raise ConfigError(
+            f"meta must map names to values, got {meta!r:.80}", hint="pass values by name, such as {'auc': 0.801}"
+        )
     values: dict[str, object] = dict(meta or {})
     if PIN in values:
-        raise ConfigError(f"metadata: {PIN} is the name of why a marker is pinned", hint="say mark(pin='...')")
+        raise ConfigError(f"metadata name {PIN} is reserved for the reason of a pin", hint="use mark(pin='...')")
     if REFUSED in values:
         raise ConfigError(
-            f"metadata: {REFUSED} is the name of why the next marker was refused",
-            hint=f"give another name: my_{REFUSED}",
+            f"metadata name {REFUSED} is reserved for the reason why the next marker was refused",
+            hint=f"use another name: my_{REFUSED}",
         )
     if taken := sorted(values.keys() & OF_EACH.keys()):
         raise ConfigError(
-            f"metadata: {', '.join(taken)} is known of each marker already", hint=f"give another name: my_{taken[0]}"
+            f"metadata name {', '.join(taken)} is reserved because every marker has it",
+            hint=f"use another name: my_{taken[0]}",
         )
     if why_pinned is not None:
         if not isinstance(why_pinned, str) or not why_pinned.strip():
-            raise ConfigError(f"pin is {why_pinned!r:.80}", hint="say why the marker is to be kept, in a few words")
+            raise ConfigError(
+                f"pin must be a reason in text, got {why_pinned!r:.80}",
+                hint="say why the marker is to be kept, in a few words",
+            )
         values[PIN] = why_pinned
     return meta_of(values)
 

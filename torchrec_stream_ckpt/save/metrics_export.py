@@ -157,7 +157,7 @@ def _open_writer(folder: str | Path) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ConfigError(
-            "scalars need TensorBoard, which is not installed",
+            "scalars require TensorBoard, which is not installed",
             hint="pip install 'torchrec_stream_ckpt[tensorboard]', or omit --tensorboard",
         ) from None
     try:

@@ -356,7 +356,7 @@ class Cuts:
         self._open = None
 
     def _no_space(self) -> str:
-        return f"what changed does not fit the {self._ring.limit_bytes} bytes of ring and marker budget"
+        return f"the changed rows do not fit the {self._ring.limit_bytes} bytes of ring and marker budget"
 
     def _ask(self) -> None:
         """(all ranks, ``paranoid``) Check that the stream matches the tables; if not, no marker commits any more.

@@ -28,4 +28,4 @@ def note_refused(generation: Generation, error: StreamCkptError) -> None:
         note = Note(claim.job, claim.generation, newest.marker, meta, uuid.uuid4().hex, time.time())
         control.note(note, _NOTE_S)
     except StreamCkptError as unsaid:
-        log.info("the log does not say that a marker was refused: %s", unsaid.headline)
+        log.info("cannot record in the log that a marker was refused: %s", unsaid.headline)

@@ -93,15 +93,15 @@ class Signals:
             return
         if threading.current_thread() is not threading.main_thread():
             raise ConfigError(
-                "on_signal needs the main thread: Python installs handlers of signals there alone, and this is "
+                "on_signal requires the main thread, where Python installs signal handlers, but this is "
                 f"{threading.current_thread().name}",
-                hint="make the StreamCheckpointer on the main thread, or leave on_signal out",
+                hint="create the StreamCheckpointer on the main thread, or omit on_signal",
             )
         for number in self._came:
             if signal.getsignal(number) is None:
                 raise ConfigError(
-                    f"{number.name} has a handler that was not installed by Python, and could not be put back",
-                    hint="install it after the StreamCheckpointer was made, or leave on_signal out",
+                    f"{number.name} has a handler that Python did not install and cannot put back",
+                    hint="install it after creating the StreamCheckpointer, or omit on_signal",
                 )
 
     def install(self) -> None:
@@ -179,10 +179,10 @@ class Signals:
             if not came.pending or came.told or late_s <= self.signal_s + GRACE_S:
                 continue
             came.told = True
-            why = "has come to no step boundary since" if came.heard_s is None else "waits for the other ranks"
+            why = "has not reached a step boundary since" if came.heard_s is None else "waits for the other ranks"
             log.warning(
-                "%s came %.0f s ago, and this rank %s: there is no marker for it yet. It is cut once the rank goes on, "
-                "if the process is still there",
+                "%s arrived %.0f s ago, but this rank %s: no marker was cut for it yet. It is cut once the rank "
+                "continues, if the process is still running",
                 number.name,
                 late_s,
                 why,

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 LEAST_S = 5.0
 """Seconds that a marker may take at least, however late the ranks have agreed on it."""
-_HINT = "Try: a longer grace period of the scheduler, and signal_s with it"
+_HINT = "Try: set a longer grace period in the scheduler, and raise signal_s with it"
 
 
 class Stopping:
@@ -52,9 +52,9 @@ class Stopping:
             return
         self.signals.answered(MARK, self.signals.seen())
         log.warning(
-            "SIGUSR1 leads to no marker: none could be cut for %.0f s, for %s; send it again then",
+            "SIGUSR1 produced no marker: none could be cut for %.0f s because %s; send it again later",
             waited_s,
-            "a marker is in flight" if stream.coordinator.busy else "the sweep of this or another rank goes on",
+            "a marker is in flight" if stream.coordinator.busy else "the sweep of this or another rank is not done",
         )
 
     def cut(self, seen: Seen, marker: MarkerId, step: int, future: Future[Committed], *, asked: bool) -> None:
@@ -70,9 +70,9 @@ class Stopping:
 
         def tell(settled: Future[Committed]) -> None:
             if (error := settled.exception()) is None:
-                log.info("SIGUSR1 has led to marker %s of step %d", marker, step)
+                log.info("SIGUSR1 produced marker %s of step %d", marker, step)
             else:
-                log.warning("SIGUSR1 leads to no marker, %s of step %d failed: %s", marker, step, _said(error))
+                log.warning("SIGUSR1 produced no marker: %s of step %d failed: %s", marker, step, _said(error))
 
         future.add_done_callback(tell)
 
@@ -107,14 +107,14 @@ class Stopping:
         if future is not None and not why:
             log.log(
                 logging.INFO if self._team.rank else logging.WARNING,
-                "SIGTERM has led to marker %s of step %d; the job is to stop",
+                "SIGTERM produced marker %s of step %d; the job should stop",
                 future.result().id,
                 step,
             )
             return
         log.warning(
-            "SIGTERM leads to no marker of step %d, %.0f s after this boundary knew of it: %s. The job is to stop; the "
-            "newest marker is the one before%s",
+            "SIGTERM produced no marker of step %d, %.0f s after this step boundary saw it: %s. The job should "
+            "stop; the newest marker is the previous one%s",
             step,
             waited_s + left_s - max(0.0, deadline_s - time.monotonic()),
             why,
@@ -147,7 +147,7 @@ class Stopping:
     def close(self) -> None:
         """Log signals that arrived after the last step boundary."""
         if not self.by and (names := self.signals.names):
-            log.warning("%s came after the last step boundary: no marker was cut for it", names)
+            log.warning("%s arrived after the last step boundary: no marker was cut for it", names)
 
 
 def _outcome(future: Future[Committed], deadline_s: float) -> str:

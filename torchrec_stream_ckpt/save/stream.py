@@ -99,7 +99,7 @@ class Stream:
         self.cuts.close(begin + timeout_s / 2)  # the rest of the time is for the commit
         deadline = begin + timeout_s
         if not self.coordinator.close(max(0.0, deadline - time.monotonic())):
-            log.warning("closed while a marker was in flight: it is given up, or settles when read")
+            log.warning("closed while a marker was in flight: it is given up, unless a reader finds its COMMIT")
         end_votes(min(JOIN_S, deadline - time.monotonic()))
         self.publisher.close(max(0.0, min(JOIN_S, deadline - time.monotonic())))
 

@@ -138,7 +138,7 @@ class Streaming:
         if not vote.sound and self._go_on_after_loss(stream):
             return
         if not vote.holding:
-            stream.cuts.give_up("it is given up with another rank")
+            stream.cuts.give_up("another rank gave it up")
         if vote.ready:
             self._cut(stream, deadline_s=None, asked=not vote.calm)
         else:
@@ -202,7 +202,7 @@ class Streaming:
             stream.cuts.complete(deadline_s)
             # The marker in flight was cut before this call, so it settles within its own bound.
             if not stream.coordinator.settle(deadline_s + PEERS_S - time.monotonic()):
-                raise MarkerFailedError("the marker in flight has not settled", hint="see the log of this rank")
+                raise MarkerFailedError("the marker in flight has not settled", hint="check the log of this rank")
         if stream.coordinator.fenced is not None:
             raise stream.coordinator.fenced
         if stream.coordinator.lost is not None and not self._ended:

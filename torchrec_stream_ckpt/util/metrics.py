@@ -46,13 +46,15 @@ METRICS: Mapping[str, Metric] = {
         f"{_PREFIX}_proof_ratio", "Share of the rows in the store that was compared with proofs, 0 to 1."
     ),
     "proof_differing": Metric(
-        f"{_PREFIX}_proof_differing_blocks", "Blocks of rows that were not as they were proved when last compared."
+        f"{_PREFIX}_proof_differing_blocks", "Blocks of rows that did not match their proofs when last compared."
     ),
     "proof_newest_s": Metric(
-        f"{_PREFIX}_proof_newest_seconds", "Since the newest comparison; 0: another one compares, or none."
+        f"{_PREFIX}_proof_newest_seconds",
+        "Seconds since the newest comparison. 0 if another process compares, or none does.",
     ),
     "proof_oldest_s": Metric(
-        f"{_PREFIX}_proof_oldest_seconds", "Since the oldest comparison that no newer one has replaced; 0: none."
+        f"{_PREFIX}_proof_oldest_seconds",
+        "Seconds since the oldest comparison that no newer one has replaced. 0 before the first.",
     ),
     "repairs": Metric(f"{_PREFIX}_repairs_total", "Damaged objects of the store that were repaired.", "counter"),
     "scrubbed_bytes": Metric(f"{_PREFIX}_scrubbed_bytes_total", "Bytes of the store read by the scrub.", "counter"),
@@ -60,7 +62,7 @@ METRICS: Mapping[str, Metric] = {
     "scrub_repaired": Metric(f"{_PREFIX}_scrub_repaired_total", "Of these, repaired.", "counter"),
     "scrub_oldest_s": Metric(
         f"{_PREFIX}_scrub_oldest_seconds",
-        "Since the last complete scrub began; 0: another one scrubs, or none.",
+        "Seconds since the last complete scrub began. 0 if another process scrubs, or none does.",
     ),
     "errors": Metric(f"{_PREFIX}_errors_total", "Outages outlasted and markers passed over.", "counter"),
     "lag_markers": Metric(f"{_PREFIX}_lag_markers", "Committed markers that are not in the store."),
@@ -68,7 +70,7 @@ METRICS: Mapping[str, Metric] = {
     "lag_s": Metric(f"{_PREFIX}_lag_seconds", "Age of the oldest of them, by the trainer's wall clock."),
     "newest_generation": Metric(f"{_PREFIX}_newest_generation", "Generation of the newest marker in the store."),
     "newest_marker": Metric(f"{_PREFIX}_newest_marker", "Number of that marker in its generation."),
-    "head_generation": Metric(f"{_PREFIX}_head_generation", "Generation of the marker that HEAD stands at; 0: none."),
+    "head_generation": Metric(f"{_PREFIX}_head_generation", "Generation of HEAD's marker. 0 without a HEAD."),
     "head_marker": Metric(f"{_PREFIX}_head_marker", "Number of that marker in its generation."),
     "ended": Metric(f"{_PREFIX}_job_ended", "How the trainer has ended: 0 unknown, 1 finished, 2 preempted, 3 failed."),
     "workers": Metric(f"{_PREFIX}_workers", "Tasks that this materializer's engine runs at once."),
@@ -78,10 +80,10 @@ METRICS: Mapping[str, Metric] = {
 
 _OURS = "stream_ckpt"
 TRAINER_METRICS: Mapping[str, Metric] = {
-    "rows": Metric(f"{_OURS}_rows_captured_total", "Row records drained, those of the sweep among them.", "counter"),
+    "rows": Metric(f"{_OURS}_rows_captured_total", "Row records drained, including those of the sweep.", "counter"),
     "num_bytes": Metric(f"{_OURS}_frames_bytes_total", "Bytes of frames handed to the publisher.", "counter"),
     "dirty_rows": Metric(
-        f"{_OURS}_dirty_rows", "Changed rows that the last look at the masks left marked for lack of space."
+        f"{_OURS}_dirty_rows", "Changed rows that stayed marked for lack of space when the masks were last scanned."
     ),
     "sweep_ratio": Metric(f"{_OURS}_sweep_ratio", "Share of the sweep that is done, 0 to 1."),
     "ring_used_bytes": Metric(f"{_OURS}_ring_used_bytes", "Memory of frames that are not acknowledged."),
@@ -94,9 +96,9 @@ TRAINER_METRICS: Mapping[str, Metric] = {
         f"{_OURS}_unacknowledged_bytes", "Bytes handed over that the log has not acknowledged."
     ),
     "log_up": Metric(
-        f"{_OURS}_log_up", "1 while the log takes frames; 0 once it fails, or has acknowledged nothing for 5 s."
+        f"{_OURS}_log_up", "1 while the log accepts frames; 0 once it fails, or has acknowledged nothing for 5 s."
     ),
-    "strays": Metric(f"{_OURS}_strays_total", "Records that others have put between this rank's frames.", "counter"),
+    "strays": Metric(f"{_OURS}_strays_total", "Records of other writers between this rank's frames.", "counter"),
     "markers_committed": Metric(f"{_OURS}_markers_committed_total", "Markers committed.", "counter"),
     "markers_failed": Metric(f"{_OURS}_markers_failed_total", "Markers given up, fenced or unknown.", "counter"),
     "markers_differed": Metric(
@@ -104,26 +106,28 @@ TRAINER_METRICS: Mapping[str, Metric] = {
     ),
     "marker_in_flight": Metric(f"{_OURS}_marker_in_flight", "1 from a cut until it is settled."),
     "generation": Metric(f"{_OURS}_generation", "This job's generation; 0 until it is open."),
-    "step": Metric(f"{_OURS}_step", "Steps of the job, those before a restored marker counted."),
-    "newest_marker": Metric(f"{_OURS}_newest_marker", "Number of the last committed or restored marker; 0: none."),
+    "step": Metric(f"{_OURS}_step", "Steps of the job, including those before a restored marker."),
+    "newest_marker": Metric(
+        f"{_OURS}_newest_marker", "Number of the last committed or restored marker. 0 before the first."
+    ),
     "newest_step": Metric(f"{_OURS}_newest_marker_step", "Step of that marker."),
     "loss_s": Metric(
         f"{_OURS}_data_loss_seconds", "Lost if the job died now: seconds since the cut of the last committed marker."
     ),
     "loss_steps": Metric(f"{_OURS}_data_loss_steps", "Lost if the job died now: steps since that marker."),
     "proof_round_markers": Metric(
-        f"{_OURS}_proof_round_markers", "Number of markers that prove every row once; 0: markers have no proof."
+        f"{_OURS}_proof_round_markers", "Number of markers that prove every row once. 0 without proofs."
     ),
     "proved_ratio": Metric(
         f"{_OURS}_proved_ratio", "Share of the rows that this generation's markers have proved, 0 to 1."
     ),
     "oldest_proof_markers": Metric(
-        f"{_OURS}_oldest_proof_markers", "Committed markers since the oldest of these proofs that stands."
+        f"{_OURS}_oldest_proof_markers", "Committed markers since the oldest of these proofs that is still valid."
     ),
     "restore_bytes": Metric(
         f"{_OURS}_restore_bytes", "This rank's share of what a restore would read from the log alone."
     ),
-    "restore_s": Metric(f"{_OURS}_restore_estimate_seconds", "Seconds for that at the assumed rate."),
+    "restore_s": Metric(f"{_OURS}_restore_estimate_seconds", "Seconds for that read at the assumed rate."),
     "blocked": Metric(f"{_OURS}_step_blocked_seconds", "Time of the training thread in step().", "histogram"),
     "drain": Metric(f"{_OURS}_drain_seconds", "Part of it: drains and sweeps.", "histogram"),
     "cut": Metric(f"{_OURS}_cut_seconds", "Part of it, or of mark(): cuts at their step boundary.", "histogram"),
@@ -137,17 +141,17 @@ FOLLOWER_METRICS: Mapping[str, Metric] = {
     "markers": Metric(f"{_REPLICA}_markers_total", "Markers applied.", "counter"),
     "rows": Metric(f"{_REPLICA}_rows_total", "Row records read.", "counter"),
     "age_s": Metric(f"{_REPLICA}_age_seconds", "Since the applied marker was committed, by the trainer's wall clock."),
-    "generation": Metric(f"{_REPLICA}_generation", "Generation of the applied marker; 0: none."),
+    "generation": Metric(f"{_REPLICA}_generation", "Generation of the applied marker. 0 before the first."),
     "marker": Metric(f"{_REPLICA}_marker", "Number of that marker in its generation."),
     "reloads": Metric(f"{_REPLICA}_reloads_total", "Times that all rows were loaded again.", "counter"),
     "outages": Metric(f"{_REPLICA}_outages_total", "Times that log or store did not answer.", "counter"),
     "proofs": Metric(f"{_REPLICA}_proofs_total", "Markers whose weights were compared with their proof.", "counter"),
     "uncompared": Metric(f"{_REPLICA}_uncompared_total", "Markers applied without a comparison.", "counter"),
     "unproved": Metric(
-        f"{_REPLICA}_unproved_blocks_total", "Blocks of rows that were not as their marker proved them.", "counter"
+        f"{_REPLICA}_unproved_blocks_total", "Blocks of rows that did not match their marker's proof.", "counter"
     ),
     "doubted": Metric(
-        f"{_REPLICA}_doubted_blocks", "Of these, held still: the replica serves nothing while there are any."
+        f"{_REPLICA}_doubted_blocks", "Of these, unresolved: the replica serves nothing while there are any."
     ),
 }
 """Metrics of a follower, by the name of the value."""
@@ -236,8 +240,8 @@ def serve_metrics(
         from prometheus_client import core
     except ImportError:
         raise ConfigError(
-            "metrics need prometheus_client, which is not installed",
-            hint=f"pip install 'torchrec_stream_ckpt[metrics]', or leave out {flag}",
+            "metrics require prometheus_client, which is not installed",
+            hint=f"pip install 'torchrec_stream_ckpt[metrics]', or omit {flag}",
         ) from None
     registry = core.CollectorRegistry()
     registry.register(_Collector(read, core, metrics, labels or {}))

@@ -85,7 +85,7 @@ def parse_duration(text: float | str) -> float:
             raise ConfigError(f"'{text}' is not a duration", hint="write a number and s, min, h, d or w, such as 24h")
         return float(match[1]) * _SECONDS[match[2] or "s"]
     if isinstance(text, bool) or not math.isfinite(text) or text < 0:
-        raise ConfigError(f"{text!r} is not a duration", hint="give seconds, or text such as 24h")
+        raise ConfigError(f"{text!r} is not a duration", hint="pass seconds, or text such as 24h")
     return float(text)
 
 
@@ -99,5 +99,5 @@ def parse_rate(text: str) -> int:
         return parse_size(text)
     except ConfigError:
         raise ConfigError(
-            f"{text!r} is not a rate", hint="write bytes a second, above zero, such as 20MB or 800kB"
+            f"{text!r} is not a rate", hint="write bytes per second, above zero, such as 20MB or 800kB"
         ) from None

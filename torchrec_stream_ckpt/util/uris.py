@@ -12,7 +12,7 @@ _MAX_PORT = 65_535
 _BROKER = re.compile(r"(?:[^\s:/@]+|\[[0-9a-fA-F:]+\]):(\d{1,5})")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 _URI_HINT = "use file://DIR for a directory or kafka://BROKERS/JOB for Kafka"
-_LOGIN_HINT = "write kafka://HOST:PORT/JOB; a login goes into the client options"
+_LOGIN_HINT = "write kafka://HOST:PORT/JOB, and put a login into the client options"
 _STORE_HINT = "use file://DIR or s3://BUCKET/PREFIX"
 
 
@@ -49,7 +49,7 @@ class KafkaUri:
     def aside(self) -> str:
         """Start of a hint: how to set aside a control partition that must not count. No topic can be moved."""
         command = f"kafka-topics.sh --bootstrap-server {self.brokers} --delete --topic {self.control_topic}"
-        return f"copy what you want to keep of topic {self.control_topic} and delete it ({command})"
+        return f"copy the records of topic {self.control_topic} that you want to keep, and delete it ({command})"
 
 
 def job_name(uri: str) -> str:
@@ -74,9 +74,9 @@ def parse_uri(uri: str) -> FileUri | KafkaUri:
         raise ConfigError(f"'{shown}' is not a known kind of log", hint=_URI_HINT)
     if scheme == "file":
         if not rest:
-            raise ConfigError(f"'{shown}' names no directory", hint=_URI_HINT)
+            raise ConfigError(f"'{shown}' does not name a directory", hint=_URI_HINT)
         if "\0" in rest:
-            raise ConfigError(f"{uri!r} is not a path: it has a NUL", hint="take it out")
+            raise ConfigError(f"{uri!r} is not a path because it has a NUL", hint="remove it")
         return FileUri(Path(rest).absolute())
     if "@" in rest:
         raise ConfigError(f"'{shown}' holds a login", hint=_LOGIN_HINT)
@@ -84,11 +84,13 @@ def parse_uri(uri: str) -> FileUri | KafkaUri:
     for broker in brokers.split(","):
         match = _BROKER.fullmatch(broker)
         if match is None:
-            raise ConfigError(f"'{uri}' names no broker as HOST:PORT", hint=_URI_HINT)
+            raise ConfigError(f"'{uri}' does not name a broker as HOST:PORT", hint=_URI_HINT)
         if not 0 < int(match[1]) <= _MAX_PORT:
-            raise ConfigError(f"'{broker}' has no port: {match[1]}", hint=f"give one from 1 to {_MAX_PORT}")
+            raise ConfigError(f"'{broker}' has an invalid port {match[1]}", hint=f"use a port from 1 to {_MAX_PORT}")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", job):
-        raise ConfigError(f"'{job}' is not a job name", hint="letters, digits, '.', '_' and '-', at most 200 of them")
+        raise ConfigError(
+            f"'{job}' is not a job name", hint="use letters, digits, '.', '_' and '-', at most 200 of them"
+        )
     return KafkaUri(brokers, job)
 
 
@@ -120,12 +122,13 @@ def check_store_url(store: str) -> StoreUrl:
     scheme, separator, rest = store.partition("://")
     if not separator or scheme == "file":
         if not rest and (separator or not store):
-            raise ConfigError(f"'{store}' names no folder for a store", hint=_STORE_HINT)
+            raise ConfigError(f"'{store}' does not name a folder for a store", hint=_STORE_HINT)
         return StoreUrl("file", str(Path(rest if separator else store).absolute()))
     place = rest.rstrip("/")
     if ":" in place.partition("/")[0].rpartition("@")[0]:
         raise ConfigError(
-            "a store's URL must not hold a password: it stands in the log", hint="give it as one of the store's options"
+            "a store's URL must not contain a password because the log records it",
+            hint="pass it as one of the store's options",
         )
     parts = place.split("/")
     if not _SCHEME.fullmatch(scheme) or scheme == "kafka" or "::" in place or not {"", ".", ".."}.isdisjoint(parts):
