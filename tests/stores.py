@@ -188,7 +188,7 @@ class HeldObjects:
         data = self._held[name]
         end = len(data) if end is None else end
         if not 0 <= begin <= end <= len(data):
-            raise CorruptionError(f"bytes [{begin}, {end}) were asked for, the object has {len(data)}", name=name)
+            raise CorruptionError(f"bytes [{begin}, {end}) were requested, but the object has {len(data)}", name=name)
         return memoryview(data)[begin:end]
 
     def size(self, name: str) -> int | None:

@@ -43,10 +43,10 @@ def server(request: pytest.FixtureRequest) -> CloudServer:
 def test_a_bucket_that_is_not_there_is_no_empty_store(server: CloudServer, use: str) -> None:
     place = f"{server.scheme}://no-such-bucket/x"
     store = open_store(place, server.options())
-    with pytest.raises(StoreUnavailableError, match="there is no such bucket") as refused:
+    with pytest.raises(StoreUnavailableError, match="the bucket does not exist") as refused:
         USES[use](store)
     assert refused.value.where["store"] == place
-    assert refused.value.hint == "make the bucket, or correct the store's URL"
+    assert refused.value.hint == "create the bucket, or correct the store's URL"
     store.close()
 
 
@@ -54,7 +54,7 @@ def test_an_upload_of_several_requests_comes_back_whole_and_in_ranges(server: Cl
     store = open_store(server.url(uuid.uuid4().hex), server.options())
     put_once(store, "a/large", [LARGE])
     assert store.size("a/large") == len(LARGE)
-    with pytest.raises(CorruptionError, match="the store holds other bytes under this name"):
+    with pytest.raises(CorruptionError, match="the store already holds different bytes under this name"):
         put_once(store, "a/large", [bytes(len(LARGE))])
     for begin in (0, 4 * 2**20 - 1, 50 * 2**20 - 1, 64 * 2**20):
         assert store.read("a/large", begin, begin + 2**20) == LARGE[begin : begin + 2**20]
@@ -69,7 +69,7 @@ def test_an_address_at_which_nobody_answers_is_said(server: CloudServer) -> None
     if isinstance(server, Azurite):
         changed = {"connection_string": server.connection().replace(server.endpoint, nowhere)}
     store = open_store(server.url("x"), server.options(**changed))
-    with pytest.raises(StoreUnavailableError, match="no server answers at its address") as refused:
+    with pytest.raises(StoreUnavailableError, match="no server answers at this address") as refused:
         store.size("a/x")
     assert refused.value.where["name"] == "a/x"
     store.close()
@@ -112,7 +112,7 @@ def test_options_that_do_not_fit_are_said(server: CloudServer, tmp_path: Path) -
     token = tmp_path / "token.json"
     token.write_text("{")
     options = {"connection_string": "nonsense"} if isinstance(server, Azurite) else {"token": str(token)}
-    with pytest.raises(ConfigError, match="the store's options do not") as refused:
+    with pytest.raises(ConfigError, match="the store's options are not") as refused:
         open_store(server.url("x"), server.options(**options))
     assert refused.value.where["url"] == server.url("x")
 

@@ -263,7 +263,7 @@ def test_the_same_bytes_are_put_once_by_all_and_other_bytes_are_refused(backend:
     other = backend.open()
     put_once(other, "a/once", [b"the", b" same"])
     for parts in ([b"the same."], [b"the sane"], [b"the sam"], []):
-        with pytest.raises(CorruptionError, match="the store holds other bytes under this name") as refused:
+        with pytest.raises(CorruptionError, match="the store already holds different bytes under this name") as refused:
             put_once(other, "a/once", parts)
         mine = b"".join(parts)
         assert refused.value.where["name"] == "a/once"
@@ -318,7 +318,7 @@ def test_a_store_says_its_format_once_it_is_written_to(store: Objects) -> None:
 def test_a_store_of_a_newer_format_is_refused_by_name(store: Objects) -> None:
     store.put("STORE", [b'{"format": 2, "more": []}'])
     for use in (check_store, prepare_store):
-        with pytest.raises(UnsupportedError, match="is of format 2, this version knows up to 1") as refused:
+        with pytest.raises(UnsupportedError, match="has format 2, this version reads up to 1") as refused:
             use(store)
         assert refused.value.hint == "upgrade torchrec_stream_ckpt"
 
@@ -342,5 +342,5 @@ def test_a_store_of_a_newer_format_is_refused_by_name(store: Objects) -> None:
 def test_a_store_whose_format_cannot_be_read_is_refused(store: Objects, said: bytes) -> None:
     store.put("STORE", [said])
     for use in (check_store, prepare_store):
-        with pytest.raises(CorruptionError, match="does not say which format"):
+        with pytest.raises(CorruptionError, match="does not state the format"):
             use(store)

@@ -237,7 +237,7 @@ def test_columns_of_halves_cannot_change(tmp_path: Path) -> None:
     ranks.run(2, zoo.start, one("ebc", *tables, optimizer="emainplace_rowwise_adagrad"), TWO, where, EVENTS)
     changes = Changes(columns={"part0.t0": 16}, dense=DenseChanges(reshaped=("heads.0_a.weight",)))
     model = one("ebc", *wide, optimizer="emainplace_rowwise_adagrad")
-    with pytest.raises(RankFailed, match="keeps weights on its left"):
+    with pytest.raises(RankFailed, match="keeps weights in the left half"):
         ranks.run(2, once, model, TWO, where, changes)
 
 
@@ -268,7 +268,7 @@ def test_rows_of_managed_collision_cannot_change(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
     ranks.run(2, collision.train, uri, [3], 3, {})
     for said in ranks.run(2, grown_collision, uri):
-        assert "rows of a table with managed collision belong to raw ids by its id map" in said
+        assert "the rows of a table with managed collision cannot change because its id map" in said
         assert "table=mc._embedding_module.one" in said
 
 

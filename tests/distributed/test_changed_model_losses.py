@@ -160,7 +160,9 @@ def test_a_damaged_marker_of_the_new_model_does_not_lead_to_one_of_before_the_ch
     data = bytearray(segment.read_bytes())
     data[len(data) // 2] ^= 1
     segment.write_bytes(data)
-    with pytest.raises(RankFailed, match="rows of it stand where marker 1:2 leaves those of the new model") as refused:
+    with pytest.raises(
+        RankFailed, match="its rows were already loaded where marker 1:2 keeps the new model's rows"
+    ) as refused:
         ranks.run(1, restored, NEW, ALONE, settings, None, CHANGES, ())
     assert "marker 2:3 is damaged" in str(refused.value)
     assert "name the older marker with the same changes: '1:2'" in str(refused.value)

@@ -86,7 +86,7 @@ def test_tables_that_go_on_are_compared_across_a_change_and_changed_ones_at_thei
     share = cells("u1") / cells("t0", "u1", "n")
     assert 0 < found[0] == share < 1
     assert found[1][0].endswith(f"{100 * share:.1f}% of its rows are as they were proved")
-    assert found[1][1:] == ["rows of part0.t0 come into tables that have changed: they were not compared"]
+    assert found[1][1:] == ["rows of part0.t0 were loaded into changed tables and not compared with their proofs"]
     share, said = answer(settings, "2:3", None)
     assert (share, len(said)) == (1.0, 1)
     answer(settings, "1:2", CHANGES, ("train", "train", MARK), "some")

@@ -155,7 +155,7 @@ def test_a_command_that_names_a_marker_and_changes_goes_on_when_it_is_given_agai
 
 def test_changes_of_an_empty_log_are_refused(tmp_path: Path) -> None:
     """They would be made of nothing, and then be wrong when the job is started again."""
-    with pytest.raises(RankFailed, match="changes are declared, and no marker was ever committed"):
+    with pytest.raises(RankFailed, match="this job has no committed marker to apply them to"):
         warm.run(2, given, NEW, config(tmp_path / "log"), None, CHANGES, ())
     assert not (tmp_path / "log").exists()
 

@@ -59,7 +59,7 @@ def test_a_moving_average_in_place_is_never_merged(pool: Pool, tmp_path: Path) -
     """Its halves would change places: weights where the average belongs."""
     model, source, target = resplit("emainplace_rowwise_adagrad")
     pool.run(2, zoo.start, model, source, config(tmp_path), ("train", MARK))
-    with pytest.raises(RankFailed, match="change places"):
+    with pytest.raises(RankFailed, match="its left half and their average in its right half"):
         pool.run(2, zoo.resume, model, target, config(tmp_path, on_column_resplit="merge"), None, ())
 
 

@@ -117,7 +117,7 @@ def test_a_flipped_byte_in_the_stream_is_refused_with_its_place(log: Path) -> No
         assert said.startswith("CorruptionError")
         for part in ("generation=1", "rank=1", "seq="):
             assert part in said
-    assert "failed half way" in warm.run(3, _go_on_half_restored, f"file://{log}")[0]
+    assert "failed halfway" in warm.run(3, _go_on_half_restored, f"file://{log}")[0]
     verify = _cli("verify", f"file://{log}")
     assert verify.returncode == 1
     assert "Error: " in verify.stderr
@@ -310,8 +310,10 @@ def test_verify_all_gives_each_marker_a_verdict_and_names_each_damage(log: Path)
 def test_when_no_dense_state_is_left_the_job_does_not_start_from_nothing(log: Path) -> None:
     shutil.rmtree(log / "dense")
     said, _ = warm.run(2, _restore, f"file://{log}", None)[0]
-    assert said.startswith("MissingObjectError: dense state is gone")
-    assert "marker=1:3, older=1:2: dense state is gone: No such file or directory; 1:1: dense state is gone" in said
+    assert said.startswith("MissingObjectError: dense state is missing")
+    assert (
+        "marker=1:3, older=1:2: dense state is missing: No such file or directory; 1:1: dense state is missing" in said
+    )
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -368,7 +370,7 @@ def test_another_jobs_segment_is_refused(log: Path, tmp_path: Path) -> None:
     warm.run(2, jobs.train_with, PLAN_2, StreamConfig(uri=f"file://{other}", marker_every=4), 10, {})
     shutil.copy(_segment(other, 0), _segment(log, 0))
     said, _ = warm.run(2, _restore, f"file://{log}", None)[0]
-    assert said.startswith("CorruptionError: 0 of 34 frames lead to this marker")
+    assert said.startswith("CorruptionError: found 0 of 34 frames up to this marker")
     assert "34 records that are not of this stream" in said
     assert "frame of another job" in said
 
@@ -376,7 +378,7 @@ def test_another_jobs_segment_is_refused(log: Path, tmp_path: Path) -> None:
 def test_a_log_made_again_under_its_name_is_refused(log: Path) -> None:
     (log / "LOG").write_text("0" * 32)
     said, _ = warm.run(2, _restore, f"file://{log}", None)[0]
-    assert "deleted and made again" in said
+    assert "deleted and recreated" in said
 
 
 def test_a_whole_log_verifies_from_the_command_line(log: Path) -> None:

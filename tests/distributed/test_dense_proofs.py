@@ -216,10 +216,10 @@ def test_scalars_that_flip_in_a_mark_are_found_by_every_reader_of_it(tmp_path: P
     uri = f"file://{folder}"
     said = CliRunner().invoke(app, ["verify", uri, "1:2"])
     assert said.exit_code == 1
-    assert re.search(r"learning rates are not as the kernels had them at the cut.*rank=0", str(said.exception))
+    assert re.search(r"learning rates differ from those at the cut.*rank=0", str(said.exception))
     found = warm.run(2, _restore, uri, ["1:1", "1:2"])[0]
     assert found[0] == "restored 1:1"
-    assert re.match(r"CorruptionError: .*iterations or learning rates are not as.*rank=0", found[1])
+    assert re.match(r"CorruptionError: .*iterations or learning rates differ from those.*rank=0", found[1])
     with pytest.raises(CorruptionError, match="iterations or learning rates"):
         fold(folder)
 

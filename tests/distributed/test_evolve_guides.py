@@ -51,9 +51,9 @@ def test_the_guides_run_one_after_the_other(tmp_path: Path) -> None:
         assert line in feature
     assert "t_cat_1: rows 800 -> 1,200" in grown
     assert switched.count("exact_rowwise_adagrad -> exact_adagrad") >= 3
-    assert "nothing is left to change" in again
+    assert "already has these changes, so nothing is changed" in again
     assert "the model has changed" not in again
     assert tree.count("the model changed") == 3
     assert re.search(r"restored marker 5:\d+ \(step 100, written by 1 ranks\)", new), new
-    assert "where this job begins" in new
+    assert "from which this job starts" in new
     assert "marker 1:1 committed (step 110)" in new

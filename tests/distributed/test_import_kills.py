@@ -127,7 +127,7 @@ def test_an_import_that_is_killed_is_begun_anew_by_the_next_one(
             "generation 1 is an import that has not ended" in CliRunner().invoke(app, ["list", f"file://{log}"]).output
         )
         (said,) = pool.run(1, refused, config(log), "restore")
-        assert "an import has begun in this log and has committed no marker" in said
+        assert "an import into this log has not committed a marker" in said
         assert "run the same `stream-ckpt import` again" in said
     found = run(*given)
     marker = "2:1" if generation is not None else "1:1"
@@ -145,7 +145,7 @@ def test_a_log_that_waits_for_the_end_of_an_import_is_no_beginning(
     assert run("list", f"file://{log}")["unfinished_import"] == 2
     tree = CliRunner().invoke(app, ["list", f"file://{log}", "--tree"]).output
     assert "generation 2 (an import" in tree
-    there = "an import has begun in this log and has committed no marker"
+    there = "an import into this log has not committed a marker"
     (said,) = pool.run(1, refused_changes, config(log))
     assert there in said
     (said,) = pool.run(1, refused, config(log), "warm_start", f"file://{tmp_path}/other")

@@ -285,6 +285,6 @@ def test_a_forked_process_is_refused_and_harms_no_marker(tmp_path: Path) -> None
     ((truths, said),) = ranks.run(1, _fork, uri)
     calls = ("step", "mark", "restore", "plan")
     for call, each in zip(calls, said, strict=True):
-        assert each.startswith(f"{call}() was called in a process that was forked")
+        assert each.startswith(f"{call}() was called in a fork of the process")
     (found,) = ranks.run(1, _restored, uri, list(truths))
     assert {marker: differences(truths[marker], found[marker]) for marker in truths} == {key: [] for key in truths}

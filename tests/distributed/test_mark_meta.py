@@ -112,16 +112,16 @@ def test_what_rank_0_says_of_a_marker_is_in_the_log_once(tmp_path: Path) -> None
     for headline, why in zip(
         refused,
         (
-            "different things of this marker: rank 0 auc=0.5, rank 1 auc=1.5",
+            "different meta or pin for this marker: rank 0 auc=0.5, rank 1 auc=1.5",
             "rank 0 nothing, rank 1 auc=0.5",
-            "auc is nan [rank=1]",
+            "metadata auc must be a string or a finite number, got nan [rank=1]",
             "is too large",
-            "step is known of each marker already",
-            "pin is '' [rank=0]",
+            "step is reserved because every marker has it",
+            "pin must be a reason in text, got '' [rank=0]",
             "the ranks ask for different markers: 1:1, 1:2",
-            "a marker, 1:1, and the best one are asked for",
+            "marker=1:1 and best=",
             "did you mean auc?",
-            "does not say which marker is the best",
+            "is not a valid rule for the best marker",
         ),
         strict=True,
     ):

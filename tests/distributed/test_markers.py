@@ -419,8 +419,8 @@ def test_a_run_that_forgets_restore_on_a_log_with_markers_is_refused_unless_it_s
     assert ranks.run(2, _first_call, uri, "step") == ["1:1", "1:1"]
     for call in ("step", "mark"):
         for said in ranks.run(2, _first_call, uri, call):
-            assert "the log holds markers, the newest is 1:1, and this run has restored none" in said
-            assert "add the line `checkpointer.restore()` before the first step()" in said
+            assert "the log has markers, up to 1:1, but this run has not restored one" in said
+            assert "call `checkpointer.restore()` before the first step()" in said
             assert "StreamConfig(..., fresh=True)" in said
     assert _lineage(uri).newest_generation == 1
     assert ranks.run(2, partial(_first_call, fresh=True), uri, "step") == ["2:1", "2:1"]
@@ -442,7 +442,7 @@ def test_fresh_restores_nothing_and_refuses_a_named_marker(tmp_path: Path) -> No
     uri = f"file://{tmp_path}"
     ranks.run(1, _first_call_alone, uri)
     for said in ranks.run(2, _fresh_restore, uri):
-        assert said == ["fresh=True starts from nothing, and restore() was given marker 1:1", "None"]
+        assert said == ["fresh=True starts from scratch, but restore() was given marker 1:1", "None"]
 
 
 def _first_call_alone(uri: str) -> None:

@@ -254,7 +254,7 @@ def test_a_cut_that_no_step_follows_settles_in_time_and_close_sends_the_rest(tmp
     uri = f"file://{tmp_path}"
     results = run(2, _no_more_steps, uri)
     for said, truths in results:
-        assert "its rows did not find space in the ring in 3 s" in said
+        assert "its rows did not fit into the ring within 3 s" in said
         assert list(truths) == ["1:3"]
     compare(results[0][1], uri)
 
@@ -307,7 +307,7 @@ def test_what_one_rank_does_with_a_cut_all_ranks_wait_for_or_give_up_at_one_step
     results = run(2, _one_rank_only, uri)
     truths, said = results[0]
     assert results[1][1] == said
-    assert "rank 0: it is given up with another rank; rank 1: tables were written in place" in said
+    assert "rank 0: another rank gave it up; rank 1: tables were written in place" in said
     assert list(truths) == committed(uri)[1:] == ["1:2", "1:3", "1:5"]
     compare(truths, uri)
 

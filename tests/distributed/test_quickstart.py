@@ -103,7 +103,7 @@ def test_torchrun_that_is_told_to_stop_leaves_a_marker_of_the_last_step(tmp_path
         job.process.terminate()
         assert job.process.wait(120)  # no success
         said = job.text()
-    told = re.search(r"SIGTERM has led to marker (\d+:\d+) of step (\d+); the job is to stop", said)
+    told = re.search(r"SIGTERM produced marker (\d+:\d+) of step (\d+); the job should stop", said)
     assert told is not None, said
     lineage = Control(FileLog(tmp_path / "ckpt")).refresh()
     assert lineage.newest is not None

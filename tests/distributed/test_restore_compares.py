@@ -262,7 +262,7 @@ def test_a_load_state_dict_that_fails_leaves_the_job_half_restored_until_a_resto
                 in text
             )
         for text in (stepped, marked):
-            assert text.startswith("ConfigError: a restore or reshard failed half way")
+            assert text.startswith("ConfigError: a restore or reshard failed halfway")
             assert "Stateful 'counter'" in text
         assert step == 3
 

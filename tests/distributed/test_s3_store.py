@@ -77,7 +77,7 @@ def test_dense_state_goes_to_s3_and_comes_back_bit_for_bit(settings: StreamConfi
     lost = next(entry.name for entry in store.list("dense/") if entry.name.endswith("m00000001/.metadata"))
     store.delete(lost)
     reasons = {row["marker"]: row["reason"] for row in command("list", settings.uri, *given)["markers"]}
-    assert "dense state is gone" in reasons["1:1"]
+    assert "dense state is missing" in reasons["1:1"]
     assert reasons["1:2"] == ""
     store.close()
 
@@ -141,7 +141,7 @@ def _attach_fails(settings: StreamConfig, kind: type[Exception]) -> str:
 @pytest.mark.parametrize(
     ("changed", "kind", "said"),
     [
-        ({"secret": "wrong"}, StoreUnavailableError, "the secret does not belong to the access key"),
+        ({"secret": "wrong"}, StoreUnavailableError, "the secret key does not match the access key"),
         ({"key": "AKNOBODY"}, StoreUnavailableError, "the store does not know this access key"),
         ({"config_kwargs": "{"}, ConfigError, "the store's option 'config_kwargs' is not JSON"),
     ],

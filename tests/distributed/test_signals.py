@@ -124,7 +124,7 @@ def _check_ends(folder: Path, seed: int, rounds: int, restored: int) -> None:
     assert len({marker for marker, *_ in found[0]}) == rounds
     for of_rank in found:
         for marker, step, lines, _ in of_rank:
-            told = f"SIGTERM has led to marker {marker} of step {step}; the job is to stop"
+            told = f"SIGTERM produced marker {marker} of step {step}; the job should stop"
             assert [line for line in lines if "led to" in line] == [told]
             assert commits[marker].step == step
     for number in range(0, rounds, max(1, rounds // restored)):
@@ -187,7 +187,7 @@ def _check_marks(folder: Path, seed: int, times: int, restored: int) -> None:
         assert set(truths) == set(commits)
         assert all(any(each > moment for each in cut.values()) for moment in times_sent)
         for line in lines:
-            told = re.fullmatch(r"SIGUSR1 has led to marker (\S+) of step (\d+)", line)
+            told = re.fullmatch(r"SIGUSR1 produced marker (\S+) of step (\d+)", line)
             assert told, line
             assert commits[told[1]].step == int(told[2])
     assert len(found[0][3]) == len(commits)  # rank 0 tells of each, whoever was signalled
@@ -336,9 +336,9 @@ def _too_late(folder: Path) -> tuple[list[str], float]:
 
 def test_a_marker_that_cannot_be_had_in_time_is_named_and_the_job_ends_all_the_same(tmp_path: Path) -> None:
     for lines, taken_s in ranks.run(2, _too_late, tmp_path):
-        assert "SIGUSR1 leads to no marker: none could be cut for " in lines[0]
-        assert " s, for the sweep of this or another" in lines[0]
-        assert re.match(r"SIGTERM leads to no marker of step \d+, \d+ s after .*: it is not committed yet\.", lines[1])
+        assert "SIGUSR1 produced no marker: none could be cut for " in lines[0]
+        assert " s because the sweep of this or another" in lines[0]
+        assert re.match(r"SIGTERM produced no marker of step \d+, \d+ s after .*: it is not committed yet\.", lines[1])
         assert len(lines) == 2
         assert taken_s < 60  # not the 600 s that close() was given
     assert lineage_of(tmp_path).newest is None

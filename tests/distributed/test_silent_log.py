@@ -63,9 +63,9 @@ def test_all_ranks_hear_in_time_that_the_log_does_not_answer_and_go_on_once_it_d
     first, second = ranks.run(2, _hangs_in_a_commit, f"file://{tmp_path}/log", timeout_s=3 * HANG_S)
     assert first == second
     unknown, failed = first
-    assert unknown.startswith("COMMIT: log or store have not answered for 1")
+    assert unknown.startswith("COMMIT: the log or the store has not answered for 1")
     assert f"; the log waits for the disk, or the lock, of {tmp_path}/log/control.log" in unknown
-    assert "still have not answered for an earlier marker" in failed
-    assert "stream-ckpt list tells" in unknown
+    assert "has still not answered for an earlier marker" in failed
+    assert "run stream-ckpt list once the log answers again" in unknown
     commits = Control(FileLog(tmp_path / "log")).refresh().commits
     assert [marker.marker for marker in commits] == [1, 2, 4]  # what nobody knew of is there; the next was never sent

@@ -98,7 +98,7 @@ def test_a_spare_that_holds_the_old_model_ends_and_fences_nobody(*, told: bool, 
                 assert "in Python:\nchanges = Changes(" in str(error)
             else:
                 assert "the trainer was restored into another model" in error.message
-                assert error.hint == "start the spare anew, with the trainer's model"
+                assert error.hint == "restart the spare with the trainer's model"
                 assert "generation=2" in str(error)
     finally:
         spare.close()
@@ -121,7 +121,7 @@ def test_a_spare_of_the_new_model_does_not_fence_a_trainer_that_went_back_to_the
     finally:
         spare.close()
     assert isinstance(error, SchemaMismatchError)
-    assert "by an older marker, the one before a change" in error.message
+    assert "with changes, or from a marker before a change" in error.message
     assert newest(settings) == 3
 
 

@@ -243,7 +243,7 @@ def test_wrong_sources_are_refused_on_all_ranks_and_nothing_is_written(
         (f"file://{trained[0]}@1:7", "MarkerNotFoundError: marker 1:7 is not committed"),
         (f"file://{tmp_path}/damaged@1:2", "CorruptionError"),
         (f"file://{tmp_path}/lost", "stream-ckpt recover"),
-        (Source(f"file://{trained[0]}", store=f"file://{tmp_path}/none"), "dense state is gone"),
+        (Source(f"file://{trained[0]}", store=f"file://{tmp_path}/none"), "dense state is missing"),
         ("s3://bucket/log", "ConfigError: 's3://bucket/log' is not a known kind of log"),
     ):
         said = warm.run(2, refused, config(log), source)
@@ -254,7 +254,7 @@ def test_wrong_sources_are_refused_on_all_ranks_and_nothing_is_written(
     key.write_bytes(bytes(range(32)))
     key.chmod(0o600)
     for said in warm.run(2, refused, config(log, commit_key_file=key), f"file://{trained[0]}"):
-        assert "none is signed with this commit key" in said
+        assert "is signed with this commit key" in said
     for source in (own, f"file://{tmp_path}/./own", f"file://{tmp_path}/own@1:1"):
         said = warm.run(2, refused, StreamConfig(uri=own), source)
         assert all("is this job's own log" in each for each in said), said
@@ -268,13 +268,13 @@ def test_a_job_with_markers_of_its_own_begins_in_no_other_one(
     mine = shutil.copytree(trained[0], tmp_path / "mine")
     before = tree(mine)
     for said in warm.run(2, refused, config(mine), f"file://{tmp_path}/another"):
-        assert "has markers of its own, the newest is 1:2, and did not begin in another job" in said
+        assert "did not start from another job, and has its own markers, up to 1:2" in said
     assert tree(mine) == before
     settings = config(tmp_path / "log")
     warm.run(2, begun, OLD, TWO, settings, f"file://{trained[0]}@1:1", None, EVENTS)
     for said in warm.run(2, refused, settings, f"file://{trained[0]}@1:2"):
         assert "began in marker 1:1 of job" in said
-        assert "not in 1:2, and has markers of its own, the newest is 1:2" in said
+        assert "not from 1:2, and has its own markers, up to 1:2" in said
 
 
 def test_a_job_of_two_tiers_begins_in_another_job(trained: tuple[Path, list[Marks]], tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def zombie_with_the_lock(form: Form) -> None:
         try:
             ranks.start(world, live, orders).join(90)
         except ranks.RankFailed as failure:
-            row.fired += "another trainer holds the lock" in str(failure)
+            row.fired += "end the other trainer that holds the lock" in str(failure)
     finally:
         old.kill()
     subject.examine(row, old)

@@ -145,7 +145,7 @@ def test_a_golden_claim_of_a_changed_model_is_of_version_3_and_says_what_became_
     assert [record.to_frame() for record in lineage.records()] == [golden("claim"), golden("claim_changed")]
     hello = Hello.from_json(payload_of(parse_header(golden("hello_changed")), golden("hello_changed")), 3)
     assert hello.schema.is_same(second.schema)
-    with pytest.raises(CorruptionError, match="not sorted by name"):
+    with pytest.raises(CorruptionError, match="must be sorted by name"):
         Hello.from_json(hello.to_json(), 2)
 
 
@@ -214,8 +214,8 @@ UNKNOWN = "header has an unknown version, kind, flag or codec"
 BAD = {
     "bad_empty": "frame of 0 bytes is shorter than a header",
     "bad_short_header": "frame of 127 bytes is shorter than a header",
-    "bad_truncated": "frame holds 128 payload bytes, its header says 192",
-    "bad_trailing_bytes": "frame holds 256 payload bytes, its header says 192",
+    "bad_truncated": "frame holds 128 payload bytes, but its header has 192",
+    "bad_trailing_bytes": "frame holds 256 payload bytes, but its header has 192",
     "bad_magic": "not a frame of torchrec_stream_ckpt",
     "bad_header_crc": "header checksum does not match",
     "bad_payload_crc": "payload checksum does not match",
@@ -250,19 +250,19 @@ def test_bad_bytes_are_refused_with_the_reason(name: str) -> None:
     assert refused.value.message == BAD[name]
 
 
-RATES = "MARK.scalars: iterations or learning rates are not as the kernels had them at the cut"
+RATES = "MARK.scalars: iterations or learning rates differ from those at the cut"
 BAD_4 = {
-    "bad_pad_holds_something": "the payload of PAD is not zeros",
+    "bad_pad_holds_something": "the payload of PAD is not all zeros",
     "bad_pad_of_version_2": UNKNOWN,
     "bad_mark_of_version_3": UNKNOWN,
     "bad_mark_rate": RATES,
     "bad_mark_iteration": RATES,
-    "bad_mark_entries_order": "MARK.dense_proof: entries are not sorted by id",
+    "bad_mark_entries_order": "MARK.dense_proof: entries must be sorted by id",
     "bad_mark_entries_cut": "MARK.dense_proof: entries of 40 bytes are not pairs",
     "bad_mark_entries_text": "MARK.dense_proof: entries are not base64",
-    "bad_claim_announces_unknown": "CLAIM.announces: this program does not know 'rounded'",
-    "bad_claim_announces_order": "CLAIM.announces is not sorted",
-    "bad_claim_announces_nothing": "CLAIM.announces is not sorted",
+    "bad_claim_announces_unknown": "CLAIM.announces has 'rounded', which this version does not support",
+    "bad_claim_announces_order": "CLAIM.announces must be sorted",
+    "bad_claim_announces_nothing": "CLAIM.announces must be sorted",
     "bad_claim_of_version_3": "CLAIM has fields",
 }
 
@@ -303,7 +303,7 @@ def test_a_program_of_version_3_refuses_a_generation_at_its_claim(monkeypatch: p
 
 
 def test_a_log_of_objects_is_refused_by_name_and_its_ends_are_objects_and_bytes() -> None:
-    with pytest.raises(UnsupportedError, match="does not read a log of objects"):
+    with pytest.raises(UnsupportedError, match="does not support a log of objects"):
         Lineage.of([parse_control(golden("claim_announcing"))])
     commit = parse_control(golden("commit_objects"))
     assert isinstance(commit, Commit)
@@ -311,7 +311,7 @@ def test_a_log_of_objects_is_refused_by_name_and_its_ends_are_objects_and_bytes(
     assert (ObjectEnd.unpack(end.begin), ObjectEnd.unpack(end.end)) == (ObjectEnd(0, 0), ObjectEnd(3, 4096))
     assert ObjectEnd(2**24 - 1, 2**40 - 1).pack() == 2**64 - 1
     for beyond in (ObjectEnd(2**24, 0), ObjectEnd(0, 2**40), ObjectEnd(0, -1)):
-        with pytest.raises(UnsupportedError, match="does not fit an end"):
+        with pytest.raises(UnsupportedError, match="is outside the range of a log of objects"):
             beyond.pack()
 
 
@@ -345,7 +345,7 @@ def test_padding_that_holds_something_is_refused_in_a_stream(tmp_path: Path) -> 
     first = parse_control(golden("commit"))
     assert isinstance(first, Commit)
     end = replace(first.ranks[0], end=sum(map(len, frames)), frames=len(frames), chain=0)
-    with pytest.raises(CorruptionError, match="the payload of PAD is not zeros"):
+    with pytest.raises(CorruptionError, match="the payload of PAD is not all zeros"):
         list(read_stream(log, replace(first, ranks=(end,)), end, first.ranks[0]))
 
 

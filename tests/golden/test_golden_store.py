@@ -170,8 +170,8 @@ def test_a_store_says_its_format_and_holds_claims_as_the_log_has_them(tmp_path: 
 
 ENTRIES = "segment directory has impossible entries"
 UNKNOWN = "segment header has an unknown version, kind or flag"
-NOTES = "segment has notes that it must not have, or none where it must"
-IDS = "chunk's ids are not those that the directory names"
+NOTES = "segment has unexpected notes, or lacks required ones"
+IDS = "chunk's ids differ from its directory entry"
 CHUNK = "chunk's checksum does not match"
 BAD_SEGMENTS = {
     "short": "segment of 127 bytes is shorter than its header",
@@ -200,13 +200,13 @@ BAD_SEGMENTS = {
     "first_negative": ENTRIES,
     "last_wraps": ENTRIES,
     "order": ENTRIES,
-    "schema": "segment has another schema than the CLAIM of its generation",
-    "table": "segment has columns [0, +4) of table 2, which the schema does not have",
-    "columns": "segment has columns [1, +4) of table 1, which the schema does not have",
-    "no_columns": "segment has columns [0, +0) of table 1, which the schema does not have",
+    "schema": "segment's schema differs from the CLAIM of its generation",
+    "table": "segment has columns [0, +4) of table 2, which are not in the schema",
+    "columns": "segment has columns [1, +4) of table 1, which are not in the schema",
+    "no_columns": "segment has columns [0, +0) of table 1, which are not in the schema",
     "chunk_crc": CHUNK,
     "chunk_cut": CHUNK,
-    "chunk_length": "chunk does not have the length that its rows take",
+    "chunk_length": "chunk's length does not match its rows",
     "id_twice": IDS,
     "id_beyond_table": IDS,
     "id_other": IDS,
@@ -226,12 +226,12 @@ BAD_MANIFESTS = {
     "not_finite": "no JSON: Out of range float values are not JSON compliant",
     "field": "manifest has fields ['commit', 'more', 'previous', 'segments'], "
     "expected ['commit', 'previous', 'segments']",
-    "base64": "no base64: string argument should contain only ASCII characters",
+    "base64": "not base64: string argument should contain only ASCII characters",
     "commit_is_a_claim": "this object does not hold a COMMIT",
     "previous": "1:1 is not before 1:1",
     "previous_of_another_generation": "0:9 is not before 1:1",
-    "ranks": "manifest does not name segments of each rank",
-    "no_segments": "an interval or fold without segments",
+    "ranks": "manifest does not list the segments of every rank",
+    "no_segments": "an interval or fold must have segments",
     "segment_field": "segment has fields ['front_bytes', 'header_crc', 'more', 'name', 'num_bytes', 'rows'], "
     "expected ['front_bytes', 'header_crc', 'name', 'num_bytes', 'rows']",
     "segment_negative": "segment.rows is -1, expected int",
@@ -243,13 +243,13 @@ BAD_MANIFESTS = {
     f"where {make_store.INTERVAL_NAME.replace('p000', 'p001')} belongs",
 }
 BAD_FOLDS = {
-    "job": "'000102030405060708090A0B0C0D0E0F' is no job",
+    "job": "'000102030405060708090A0B0C0D0E0F' is not a job id",
     "no_end": "None is not before None",
-    "end": "'1:01' is not how marker 1:1 is written",
+    "end": "'1:01' is not the canonical form of marker 1:1",
     "order": "1:1 is not before 1:1",
     "segments_of_an_interval": f"names '{make_store.INTERVAL_NAME}', "
     f"where {make_store.FOLD_NAME.segment_name(0)} belongs",
-    "no_segments": "an interval or fold without segments",
+    "no_segments": "an interval or fold must have segments",
 }
 
 
@@ -305,10 +305,10 @@ BAD_SUMMARIES = {
     "header_crc": "header's checksum",
     "short": "shorter than its header",
     "body_crc": "checksum does not match",
-    "longer": "length that it says",
-    "shorter": "length that it says",
+    "longer": "length in its header",
+    "shorter": "length in its header",
     "huge": "impossible version or length",
-    "trailing_bytes": "length that it says",
+    "trailing_bytes": "length in its header",
     "not_packed": "cannot be unpacked",
     "part_cut": "impossible length",
     "part_header_cut": "ends inside a part",

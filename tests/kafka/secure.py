@@ -117,7 +117,7 @@ class Wrong:
 
 
 CA = {"ssl.ca.location": "{CLIENTS}/ca.pem"}
-LOGIN = r"the broker refused the login .*Try: check sasl\.username and sasl\.password"
+LOGIN = r"the broker rejected the login .*Try: check sasl\.username and sasl\.password"
 WRONG = {
     "wrong password": Wrong("SASL_SSL", LOGIN, {"sasl.password": "wrong-horse"}),
     "wrong password by PLAIN": Wrong("SASL_SSL", LOGIN, {"sasl.password": "wrong-horse", "sasl.mechanism": "PLAIN"}),
@@ -135,17 +135,21 @@ WRONG = {
     "host name not in the certificate": Wrong(
         "SASL_SSL", "certificate is not valid for the name '127.1'", host="127.1"
     ),
-    "plaintext to a TLS port": Wrong("SSL", "speaks TLS, and this client does not .*security.protocol=SSL", bare=True),
-    "plaintext to a TLS port with logins": Wrong("SASL_SSL", "speaks TLS, .*security.protocol=SASL_SSL", bare=True),
-    "login in plaintext to a TLS port": Wrong("SASL_SSL", "speaks TLS, and", {"security.protocol": "SASL_PLAINTEXT"}),
-    "plaintext to a port with logins": Wrong("SASL_PLAINTEXT", "wants a login by PLAIN, SCRAM-SHA-512", bare=True),
-    "TLS to a plaintext port": Wrong("SASL_PLAINTEXT", "speaks no TLS, and this client does .*=SASL_PLAINTEXT"),
-    "TLS without a login": Wrong("SASL_SSL", "wants a login by", {"security.protocol": "SSL", **CA}, bare=True),
+    "plaintext to a TLS port": Wrong(
+        "SSL", "requires TLS, but this client does not use it .*security.protocol=SSL", bare=True
+    ),
+    "plaintext to a TLS port with logins": Wrong("SASL_SSL", "requires TLS, .*security.protocol=SASL_SSL", bare=True),
+    "login in plaintext to a TLS port": Wrong("SASL_SSL", "requires TLS, but", {"security.protocol": "SASL_PLAINTEXT"}),
+    "plaintext to a port with logins": Wrong("SASL_PLAINTEXT", "requires a login by PLAIN, SCRAM-SHA-512", bare=True),
+    "TLS to a plaintext port": Wrong(
+        "SASL_PLAINTEXT", "does not support TLS, but this client uses it .*=SASL_PLAINTEXT"
+    ),
+    "TLS without a login": Wrong("SASL_SSL", "requires a login by", {"security.protocol": "SSL", **CA}, bare=True),
     "TLS without a certificate": Wrong(
-        "SSL", "wants a client certificate", {"security.protocol": "SSL", **CA}, bare=True
+        "SSL", "requires a client certificate", {"security.protocol": "SSL", **CA}, bare=True
     ),
     "unknown mechanism": Wrong(
-        "SASL_SSL", "no SASL mechanism SCRAM-SHA-256, it has PLAIN", {"sasl.mechanism": "SCRAM-SHA-256"}
+        "SASL_SSL", "does not support SASL mechanism SCRAM-SHA-256, only PLAIN", {"sasl.mechanism": "SCRAM-SHA-256"}
     ),
     "wrong password of the certificate": Wrong(
         "SSL",

@@ -197,7 +197,7 @@ def test_a_lost_tail_that_somebody_has_written_over_fails_the_marker(victim: Bro
     fenced = Stream(generation=2)  # the old leader's trainer does not know that it is fenced
     write(log, fenced.frames, generation=2)
     assert log.ends(1, [0]) == {0: mark.end}
-    with pytest.raises(StreamLostError, match="offset 2 does not hold the frame that was acknowledged there"):
+    with pytest.raises(StreamLostError, match="the frame acknowledged at offset 2 is not there"):
         check_claimed(log, control, mine, 1, ends, Older())
     heir = claim(3, incarnation=mine.incarnation, parent=MarkerId(1, 1))
     after = Stream(generation=3)

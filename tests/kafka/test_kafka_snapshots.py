@@ -54,7 +54,7 @@ def test_the_control_topic_is_cut_up_to_the_second_newest_snapshot(log: Log, uri
     assert body_of(sleeper.lineage) == body_of(watcher.lineage)
     (newest, _) = [each for each in again.read_control(again.control_base()) if is_snapshot(each[1])][-1]
     log.prune_control(newest + 1)  # somebody else deletes more than he may
-    with pytest.raises(CorruptionError, match="no snapshot of what was before it is whole"):
+    with pytest.raises(CorruptionError, match="has no intact snapshot of the records before it"):
         Control(again).refresh()
     again.close()
 

@@ -40,12 +40,12 @@ CASES = [(kind, fault) for kind in USES for fault in FAULTS if kind not in UPLOA
 CASES += [("create", "slow down"), ("part", "broken before"), ("complete", "error"), ("complete", "broken after")]
 """An upload of 101 MiB takes its time."""
 LASTING: list[tuple[Kind, Fault, str]] = [
-    ("put", "slow down", "cannot write it: the store is too busy, also after all retries"),
-    ("get", "error", "cannot read it: the store failed, also after all retries"),
-    ("head", "slow down", "cannot look at it: the store is too busy, also after all retries"),
-    ("list", "broken before", "cannot list it: the connection broke"),
-    ("delete", "silence", "cannot delete it: the connection broke"),
-    ("part", "slow down", "cannot write it: the store is too busy, also after all retries"),
+    ("put", "slow down", "cannot write it: the store is still too busy after all retries"),
+    ("get", "error", "cannot read it: the store still fails after all retries"),
+    ("head", "slow down", "cannot inspect it: the store is still too busy after all retries"),
+    ("list", "broken before", "cannot list it: the connection was lost"),
+    ("delete", "silence", "cannot delete it: the connection was lost"),
+    ("part", "slow down", "cannot write it: the store is still too busy after all retries"),
 ]
 
 
@@ -93,7 +93,7 @@ def test_what_passes_is_outlasted(s3_server: S3Server, proxy: FaultyProxy, kind:
     if kind in UPLOAD:
         assert store.read("a/large") == LARGE
     if kind == "complete":
-        with pytest.raises(CorruptionError, match="the store holds other bytes under this name"):
+        with pytest.raises(CorruptionError, match="the store already holds different bytes under this name"):
             put_once(store, "a/large", [bytes(len(LARGE))])
         assert store.read("a/large", 0, 1000) == LARGE[:1000]
     store.close()
@@ -142,7 +142,7 @@ def test_a_put_whose_answer_was_lost_has_succeeded(s3_server: S3Server, proxy: F
     assert store.read("a/y") == b"new"
     proxy.heal()
     assert proxy.taken()["get"] == 1 + (fault in ("broken after", "half"))
-    with pytest.raises(CorruptionError, match="the store holds other bytes under this name"):
+    with pytest.raises(CorruptionError, match="the store already holds different bytes under this name"):
         put_once(store, "a/y", [b"old"])
     assert set(store.list("")) == after("put")
     store.close()
@@ -155,7 +155,7 @@ def test_a_name_that_is_taken_by_nothing_is_said(
     monkeypatch.setattr(write_once, "_PAUSE_S", 0.001)
     store = opened(s3_server, proxy, attempts=3)
     proxy.refuse("put", 409 if code.startswith("C") else 412, code)
-    with pytest.raises(StoreUnavailableError, match="the name is taken, and has no such object") as failed:
+    with pytest.raises(StoreUnavailableError, match="the name is taken, but has no such object") as failed:
         put_once(store, "a/y", [b"new"])
     assert failed.value.where["name"] == "a/y"
     assert proxy.taken()["put"] == 6
@@ -178,11 +178,11 @@ def test_a_store_without_conditional_puts_is_looked_at_first_and_said(
     put_once(store, "a/y", [b"new"])
     assert proxy.taken() == {"head": 1, "put": 1}
     put_once(store, "a/y", [b"new"])
-    with pytest.raises(CorruptionError, match="the store holds other bytes under this name"):
+    with pytest.raises(CorruptionError, match="the store already holds different bytes under this name"):
         put_once(store, "a/y", [b"newer"])
     assert store.read("a/y") == b"new"
     assert "put" not in proxy.taken()
-    said = f"the store at {store.url}: it does not know conditional puts"
+    said = f"the store at {store.url}: it does not support conditional puts"
     assert sum(said in each for each in caplog.messages) == 1
     assert store.read("STORE") == b'{"format": 1}'
     proxy.heal()
@@ -202,7 +202,7 @@ def test_a_store_is_asked_about_large_objects_by_a_small_upload_that_leaves_noth
     proxy.refuse("abort", 403, "AccessDenied")
     assert refuses_taken_names(store) is True, "a rule of the bucket takes the part"
     proxy.refuse("create", 403, "AccessDenied")
-    with pytest.raises(StoreUnavailableError, match="the store does not allow it"):
+    with pytest.raises(StoreUnavailableError, match="permission denied by the store"):
         refuses_taken_names(store)
     proxy.heal()
     store.close()
@@ -235,7 +235,7 @@ def test_by_default_a_busy_store_is_asked_twenty_times(s3_server: S3Server, prox
     del options["config_kwargs"]
     store = open_store(f"s3://{s3_server.bucket}/{uuid.uuid4().hex}", options)
     proxy.harm("put", "slow down")
-    with pytest.raises(StoreUnavailableError, match="the store is too busy"):
+    with pytest.raises(StoreUnavailableError, match="the store is still too busy"):
         store.put("a/x", [b"x"])
     assert proxy.fired["put", "slow down"] == 20
     proxy.heal()
@@ -273,10 +273,10 @@ def test_requests_of_each_use_are_those_that_the_plan_counts(
 @pytest.mark.parametrize(
     ("code", "status", "said", "hint"),
     [
-        ("AccessDenied", 403, "the store does not allow it", "rights that docs/operations.md names"),
+        ("AccessDenied", 403, "permission denied by the store", "permissions that docs/operations.md lists"),
         ("RequestTimeTooSkewed", 403, "this machine's clock is wrong", "set the clock"),
         ("AuthorizationHeaderMalformed", 400, "the bucket is in another region", "client_kwargs.region_name"),
-        ("NoSuchBucket", 404, "there is no such bucket", "make the bucket"),
+        ("NoSuchBucket", 404, "the bucket does not exist", "create the bucket"),
         ("ExpiredToken", 400, "the session's token has expired", "AWS_ACCESS_KEY_ID"),
     ],
 )

@@ -262,7 +262,7 @@ def test_a_manifest_that_follows_on_another_marker_is_refused(shelf: Shelf, prev
 def test_a_manifest_or_fold_under_another_name_is_refused(shelf: Shelf) -> None:
     shelf.markers(*ALL)
     shelf.put(shelf.manifest(shelf.lineage.find(marker("1:3"))), at="1:2")
-    with pytest.raises(CorruptionError, match="manifest is of another marker than its name"):
+    with pytest.raises(CorruptionError, match="manifest does not match its file name"):
         shelf.cover("1:2")
     shelf.folds("-1:3")
     data = bytes(shelf.objects.read(shelf.fold_name("-1:3").name))

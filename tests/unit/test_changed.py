@@ -77,7 +77,7 @@ def test_what_became_of_each_table_is_told_by_index_and_id() -> None:
         (evolved(*OLD.tables, C), (), "table c is not the one of the parent"),
         (evolved(TOMBSTONE, OLD.tables[1]), (), "table a is not the one of the parent"),
         (evolved(replace(A, rows=9), OLD.tables[1]), (1,), "table a is not the one of the parent"),
-        (evolved(replace(OLD.tables[0], rows=9), OLD.tables[1]), (0,), "table a changes, and keeps its id"),
+        (evolved(replace(OLD.tables[0], rows=9), OLD.tables[1]), (0,), "table a has changed but keeps its id"),
     ],
 )
 def test_an_index_that_means_another_table_without_a_word_is_refused(
@@ -93,7 +93,7 @@ def test_an_index_that_means_another_table_without_a_word_is_refused(
 
 def test_the_index_of_a_dropped_table_is_never_used_again() -> None:
     dropped = evolved(TOMBSTONE, OLD.tables[1])
-    with pytest.raises(CorruptionError, match="has the index of a dropped one"):
+    with pytest.raises(CorruptionError, match="has the index of a dropped table"):
         check_follows(dropped, evolved(A, OLD.tables[1], generation=3, parent=dropped), (0,), 3)
     check_follows(dropped, dropped, (), 3)
     check_follows(dropped, evolved(*dropped.tables, A, generation=3, parent=dropped), (2,), 3)

@@ -173,7 +173,7 @@ def test_a_store_that_says_other_shards_than_the_claim_is_refused(tmp_path: Path
     object.__setattr__(claim, "layout", layout)
     choice = choose(job.log, lineage, DenseFolder(tmp_path), None, open_store(str(tmp_path)))
     assert choice is not None
-    with pytest.raises(CorruptionError, match="the store says that the ranks held other shards than the CLAIM says"):
+    with pytest.raises(CorruptionError, match="the store lists other shards of the ranks than the CLAIM"):
         choice.all_shards()
 
 
@@ -188,7 +188,7 @@ def test_streams_are_held_against_the_claim_by_whoever_reads_them(tmp_path: Path
     job = Forged(tmp_path, 2)
     job.begin()
     newest = committed(job)
-    lineage, words = Control(job.log).refresh(), "HELLO has other shards than its CLAIM"
+    lineage, words = Control(job.log).refresh(), "the shards in HELLO differ from its CLAIM"
     with pytest.raises(CorruptionError, match=words) as refused:
         verify_marker(job.log, lineage, DenseFolder(tmp_path), newest.id)
     assert (refused.value.where["generation"], refused.value.where["rank"]) == ("1", "0")

@@ -32,7 +32,7 @@ def test_a_claim_that_landed_without_an_answer_is_not_taken_for_another_trainers
 
     def unanswered(control: Control, record: Claim) -> None:
         real(control, record)
-        raise LogUnavailableError("the log took a CLAIM, and does not show it")
+        raise LogUnavailableError("the log accepted a CLAIM, but does not show it")
 
     with monkeypatch.context() as patched:
         patched.setattr(Control, "claim", unanswered)

@@ -216,16 +216,16 @@ def test_over_kafka_a_commit_without_a_store_is_an_error(history: History) -> No
     (commit, *_) = history.lineage.commits.values()
     assert commit.store == ""
     for ask in (lambda: job.objects, lambda: job.dense_of(commit), lambda: job.objects_of(commit)):
-        with pytest.raises(ConfigError, match="do not say where its store is") as refused:
+        with pytest.raises(ConfigError, match="do not name its store") as refused:
             ask()
         assert "--store" in refused.value.hint
 
 
 def test_a_store_without_markers_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(MarkerNotFoundError, match="no job has put markers into this store"):
+    with pytest.raises(MarkerNotFoundError, match="this store has no markers"):
         run("gc", "--no-log", "--store", str(tmp_path / "mistyped"), "--newest", "1")
     prepare_store(open_store(str(tmp_path / "empty")))
-    with pytest.raises(MarkerNotFoundError, match="no job has put markers into this store"):
+    with pytest.raises(MarkerNotFoundError, match="this store has no markers"):
         run("gc", "--no-log", "--store", str(tmp_path / "empty"))
 
 
@@ -288,7 +288,7 @@ def test_a_damaged_store_is_said_and_the_log_serves(history: History) -> None:
     history.objects.delete(segment)
     row = markers(history)["2:4"]
     assert (row["from"], row["restorable"]) == ("log", True)
-    assert row["store_problem"] == f"{segment} is gone"
+    assert row["store_problem"] == f"{segment} is missing"
 
 
 def test_verify_reads_what_a_restore_would(history: History) -> None:

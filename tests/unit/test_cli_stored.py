@@ -28,7 +28,9 @@ def test_a_place_of_pickles_that_the_log_alone_names_is_not_opened(tmp_path: Pat
     job, made = opened(tmp_path / "log", None, f"file://{tmp_path / 'planted'}")
     with (
         job as open_,
-        pytest.raises(ConfigError, match=r"lies in file://.*planted, and no commit key vouches for that"),
+        pytest.raises(
+            ConfigError, match=r"dense state in file://.*planted is a pickle, and no commit key authenticates"
+        ),
     ):
         open_.dense_folder(made)
 
@@ -37,5 +39,5 @@ def test_a_place_of_pickles_that_the_log_alone_names_is_not_opened(tmp_path: Pat
 def test_one_that_the_user_names_is_looked_into(tmp_path: Path, named: bool) -> None:
     store = f"file://{tmp_path / 'store'}" if named else None
     job, made = opened(tmp_path / "log", store, f"file://{tmp_path / 'planted'}" if named else "")
-    with job as open_, pytest.raises(CorruptionError, match="COMMIT does not vouch for DCP's metadata"):
+    with job as open_, pytest.raises(CorruptionError, match=r"COMMIT does not list DCP's \.metadata file"):
         open_.dense_folder(made)

@@ -78,7 +78,7 @@ def test_trim_stops_in_front_of_a_marker_that_the_store_lacks(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("gone", "message"),
     [
-        ("segments/{job}/g00000001-r00000-m00000001-p000.seg", "marker 1:1 would be lost: .*p000.seg is gone"),
+        ("segments/{job}/g00000001-r00000-m00000001-p000.seg", "marker 1:1 would be lost: .*p000.seg is missing"),
         ("manifests/{job}/g00000001-m00000002.json", "marker 1:2 would be lost: the store leads up to 1:1"),
         ("dense/{job}/g00000001-m00000003/.metadata", "marker 1:3 would be lost: dense state is not in the store"),
     ],
@@ -153,7 +153,7 @@ def test_trim_forgets_what_gc_gave_up_and_every_offered_marker_comes_back(
     verified = json.loads(run("verify", uri, "--all", "--json"))
     assert {each["marker"] for each in verified if "rows" in each} == set(map(str, left))
     assert json.loads(run("show", uri, "--marker", str(max(left)), "--json"))["marker"] == str(max(left))
-    with pytest.raises(MarkerNotFoundError, match="a trim took its COMMIT"):
+    with pytest.raises(MarkerNotFoundError, match="a trim deleted its COMMIT"):
         run("show", uri, "--marker", str(min(history.lineage.given_up)))
 
 

@@ -142,7 +142,7 @@ def test_whether_a_control_record_that_cannot_be_taken_back_is_there_is_unknown(
     append(log, RECORDS[:1])
     _failing_once(monkeypatch, "fdatasync")
     _failing_once(monkeypatch, "ftruncate")
-    with pytest.raises(CommitUnknownError, match="nor take the record back: Input/output error"):
+    with pytest.raises(CommitUnknownError, match="nor remove the partial record: Input/output error"):
         log.append_control(RECORDS[1])
 
 
@@ -241,5 +241,5 @@ def test_a_lock_that_is_never_given_back_ends_the_wait(
         who = f"cannot append to the control log: locked for 0 s by process {os.getpid()}"
         with pytest.raises(LogUnavailableError, match=who) as caught:
             log.append_control(RECORDS[0])
-    assert "another trainer holds the lock" in str(caught.value)
+    assert "end the other trainer that holds the lock" in str(caught.value)
     assert control(log) == []

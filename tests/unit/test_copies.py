@@ -64,8 +64,8 @@ def delete(root: Path, *patterns: str) -> None:
     [
         (["*.log"], "holds rows, but control.log"),
         (["control*"], "holds rows, but control.log"),
-        (["LOG"], "lost its identity, and holds control records"),
-        (["LOG", "control*"], "lost its identity, and holds rows"),
+        (["LOG"], "the file log holds control records, but its identity file is missing"),
+        (["LOG", "control*"], "the file log holds rows, but its identity file is missing"),
     ],
     ids=str,
 )
@@ -97,7 +97,7 @@ def test_no_pattern_of_a_logs_files_takes_the_copy(root: Path, pattern: str) -> 
 
 def test_without_rows_and_records_what_is_left_in_its_folder_is_no_new_log(root: Path) -> None:
     delete(root, "*.seg", "control*", "LOG")
-    with pytest.raises(CorruptionError, match="the store holds markers of it: the log was lost"):
+    with pytest.raises(CorruptionError, match="the store holds its markers: the log was lost"):
         check(root)
     with pytest.raises(MarkerNotFoundError, match="its second copy names 5, up to 2:3, and their rows are gone"):
         recover(root)
@@ -233,7 +233,7 @@ def test_a_copy_that_fails_fails_no_commit_is_said_once_and_made_up_for(
     assert control.copies is not None
     assert control.copies.failed
     assert [
-        each.levelname for each in caplog.records if "second copy of control records is not written" in each.message
+        each.levelname for each in caplog.records if "cannot write the second copy of control records" in each.message
     ].count("WARNING") == 1
     assert read_copy(store, JOB, key(tmp_path)) == []
     store.fails = False
@@ -285,7 +285,7 @@ def test_a_segment_that_is_there_is_never_opened_by_a_new_stream(tmp_path: Path)
     log.prepare(1)
     path = partition_dir(tmp_path, 0) / segment_name(5, 0)
     path.write_bytes(b"of somebody else")
-    with pytest.raises(StreamLostError, match="another writer's, and stays"):
+    with pytest.raises(StreamLostError, match="already exists, written by another program"):
         log.open_writer(5, 0, 0)
     assert path.read_bytes() == b"of somebody else"
 

@@ -87,11 +87,11 @@ def test_what_a_trainer_appends_and_copies_meanwhile_was_not_lost(root: Path) ->
 def test_a_lost_end_is_said_once_with_what_puts_it_back(root: Path, verb: str) -> None:
     name, *options = verb.split()
     whole = CliRunner().invoke(app, [name, f"file://{root}", *options])
-    assert "lost the end" not in whole.output
+    assert "control partition was lost" not in whole.output
     os.truncate(root / "control.log", offsets(root)[4])
     # No line is wrapped.
     said = CliRunner().invoke(app, [name, f"file://{root}", *options], env={"COLUMNS": "1000"})
-    assert said.output.count("lost the end of its control partition: it ends at 1:2") == 1
+    assert said.output.count("the end of the log's control partition was lost: it ends at 1:2") == 1
     assert "3 newer records, 3 of them markers, up to 2:3" in said.output
     assert f"stream-ckpt recover file://{root} --store file://{root}" in said.output
 
@@ -119,7 +119,7 @@ def test_a_fence_does_not_wait_for_a_store_and_says_that_it_is_not_copied(
 def test_a_log_that_lost_its_end_is_not_fenced_under_a_number_that_is_used(root: Path) -> None:
     before = image(root)
     os.truncate(root / "control.log", offsets(root)[3])
-    with pytest.raises(CorruptionError, match="lost the end"):
+    with pytest.raises(CorruptionError, match="control partition was lost"):
         fence(root)
     assert recover(root)["offered"][-1] == "2:3"
     assert image(root) == before
@@ -136,7 +136,7 @@ def test_a_log_that_lost_its_end_is_not_trimmed(root: Path, folded: str) -> None
     for options in (["--dry-run"], []):
         done = CliRunner().invoke(app, ["trim", f"file://{root}", "--store", str(root), *options])
         assert isinstance(done.exception, CorruptionError)
-        assert "lost the end" in str(done.exception)
+        assert "control partition was lost" in str(done.exception)
     assert copied_offsets(root) == copied
     assert {path: path.read_bytes() for path in root.rglob("*.seg")} == rows
     assert recover(root)["offered"][-1] == "2:3"
@@ -158,7 +158,7 @@ def test_a_log_that_went_on_after_it_lost_its_end_is_not_joined(root: Path) -> N
     entries = offsets(root)
     os.truncate(root / "control.log", entries[4])
     FileLog(root).append_control(claim(3, nonce="another", incarnation="x").to_frame())
-    with pytest.raises(CorruptionError, match="lost the end"):
+    with pytest.raises(CorruptionError, match="control partition was lost"):
         trainer(root).check_copy()
     with pytest.raises(ConfigError, match="differs from its second copy"):
         recover(root)

@@ -160,7 +160,7 @@ def test_a_mark_that_a_broker_was_not_given_is_read_from_one_that_knows_the_lead
         return dict.fromkeys(offsets)
 
     monkeypatch.setattr(Reader, "_fetch_at", fetch)
-    with pytest.raises(StreamLostError, match="offset 9 does not hold the frame"):
+    with pytest.raises(StreamLostError, match="the frame acknowledged at offset 9 is not there"):
         log.check_marks([MarkPlace(1, 0, 10, 7)])
     assert asked == [f"{OLD},{AWAY},{NEW}", NEW]
 

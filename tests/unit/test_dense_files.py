@@ -54,7 +54,7 @@ def test_what_was_committed_is_whole(made: Commit, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (Path.unlink, "dense state is gone"),
+        (Path.unlink, "dense state is missing"),
         (_link, "dense state"),
         (_pipe, "dense state"),
         (_huge, "dense state was altered"),

@@ -70,7 +70,7 @@ def test_what_is_no_time_is_refused(event_s: object) -> None:
 
 
 def test_a_job_that_never_says_the_time_is_told_so() -> None:
-    with pytest.raises(ConfigError, match="is not told the time of the events"):
+    with pytest.raises(ConfigError, match="was called without event_s"):
         EventTime(10.0).reach(None)
     with pytest.raises(ConfigError, match="marker_every_event_s must be a number above 0"):
         StreamConfig(uri="file:///x", marker_every_event_s=0)

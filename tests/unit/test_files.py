@@ -170,21 +170,21 @@ def test_a_log_grows_and_never_shrinks(tmp_path: Path) -> None:
 
 
 def test_more_partitions_than_names_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="are more than a log takes"):
+    with pytest.raises(ConfigError, match="ranks are too many"):
         FileLog(tmp_path).prepare(MAX_PARTITIONS + 1)
 
 
 def test_a_folder_that_is_gone_says_so(tmp_path: Path) -> None:
     with pytest.raises(LogUnavailableError, match="cannot read a partition: No such file") as refused:
         read(FileLog(tmp_path / "gone"), 0, 1)
-    assert refused.value.hint == "check the path; nothing was written there yet, or it was deleted"
+    assert refused.value.hint == "check the path: nothing was written there yet, or it was deleted"
     with pytest.raises(LogUnavailableError, match="cannot append to the control log: No such file"):
         FileLog(tmp_path / "gone").append_control(RECORDS[0])
 
 
 def test_a_file_in_the_place_of_the_folder_says_so(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("a file")
-    with pytest.raises(LogUnavailableError, match="cannot make the file log"):
+    with pytest.raises(LogUnavailableError, match="cannot create the file log"):
         FileLog(tmp_path / "log").prepare(1)
 
 
@@ -210,7 +210,7 @@ def test_a_segment_that_is_deleted_under_its_writer_fails_it(log: FileLog, tmp_p
     assert len(writer.poll(5)) == 1
     (tmp_path / "data" / "p00000" / segment_name(1, 0)).unlink()
     writer.send(memoryview(frames[1]))
-    with pytest.raises(LogUnavailableError, match="the segment was deleted under its writer") as refused:
+    with pytest.raises(LogUnavailableError, match="the segment was deleted while its writer had it open") as refused:
         writer.poll(5)
     assert refused.value.where == {"path": tmp_path / "data" / "p00000"}
     writer.close()
@@ -233,7 +233,7 @@ def test_a_writer_does_not_go_on_behind_acknowledged_bytes_that_are_gone(
     # A folder that is empty may be one that is not mounted: it is tried again. Bytes that are gone do not come back.
     with pytest.raises(
         StreamLostError if left == "a part" else LogUnavailableError,
-        match=rf"acknowledged bytes \[{reach}, {end}\) of this generation are gone",
+        match=rf"acknowledged bytes \[{reach}, {end}\) of this generation are missing",
     ):
         log.open_writer(1, 0, end)
     assert segments(tmp_path) == ([segment.name] if left == "a part" else [])
@@ -264,7 +264,7 @@ def test_a_writer_does_not_write_on_over_a_segment_that_was_cut_short(
     segment = tmp_path / "data" / "p00000" / segment_name(1, 0)
     os.truncate(segment, left)
     writer.send(memoryview(frames[1]))
-    with pytest.raises(StreamLostError, match=f"cut to {left} bytes under its writer") as refused:
+    with pytest.raises(StreamLostError, match=f"the segment has {left} bytes, but its writer") as refused:
         writer.poll(5)
     assert refused.value.where == {"path": segment}
     writer.close()

@@ -114,7 +114,7 @@ def test_every_truncation_is_refused() -> None:
 
 
 def test_bytes_behind_a_frame_are_refused() -> None:
-    with pytest.raises(CorruptionError, match="frame holds 128 payload bytes, its header says 64"):
+    with pytest.raises(CorruptionError, match="frame holds 128 payload bytes, but its header has 64"):
         read(small_frame() + bytes(64))
 
 
@@ -153,7 +153,7 @@ def test_payload_error_says_where_the_frame_stands() -> None:
 
 @pytest.mark.parametrize("kind", sorted(DATA_KINDS))
 def test_generations_of_a_data_partition_count_from_1(kind: Kind) -> None:
-    with pytest.raises(CorruptionError, match=f"the header of {kind.name} has generation 0: the first one is 1"):
+    with pytest.raises(CorruptionError, match=f"the header of {kind.name} has generation 0, expected 1 or more"):
         parse_header(json_frame(Header(kind, JOB, 0, version=NEWEST_VERSION if kind is Kind.PAD else VERSION), b""))
 
 

@@ -191,7 +191,7 @@ def test_a_marker_that_is_not_whole_does_not_count_and_nothing_on_its_way_goes(t
     done = gc(history, rules(newest=1, keep_all_for="0s"), pool, now_s=6 * HOUR)
     assert set(done.kept) == names("1:5", "1:6")
     (reason,) = done.not_whole
-    assert reason == f"1:6 is not whole: dense state is not in the store: {lost}"
+    assert reason == f"1:6 is not whole: dense state is missing from the store: {lost}"
 
 
 def test_a_lost_segment_keeps_all_that_leads_to_its_marker(tmp_path: Path, pool: Executor) -> None:
@@ -201,7 +201,7 @@ def test_a_lost_segment_keeps_all_that_leads_to_its_marker(tmp_path: Path, pool:
     done = gc(history, rules(newest=1, keep_all_for="1h", compact=True), pool, now_s=6 * HOUR)
     assert set(done.kept) == names("1:3", "1:4", "1:5", "1:6"), "what is not whole may be mended"
     assert [reason.split(":")[1] for reason in done.not_whole] == [f"{each} is not whole" for each in (4, 5, 6)]
-    assert all("m00000004-p000.seg is gone" in reason for reason in done.not_whole)
+    assert all("m00000004-p000.seg is missing" in reason for reason in done.not_whole)
     assert {entry.name.split("/")[0] for entry in done.now} == {"dense"}
     assert stores.rows_of(history.objects, history.lineage, MarkerId(1, 3)) == history.rows[MarkerId(1, 3)]
 

@@ -141,6 +141,6 @@ def test_a_pin_that_takes_longer_than_gc_waits_says_so(tmp_path: Path) -> None:
                         self.delete(entry.name)  # by a gc
 
     store = Slow(stores.contents(history.objects))
-    with pytest.raises(StoreUnavailableError, match="marker 1:3 is not pinned: gc or unpin came in between"):
+    with pytest.raises(StoreUnavailableError, match="marker 1:3 is no longer pinned: gc or unpin ran at the same time"):
         pin(store, job, marker)
     assert not list(store.list("pins/"))

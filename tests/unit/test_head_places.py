@@ -183,5 +183,5 @@ def test_names_and_places() -> None:
     assert head_root(None) is None
     assert head_root("auto") == default_head_root()
     assert head_root("/x/y") == Path("/x/y")
-    with pytest.raises(ConfigError, match="the folder for HEAD has no name"):
+    with pytest.raises(ConfigError, match="the folder for HEAD must not be empty"):
         head_root("")

@@ -76,11 +76,11 @@ def test_nobody_at_the_port_is_no_cause() -> None:
 @pytest.mark.parametrize(
     ("serve", "options", "what"),
     [
-        (answering(33, "PLAIN"), TLS, "speaks no TLS, and this client does"),
-        (answering(34), TLS, "speaks no TLS, and this client does"),
+        (answering(33, "PLAIN"), TLS, "does not support TLS, but this client uses it"),
+        (answering(34), TLS, "does not support TLS, but this client uses it"),
         (answering(34), LOGIN, "takes no login"),
-        (answering(33, "PLAIN", "GSSAPI"), {}, "wants a login by GSSAPI, PLAIN"),
-        (answering(33, "PLAIN", "GSSAPI"), LOGIN, "has no SASL mechanism SCRAM-SHA-512, it has GSSAPI, PLAIN"),
+        (answering(33, "PLAIN", "GSSAPI"), {}, "requires a login by GSSAPI, PLAIN"),
+        (answering(33, "PLAIN", "GSSAPI"), LOGIN, "does not support SASL mechanism SCRAM-SHA-512, only GSSAPI, PLAIN"),
     ],
 )
 def test_what_a_listener_shows_is_named(

@@ -109,11 +109,11 @@ def test_what_retention_says_reads_back(time_s: float, reason: str, names: list[
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("clocks", {}, "garbage has clocks"),
-        ("clocks", [1.0], "garbage has clocks"),
-        ("clocks", {"a": -1.0}, "is no time"),
-        ("idle_s", "5", "is no time"),
-        ("newest", 7, "is no text"),
+        ("clocks", {}, "garbage has invalid clocks"),
+        ("clocks", [1.0], "garbage has invalid clocks"),
+        ("clocks", {"a": -1.0}, "is not a time"),
+        ("idle_s", "5", "is not a time"),
+        ("newest", 7, "is not a string"),
     ],
 )
 def test_clocks_that_nobody_writes_are_refused(field: str, value: object, message: str) -> None:
@@ -257,12 +257,12 @@ def test_notes_too_deep_or_of_other_fields_are_refused(field: str, depth: int) -
         (b'{"mark":{"num_bytes":-1,"rows":0,"scalars":[]},"shards":[]}', "MARK.num_bytes is -1, expected int"),
         (b'{"mark":{"num_bytes":1e999,"rows":0,"scalars":[]},"shards":[]}', "is not finite"),
         (b'{"mark":{"num_bytes":18446744073709551616,"rows":0,"scalars":[]},"shards":[]}', "more than 64 bits"),
-        (b'{"mark":{"num_bytes":0,"rows":0,"scalars":[]},"shards":[],"shards":[]}', "a name stands twice"),
+        (b'{"mark":{"num_bytes":0,"rows":0,"scalars":[]},"shards":[],"shards":[]}', "an object has a duplicate name"),
         (b'{"mark":{"num_bytes":0,"rows":0,"scalars":[]},"shards":[{"table":0}]}', "notes.shards has fields"),
         (b'{"mark":{"num_bytes":0,"rows":0,"scalars":[]},"shards":[],"more":1}', "notes has fields"),
         (b'{"mark":{"num_bytes":0,"rows":0,"scalars":[],"shards":[]}}', "notes has fields"),
         (b'{"mark":{"num_bytes":0,"rows":0,"scalars":[]},"x":1,"shards":[]}', "notes has fields"),
-        (b'{"mark":{"num_bytes":0,"rows":0,"scalars":[]},"mark":1,"shards":[]}', "a name stands twice"),
+        (b'{"mark":{"num_bytes":0,"rows":0,"scalars":[]},"mark":1,"shards":[]}', "an object has a duplicate name"),
         (b'{"mark":{"num_bytes":0,"rows":0,"scalars":[]},"shards":[]}}', "notes is not JSON"),
         (b'{{"mark":{"num_bytes":0,"rows":0,"scalars":[]},"shards":[]}', "notes is not JSON"),
         (b',"shards":[]}', "notes is not JSON"),
@@ -339,7 +339,7 @@ def test_ranks_without_segments_and_segments_without_ranks_are_refused() -> None
     first, second = manifest.segments
     third = (ref(StoreSegment(JOB, MarkerId(2, 7), 2, 0).name),)
     for segments in ((first,), (first, second, third), ()):
-        with pytest.raises(CorruptionError, match="manifest does not name segments of each rank"):
+        with pytest.raises(CorruptionError, match="manifest does not list the segments of every rank"):
             both_ways(replace(manifest, segments=segments).to_bytes(), "m")
     with pytest.raises(CorruptionError, match="without segments"):
         both_ways(replace(manifest, segments=(first, ())).to_bytes(), "m")
@@ -371,14 +371,14 @@ def test_only_a_whole_commit_stands_in_a_manifest() -> None:
 
 @pytest.mark.parametrize("time_s", [-1.0, 2.0**36, True, None, "5"])
 def test_a_time_that_is_none_is_refused(time_s: object) -> None:
-    with pytest.raises(CorruptionError, match="is no time"):
+    with pytest.raises(CorruptionError, match="is not a time"):
         Garbage.from_bytes(Garbage(time_s, ()).to_bytes(), "g")  # type: ignore[arg-type]
 
 
 def test_texts_are_texts() -> None:
-    with pytest.raises(CorruptionError, match="7 is no text"):
+    with pytest.raises(CorruptionError, match="7 is not a string"):
         Garbage.from_bytes(Garbage(5.0, (7,)).to_bytes(), "g")  # type: ignore[arg-type]
-    with pytest.raises(CorruptionError, match="None is no text"):
+    with pytest.raises(CorruptionError, match="None is not a string"):
         Dropped.from_bytes(Dropped(commit(2, 7), None, 5.0, None).to_bytes(), "d")  # type: ignore[arg-type]
 
 
@@ -418,5 +418,5 @@ def test_parts_of_a_fold_that_do_not_ascend_or_are_of_another_format_are_refused
             Fold.from_bytes(fold_of(*parts).to_bytes(), "it")
     for parts, version in (((0, 8), 1), ((0, 1), 2)):
         raw = json.loads(fold_of(*parts).to_bytes()) | {"format": version}
-        with pytest.raises(CorruptionError, match="parts that its format does not have"):
+        with pytest.raises(CorruptionError, match="not in canonical form"):
             Fold.from_bytes(canonical(raw), "it")

@@ -69,18 +69,18 @@ def run(*arguments: str) -> str:
 @pytest.mark.parametrize(
     ("meta", "pin", "why"),
     [
-        ({"auc": float("nan")}, None, "auc is nan"),
-        ({"auc": float("inf")}, None, "auc is inf"),
-        ({"auc": torch.tensor(0.8)}, None, r"auc is tensor\(0.8"),
-        ({"auc": True}, None, "auc is True"),
-        ({"auc": None}, None, "auc is None"),
-        ({"a b": 1}, None, "'a b' is not a name"),
-        ({1: 1}, None, "meta is"),
-        ([("auc", 1)], None, "meta is"),
+        ({"auc": float("nan")}, None, "metadata auc must be .*, got nan"),
+        ({"auc": float("inf")}, None, "metadata auc must be .*, got inf"),
+        ({"auc": torch.tensor(0.8)}, None, r"metadata auc must be .*, got tensor\(0.8"),
+        ({"auc": True}, None, "metadata auc must be .*, got True"),
+        ({"auc": None}, None, "metadata auc must be .*, got None"),
+        ({"a b": 1}, None, "name 'a b' is not valid"),
+        ({1: 1}, None, "meta must map names to values, got"),
+        ([("auc", 1)], None, "meta must map names to values, got"),
         ({"text": "x" * 4096}, None, "is too large"),
-        ({"pin": "it"}, None, "pin is the name of"),
-        (None, "", "pin is ''"),
-        (None, 7, "pin is 7"),
+        ({"pin": "it"}, None, "metadata name pin is reserved"),
+        (None, "", "pin must be a reason in text, got ''"),
+        (None, 7, "pin must be a reason in text, got 7"),
     ],
 )
 def test_what_a_marker_cannot_hold_is_refused_with_its_name(meta: object, pin: object, why: str) -> None:
@@ -156,7 +156,7 @@ def test_the_best_is_the_newest_of_equal_ones_and_markers_without_a_value_are_no
 
 @pytest.mark.parametrize("text", ["auc", "auc:highest", "auc:max:3", ":max", "auc:max:"])
 def test_what_does_not_say_which_is_the_best_is_refused_with_the_form(text: str) -> None:
-    with pytest.raises(ConfigError, match="does not say which marker is the best") as refused:
+    with pytest.raises(ConfigError, match="is not a valid rule for the best marker") as refused:
         Best.parse(text)
     assert "auc:max" in refused.value.hint
 
@@ -313,7 +313,7 @@ def test_gc_refuses_a_name_that_nothing_has_and_deletes_nothing(history: History
     before = stores.contents(history.objects)
     with pytest.raises(ConfigError, match="no marker has 'acu'"):
         gc(history, f"file://{history.root}", "--keep-best", "acu:max")
-    with pytest.raises(ConfigError, match="does not say which marker is the best"):
+    with pytest.raises(ConfigError, match="is not a valid rule for the best marker"):
         gc(history, f"file://{history.root}", "--keep-best", "auc:max:0")
     assert stores.contents(history.objects) == before
 

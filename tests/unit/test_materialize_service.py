@@ -180,7 +180,7 @@ def test_a_store_of_a_newer_format_gets_no_sign_of_life(job: Job) -> None:
     (store_of(job) / STORE_FILE).write_bytes(b'{"format": 2}')
     before = sorted(store_of(job).rglob("*"))
     status, _, said = command(f"file://{job.root}", "--store", str(store_of(job)))
-    assert (status, "the store is of format 2" in said) == (1, True)
+    assert (status, "the store has format 2" in said) == (1, True)
     assert sorted(store_of(job).rglob("*")) == before
 
 
@@ -195,7 +195,7 @@ def test_a_store_of_a_newer_format_gets_no_sign_of_life(job: Job) -> None:
         (("--engine", "ray://host:70000"), 1, "Error: 'ray://host:70000' is not an engine"),
         (("--rebase", "nan"), 2, "Invalid value for '--rebase'"),
         (("--metrics-port", "0"), 2, "Invalid value for '--metrics-port'"),
-        (("--head", ""), 1, "Error: the folder for HEAD has no name"),
+        (("--head", ""), 1, "Error: the folder for HEAD must not be empty"),
     ],
 )
 def test_numbers_and_names_that_are_none_are_refused(job: Job, options: tuple[str, str], error: int, said: str) -> None:

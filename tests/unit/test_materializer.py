@@ -189,7 +189,7 @@ def test_damaged_segments_that_a_manifest_names_are_folded_again(job: Job) -> No
 
 def test_a_store_of_a_newer_format_is_refused(job: Job) -> None:
     (store_of(job) / STORE_FILE).write_text('{"format": 99}')
-    check_refused(job, materialize(job), "the store is of format 99", "upgrade torchrec_stream_ckpt")
+    check_refused(job, materialize(job), "the store has format 99", "upgrade torchrec_stream_ckpt")
 
 
 def test_a_store_that_holds_another_history_is_refused(job: Job) -> None:
@@ -224,7 +224,7 @@ def test_a_log_that_was_put_back_is_told_from_its_store(job: Job) -> None:
 
 def test_a_log_that_was_made_again_under_its_name_is_refused(job: Job) -> None:
     (job.root / "LOG").write_text("f" * 32)
-    check_refused(job, materialize(job), "deleted and made again", "bring the old log back")
+    check_refused(job, materialize(job), "deleted and recreated", "put the old log back")
 
 
 def test_folds_are_made_of_what_gc_has_left(job: Job, tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_a_marker_whose_dense_state_is_gone_stops_it_unless_told_to_pass(tmp_pat
     shutil.rmtree(job.root / dense_name(synthetic.JOB, MarkerId(1, 1)))
     status, _, said = materialize(job)
     assert status == 1
-    assert re.search(r"Error: dense state is gone", said), said
+    assert re.search(r"Error: dense state is missing", said), said
     assert re.search(r"Try: bring it back, say where it is \(--dense\)", said), said
     status, events, _ = materialize(job, "--pass-over-lost")
     assert status == 0

@@ -81,7 +81,7 @@ def test_only_rows_that_are_kept_have_to_come() -> None:
         target = Target(shard, torch.zeros(5, 2), (), [move], merged=False, numbers=np.array(numbers))
         target.put(move, RowsView(np.array([10, 12]), np.ones((2, 2), np.float32), ()))
         if missing:
-            with pytest.raises(CorruptionError, match="1 rows of this shard are in no source"):
+            with pytest.raises(CorruptionError, match="1 rows of this shard are missing from all sources"):
                 target.finish("t")
         else:
             target.finish("t")

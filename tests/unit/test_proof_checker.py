@@ -283,7 +283,7 @@ def test_blocks_that_differ_are_listed_and_alarm_until_they_are_compared_again(
     job.markers(1)
     materialize(job)
     monkeypatch.undo()
-    assert "1:1: 1 block of rows is not as it was in the tables" in cli("list", uri)
+    assert "1:1: 1 block of rows differs from its proof in the tables" in cli("list", uri)
     watched = json.loads(cli("watch", uri, "--once", "--json"))
     (alert,) = [alert for alert in watched["alerts"] if alert["kind"] == "unproved"]
     assert "found at marker 1:1" in alert["text"]

@@ -252,8 +252,8 @@ def test_the_reason_is_kept_while_the_log_takes_nothing(
     assert stream.failure is None
     assert stream.close(WAIT_S)
     said = [record.getMessage() for record in caplog.records]
-    assert len([text for text in said if "kept and sent again" in text]) == 1
-    assert said[-1] == "the log takes frames again"
+    assert len([text for text in said if "kept and will be sent again" in text]) == 1
+    assert said[-1] == "the log accepts frames again"
 
 
 def test_a_log_that_says_nothing_is_named_as_one_that_takes_nothing(
@@ -272,7 +272,7 @@ def test_a_log_that_says_nothing_is_named_as_one_that_takes_nothing(
     assert stream.failure is None, "a log that was given nothing owes no answer"
     assert stream.close(WAIT_S)
     said = [record.getMessage() for record in caplog.records]
-    assert len([text for text in said if "kept and sent again" in text]) == 1
+    assert len([text for text in said if "kept and will be sent again" in text]) == 1
 
 
 def test_a_writer_that_hears_nothing_is_given_up_and_its_frames_are_sent_again(
@@ -334,7 +334,7 @@ def test_a_log_that_takes_a_frame_before_its_acknowledged_end_has_lost_the_strea
     until(lambda: stream.pending == 0)
     script.jump = -2000
     (seq,) = submit(stream, ring, 1, Kind.MARK)
-    with pytest.raises(StreamLostError, match="up to offset 3000, and takes the next one at 1000: its tail was lost"):
+    with pytest.raises(StreamLostError, match="up to offset 3000, but put the next one at 1000: its tail was lost"):
         stream.wait_mark(seq, WAIT_S)
     # Nothing is sent any more, and nobody waits: what is submitted is dropped, and the ring stays free.
     sent = len(script.durable)

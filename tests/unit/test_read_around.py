@@ -108,7 +108,7 @@ def test_damage_without_another_way_names_the_object_and_what_to_try(job: Job) -
             read(job, marker)
         assert path.name in told.value.headline
         assert f"marker={marker}" in told.value.headline
-        assert told.value.hint.startswith("bring this object back")
+        assert told.value.hint.startswith("restore this object")
 
 
 @pytest.mark.parametrize("at", [-10, 30], ids=["a chunk", "the directory"])

@@ -233,9 +233,9 @@ def test_another_segment_than_the_manifest_says_is_refused(objects: Counted) -> 
         replace(ref, **{name: getattr(ref, name) + 64}) for name in ("num_bytes", "front_bytes", "header_crc", "rows")
     ]
     for other in others:
-        with pytest.raises(CorruptionError, match="segment is not the one that its manifest names"):
+        with pytest.raises(CorruptionError, match="segment does not match its manifest entry"):
             load_front(objects, other, JOB)
-    with pytest.raises(CorruptionError, match="segment is not the one that its manifest names"):
+    with pytest.raises(CorruptionError, match="segment does not match its manifest entry"):
         load_front(objects, ref, OTHER_JOB)
     with pytest.raises(CorruptionError, match="segment ends inside its directory"):
         load_front(objects, replace(ref, front_bytes=ref.front_bytes - 64), JOB)

@@ -177,7 +177,7 @@ def test_a_kafka_job_knows_its_own_markers_by_name(tmp_path: Path) -> None:
 def test_the_format_of_the_store_is_looked_at_whoever_names_the_job(lost: Path) -> None:
     (lost / STORE_FILE).write_bytes(b'{"format": 2}')
     for more in ((), ("--job", JOB.hex())):
-        with pytest.raises(UnsupportedError, match="the store is of format 2"):
+        with pytest.raises(UnsupportedError, match="the store has format 2"):
             run("recover", f"file://{lost}", "--store", lost, *more)
     assert not (lost / CONTROL_FILE).exists()
 

@@ -157,8 +157,8 @@ SECOND = read(brief(claim(2, parent=MarkerId(1, 1), layout=WHOLE), {1: FIRST}))
         (FIRST, replace(SECOND, same_schema=7), "its schema from generation 1, which has another one.*00000007"),
         (FIRST, replace(SECOND, same_layout=7), "its layout from generation 1, which has another one.*00000007"),
         (replace(FIRST, layout=None), SECOND, "its layout from generation 1, which does not have one"),
-        (FIRST, replace(SECOND, world=2), "CLAIM.layout has 1 ranks, CLAIM.world is 2"),
-        (FIRST, replace(FIRST, generation=2, world=0), "CLAIM.layout has 1 ranks, CLAIM.world is 0"),
+        (FIRST, replace(SECOND, world=2), "CLAIM.layout has 1 ranks, but CLAIM.world is 2"),
+        (FIRST, replace(FIRST, generation=2, world=0), "CLAIM.layout has 1 ranks, but CLAIM.world is 0"),
         (replace(FIRST, schema=Schema(SCHEMA.tables[1:])), None, "is outside its table"),
     ],
 )

@@ -65,13 +65,13 @@ def test_metadata_of_a_marker_that_does_not_exist_is_ignored() -> None:
 @pytest.mark.parametrize(
     ("meta", "why"),
     [
-        ({"a b": 1}, "is not a name"),
-        ({"": 1}, "is not a name"),
-        ({"x": float("nan")}, "x is nan"),
-        ({"x": float("inf")}, "x is inf"),
+        ({"a b": 1}, "metadata name .* is not valid"),
+        ({"": 1}, "metadata name .* is not valid"),
+        ({"x": float("nan")}, "metadata x must be .*, got nan"),
+        ({"x": float("inf")}, "metadata x must be .*, got inf"),
         ({"x": 2**53}, "below 2"),
-        ({"x": True}, "x is True"),
-        ({"x": [1]}, r"x is \[1\]"),
+        ({"x": True}, "metadata x must be .*, got True"),
+        ({"x": [1]}, r"metadata x must be .*, got \[1\]"),
         ({"x": "y" * MAX_META_BYTES}, "too large"),
     ],
 )

@@ -146,7 +146,7 @@ def test_a_fold_without_another_way_stays_as_it_is_and_is_named(job: Job) -> Non
     assert repaired(events) == []
     assert "Error: chunk" in said or "checksum" in said
     assert path.name in said
-    assert "Try: bring this object back from a copy" in said
+    assert "Try: restore this object from a copy" in said
     after = contents(open_store(str(store_of(job))))
     assert {name: after[name] for name in before} == before
 

@@ -214,7 +214,7 @@ def test_a_table_that_differs_is_named_with_both_values(field: str, value: objec
     ],
 )
 def test_a_table_that_only_one_side_has_is_named(here: Schema, side: str, name: str) -> None:
-    with pytest.raises(SchemaMismatchError, match=f"only {side} has a sharded table of this name") as refused:
+    with pytest.raises(SchemaMismatchError, match=f"only {side} has a sharded table with this name") as refused:
         check_schema(SCHEMA, here)
     assert refused.value.where == {"table": name}
 

@@ -218,7 +218,7 @@ def test_damage_that_is_seen_at_once_is_named_and_not_the_trim(job: Job, read: R
     path.write_bytes(flipped(path.read_bytes(), 30))
     with pytest.raises(CorruptionError, match=path.name) as told:
         read(job, NEWEST)
-    assert told.value.hint.startswith("bring this object back")
+    assert told.value.hint.startswith("restore this object")
     assert "was trimmed on" in str(told.value.where["elsewhere"])
 
 

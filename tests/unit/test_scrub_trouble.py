@@ -35,7 +35,7 @@ def job(tmp_path: Path) -> Job:
 def test_a_rate_that_is_not_above_zero_is_refused(job: Job, rate: str) -> None:
     with pytest.raises(ConfigError, match=r"is not a rate") as told:
         invoke(f"file://{job.root}", "--store", str(store_of(job)), "--bytes-per-s", rate)
-    assert told.value.hint == "write bytes a second, above zero, such as 20MB or 800kB"
+    assert told.value.hint == "write bytes per second, above zero, such as 20MB or 800kB"
     assert parse_rate("20MB") == 20_000_000
 
 
@@ -56,7 +56,7 @@ def test_calls_that_are_wrong_are_refused(job: Job, tmp_path: Path) -> None:
         invoke(log, "--store", str(tmp_path / "mistyped"))
     with pytest.raises(MarkerNotFoundError, match="no log here"):
         invoke(f"file://{tmp_path}/nothing")
-    with pytest.raises(MarkerNotFoundError, match="no job has put markers"):
+    with pytest.raises(MarkerNotFoundError, match="this store has no markers"):
         invoke("--no-log", "--store", str(tmp_path / "mistyped"))
     with pytest.raises(MarkerNotFoundError, match="holds nothing of job"):
         invoke("--no-log", "--store", store, "--job", "0" * 32)

@@ -324,11 +324,11 @@ def entry_of(piece: Chunk) -> ChunkEntry:
         ({"cols": 5}, r"columns \[0, \+5\) are outside dim 4"),
         ({"col0": 1}, r"columns \[1, \+4\) are outside dim 4"),
         ({"col0": 2**32 - 1, "cols": 2}, r"columns \[4294967295, \+2\) are outside dim 4"),
-        ({"rows": 2**32 - 1}, "chunk does not have the length that its rows take"),
-        ({"rows": 20}, "chunk does not have the length that its rows take"),
-        ({"table": 0, "cols": 4}, "chunk does not have the length that its rows take"),
-        ({"first": 1}, "chunk's ids are not those that the directory names"),
-        ({"last": 7}, "chunk's ids are not those that the directory names"),
+        ({"rows": 2**32 - 1}, "chunk's length does not match its rows"),
+        ({"rows": 20}, "chunk's length does not match its rows"),
+        ({"table": 0, "cols": 4}, "chunk's length does not match its rows"),
+        ({"first": 1}, "chunk's ids differ from its directory entry"),
+        ({"last": 7}, "chunk's ids differ from its directory entry"),
     ],
 )
 def test_a_chunk_that_does_not_fit_schema_or_directory_is_refused(change: dict[str, int], message: str) -> None:
@@ -342,7 +342,7 @@ def test_a_chunk_that_does_not_fit_schema_or_directory_is_refused(change: dict[s
 def test_ids_that_repeat_fall_or_leave_the_table_are_refused(ids: list[int]) -> None:
     piece = chunk(1, 0, 4, ids)
     entry = entry_of(chunk(1, 0, 4, [2, 3, 8]))._replace(first=ids[0], last=ids[-1])
-    with pytest.raises(CorruptionError, match="chunk's ids are not those that the directory names"):
+    with pytest.raises(CorruptionError, match="chunk's ids differ from its directory entry"):
         decode_chunk(entry, memoryview(piece.payload), SCHEMA, "s")
 
 
@@ -380,7 +380,7 @@ def test_a_segment_of_other_tables_is_refused_by_its_directory(slices: list[tupl
 
 
 def test_a_segment_of_another_schema_is_refused() -> None:
-    with pytest.raises(CorruptionError, match="segment has another schema than the CLAIM of its generation"):
+    with pytest.raises(CorruptionError, match="segment's schema differs from the CLAIM of its generation"):
         check_tables(parse_front(small(), "s"), Schema(SCHEMA.tables[:2]), "s")
 
 

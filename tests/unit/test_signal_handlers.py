@@ -176,13 +176,13 @@ def test_off_the_main_thread_and_over_a_foreign_handler_they_are_refused(monkeyp
     thread = threading.Thread(target=check, name="trainer")
     thread.start()
     thread.join()
-    assert "on_signal needs the main thread" in str(errors[0])
+    assert "on_signal requires the main thread" in str(errors[0])
     assert "this is trainer" in str(errors[0])
     thread = threading.Thread(target=Signals(None, 1.0).check)  # nothing is installed, and nothing refused
     thread.start()
     thread.join()
     monkeypatch.setattr(signal, "getsignal", lambda _: None)
-    with pytest.raises(ConfigError, match="SIGTERM has a handler that was not installed by Python"):
+    with pytest.raises(ConfigError, match="SIGTERM has a handler that Python did not install"):
         Signals("mark", 1.0).check()
 
 
@@ -207,7 +207,7 @@ def test_a_rank_that_comes_to_no_step_boundary_is_told_of_once(
             time.sleep(0.005)
         time.sleep(0.05)
         (said,) = caplog.messages
-        assert "SIGTERM came 0 s ago, and this rank has come to no step boundary since" in said
+        assert "SIGTERM arrived 0 s ago, but this rank has not reached a step boundary since" in said
         signals.answered(STOP, signals.seen())
         os.kill(os.getpid(), STOP)
         signals.boundary()

@@ -92,8 +92,8 @@ def part_of(body: bytes) -> Snapshot:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"parts": 257}, "part 0 of 257, 12 bytes: too much"),
-        ({"part": 1}, "part 1 of 1, 12 bytes: too much"),
+        ({"parts": 257}, "SNAPSHOT is too large: part 0 of 257, 12 bytes"),
+        ({"part": 1}, "SNAPSHOT is too large: part 1 of 1, 12 bytes"),
         ({"num_bytes": 2**30 + 1}, "too much"),
         ({"piece": "no base64!"}, "is not base64"),
         ({"piece": "AAAA" * 240_000}, "piece has 720000 bytes"),

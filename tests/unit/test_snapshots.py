@@ -102,9 +102,11 @@ def test_a_damaged_snapshot_is_passed_over_for_the_one_before_it(
     _flip(log, newest_first[:damaged])
     if damaged == 1:
         assert markers(log) == [1, 2, 3, 4, 5, 6]
-        assert "a part of a control snapshot is passed over: payload checksum" in caplog.text
+        assert "a part of a control snapshot is skipped: payload checksum" in caplog.text
     else:
-        with pytest.raises(CorruptionError, match=r"the control partition begins at offset \d+, and no snapshot"):
+        with pytest.raises(
+            CorruptionError, match=r"the control partition begins at offset \d+, but has no intact snapshot"
+        ):
             markers(log)
 
 
@@ -131,7 +133,7 @@ def test_a_snapshot_of_another_history_is_passed_over_while_all_records_are_ther
     records = [record for _, record in log.read_control(begin)]
     path.write_bytes(b"".join([claim(1).to_frame(), commit(1, 1).to_frame(), commit(1, 3).to_frame(), *records[1:]]))
     assert markers(log) == [1, 3, 4]
-    assert "covers another record than the one at offset" in caplog.text
+    assert "does not match the record at offset" in caplog.text
     assert shorten(again(log)) == 0
 
 
@@ -144,7 +146,7 @@ def test_a_snapshot_of_another_history_is_refused_where_records_were_deleted(log
         head = path.read_bytes()[: control_file.read_front(file).num_bytes]
     records = [record for _, record in log.read_control(log.control_base())]
     path.write_bytes(head + b"".join([commit(1, 9).to_frame(), *records[1:]]))
-    with pytest.raises(CorruptionError, match="covers another record than the one at offset"):
+    with pytest.raises(CorruptionError, match="does not match the record at offset"):
         markers(log)
 
 
@@ -203,7 +205,7 @@ def test_what_is_written_is_read_back_before_anything_goes(log: FileLog, monkeyp
         "snapshot_of",
         lambda folded, incarnation: honest(snapshots.Folded(wrong, folded.upto, folded.crc), incarnation),
     )
-    with pytest.raises(CorruptionError, match="was read back and differs"):
+    with pytest.raises(CorruptionError, match="differs from the bytes that were written"):
         shorten(log)
     assert log.control_base() == 0
 
@@ -233,7 +235,7 @@ def test_with_a_commit_key_only_its_snapshots_count(tmp_path: Path) -> None:
     log.append_control(sign(claim(1)).to_frame())
     grow(log, 1, 3, sign)
     log.append_control(commit(1, 4).to_frame())  # of somebody without the key
-    with pytest.raises(ConfigError, match="this job has a commit key, and ignores a snapshot without it"):
+    with pytest.raises(ConfigError, match="this job has a commit key and ignores unsigned snapshots"):
         shorten(log)
     shorten(log, key)
     grow(log, 4, 5, sign)
@@ -244,7 +246,7 @@ def test_with_a_commit_key_only_its_snapshots_count(tmp_path: Path) -> None:
         forged = parse_control(dict(log.read_control(log.control_base()))[offset])
         assert CommitKey(KEY).vouches_for(forged)
     _forge(log)
-    with pytest.raises(CorruptionError, match="no snapshot of what was before it is whole"):
+    with pytest.raises(CorruptionError, match="has no intact snapshot of the records before it"):
         Control(again(log), key).refresh()
 
 

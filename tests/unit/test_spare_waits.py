@@ -175,7 +175,7 @@ def test_a_spare_that_waited_while_somebody_else_took_over_ends(world: int) -> N
         control.lineage.apply(replace(builders.claim(3), nonce="of another one", world=world))
         raise SILENT
 
-    with pytest.raises(FencedError, match="generation 3 has taken over this job meanwhile"):
+    with pytest.raises(FencedError, match="generation 3 has taken over this job"):
         waiting.outlast(claim)
     assert tries == 1
 

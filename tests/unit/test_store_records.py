@@ -59,8 +59,8 @@ def test_no_byte_can_be_altered(record: Any, parse: Callable[..., Any]) -> None:
     [
         (Dropped(commit(1, 2), MarkerId(1, 2), 0.0), Dropped.from_bytes, "1:2 is not before 1:2"),
         (Dropped(commit(2, 2), MarkerId(1, 1), 0.0), Dropped.from_bytes, "1:1 is not before 2:2"),
-        (Dropped(commit(1, 2), None, -1.0), Dropped.from_bytes, "-1.0 is no time"),
-        (Garbage(1e99, ()), Garbage.from_bytes, "is no time"),
+        (Dropped(commit(1, 2), None, -1.0), Dropped.from_bytes, "-1.0 is not a time"),
+        (Garbage(1e99, ()), Garbage.from_bytes, "is not a time"),
         (Garbage(0.0, ()), Dropped.from_bytes, "not a dropped of this store"),
     ],
 )

@@ -81,7 +81,9 @@ def test_frames_behind_the_mark_are_not_read(log: FileLog, stream: Stream) -> No
 def test_a_mark_of_another_marker_or_step_is_refused(log: FileLog, marker: int, step: int) -> None:
     stream = Stream()
     stream.json(Kind.MARK, Mark(0, len(stream.frames[0]), ()).to_json(), marker=marker, step=step)
-    with pytest.raises(CorruptionError, match=f"MARK is of marker {marker} at step {step}, not of 1:1 at step 10"):
+    with pytest.raises(
+        CorruptionError, match=f"found the MARK of marker {marker} at step {step}, expected 1:1 at step 10"
+    ):
         read(log, stream.frames, stream.end(0, 0))
 
 
@@ -95,7 +97,7 @@ def test_a_missing_frame_is_found(log: FileLog, stream: Stream, missing: int) ->
         assert f"found seq {missing + 1} after" in found.message
         assert f"expected seq {missing} after" in found.message
     else:
-        assert found.message == "4 of 5 frames lead to this marker"
+        assert found.message == "found 4 of 5 frames up to this marker"
     assert found.where["rank"] == "0"
     assert found.where["generation"] == "1"
     assert found.hint
@@ -130,19 +132,19 @@ def test_a_frame_of_another_timeline_breaks_the_chain(log: FileLog, stream: Stre
 
 def test_a_stream_that_does_not_end_in_the_committed_mark_is_refused(log: FileLog, stream: Stream) -> None:
     end = stream.end(0, 0)
-    with pytest.raises(CorruptionError, match="5 of 5 frames lead to this marker"):
+    with pytest.raises(CorruptionError, match="found 5 of 5 frames up to this marker"):
         read(log, stream.frames, replace(end, chain=end.chain ^ 1))
 
 
 def test_a_stream_that_ends_in_rows_is_refused(log: FileLog) -> None:
     stream = Stream()
     stream.rows([1])
-    with pytest.raises(CorruptionError, match="2 of 2 frames lead to this marker"):
+    with pytest.raises(CorruptionError, match="found 2 of 2 frames up to this marker"):
         read(log, stream.frames, stream.end(0, 0))
 
 
 def test_fewer_frames_than_committed_are_refused(log: FileLog, stream: Stream) -> None:
-    with pytest.raises(CorruptionError, match="5 of 6 frames lead to this marker"):
+    with pytest.raises(CorruptionError, match="found 5 of 6 frames up to this marker"):
         read(log, stream.frames, replace(stream.end(0, 0), frames=6))
 
 
@@ -227,7 +229,7 @@ def test_a_frame_of_another_job_is_passed_over(log: FileLog, stream: Stream) -> 
 
 def test_a_stream_of_another_job_in_its_place_is_refused(log: FileLog, stream: Stream) -> None:
     foreign = Stream(job=OTHER_JOB)
-    with pytest.raises(CorruptionError, match=r"0 of 5 frames lead to this marker; .*frame of another job"):
+    with pytest.raises(CorruptionError, match=r"found 0 of 5 frames up to this marker; .*frame of another job"):
         read(log, foreign.frames, stream.end(0, 0))
 
 
@@ -267,7 +269,7 @@ def test_hello_must_have_the_schema_of_its_claim(log: FileLog, stream: Stream) -
     end = stream.end(0, sum(map(len, stream.frames)))
     write(log, stream.frames)
     other = claim(1, schema=Schema(SCHEMA.tables[:1]))
-    with pytest.raises(CorruptionError, match="HELLO has another schema than its CLAIM"):
+    with pytest.raises(CorruptionError, match="the schema in HELLO differs from its CLAIM"):
         read_hello(log, other, commit(1, 1, [end]), end)
 
 
@@ -276,14 +278,14 @@ def test_the_schema_may_not_change_inside_a_generation(log: FileLog) -> None:
     like = stream._header(Kind.MARK, marker=1)
     like.schema_crc ^= 1
     stream.frames.append(bytes(json_frame(like, Mark(0, 0, ()).to_json())))
-    with pytest.raises(CorruptionError, match="the schema changes inside a generation"):
+    with pytest.raises(CorruptionError, match="the schema changes within a generation"):
         read(log, stream.frames, stream.end(0, 0))
 
 
 def test_an_empty_span_leads_nowhere(log: FileLog, stream: Stream) -> None:
     write(log, stream.frames)
     end = stream.end(0, 0)
-    with pytest.raises(CorruptionError, match="0 of 5 frames lead to this marker"):
+    with pytest.raises(CorruptionError, match="0 of 5 frames up to this marker"):
         list(read_stream(log, commit(1, 1, [end]), end))
 
 
@@ -358,7 +360,7 @@ def test_what_is_missing_behind_a_marker_is_found(
 ) -> None:
     stream, first, second = two
     frames = stream.frames[:missing] + stream.frames[missing + 1 :]
-    expected = rf"found seq {missing + 1} after" if missing < 5 else "5 of 6 frames lead to this marker"
+    expected = rf"found seq {missing + 1} after" if missing < 5 else "5 of 6 frames up to this marker"
     with pytest.raises(CorruptionError, match=expected):
         behind(log, frames, second, first)
 
@@ -387,7 +389,7 @@ def test_an_end_of_the_same_number_of_frames_but_another_mark_is_refused(
 ) -> None:
     stream, _, second = two
     write(log, stream.frames)
-    with pytest.raises(CorruptionError, match="6 of 6 frames lead to this marker"):
+    with pytest.raises(CorruptionError, match="6 of 6 frames up to this marker"):
         list(read_stream(log, commit(1, 2, [second]), second, replace(second, chain=1)))
 
 
@@ -399,7 +401,7 @@ def test_the_schema_may_not_change_behind_a_marker_either(log: FileLog) -> None:
     like = stream._header(Kind.MARK, marker=2, step=20)
     like.schema_crc ^= 1
     stream.frames.append(bytes(json_frame(like, Mark(0, 0, ()).to_json())))
-    with pytest.raises(CorruptionError, match="the schema changes inside a generation"):
+    with pytest.raises(CorruptionError, match="the schema changes within a generation"):
         behind(log, stream.frames, stream.end(0, 0), first)
 
 

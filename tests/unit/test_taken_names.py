@@ -166,7 +166,7 @@ def test_a_damaged_claim_does_not_stop_a_marker_that_is_given_up(fresh: Job) -> 
 def test_another_format_is_not_written_over(job: Job) -> None:
     (store_of(job) / STORE_FILE).unlink()
     objects = Raced(store_of(job), STORE_FILE, b'{"format": 2}')
-    with pytest.raises(Exception, match="the store is of format 2, this version knows up to 1"):
+    with pytest.raises(Exception, match="the store has format 2, this version reads up to 1"):
         catch_up(job, objects)
     assert bytes(objects.read(STORE_FILE)) == b'{"format": 2}'
 
@@ -237,7 +237,7 @@ def test_the_format_is_said_also_if_another_process_was_about_to(
     pauses.clear()
     objects = Busy(tmp_path / "other")
     objects.refused = 100
-    with pytest.raises(StoreUnavailableError, match="the name is taken, and has no such object"):
+    with pytest.raises(StoreUnavailableError, match="the name is taken, but has no such object"):
         prepare_store(objects)
     assert 100 - objects.refused == 1 + len(pauses), "nobody waits after the last try"
     assert 2 < sum(pauses) < 4

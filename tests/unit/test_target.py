@@ -196,7 +196,7 @@ def test_a_cell_that_never_came_is_missed(given_by: str) -> None:
     target = Target(shard, zeros("float32", 4, 2), (), moves, merged=False)
     for move, ids in zip(moves, ([10, 11, 12, 13], [9, 10, 12]), strict=True):
         getattr(target, given_by)(move, RowsView(np.array(ids), np.ones((len(ids), 1), np.float32), ()))
-    with pytest.raises(CorruptionError, match="2 rows of this shard are in no source") as refused:
+    with pytest.raises(CorruptionError, match="2 rows of this shard are missing from all sources") as refused:
         target.finish("t")
     assert refused.value.where == {"table": "t", "row0": 10, "col0": 0}
 
@@ -326,7 +326,7 @@ def test_where_a_damaged_fold_is_all_there_is_the_log_is_read(tmp_path: Path, ca
     for marker in (2, 3):
         (tmp_path / FoldName(JOB, MarkerId(1, marker), None).segment_name(0)).unlink()
     assert locate(history.lineage, newest, Catalog.load(history.objects, JOB)).stored is None
-    assert "the store cannot serve marker 1:3, the log is read" in caplog.text
+    assert "the store cannot provide marker 1:3; reading the log" in caplog.text
     choice = choose(history.log, history.lineage, open_dense(str(tmp_path)), newest, history.objects)
     assert choice is not None
     assert choice.stored is None
@@ -353,10 +353,10 @@ def test_a_table_that_the_schema_does_not_have_is_refused_before_anything_is_rea
     history.generation(1, [1])
     fold(tmp_path)
     forge(history, lambda data: make_store.put(data, "I", make_store.entry_at(1, "table"), 7))
-    with pytest.raises(CorruptionError, match="of table 7, which the schema does not have"):
+    with pytest.raises(CorruptionError, match="of table 7, which are not in the schema"):
         restored(history, MarkerId(1, 1))
     cover = Catalog.load(history.objects, JOB).cover(history.lineage.chain(MarkerId(1, 1)))
-    with ThreadPoolExecutor(1) as pool, pytest.raises(CorruptionError, match="of table 7, which the schema"):
+    with ThreadPoolExecutor(1) as pool, pytest.raises(CorruptionError, match="of table 7, which are not"):
         merge(history.objects, history.lineage, cover, pool)
 
 
@@ -365,5 +365,5 @@ def test_a_shard_outside_of_its_table_is_refused_where_the_log_goes_on(tmp_path:
     history.generation(1, [1, 2])
     fold(tmp_path, upto=MarkerId(1, 1))
     forge(history, lambda data: data.__setitem__(slice(None), data.replace(b'"table":1}', b'"table":9}')))
-    with pytest.raises(CorruptionError, match=r"the store says that a rank held .* outside its table"):
+    with pytest.raises(CorruptionError, match=r"the store lists a rank's shard .* outside its table"):
         choose(history.log, history.lineage, open_dense(str(tmp_path)), MarkerId(1, 2), history.objects)

@@ -181,7 +181,7 @@ def test_the_inner_tier_is_the_nearest_source_and_the_outer_one_serves_without_i
     with caplog.at_level(logging.WARNING):
         found = find(job)
     assert where(found) == "1:2 outer"
-    assert "nobody can tell how many" in caplog.text
+    assert "an unknown number of markers" in caplog.text
     assert image(job, found) == truth
     with pytest.raises(MarkerNotFoundError, match="1:3 is not committed"):
         find(job, "1:3")
@@ -195,9 +195,9 @@ def test_damage_of_the_inner_tier_is_named_and_the_outer_one_serves(
     found = find(job)
     assert where(found) == "1:2 outer"
     assert found.skipped[0].startswith("1:3: ")
-    assert "the inner tier cannot give marker 1:3" in caplog.text
+    assert "the inner tier cannot provide marker 1:3" in caplog.text
     assert "p00001" in caplog.text
-    with pytest.raises(StreamCkptError, match="only the inner tier has marker 1:3, and not whole"):
+    with pytest.raises(StreamCkptError, match="marker 1:3 exists only in the inner tier, and is damaged there"):
         find(job, "1:3")
 
 
@@ -385,7 +385,7 @@ def test_a_rank_that_does_not_see_the_inner_folder_is_told_what_is_supported(job
     check_same_log(inner.log, inner.dense, inner.config, job.claim, 1)
     with pytest.raises(ConfigError, match="does not see the log") as caught:
         check_same_log(FileLog(tmp_path / "its-own-disk"), inner.dense, inner.config, job.claim, 1)
-    assert "for jobs on one node, or in a folder that all nodes share" in caught.value.hint
+    assert "an inner tier requires a job on one node, or a folder that all nodes share" in caught.value.hint
 
 
 def test_logs_that_do_not_belong_together_are_refused(job: TieredJob, tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def _see_nothing_is_lost(outer: Job, marker: MarkerId | None) -> None:
     """Check that a log without generations was not lost; raises MarkerNotFoundError if a marker is named."""
     check_whole(outer.log, outer.control, parse_uri(outer.uri), outer.objects)
     if marker is not None:
-        raise MarkerNotFoundError("the log does not exist", hint="check the URI, or start the job first", uri=outer.uri)
+        raise MarkerNotFoundError("there is no log", hint="check the URI, or start the job first", uri=outer.uri)
 
 
 def _say_what_is_lost(inner: Job, outer: Job, state: TierState) -> None:

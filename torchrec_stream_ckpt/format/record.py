@@ -74,7 +74,7 @@ def meta_of(values: Mapping[str, object]) -> Meta:
         known = isinstance(value, str | int | float) and not isinstance(value, bool)
         if not known or (isinstance(value, int) and abs(value) >= 2**53) or not _finite(value):
             raise ConfigError(
-                f"metadata {name} must be a string or a number, got {value!r:.80}",
+                f"metadata {name} must be a string or a finite number, got {value!r:.80}",
                 hint="pass a string, a finite float, or a whole number below 2^53; for a tensor, its item()",
             )
     found = dict(sorted(values.items()))

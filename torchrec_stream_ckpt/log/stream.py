@@ -117,7 +117,7 @@ def read_stream(
             break
     read = first + len(seen)
     if read != end.frames or chain != end.chain or (seen and header.kind is not Kind.MARK):
-        message, seq, offset = misfit or (f"found {read} of the {end.frames} frames up to this marker", read, end.end)
+        message, seq, offset = misfit or (f"found {read} of {end.frames} frames up to this marker", read, end.end)
         if strays.count > (misfit is not None):
             message = f"{message}; the partition holds {strays}"
         raise _located(CorruptionError(message), commit, end, seq, offset)
