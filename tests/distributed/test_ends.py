@@ -89,7 +89,7 @@ def by_exit_of_a_handler(checkpointer: StreamCheckpointer) -> None:
 
 
 def as_named(checkpointer: StreamCheckpointer) -> None:
-    with pytest.raises(ConfigError, match=r"outcome is 'done'"):
+    with pytest.raises(ConfigError, match=r"outcome 'done' is not valid"):
         checkpointer.close(outcome="done")
     checkpointer.mark().result(60)
     checkpointer.close(outcome="preempted")

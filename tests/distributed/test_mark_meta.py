@@ -150,7 +150,7 @@ def _by_event_time(uri: str) -> list[tuple[int, float]]:
             job.step()
             checkpointer.step(event_s=1000.0 + 20.0 * step - 10.0 * rank)
             inside(checkpointer).coordinator.settle()
-        with pytest.raises(ConfigError, match="event_s is nan"):
+        with pytest.raises(ConfigError, match="event_s must be a finite number, got nan"):
             checkpointer.step(event_s=float("nan"))
     with attach(job := trainer(PLAN_2), config, paranoid=False) as checkpointer:
         restored = checkpointer.restore()
