@@ -133,7 +133,7 @@ LOOKS = 3
 _ELSEWHERE = (CorruptionError, TrimmedError, MarkerNotFoundError, LogUnavailableError, StoreUnavailableError)
 
 OpenHead = Callable[[bytes], HeadState | None]
-"""Opens the HEAD of a job on this host; returns None if there is none."""
+"""Opens the HEAD of a job on this host. Returns None if this host has no HEAD."""
 CheckDense = Callable[[Job, Commit], None]
 """Compares the dense state of a marker in the store of this job; raises as :func:`verify_dense_state`."""
 

@@ -33,13 +33,13 @@ class Holding:
     pieces: tuple[Piece, ...]
     """Pieces that the restore would read; empty if the store has none."""
     damage: str = ""
-    """The first object of the pieces that is missing, short or altered; empty if there is none."""
+    """The first object of the pieces that is missing, short or altered. Empty if all are intact."""
     dense: str = ""
-    """Problem with the dense state in the store; empty if there is none."""
+    """Problem with the dense state in the store. Empty if it is intact."""
 
     @property
     def reach(self) -> MarkerId | None:
-        """Marker up to which the store has the rows; None if it has none, or the pieces are damaged."""
+        """Marker up to which the store has the rows. None if the store has no rows, or the pieces are damaged."""
         return self.pieces[-1].end if self.pieces and not self.damage else None
 
     @property
@@ -63,7 +63,7 @@ class Holdings:
     strides: Strides = field(init=False)
     _folders: dict[str, dict[str, int]] = field(default_factory=dict)
     _damages: dict[Stride, str] = field(default_factory=dict)
-    """Damage of each stride, empty if there is none. A stride from a marker to itself is for its data besides rows."""
+    """Damage of each stride, empty if it is intact. A stride from a marker to itself is for its data besides rows."""
 
     def __post_init__(self) -> None:
         self.strides = Strides(self.lineage, self.catalog)
@@ -118,7 +118,7 @@ class Holdings:
         return made
 
     def damage(self, cover: Sequence[Piece]) -> str:
-        """Describe the first segment of a cover that is missing or has another length; empty if there is none."""
+        """Describe the first segment of a cover that is missing or has another length. Empty if all are intact."""
         parts = [((piece.start, piece.end), piece.segments) for piece in cover]
         # Needed with any last piece: notes in the segments of the marker's own interval list the shards of each rank.
         ends = (piece.end for piece in cover[-1:])

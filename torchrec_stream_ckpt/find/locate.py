@@ -117,7 +117,9 @@ def locate(
 def damage_of(
     catalog: Catalog | None, lineage: Lineage, marker: MarkerId, damaged: Mapping[str, CorruptionError] = NONE
 ) -> CorruptionError | None:
-    """Return the damage that keeps the store from serving a marker, judging by directories, or None.
+    """Return the damage that keeps the store from serving a marker, judging by directories.
+
+    Returns None if the store can serve it.
 
     ``damaged`` adds damage that is already known.
     """

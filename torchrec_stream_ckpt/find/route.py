@@ -111,7 +111,7 @@ class Route:
     commit: Commit
     """COMMIT of the marker."""
     since: MarkerId | None = None
-    """Marker on the path whose rows the reader has; None if it has none."""
+    """Marker on the path whose rows the reader has. None if the reader has no rows."""
     head: HeadState | None = None
     """HEAD that has the oldest rows; None if no HEAD is used."""
     pieces: tuple[Piece, ...] = ()

@@ -233,7 +233,7 @@ class TierState:
     outer_id: str = ""
     inner: Lineage = field(default_factory=Lineage)
     inner_id: str = ""
-    """Incarnation of the inner log; empty if there is none."""
+    """Incarnation of the inner log. Empty if the inner log does not exist."""
 
     @classmethod
     def read(cls, job: Job | Tiers) -> TierState:
@@ -331,7 +331,7 @@ class TierState:
     def outer_upto(self, marker: MarkerId) -> int | None:
         """Return the newest generation on the path to ``marker`` that only the outer log can serve.
 
-        Returns 0 if there is none, and None if the path is not known."""
+        Returns 0 if the inner log can serve the whole path, and None if the path is not known."""
         while True:
             if self.commit(marker) is None:
                 known = self.outer.commits.get(marker)

@@ -34,7 +34,7 @@ class ClaimChanges:
     origin: str | None = None
     """``JOB GENERATION:MARKER`` of another job that the first rows came from. None if from the generation's parent."""
     earlier: tuple[ClaimChanges, ...] | None = None
-    """Changes made after the parent and before these, newest first. None if there are none.
+    """Changes made after the parent and before these, newest first. None if no changes were made in between.
 
     Only a run whose log lost the markers in between records them.
     """

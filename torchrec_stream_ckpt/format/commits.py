@@ -57,7 +57,7 @@ class Commits(MutableMapping[MarkerId, Commit]):
 
     @property
     def newest(self) -> MarkerId | None:
-        """The marker that was committed last. None if there are none."""
+        """The marker that was committed last. None if no marker was committed."""
         return next(reversed(self._held), None)
 
     def __getitem__(self, marker: MarkerId) -> Commit:

@@ -152,9 +152,9 @@ class Claim(Record):
     same_layout: int | None = None
     """Checksum of the layout in the CLAIM of the parent's generation, if the record omits its own."""
     changes: ClaimChanges | None = None
-    """Changes of the model that were declared to the restore. None if there are none."""
+    """Changes of the model that were declared to the restore. None if no changes were declared."""
     announces: tuple[str, ...] | None = None
-    """Features that programs of version 3 do not know, by the names in ``announced.py``. None if there are none."""
+    """Features that programs of version 3 do not know, by the names in ``announced.py``. None if it uses none."""
     version: int = field(default=VERSION, compare=False)
     """Format version of the frame that was read, so that its bytes can be reproduced."""
 

@@ -82,7 +82,7 @@ def check_no_import(lineage: Lineage, uri: str) -> None:
 
 
 def begun_in(claim: Claim) -> tuple[str, MarkerId] | None:
-    """Return the other job, in hex, and its marker that a generation's first rows came from. None if there is none."""
+    """Return the other job, in hex, and its marker that a generation's first rows came from. None if no other job."""
     told = claim.changes.each if claim.changes is not None else ()
     return next((each.source for each in reversed(told) if each.source is not None), None)
 

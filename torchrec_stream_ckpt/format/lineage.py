@@ -147,7 +147,7 @@ class Lineage:
 
     @property
     def newest(self) -> Commit | None:
-        """The marker that was committed last. None if there are none."""
+        """The marker that was committed last. None if no marker was committed."""
         marker = self.commits.newest
         return self.commits[marker] if marker is not None else None
 

@@ -144,7 +144,7 @@ class PackedCommit:
 
     @property
     def mac(self) -> str:
-        """HMAC of a checked COMMIT. Empty if it has none."""
+        """HMAC of a checked COMMIT. Empty if the COMMIT is not signed."""
         return _match(self.frame)["mac"].decode("ascii")
 
     def signed_bytes(self) -> bytes:
@@ -287,7 +287,7 @@ def _are_ends(text: bytes) -> bool:
 
 
 def _is_meta(text: bytes | None) -> bool:
-    """Return whether ``text`` is metadata as it is written, or None."""
+    """Return whether ``text`` is metadata in its written form. True for None."""
     if text is None:
         return True
     try:

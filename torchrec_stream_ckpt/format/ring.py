@@ -78,7 +78,7 @@ class FrameRing:
         """Largest memory that frames have taken so far, in bytes."""
 
     def acquire(self, *, extra: bool = False, wait_s: float = 0.0) -> FrameBuffer | None:
-        """Return a buffer for any frame, or None if there is none.
+        """Return a buffer for any frame. Returns None if no buffer is free.
 
         Args:
             extra: True for a marker, which may use its budget.

@@ -120,7 +120,7 @@ class Schema:
     def _with_ids(
         self, before: Iterable[tuple[bool, int | None]], taken: set[int | None], job: bytes, generation: int
     ) -> Schema:
-        """Return each table with its id, or with a new one if it has none.
+        """Return each table with its id, or with a new id if it has no id.
 
         A table of version 1, known without an id, gets the same id whichever generation is next.
         """

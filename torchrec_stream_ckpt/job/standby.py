@@ -107,7 +107,7 @@ class Standby:
         self._known: Shards = {}
         self._at: MarkerId | None = None
         self._towards: MarkerId | None = None
-        """Target of an advance that has not finished and may have written some rows; None if there is none."""
+        """Target of an unfinished advance, which may have written some rows. None if no advance is unfinished."""
         self._claim: Claim | None = None
         """(rank 0) CLAIM that fences the trainer."""
         self.touched = False

@@ -202,7 +202,7 @@ class Log(LogReader, Protocol):
         """
 
     def ends(self, generation: int, partitions: Collection[int]) -> dict[int, int]:
-        """Return the current ends of a generation's possible data, by data partition. 0 if there is none yet.
+        """Return the current ends of a generation's possible data, by data partition. 0 if it has no data yet.
 
         This is for readers of data that no marker has. A log of files may end inside a frame that is being written.
 

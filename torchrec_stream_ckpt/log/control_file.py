@@ -270,7 +270,7 @@ def read_front(file: BinaryIO) -> FileFront:
 
 
 def prune(path: Path, base: int) -> bool:
-    """(under the lock) Delete the bytes before offset ``base``. Returns False if there are none left.
+    """(under the lock) Delete the bytes before offset ``base``. Returns False if they are already deleted.
 
     Raises:
         CorruptionError: no record begins there.

@@ -130,7 +130,7 @@ def within(folder: Path, span: LogSpan, names: SegmentNames) -> Iterator[tuple[P
 
 
 def newest_segment(root: Path) -> tuple[int, Path] | None:
-    """Return (generation, path) of a segment of the newest generation that has any. Returns None if none exists."""
+    """Return (generation, path) of a segment of the newest generation that has any. None if the log has no segment."""
     newest: tuple[int, Path] | None = None
     with explained("cannot read the file log", root):
         for folder in (root / DATA_DIR).glob("p" + 5 * "[0-9]"):

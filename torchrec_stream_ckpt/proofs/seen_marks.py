@@ -176,7 +176,7 @@ class Circle:
         return self._newest[positions(table_id, np.arange(begin, end, dtype=np.int64))]
 
     def before(self, table_id: int, block: int, place: int) -> int | None:
-        """Return the newest marker before ``place`` that proves a block. Returns None if there is none."""
+        """Return the newest marker before ``place`` that proves a block. Returns None if no earlier marker does."""
         at = int(positions(table_id, np.array([block], np.int64))[0])
         older = (each for each in sorted(self._windows, reverse=True) if each < place)
         return next(

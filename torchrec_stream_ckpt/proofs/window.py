@@ -238,7 +238,7 @@ def _with_rows(shards: Iterable[TableShard]) -> list[TableShard]:
 
 
 def window_of(notes: Sequence[Notes]) -> Window | None:
-    """Return the window that a marker proves, from the reports of its ranks. Returns None if there is none."""
+    """Return the window that a marker proves, from the reports of its ranks. Returns None if it proves no window."""
     return common_window(each.mark.proof for each in notes)
 
 

@@ -128,7 +128,7 @@ class Roll:
 
     @property
     def store(self) -> Any:
-        """Store shared by all ranks. None if there is none."""
+        """Store shared by all ranks. None if the ranks share no store."""
         return self._store
 
     @property

@@ -57,7 +57,7 @@ def _in_log(error: CorruptionError, log: LogReader, read: Iterable[Interval], sc
 def _frame(error: CorruptionError, log: LogReader, span: LogSpan) -> tuple[int | None, Header | None]:
     """Return offset and header of the frame with the number in ``error``.
 
-    If that header cannot be read, returns the offset in ``error``, or None, and no header.
+    If that header cannot be read, returns the offset in ``error``, None if it has no offset, and no header.
     """
     for offset, frame in log.read(span):
         try:

@@ -63,7 +63,7 @@ class RowPlane(Plane):
 
     Args:
         tensor: The live tensor.
-        rows: For each row of the marker's shard, its row in ``tensor``; -1 if it has none.
+        rows: For each row of the marker's shard, its row in ``tensor``. -1 for a row without one.
     """
 
     def __init__(self, tensor: torch.Tensor, rows: Ints) -> None:

@@ -127,7 +127,7 @@ class Claims:
         Args:
             parent: The marker that it is based on.
             swept: Indices of tables that it sends completely.
-            changes: Differences of the model from that of ``parent``; None if there are none.
+            changes: Differences of the model from that of ``parent``. None if the model is unchanged.
         """
         tier, attached = self._tier, self._attached
         schema, layout, whole = attached.schema, attached.layout, tuple(swept)

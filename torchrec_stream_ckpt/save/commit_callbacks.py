@@ -28,7 +28,7 @@ class Announcer:
     """(rank 0) Calls the user's callback, marker by marker.
 
     Args:
-        on_commit: The user's callback; None if there is none.
+        on_commit: The user's callback. None if the user gave no callback.
     """
 
     def __init__(self, on_commit: OnCommit | None) -> None:

@@ -27,7 +27,7 @@ class EventTime:
         self.watermark_s: float | None = None
         """This rank has trained all data that it was given up to this time; None if the user has not set it."""
         self._cut: int | None = None
-        """Stretch of the newest marker; if there is none, the first stretch that all ranks were seen to reach."""
+        """Stretch of the newest marker. Before the first marker, the first stretch that all ranks have reached."""
         self._seen = _NONE
         """Newest stretch that all ranks have reached, as of the last vote."""
         self._voted: tuple[int, float] | None = None

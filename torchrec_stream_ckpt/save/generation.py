@@ -142,7 +142,7 @@ def check_claimed(
 def newest_held(log_: Log, control: Control, claim: Claim) -> MarkerId | None:
     """(rank 0) Return the newest marker of a generation, or on the path to it, that the log still holds completely.
 
-    Returns None if there is none.
+    Returns None if the log holds no such marker.
 
     Raises:
         LogUnavailableError: the log does not answer.

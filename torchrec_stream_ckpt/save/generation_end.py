@@ -81,7 +81,7 @@ class Ending:
     """Reports how the job has ended.
 
     Args:
-        store: Store shared by all ranks; None if there is none.
+        store: Store shared by all ranks. None if the ranks share no store.
         rank: This rank.
         world: Number of ranks.
     """

@@ -162,7 +162,7 @@ class Signals:
                 came.heard_s = time.monotonic()
 
     def waited_s(self, number: signal.Signals) -> float:
-        """Return the seconds since the first step boundary after an unanswered signal; 0.0 if there is none."""
+        """Return the seconds since the first step boundary after an unanswered signal. 0.0 before that boundary."""
         heard_s = self._came[number].heard_s
         return time.monotonic() - heard_s if heard_s is not None else 0.0
 

@@ -42,7 +42,7 @@ class Stopping:
         self._roll = roll
         self._peers_s = peers_s
         self.by = ""
-        """Signal after which the job must end, the same on all ranks; empty if there is none."""
+        """Signal after which the job must end, the same on all ranks. Empty before such a signal."""
 
     def boundary(self, stream: Stream) -> None:
         """(each rank, at each step boundary) Give up on a signal that has waited for too long, and log the reason."""
@@ -84,7 +84,7 @@ class Stopping:
         Args:
             stream: The open stream of this rank.
             step: Step of the boundary.
-            there: The marker that was already cut at this boundary; None if there is none.
+            there: The marker that was already cut at this boundary. None if no marker was cut.
             cut: Cuts a marker; its argument is a deadline on the monotonic clock.
 
         Raises:

@@ -326,7 +326,7 @@ class Streaming:
             parent_bytes: Bytes that a restore of the parent reads on this rank.
             proved_up_to: Position at which the window of its newest proof ends.
             patience: Retry policy for the claim.
-            changes: Differences of the model from that of the marker; None if there are none.
+            changes: Differences of the model from that of the marker. None if the model is unchanged.
         """
         self._proved_up_to = proved_up_to
         self.steps = step

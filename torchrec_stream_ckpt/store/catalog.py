@@ -346,7 +346,7 @@ class Catalog:
     def cover(
         self, chain: Sequence[Commit], since: MarkerId | None = None, pool: Executor | None = None
     ) -> tuple[Piece, ...]:
-        """Return consecutive pieces that lead as far along ``chain`` as the store does. Empty if there are none.
+        """Return consecutive pieces that lead as far along ``chain`` as the store does. Empty if no piece begins it.
 
         Args:
             chain: A tail of ``Lineage.chain`` of a marker: neighbors are an interval apart.

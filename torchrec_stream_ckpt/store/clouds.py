@@ -28,7 +28,7 @@ class Cloud:
     whole: Mapping[str, Any] = field(default_factory=dict)
     """Arguments that make the read of a whole object one request."""
     length: Callable[[Any, str], int] | None = None
-    """Function that returns the length of an object by one request. It raises FileNotFoundError if there is none.
+    """Function that returns the length of an object by one request. Raises FileNotFoundError if the object is missing.
 
     None for the library's ``info``, which may also list objects that have the name as a prefix.
     """
@@ -49,13 +49,13 @@ class Cloud:
     variables: tuple[str, ...] = ()
     """Environment variables that name the server or the account."""
     look: Callable[[Any, str], object] | None = None
-    """Function that looks up a bucket through a file system. It raises FileNotFoundError if there is none.
+    """Function that looks up a bucket through a file system. Raises FileNotFoundError if the bucket is missing.
 
     None if every use of a bucket reports this.
     """
 
     def server(self, settings: Mapping[str, Any]) -> str:
-        """Return the server or the account that settings or the environment name. Empty if there is none."""
+        """Return the server or the account that settings or the environment name. Empty if they name no server."""
         client = settings.get("client_kwargs")
         named = [settings.get(name) for name in self.servers]
         named += [client.get("endpoint_url")] if isinstance(client, Mapping) else []

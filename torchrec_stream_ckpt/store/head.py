@@ -248,7 +248,7 @@ class Head:
 
     @classmethod
     def open(cls, root: Path, job: bytes, wait_s: float = READER_WAIT_S) -> Head | None:
-        """Open the HEAD of a job. Returns None if there is none, or logs why it cannot be used and returns None."""
+        """Open the HEAD of a job. Returns None if it does not exist. If it is unusable, logs why and returns None."""
         try:
             folder = HeadFolder(root, job)
         except FileNotFoundError:

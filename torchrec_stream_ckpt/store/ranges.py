@@ -254,7 +254,7 @@ class _Sought:
         return self._given(RowsView(ids[places], arrays[0], tuple(arrays[1:])))
 
     def rows_of_whole(self, source: _Ranges, schema: Schema) -> WindowRows | None:
-        """Return the blocks' rows from the whole chunk, after comparing its checksum. None if there are none."""
+        """Return the blocks' rows from the whole chunk, after comparing its checksum. None if it has no such rows."""
         data = source.get(self.whole)
         check_chunk(self.entry, data, self.name)
         view = decode_chunk(self.entry, data, schema, self.name)

@@ -44,7 +44,7 @@ class Service(ABC):
         self._retry_s = retry_s
         self._stop = threading.Event()
         self._trouble = ""
-        """Headline of the current error. Empty if there is none."""
+        """Headline of the current error. Empty while the service works."""
 
     def stop(self) -> None:
         """End :meth:`run` soon. Safe on any thread and in a signal handler."""

@@ -111,7 +111,7 @@ class Brokers:
     def _ask_once(
         self, doing: str, call: Callable[[Any], Mapping[Any, Future[Any]]], timeout_s: float
     ) -> dict[Any, Any] | None:
-        """Return the answers. Returns None if there are none in time."""
+        """Return the answers. Returns None if the brokers do not answer in time."""
         with self._asking:
             admin, reasons = self._client(), self._reasons
             admin.poll(0)
@@ -141,7 +141,7 @@ class Brokers:
         return answers
 
     def _silent(self) -> str:
-        """Return a phrase that lists the unreachable brokers. Empty if there are none or only one broker."""
+        """Return a phrase that lists the unreachable brokers. Empty if all answer, or there is only one broker."""
         brokers = self.uri.brokers.split(",")
         silent = [broker for broker in brokers if not knock(broker)[0]] if len(brokers) > 1 else []
         return f"; {', '.join(silent)} cannot be reached from here" if silent else ""
@@ -185,7 +185,7 @@ class Brokers:
             raise error(f"cannot {doing} topic '{topic}': no such partition", hint=DESTROYED_HINT, partition=partition)
 
     def _await_topic(self, topic: str) -> Any:
-        """Return the topic's description, or None after a short wait. A broker may learn of a topic late."""
+        """Return the topic's description. Returns None if the broker does not know the topic within a short wait."""
         deadline = time.monotonic() + PROPAGATION_S
         while True:
             description = self.describe().get(topic)

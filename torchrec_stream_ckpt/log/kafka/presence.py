@@ -87,7 +87,7 @@ class Presence:
 
     @staticmethod
     def _short(spans: Sequence[LogSpan], edges: Mapping[int, Edge]) -> LogSpan | None:
-        """Return a span that ends after its partition. Returns None if there is none."""
+        """Return a span that ends after its partition. Returns None if each partition holds its spans."""
         return next((span for span in spans if edges[span.partition].high < span.end), None)
 
     def _check_order(self, spans: Sequence[LogSpan]) -> None:

@@ -141,7 +141,7 @@ def _blind() -> ssl.SSLContext:
 
 
 def _certificate(address: tuple[str, int], options: Mapping[str, str]) -> Cause | None:
-    """Return the fault of the broker's certificate under the client's own settings. Returns None if there is none."""
+    """Return the fault of the broker's certificate under the client's own settings. Returns None if it is valid."""
     if options.get("enable.ssl.certificate.verification", "true").lower() == "false":
         return None
     place, pem = options.get("ssl.ca.location"), options.get("ssl.ca.pem")
