@@ -23,7 +23,7 @@ class View:
     states: tuple[int | None, ...]
     """For each state of the marker, its position among the live states; None if it is not kept."""
     numbers: Ints | None = field(default=None, compare=False)
-    """For each row of ``shard``, its row in the live shard, or -1 if it is not kept. None for the shard's first rows."""
+    """For each row of ``shard``, its row in the live shard, -1 if it is not kept. None for the shard's first rows."""
     dtype: str | None = None
     """Dtype of the marker's weights; None if the live weights have the same."""
 
@@ -78,7 +78,7 @@ class Views:
         return cls(evolution, outcomes, changed)
 
     def target(self, live: TableShard) -> TableShard | None:
-        """Return the part of a live shard, in the marker's numbering, that comes from the marker. None if no part does."""
+        """Part of a live shard, in the marker's numbering, that comes from the marker. None if no part does."""
         if self.outcomes[live.table].goes_on:
             return live
         view = self.changed.get(live)
