@@ -106,7 +106,7 @@ test-ray: $(STAMP) ## Run the tests of the Ray engine, on a cluster of two nodes
 	@$(PY) -m uv pip install --quiet --python $(PY) 'ray==2.60.0'
 	@OMP_NUM_THREADS=1 $(PY) -m pytest tests/processes/test_ray.py $(PYTEST_ARGS)
 
-lint: $(STAMP) ## Check style, types and the language of docstrings: ruff, mypy --strict, scripts/language.py
+lint: $(STAMP) ## Check style, types and the language of docstrings and messages: ruff, mypy --strict, scripts/language.py
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(PY) -m mypy --strict

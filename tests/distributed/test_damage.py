@@ -247,10 +247,10 @@ def test_a_segment_cut_short_is_refused(log: Path) -> None:
         file.truncate(segment.stat().st_size - 64)
     said, _ = warm.run(2, _restore, f"file://{log}", "1:3")[0]
     assert said.startswith("StreamLostError")  # a CorruptionError
-    assert "were committed" in said
+    assert "but was committed up to byte" in said
     listed = json.loads(_cli("list", f"file://{log}", "--json").stdout)["markers"]
     assert [row["restorable"] for row in listed] == [True, True, False]
-    assert "were committed" in listed[-1]["reason"]
+    assert "but was committed up to byte" in listed[-1]["reason"]
 
 
 def test_a_flipped_byte_in_the_control_log_is_refused(log: Path) -> None:
@@ -325,7 +325,7 @@ def test_rows_without_their_control_log_are_not_taken_for_a_new_log_and_stay(fre
     else:
         for said, _ in warm.run(2, _restore, f"file://{log}", None):
             assert said.startswith("CorruptionError: the file log holds rows")
-            assert "bring control.log back" in said
+            assert "restore control.log from a copy" in said
     assert _segment(log, 0).read_bytes() == before
 
 
@@ -371,7 +371,7 @@ def test_another_jobs_segment_is_refused(log: Path, tmp_path: Path) -> None:
     shutil.copy(_segment(other, 0), _segment(log, 0))
     said, _ = warm.run(2, _restore, f"file://{log}", None)[0]
     assert said.startswith("CorruptionError: found 0 of 34 frames up to this marker")
-    assert "34 records that are not of this stream" in said
+    assert "34 records that do not belong to this stream" in said
     assert "frame of another job" in said
 
 

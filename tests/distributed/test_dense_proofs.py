@@ -161,9 +161,11 @@ def test_verify_compares_the_files_and_names_entry_rank_and_marker(flipped: tupl
     for marker, name in zip(MARKERS, names, strict=True):
         if name:
             for entry in name.split("; "):
-                said = rf"not as it was at the cut: .*{re.escape(entry)} \(digest .*marker={marker}\b"
+                said = (
+                    rf"dense state differs from its state at the cut: .*{re.escape(entry)} \(digest .*marker={marker}\b"
+                )
                 assert re.search(said, told.output), told.output
-    assert told.output.count("is not as it was at the cut") == len(PLACES)
+    assert told.output.count("dense state differs from its state at the cut") == len(PLACES)
 
 
 def test_dense_state_that_is_accepted_goes_on(flipped: tuple[Path, list[str]], tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_what_an_operator_or_a_job_has_claimed_is_not_imported_into(saved: tuple
     kill(arguments(folder, log), "import.rows", tmp_path / "fired")
     control = Control(FileLog(log))
     control.claim(fence_of(control.refresh(), f"file://{log}"))
-    with pytest.raises(ConfigError, match=r"not empty, generation 2 of a job has begun there"):
+    with pytest.raises(ConfigError, match=r"requires an empty log, but generation 2 of a job has begun in this one"):
         run(*arguments(folder, log))
 
 

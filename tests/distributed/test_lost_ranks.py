@@ -47,7 +47,7 @@ def _different_calls(uri: str) -> str:
 def test_ranks_in_different_calls_are_named_on_all_of_them(tmp_path: Path) -> None:
     for said in ranks.run(2, _different_calls, f"file://{tmp_path}"):
         assert said.startswith("rank 0 is in restore(), rank 1 is in step()")
-        assert "make it on all ranks, at the same step boundary" in said
+        assert "make every call on all ranks, at the same step boundary" in said
     assert not (tmp_path / "control.log").exists()
 
 

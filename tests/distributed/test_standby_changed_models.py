@@ -97,7 +97,7 @@ def test_a_spare_that_holds_the_old_model_ends_and_fences_nobody(*, told: bool, 
             if told and marks:
                 assert "in Python:\nchanges = Changes(" in str(error)
             else:
-                assert "the trainer was restored into another model" in error.message
+                assert "the trainer's model differs from this spare's" in error.message
                 assert error.hint == "restart the spare with the trainer's model"
                 assert "generation=2" in str(error)
     finally:

@@ -215,15 +215,15 @@ BAD_SEGMENTS = {
 ALTERED = "manifest was altered: its checksum does not match"
 NOT_OURS = "not a manifest of this store"
 BAD_MANIFESTS = {
-    "empty": "no JSON: Expecting value: line 1 column 1 (char 0)",
-    "cut": "no JSON: Expecting ',' delimiter: line 1 column 1283 (char 1282)",
+    "empty": "not JSON: Expecting value: line 1 column 1 (char 0)",
+    "cut": "not JSON: Expecting ',' delimiter: line 1 column 1283 (char 1282)",
     "crc": ALTERED,
     "spaces": ALTERED,
     "repeated_name": ALTERED,
     "newer_format": "manifest has format 2, this program reads up to 1",
     "format_true": NOT_OURS,
     "kind": NOT_OURS,
-    "not_finite": "no JSON: Out of range float values are not JSON compliant",
+    "not_finite": "not JSON: Out of range float values are not JSON compliant",
     "field": "manifest has fields ['commit', 'more', 'previous', 'segments'], "
     "expected ['commit', 'previous', 'segments']",
     "base64": "not base64: string argument should contain only ASCII characters",
@@ -236,19 +236,17 @@ BAD_MANIFESTS = {
     "expected ['front_bytes', 'header_crc', 'name', 'num_bytes', 'rows']",
     "segment_negative": "segment.rows is -1, expected int",
     "segment_lengths": f"{make_store.INTERVAL_NAME} has impossible lengths",
-    "segment_outside": f"names 'segments/../../etc/passwd', where {make_store.INTERVAL_NAME} belongs",
+    "segment_outside": f"names 'segments/../../etc/passwd', expected {make_store.INTERVAL_NAME}",
     "segment_of_another_job": f"names 'segments/{bytes(16).hex()}/g00000001-r00000-m00000001-p000.seg', "
-    f"where {make_store.INTERVAL_NAME} belongs",
-    "segment_twice": f"names '{make_store.INTERVAL_NAME}', "
-    f"where {make_store.INTERVAL_NAME.replace('p000', 'p001')} belongs",
+    f"expected {make_store.INTERVAL_NAME}",
+    "segment_twice": f"names '{make_store.INTERVAL_NAME}', expected {make_store.INTERVAL_NAME.replace('p000', 'p001')}",
 }
 BAD_FOLDS = {
     "job": "'000102030405060708090A0B0C0D0E0F' is not a job id",
     "no_end": "None is not before None",
     "end": "'1:01' is not the canonical form of marker 1:1",
     "order": "1:1 is not before 1:1",
-    "segments_of_an_interval": f"names '{make_store.INTERVAL_NAME}', "
-    f"where {make_store.FOLD_NAME.segment_name(0)} belongs",
+    "segments_of_an_interval": f"names '{make_store.INTERVAL_NAME}', expected {make_store.FOLD_NAME.segment_name(0)}",
     "no_segments": "an interval or fold must have segments",
 }
 
@@ -299,8 +297,8 @@ BAD_SUMMARIES = {
     "newer_version": "has version 2, this program reads up to 1",
     "version_zero": "impossible version",
     "header_len": "impossible version",
-    "job": "cannot have",
-    "count": "3 were written",
+    "job": "invalid part",
+    "count": "expected 3",
     "reserved": "impossible version",
     "header_crc": "header's checksum",
     "short": "shorter than its header",
@@ -314,8 +312,8 @@ BAD_SUMMARIES = {
     "part_header_cut": "ends inside a part",
     "part_huge": "impossible length",
     "part_longer_than_object": "impossible length",
-    "part_order": "cannot have",
-    "part_name": "cannot have",
+    "part_order": "invalid part",
+    "part_name": "invalid part",
 }
 
 

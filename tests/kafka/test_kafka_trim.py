@@ -138,5 +138,5 @@ def test_a_partition_is_trimmed_up_to_the_first_offset_that_anybody_needs(log: L
         deleted.result(20)
     with pytest.raises(CorruptionError, match="rows from offset 14 on are required, but the log begins at 15"):
         trainer.check_log(7, newest.ranks)
-    with pytest.raises(CorruptionError, match="rows from 14 on are needed"):
+    with pytest.raises(CorruptionError, match="rows from offset 14 on are required"):
         locate(control.refresh(), MarkerId(4, 5)).check_trimmed(log)

@@ -228,7 +228,7 @@ def test_objects_of_another_job_and_of_no_name_are_not_seen(shelf: Shelf) -> Non
 def test_a_manifest_of_another_history_is_refused(shelf: Shelf) -> None:
     shelf.markers("1:1", "1:2")
     shelf.put(shelf.manifest(replace(shelf.lineage.find(marker("1:2")), step=99)))
-    with pytest.raises(CorruptionError, match="another marker of this name than the log: one of them was copied"):
+    with pytest.raises(CorruptionError, match="differs between store and log: one of the two was copied"):
         shelf.cover("1:2")
 
 
@@ -237,7 +237,7 @@ def test_a_fold_of_another_history_is_refused(shelf: Shelf) -> None:
     name = shelf.fold_name("-1:2")
     ref = SegmentRef(name.segment_name(0), 500, 128, 0, 2)
     shelf.objects.put(name.name, [Fold(JOB, name.start, name.end, 77, (ref,)).to_bytes()])
-    with pytest.raises(CorruptionError, match="another marker of this name than the log: one of them was copied"):
+    with pytest.raises(CorruptionError, match="differs between store and log: one of the two was copied"):
         shelf.cover("1:2")
 
 
@@ -246,7 +246,7 @@ def test_a_marker_that_another_history_gave_up_is_not_taken_for_given_up(shelf: 
     other = Dropped(replace(made, step=99), shelf.lineage.previous(made.id), 5.0)
     shelf.objects.put(dropped_name(JOB, made.id), [other.to_bytes()])
     assert not shelf.catalog.is_dropped(shelf.lineage.find(marker("1:1")))
-    with pytest.raises(CorruptionError, match="another marker of this name than the log: one of them was copied"):
+    with pytest.raises(CorruptionError, match="differs between store and log: one of the two was copied"):
         shelf.catalog.is_dropped(made)
 
 
@@ -267,7 +267,7 @@ def test_a_manifest_or_fold_under_another_name_is_refused(shelf: Shelf) -> None:
     shelf.folds("-1:3")
     data = bytes(shelf.objects.read(shelf.fold_name("-1:3").name))
     shelf.objects.put(shelf.fold_name("-2:3").name, [data])
-    with pytest.raises(CorruptionError, match="fold is not the one that its name says"):
+    with pytest.raises(CorruptionError, match="fold does not match its file name"):
         shelf.cover("2:3")
 
 
@@ -307,11 +307,11 @@ def test_an_empty_store_tells_of_none(shelf: Shelf) -> None:
 @pytest.mark.parametrize(
     ("there", "message"),
     [
-        (["1:1", "1:3"], "the store lacks marker 1:2, on which 1:3 follows"),
-        (["1:2"], "the store lacks marker 1:1, on which 1:2 follows"),
-        (["1:1", "2:3"], "the store lacks marker 1:2, on which 2:3 follows"),
-        (["1:1", "1:2", "2:4"], "the store lacks marker 2:3, on which 2:4 follows"),
-        (["3:3"], "the store lacks marker 1:1, on which 3:3 follows"),
+        (["1:1", "1:3"], "the store lacks marker 1:2, the predecessor of 1:3"),
+        (["1:2"], "the store lacks marker 1:1, the predecessor of 1:2"),
+        (["1:1", "2:3"], "the store lacks marker 1:2, the predecessor of 2:3"),
+        (["1:1", "1:2", "2:4"], "the store lacks marker 2:3, the predecessor of 2:4"),
+        (["3:3"], "the store lacks marker 1:1, the predecessor of 3:3"),
     ],
 )
 def test_the_store_alone_does_not_guess_what_it_lacks(shelf: Shelf, there: list[str], message: str) -> None:
@@ -325,7 +325,7 @@ def test_a_claim_is_that_of_its_name(shelf: Shelf) -> None:
     shelf.objects.put(claim_name(JOB, 3), [shelf.lineage.find(marker("1:1")).to_frame()])
     assert shelf.catalog.claim(1) == shelf.lineage.claims[1]
     for generation in (2, 3):
-        with pytest.raises(CorruptionError, match="not the CLAIM that its name says"):
+        with pytest.raises(CorruptionError, match="CLAIM does not match its file name"):
             shelf.catalog.claim(generation)
     with pytest.raises(MissingObjectError):
         shelf.catalog.claim(4)

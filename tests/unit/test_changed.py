@@ -74,9 +74,9 @@ def test_what_became_of_each_table_is_told_by_index_and_id() -> None:
     ("schema", "swept", "match"),
     [
         (Schema(OLD.tables[:1]), (), "fewer tables"),
-        (evolved(*OLD.tables, C), (), "table c is not the one of the parent"),
-        (evolved(TOMBSTONE, OLD.tables[1]), (), "table a is not the one of the parent"),
-        (evolved(replace(A, rows=9), OLD.tables[1]), (1,), "table a is not the one of the parent"),
+        (evolved(*OLD.tables, C), (), "table c differs from the parent's"),
+        (evolved(TOMBSTONE, OLD.tables[1]), (), "table a differs from the parent's"),
+        (evolved(replace(A, rows=9), OLD.tables[1]), (1,), "table a differs from the parent's"),
         (evolved(replace(OLD.tables[0], rows=9), OLD.tables[1]), (0,), "table a has changed but keeps its id"),
     ],
 )
@@ -101,7 +101,7 @@ def test_the_index_of_a_dropped_table_is_never_used_again() -> None:
 
 def test_tables_of_version_1_are_the_same_if_all_else_is() -> None:
     check_follows(OLD.unnamed, OLD, (), 2)
-    with pytest.raises(CorruptionError, match="table a is not the one"):
+    with pytest.raises(CorruptionError, match="table a differs from the parent's"):
         check_follows(OLD.unnamed, evolved(replace(A, rows=9), OLD.tables[1]), (), 2)
 
 
@@ -153,7 +153,7 @@ def test_changes_that_no_writer_writes_are_refused(field: str, value: str, match
 
 def test_a_change_in_a_frame_of_version_2_is_refused() -> None:
     schema = evolved(TOMBSTONE, OLD.tables[1])
-    for more, match in (({"changes": ClaimChanges.of(b"{}")}, "has fields"), ({"schema": schema}, "not sorted")):
+    for more, match in (({"changes": ClaimChanges.of(b"{}")}, "has fields"), ({"schema": schema}, "must be sorted")):
         frame = claim(1, **more).to_frame()  # type: ignore[arg-type]
         with pytest.raises(CorruptionError, match=match):
             parse_control(frame)
@@ -166,7 +166,7 @@ def test_an_older_fence_with_the_tables_of_another_root_is_read() -> None:
     log = [claim(1, schema=OLD), commit(1, 1), claim(2, schema=other), fence]
     found = Lineage.of([parse_control(record.to_frame()) for record in log])  # type: ignore[misc]
     assert (found.newest_generation, found.claims[3].world, found.stale) == (3, 0, 0)
-    with pytest.raises(CorruptionError, match="the generation does not send it whole"):
+    with pytest.raises(CorruptionError, match="this generation does not send all its rows"):
         Lineage.of([*log[:3], replace(fence, world=1)])  # type: ignore[list-item]
 
 

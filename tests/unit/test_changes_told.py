@@ -66,7 +66,7 @@ def test_a_spare_goes_on_with_a_trainer_of_its_model(trainer: Claim) -> None:
     ids=["rolled back", "fresh", "one change more", "one more after a loss", "changed on top", "changed otherwise"],
 )
 def test_a_spare_refuses_a_trainer_of_another_model(trainer: Claim) -> None:
-    with pytest.raises(SchemaMismatchError, match="restored into another model") as refused:
+    with pytest.raises(SchemaMismatchError, match="the trainer's model differs from this spare's") as refused:
         refuse_changed(lineage(grown(), commit(2, 3), trainer), 3, HELD)
     assert (refused.value.where["generation"], refused.value.where["marker"]) == (3, HELD)
 

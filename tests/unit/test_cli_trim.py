@@ -80,7 +80,10 @@ def test_trim_stops_in_front_of_a_marker_that_the_store_lacks(tmp_path: Path) ->
     [
         ("segments/{job}/g00000001-r00000-m00000001-p000.seg", "marker 1:1 would be lost: .*p000.seg is missing"),
         ("manifests/{job}/g00000001-m00000002.json", "marker 1:2 would be lost: the store leads up to 1:1"),
-        ("dense/{job}/g00000001-m00000003/.metadata", "marker 1:3 would be lost: dense state is not in the store"),
+        (
+            "dense/{job}/g00000001-m00000003/.metadata",
+            "marker 1:3 would be lost: dense state is missing from the store",
+        ),
     ],
 )
 def test_trim_is_refused_when_a_marker_would_be_lost(history: History, gone: str, message: str) -> None:

@@ -202,7 +202,7 @@ def test_zeros_in_the_middle_are_no_torn_tail(log: FileLog, tmp_path: Path) -> N
 
 def test_a_link_to_nowhere_is_named(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(LogUnavailableError, match=r"a link to .*nowhere, which is not there") as refused:
+    with pytest.raises(LogUnavailableError, match=r"a link to .*nowhere, which does not exist") as refused:
         FileLog(tmp_path / "link").prepare(1)
     assert refused.value.hint == f"make {tmp_path / 'nowhere'}"
 

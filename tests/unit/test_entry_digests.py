@@ -53,7 +53,7 @@ def test_scalars_are_numbers_of_8_bytes() -> None:
 def test_scalars_that_differ_are_refused_with_both_digests() -> None:
     proof = DenseProof.of({}, scalars_digest(SCALARS))
     proof.check_scalars(SCALARS, "MARK.scalars")
-    with pytest.raises(CorruptionError, match=rf"their digest is 0{{16}}, {proof.scalars:016x} was proved"):
+    with pytest.raises(CorruptionError, match=rf"their digest is 0{{16}}, expected {proof.scalars:016x}"):
         proof.check_scalars([], "MARK.scalars")
 
 

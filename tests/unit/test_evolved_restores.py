@@ -104,7 +104,7 @@ def test_tables_in_another_order_are_refused_by_a_plan(tmp_path: Path) -> None:
     (marker,) = job.markers(1)
     route = stores.choose(FileLog(job.root), lineage_of(job), open_dense(str(job.root)), marker)
     assert route is not None
-    with pytest.raises(SchemaMismatchError, match="has index 1 in the log and 0 here"):
+    with pytest.raises(SchemaMismatchError, match="has index 1 in the log, but 0 in this model"):
         plan_reads(route.complete(FileLog(job.root)), Schema((one, two)), [TableShard(0, 0, 8, 0, 4)])
 
 

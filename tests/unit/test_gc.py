@@ -297,7 +297,7 @@ def test_a_damaged_manifest_is_named_and_nothing_goes(tmp_path: Path, pool: Exec
 def test_a_manifest_that_was_lost_is_missed_by_the_store_alone(tmp_path: Path, pool: Executor) -> None:
     history = plain(tmp_path)
     history.objects.delete(manifest_name(history.lineage.job, MarkerId(1, 3)))
-    with pytest.raises(CorruptionError, match="the store lacks marker 1:3, on which 1:4 follows"):
+    with pytest.raises(CorruptionError, match="the store lacks marker 1:3, the predecessor of 1:4"):
         gc(history, rules(newest=1), pool)
 
 

@@ -78,7 +78,7 @@ def test_nobody_at_the_port_is_no_cause() -> None:
     [
         (answering(33, "PLAIN"), TLS, "does not support TLS, but this client uses it"),
         (answering(34), TLS, "does not support TLS, but this client uses it"),
-        (answering(34), LOGIN, "takes no login"),
+        (answering(34), LOGIN, "does not accept a login"),
         (answering(33, "PLAIN", "GSSAPI"), {}, "requires a login by GSSAPI, PLAIN"),
         (answering(33, "PLAIN", "GSSAPI"), LOGIN, "does not support SASL mechanism SCRAM-SHA-512, only GSSAPI, PLAIN"),
     ],

@@ -1,4 +1,4 @@
-"""The linter of docstrings: scripts/language.py."""
+"""The linter of docstrings and messages: scripts/language.py."""
 
 from __future__ import annotations
 
@@ -31,3 +31,20 @@ def test_strings_that_stand_alone_are_found_with_their_line() -> None:
     source = '"""Module."""\n\nLIMIT = 1\n"""Bytes."""\n\n\ndef f():\n    """Do it."""\n    return "What"\n'
     found = sorted((lines.start, text) for lines, text in SCRIPT["docstrings"](source))
     assert found == [(1, "Module."), (4, "Bytes."), (8, "Do it.")]
+
+
+@pytest.mark.parametrize(
+    ("source", "number"),
+    [
+        ('raise StoreError("the log was deleted and recreated", hint="restart the job", where="told")', 0),
+        ('raise StoreError(f"the log was deleted and {how} made again", hint="start the job anew")', 2),
+        ('raise StoreError(*many, hint="check it" if known else "nobody can tell")', 2),
+        ('log.warning("training goes on: %s", error)', 1),
+        ('print("training goes on")', 0),
+        ('_HINTS: dict[str, str] = {"ENOSPC": "make room, or leave it out"}', 1),
+        ('hint = "stream-ckpt list tells"', 1),
+    ],
+)
+def test_words_of_messages_are_named(source: str, number: int) -> None:
+    found = [each for _, text in SCRIPT["messages"](source) for each in SCRIPT["message_complaints"](text)]
+    assert len(found) == number

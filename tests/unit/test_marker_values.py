@@ -137,7 +137,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_ones() -> None:
 def test_text_and_numbers_do_not_compare_and_the_markers_are_named() -> None:
     mixed = {FIRST: {"auc": 0.7}, SECOND: {"auc": "good"}}
     for ask in (lambda: ordered(list(mixed), mixed, "auc"), lambda: best_of(mixed, Best.parse("auc:min"))):
-        with pytest.raises(ConfigError, match=r"text 'good' at marker 1:2 and the number 0.7 at marker 1:1"):
+        with pytest.raises(ConfigError, match=r"text 'good' at marker 1:2 but the number 0.7 at marker 1:1"):
             ask()
     with pytest.raises(ConfigError, match="run of marker 1:1 is the text 'a', and 7 is a number"):
         meeting(SAID, [Condition.parse("run>7")])
@@ -164,7 +164,7 @@ def test_what_does_not_say_which_is_the_best_is_refused_with_the_form(text: str)
 def test_markers_are_sorted_by_a_value_and_those_without_it_are_the_lowest() -> None:
     assert ordered(list(SAID), SAID, "auc") == [THIRD, FIRST, SECOND, FOURTH]
     assert ordered(list(SAID), SAID, "auc:desc") == [FOURTH, SECOND, FIRST, THIRD]
-    with pytest.raises(ConfigError, match="is not an order"):
+    with pytest.raises(ConfigError, match="is not a sort order"):
         ordered(list(SAID), SAID, "auc:up")
 
 

@@ -77,7 +77,7 @@ def test_rights_that_are_missing_are_named(job: Job) -> None:
     )
     assert done.returncode == 1
     assert re.search(r"Error: cannot write it: Permission denied", done.stderr), done.stderr
-    assert "Try: run as a user with this right" in done.stderr
+    assert "Try: run as a user with this permission" in done.stderr
     check_folded(job, [1, 2, 3])
 
 

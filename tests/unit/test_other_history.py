@@ -64,8 +64,8 @@ def take(store: Store, theirs: dict[str, bytes], marker: MarkerId) -> None:
 def test_gc_and_trims_do_not_rely_on_it(history: History, store: Store, pool: Executor) -> None:
     holdings = Holdings.load(store, history.lineage)  # type: ignore[arg-type]
     assert holdings.look(MarkerId(2, 29)).problem == ""
-    assert "holds another marker of this name" in holdings.look(NEWEST).problem
-    with pytest.raises(CorruptionError, match=r"marker 2:30 would be lost: .*another marker of this name"):
+    assert "differs between store and log" in holdings.look(NEWEST).problem
+    with pytest.raises(CorruptionError, match=r"marker 2:30 would be lost: .*differs between store and log"):
         check_synced(holdings, None, pool)
     read_back = ReadBack(store, history.lineage.job, pool, {})  # type: ignore[arg-type]
     assert not read_back.is_whole(holdings, (NEWEST, NEWEST))
@@ -85,7 +85,7 @@ def test_a_plan_leads_around_it_as_around_damage(history: History, theirs: dict[
 def test_a_head_is_not_brought_to_it(history: History, store: Store, pool: Executor, tmp_path: Path) -> None:
     writer = HeadWriter(tmp_path / "head", store, pool)  # type: ignore[arg-type]
     catalog = Catalog.load(store, history.lineage.job)  # type: ignore[arg-type]
-    with pytest.raises(OtherLogError, match="another marker of this name"):
+    with pytest.raises(OtherLogError, match="differs between store and log"):
         writer.follow(history.lineage, catalog, NEWEST)
     assert writer.follow(history.lineage, catalog, MarkerId(2, 29))
     assert writer.marker == MarkerId(2, 29)
@@ -96,7 +96,7 @@ def test_no_window_of_it_is_compared(history: History, store: Store, pool: Execu
     reader, lineage = WindowReader(store, pool), history.lineage  # type: ignore[arg-type]
     catalog = Catalog.load(store, lineage.job)  # type: ignore[arg-type]
     assert (None, NEWEST) in catalog.folds
-    with pytest.raises(OtherLogError, match="another marker of this name"):
+    with pytest.raises(OtherLogError, match="differs between store and log"):
         reader.check(lineage, catalog, NEWEST)
     assert reader.check(lineage, catalog, MarkerId(2, 29)).window is None
 

@@ -80,7 +80,7 @@ def test_a_marker_with_a_damaged_base_is_verified_by_what_the_base_was_made_of(
     assert verified(job, MarkerId(1, 6)).reach == MarkerId(1, 6)
     said = [each.getMessage() for each in caplog.records]
     assert len(said) == 1, "it is said once"
-    assert "read around" in said[0]
+    assert "reading the store without" in said[0]
     assert path.name in said[0]
 
 

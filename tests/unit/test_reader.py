@@ -218,7 +218,7 @@ def test_a_damaged_chunk_comes_out_as_an_error_behind_the_good_ones(objects: Cou
 def test_a_segment_that_is_gone_or_cut_is_named(objects: Counted, pool: Executor) -> None:
     picked = pick(objects, put_segment(objects, 0))
     overwrite(objects, picked.ref, slice(-64, None), b"")
-    with pytest.raises(CorruptionError, match=r"were asked for"):
+    with pytest.raises(CorruptionError, match=r"were requested"):
         list(read_chunks(objects, [picked], pool))
     objects.delete(picked.ref.name)
     with pytest.raises(MissingObjectError, match="p000"):

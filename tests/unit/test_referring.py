@@ -154,8 +154,8 @@ SECOND = read(brief(claim(2, parent=MarkerId(1, 1), layout=WHOLE), {1: FIRST}))
     [
         (None, SECOND, "takes its schema from generation 1, which is not in this log"),
         (FIRST, replace(SECOND, parent=MarkerId(2, 1)), "its schema from generation 2, which is not older"),
-        (FIRST, replace(SECOND, same_schema=7), "its schema from generation 1, which has another one.*00000007"),
-        (FIRST, replace(SECOND, same_layout=7), "its layout from generation 1, which has another one.*00000007"),
+        (FIRST, replace(SECOND, same_schema=7), "its schema from generation 1, which has a different one.*00000007"),
+        (FIRST, replace(SECOND, same_layout=7), "its layout from generation 1, which has a different one.*00000007"),
         (replace(FIRST, layout=None), SECOND, "its layout from generation 1, which does not have one"),
         (FIRST, replace(SECOND, world=2), "CLAIM.layout has 1 ranks, but CLAIM.world is 2"),
         (FIRST, replace(FIRST, generation=2, world=0), "CLAIM.layout has 1 ranks, but CLAIM.world is 0"),

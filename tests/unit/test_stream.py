@@ -151,7 +151,9 @@ def test_fewer_frames_than_committed_are_refused(log: FileLog, stream: Stream) -
 def test_a_missing_tail_of_the_log_is_refused(log: FileLog, stream: Stream) -> None:
     acks = write(log, stream.frames[:3])
     end = stream.end(0, acks[-1].end + len(stream.frames[3]))
-    with pytest.raises(CorruptionError, match=f"the log ends at byte {acks[-1].end}, {end.end} were committed"):
+    with pytest.raises(
+        CorruptionError, match=f"the log ends at byte {acks[-1].end}, but was committed up to byte {end.end}"
+    ):
         list(read_stream(log, commit(1, 1, [end]), end))
 
 

@@ -309,10 +309,10 @@ def test_rows_are_read_around_damaged_folds(
             path.write_bytes(data[:50] if damage == "segment cut" else data)
     found = verify_marker(history.log, history.lineage, open_dense(str(tmp_path)), newest, objects=history.objects)
     assert found.reach == newest
-    assert f"the store is read around {folds} damaged folds" in caplog.text
+    assert f"reading the store without {folds} damaged folds" in caplog.text
     caplog.clear()
     assert restored(history, newest) == history.rows[newest]
-    assert f"the store is read around {folds} damaged folds" in caplog.text
+    assert f"reading the store without {folds} damaged folds" in caplog.text
     route = locate(history.lineage, newest, Catalog.load(history.objects, JOB))
     assert (route.stored, len(route.pieces)) == (newest, 2 if folds == 1 else 6)
 

@@ -395,5 +395,5 @@ def test_logs_that_do_not_belong_together_are_refused(job: TieredJob, tmp_path: 
     with pytest.raises(ConfigError, match="different jobs"):
         TierState.read(tiered.open_tiers(crossed))
     empty = replace(job.settings, uri=(job.settings.uris[0], f"file://{tmp_path}/nothing"))
-    with pytest.raises(CorruptionError, match="the outer log is empty, and the inner one holds 3 markers"):
+    with pytest.raises(CorruptionError, match="the outer log is empty, but the inner one holds 3 markers"):
         TierState.read(tiered.open_tiers(empty))

@@ -69,7 +69,7 @@ def test_markers_that_the_inner_log_took_over_are_elsewhere_and_not_damaged(job:
     assert {(each["verdict"], each.get("trimmed")) for each in said} == {("not read", outer)}
     listed = call("list", inner)["markers"]
     assert {each["trimmed"] for each in listed} == {outer}
-    with pytest.raises(TrimmedError, match="if it is the outer tier of this job"):
+    with pytest.raises(TrimmedError, match="if it belongs to the outer tier of this job"):
         call("verify", inner, "--marker", "1:3")
     # A bit of its own dense state is damage, wherever the rows are.
     dense = next(node.tiers.folder.glob("dense/*/*/__0_0.distcp"))

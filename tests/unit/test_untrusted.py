@@ -111,7 +111,7 @@ def cli(*arguments: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("rows", "sent", "told"),
     [
-        (2**62, 0, "4611686018427387904 rows are not there"),
+        (2**62, 0, "4611686018427387904 rows are missing"),
         (2**62, 2, "cannot allocate memory to track"),
         (2**33, 2, "8589934590 rows"),
     ],

@@ -72,7 +72,7 @@ def _look(frame: memoryview, offset: int, stream: StreamName, gap: Gap, strays: 
         return
     if (header.generation, header.rank) == (stream.generation, stream.rank) and not gap.expects(header):
         raise StreamLostError(
-            f"another program wrote a frame of this stream (seq {header.seq}), which readers cannot tell from ours",
+            f"another program wrote a frame of this stream (seq {header.seq}): readers cannot distinguish it from ours",
             hint="find the second trainer, or the program that writes to this partition",
             generation=stream.generation,
             rank=stream.rank,

@@ -52,7 +52,7 @@ class EventTime:
                 )
             return
         if isinstance(event_s, bool) or not isinstance(event_s, int | float) or not math.isfinite(event_s):
-            raise ConfigError("pass Unix time in seconds", hint="give a finite number, Unix time in seconds")
+            raise ConfigError(f"event_s must be a finite number, got {event_s!r:.80}", hint="pass Unix time in seconds")
         self.watermark_s = max(float(event_s), self.watermark_s if self.watermark_s is not None else -math.inf)
 
     def stand_on(self, event_s: object) -> None:
