@@ -39,7 +39,7 @@ def test_markers_may_be_asked_for_by_hand_only() -> None:
 
 @pytest.mark.parametrize("value", [-1, 1.5, "4MiB", True, None])
 def test_a_proof_of_no_number_of_bytes_is_refused(value: object) -> None:
-    with pytest.raises(ConfigError, match="proof_bytes must be a whole number of at least 0, it is") as caught:
+    with pytest.raises(ConfigError, match="proof_bytes must be a whole number of at least 0, got") as caught:
         StreamConfig(uri="file:///x", proof_bytes=value)  # type: ignore[arg-type]
     assert caught.value.hint is not None
 
@@ -47,14 +47,14 @@ def test_a_proof_of_no_number_of_bytes_is_refused(value: object) -> None:
 @pytest.mark.parametrize("name", ["drain_every", "marker_every", "ring_bytes", "sweep_bytes"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "10", True])
 def test_counts_must_be_positive_whole_numbers(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be a whole number of at least 1( or 'auto'| or none)?, it is"):
+    with pytest.raises(ConfigError, match=f"{name} must be a whole number of at least 1( or 'auto'| or none)?, got"):
         StreamConfig(uri=FILE, **{name: value})
 
 
 @pytest.mark.parametrize("name", ["marker_every_s", "commit_timeout_s"])
 @pytest.mark.parametrize("value", [0, -0.5, float("nan")])
 def test_times_must_be_positive(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be a number above 0( or none)?, it is"):
+    with pytest.raises(ConfigError, match=f"{name} must be a number above 0( or none)?, got"):
         StreamConfig(uri=FILE, **{name: value})  # type: ignore[arg-type]
 
 
@@ -63,24 +63,30 @@ def test_times_must_be_positive(name: str, value: float) -> None:
     [
         ({"uri": "data/log"}, "is not a known kind of log"),
         ({"uri": FILE, "store": "kafka://host:1/job"}, "is not a store"),
-        ({"uri": FILE, "store": "s3://user:secret@bucket"}, "must not hold a password"),
+        ({"uri": FILE, "store": "s3://user:secret@bucket"}, "must not contain a password"),
         (
             {"uri": FILE, "drain_every": "often"},
-            "drain_every must be a whole number of at least 1 or 'auto', it is 'often'",
+            "drain_every must be a whole number of at least 1 or 'auto', got 'often'",
         ),
-        ({"uri": FILE, "max_overhead": 0.0}, "max_overhead must be a number above 0 and at most 1 or none, it is 0.0"),
+        ({"uri": FILE, "max_overhead": 0.0}, "max_overhead must be a number above 0 and at most 1 or none, got 0.0"),
         (
             {"uri": FILE, "max_overhead": float("nan")},
-            "max_overhead must be a number above 0 and at most 1 or none, it is nan",
+            "max_overhead must be a number above 0 and at most 1 or none, got nan",
         ),
-        ({"uri": FILE, "max_overhead": 0.01, "marker_every": 7}, "max_overhead says how often markers come"),
-        ({"uri": FILE, "max_overhead": 0.01, "marker_every_s": 7.0}, "max_overhead says how often markers come"),
+        (
+            {"uri": FILE, "max_overhead": 0.01, "marker_every": 7},
+            "max_overhead cannot be combined with a marker interval",
+        ),
+        (
+            {"uri": FILE, "max_overhead": 0.01, "marker_every_s": 7.0},
+            "max_overhead cannot be combined with a marker interval",
+        ),
         (
             {"uri": FILE, "marker_budget_bytes": -1},
-            "marker_budget_bytes must be a whole number of at least 0, it is -1",
+            "marker_budget_bytes must be a whole number of at least 0, got -1",
         ),
-        ({"uri": FILE, "head": ""}, "head must be text or none, it is ''"),
-        ({"uri": FILE, "on_column_resplit": "drop"}, "must be 'refuse' or 'merge', it is 'drop'"),
+        ({"uri": FILE, "head": ""}, "head must be text or none, got ''"),
+        ({"uri": FILE, "on_column_resplit": "drop"}, "must be 'refuse' or 'merge', got 'drop'"),
     ],
 )
 def test_bad_settings_are_named(setting: dict[str, Any], words: str) -> None:
@@ -94,7 +100,7 @@ def test_settings_are_given_by_name_only() -> None:
 
 
 def test_config_errors_are_value_errors() -> None:
-    with pytest.raises(ValueError, match="uri must be text or a list of texts, it is ''"):
+    with pytest.raises(ValueError, match="uri must be text or a list of strings, got ''"):
         StreamConfig(uri="")
 
 
@@ -172,10 +178,10 @@ def test_a_value_of_another_type_is_named(wrong: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"on_signal": "stop"}, "on_signal must be 'mark' or 'none', it is 'stop'"),
-        ({"on_signal": True}, "on_signal must be 'mark' or 'none', it is True"),
-        ({"signal_s": 0}, "signal_s must be a number above 0, it is 0"),
-        ({"signal_s": "20"}, "signal_s must be a number above 0, it is '20'"),
+        ({"on_signal": "stop"}, "on_signal must be 'mark' or 'none', got 'stop'"),
+        ({"on_signal": True}, "on_signal must be 'mark' or 'none', got True"),
+        ({"signal_s": 0}, "signal_s must be a number above 0, got 0"),
+        ({"signal_s": "20"}, "signal_s must be a number above 0, got '20'"),
     ],
 )
 def test_signals_are_answered_by_a_marker_or_not_at_all(given: dict[str, Any], said: str) -> None:
@@ -209,5 +215,5 @@ def test_a_source_with_kafka_names_its_store() -> None:
 
 @pytest.mark.parametrize("given", [None, 3, Path("/old"), (Path("/old"),)])
 def test_a_source_that_is_no_text_is_named(given: Any) -> None:
-    with pytest.raises(ConfigError, match=r"the source of a warm start is .*(None|3|old)"):
+    with pytest.raises(ConfigError, match=r"the source of a warm start must name one log, got .*(None|3|old)"):
         Source.of(given)

@@ -74,7 +74,7 @@ def test_a_job_that_never_says_the_time_is_told_so() -> None:
         EventTime(10.0).reach(None)
     with pytest.raises(ConfigError, match="marker_every_event_s must be a number above 0"):
         StreamConfig(uri="file:///x", marker_every_event_s=0)
-    with pytest.raises(ConfigError, match="marker_every_event_s must be a number above 0 or none, it is '1h'"):
+    with pytest.raises(ConfigError, match="marker_every_event_s must be a number above 0 or none, got '1h'"):
         StreamConfig(uri="file:///x", marker_every_event_s="1h")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="max_overhead cannot be combined"):
         StreamConfig(uri="file:///x", marker_every_event_s=60, max_overhead=0.01)

@@ -96,13 +96,16 @@ def test_flags_that_are_not_given_are_those_of_the_config() -> None:
     [
         (["--commit_key_file", "x"], "--commit_key_file needs --stream_ckpt URI"),
         (["--max_overhead", "0.01"], "--max_overhead needs --stream_ckpt URI"),
-        (["--stream_ckpt", "file://x", "--max_overhead", "1", "--marker_every", "5"], "says how often markers come"),
+        (
+            ["--stream_ckpt", "file://x", "--max_overhead", "1", "--marker_every", "5"],
+            "cannot be combined with a marker interval",
+        ),
         (["--restore", "none"], "--restore needs --stream_ckpt URI, file://DIR or kafka://BROKERS/JOB"),
         (["--stream_ckpt", "file://"], "names no directory"),
         (["--stream_ckpt", "ckpt"], "'ckpt' is not a known kind of log"),
-        (["--stream_ckpt", "kafka://host/j", "--store", "x"], "names no broker as HOST:PORT"),
+        (["--stream_ckpt", "kafka://host/j", "--store", "x"], "does not name a broker as HOST:PORT"),
         (["--stream_ckpt", "file://x", "--commit_key_file", "no.key"], "--commit_key_file no.key: no such file"),
-        (["--stream_ckpt", "file://x", "--store", "s3://a:b@c/d"], "must not hold a password"),
+        (["--stream_ckpt", "file://x", "--store", "s3://a:b@c/d"], "must not contain a password"),
         (
             ["--stream_ckpt", "file://x", "--outer_every", "2"],
             "outer_every requires two tiers, but uri names only one log",
@@ -110,7 +113,7 @@ def test_flags_that_are_not_given_are_those_of_the_config() -> None:
         ([*TWICE, "--stream_ckpt", "file://z"], "a job has one log or two tiers of it, 3 were named"),
         (
             ["--stream_ckpt", "kafka://h:1/a", "--stream_ckpt", "kafka://h:1/b", "--store", "x"],
-            "the nearest tier must be a folder, it is kafka://h:1/a",
+            "the nearest tier must be a folder, got kafka://h:1/a",
         ),
         (["--stream_ckpt", "file://x", "--stream_ckpt", "file://x"], "both tiers are .*/x"),
         (TWICE, "store is required with Kafka"),
@@ -196,8 +199,8 @@ def test_a_warm_start_reaches_the_checkpointer_and_its_options_do_not_go_with_ot
         (("--stream_ckpt", "file://x", "--warm_start_store", "y"), "--warm_start_store needs --warm_start URI"),
         ((*mine, "a"), "'a' is not a known kind of log"),
         ((*mine, "kafka://h:1/j"), "store is required with Kafka"),
-        ((*mine, "kafka://h/j", "--warm_start_store", "y"), "names no broker as HOST:PORT"),
-        ((*mine, "file://a@1:2", "--warm_start", "file://b@1:3"), "is one marker, not 1:2 and 1:3"),
+        ((*mine, "kafka://h/j", "--warm_start_store", "y"), "does not name a broker as HOST:PORT"),
+        ((*mine, "file://a@1:2", "--warm_start", "file://b@1:3"), "must be one marker, got 1:2 and 1:3"),
         ((*mine, "kafka://h:1/j", "--warm_start", "file://b"), "the nearest tier must be a folder"),
         ((*mine, "file://a", "--restore", "latest"), "leave out --restore"),
         ((*mine, "file://a", "--standby", "5"), "leave out --warm_start"),
@@ -274,7 +277,7 @@ def test_a_spare_takes_no_other_marker_and_needs_a_stream() -> None:
 
 
 def test_a_spare_that_would_never_take_over_is_refused() -> None:
-    with pytest.raises(ConfigError, match="nothing would ever make"):
+    with pytest.raises(ConfigError, match="a spare requires after_s or trigger"):
         Takeover(after_s=None)
     with pytest.raises(ConfigError, match="after_s must be a number above 0 or none"):
         Takeover(after_s=0.0)

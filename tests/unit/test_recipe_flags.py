@@ -76,7 +76,7 @@ WRONG = [
     ([*STREAM, "--store", "s3://x", "--store_options", "no.txt"], "--store_options no.txt: no such file"),
     ([*STREAM, "--restore", "newest"], "'newest' is not latest, none or GENERATION:MARKER"),
     ([*STREAM, "--restore", "1:"], "'1:' is not latest, none or GENERATION:MARKER"),
-    ([*STREAM, "--marker_every_s", "0"], "--marker_every_s: must be a number above 0 or none, it is 0.0"),
+    ([*STREAM, "--marker_every_s", "0"], "--marker_every_s: must be a number above 0 or none, got 0.0"),
 ]
 
 

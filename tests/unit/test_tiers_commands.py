@@ -88,9 +88,9 @@ def verdicts(uri: str) -> tuple[list[dict[str, Any]], int]:
 FORMS = [
     (("kafka://h:1/a", "kafka://h:1/b"), {}, "nearest tier must be a folder"),
     (("kafka://h:1/a", "file:///b"), {}, "nearest tier must be a folder"),
-    (("file:///a", "file:///a/"), {}, "both tiers are"),
-    (("file:///a", "file:///b", "file:///c"), {}, "3 were named"),
-    ((), {}, "0 were named"),
+    (("file:///a", "file:///a/"), {}, "both are"),
+    (("file:///a", "file:///b", "file:///c"), {}, "two tiers, got 3"),
+    ((), {}, "two tiers, got 0"),
     (("file:///a",), {"outer_every": 2}, "uri names only one log"),
     (("file:///a", "file:///b"), {"outer_every": 0}, "a whole number of at least 1"),
     (("file:///a", "file:///b"), {"store": "/a"}, "lost with this node"),
@@ -117,8 +117,8 @@ def test_two_tiers_in_one_folder_are_refused_whatever_leads_there(tmp_path: Path
     real.mkdir()
     link.symlink_to(real)
     for other, message in (
-        (link, "both tiers are"),
-        (tmp_path / "x" / ".." / "real", "both tiers are"),
+        (link, "both are"),
+        (tmp_path / "x" / ".." / "real", "both are"),
         (real / "inside", "inside the other"),
         (link / "inside", "inside the other"),
         (tmp_path, "inside the other"),

@@ -155,14 +155,14 @@ class StreamConfig:
             )
         if len(self.uris) > 1 and self.store_url == str(parse_uri(self.uris[0])):
             raise ConfigError(
-                "store is the inner tier's folder: what it holds would be lost with this node",
+                "store must not be the inner tier's folder, which is lost with this node",
                 hint="name a place that outlives the node: store='file:///SHARED/...' or 's3://...'",
             )
         by_hand = self.marker_every not in (None, declared(StreamConfig)["marker_every"].default)
         if self.max_overhead is not None and (by_hand or self.marker_every_s or self.marker_every_event_s):
             raise ConfigError(
-                "max_overhead says how often markers come",
-                hint="leave out marker_every, marker_every_s and marker_every_event_s",
+                "max_overhead cannot be combined with a marker interval, which it sets itself",
+                hint="omit marker_every, marker_every_s and marker_every_event_s",
             )
 
     @classmethod
@@ -265,7 +265,10 @@ class Source:
                 existing folder may have an @ in its name.
         """
         if not isinstance(text, str | tuple | list) or not all(isinstance(each, str) for each in text):
-            raise ConfigError(f"the source of a warm start is {text!r:.80}", hint="name one log: 'file:///old/job'")
+            raise ConfigError(
+                f"the source of a warm start must name one log, got {text!r:.80}",
+                hint="name one log: 'file:///old/job'",
+            )
         uris, markers = [], set()
         for each in (text,) if isinstance(text, str) else text:
             uri, separator, marker = each.rpartition("@")
@@ -273,14 +276,14 @@ class Source:
             if separator and not named and "/" not in marker and not _is_folder(each):
                 if marker != "latest":
                     raise ConfigError(
-                        f"{marker!r:.80} is not a marker; the source of a warm start is {each!r:.200}",
+                        f"{marker!r:.80} is not a marker, in the source of a warm start {each!r:.200}",
                         hint="name URI, URI@latest or URI@GENERATION:MARKER, as in file:///old/job@2:17",
                     )
                 each = uri
             uris.append(uri if named else each)
             markers |= {marker} if named else set()
         if len(markers) > 1:
-            raise ConfigError(f"the source of a warm start is one marker, not {' and '.join(sorted(markers))}")
+            raise ConfigError(f"the source of a warm start must be one marker, got {' and '.join(sorted(markers))}")
         return Source(uris[0] if len(uris) == 1 else tuple(uris), markers.pop() if markers else None, store)
 
     @property
@@ -320,12 +323,12 @@ def check_tiers(uris: Sequence[str]) -> None:
         ConfigError: The number, order or combination is wrong. Names the right form.
     """
     if not 1 <= len(uris) <= 2:
-        raise ConfigError(f"a job has one log or two tiers of it, {len(uris)} were named", hint=_LOGS)
+        raise ConfigError(f"uri must name one log or two tiers, got {len(uris)}", hint=_LOGS)
     parsed = [parse_uri(uri) for uri in uris]
     if len(parsed) == 1:
         return
     if not isinstance(parsed[0], FileUri):
-        raise ConfigError(f"the nearest tier must be a folder, it is {parsed[0]}", hint=_LOGS)
+        raise ConfigError(f"the nearest tier must be a folder, got {parsed[0]}", hint=_LOGS)
     if isinstance(parsed[1], FileUri):
         _check_apart(parsed[0].directory, parsed[1].directory)
 
@@ -334,7 +337,7 @@ def _check_apart(inner: Path, outer: Path) -> None:
     """Check that two folders differ after resolving links, and that neither is inside the other."""
     first, second = inner.resolve(), outer.resolve()
     if first == second:
-        raise ConfigError(f"both tiers are {first}", hint=_LOGS, inner=inner, outer=outer)
+        raise ConfigError(f"the two tiers must differ, but both are {first}", hint=_LOGS, inner=inner, outer=outer)
     if first in second.parents or second in first.parents:
         raise ConfigError("one tier is inside the other one's folder", hint=_LOGS, inner=first, outer=second)
 
@@ -359,4 +362,7 @@ class Takeover:
     def __post_init__(self) -> None:
         check(self)
         if self.after_s is None and self.trigger is None:
-            raise ConfigError("nothing would ever make this spare take over", hint="give after_s, or trigger, or both")
+            raise ConfigError(
+                "a spare requires after_s or trigger: otherwise it never takes over",
+                hint="set after_s, trigger, or both",
+            )

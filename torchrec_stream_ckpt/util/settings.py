@@ -31,7 +31,7 @@ _BOOLEANS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "
 _NEAR = 0.9
 """Minimum similarity between the name of an unknown variable and the one that it may be meant for."""
 _WORDS = {bool: "true or false", float: "a number{}", int: "a whole number{}", str: "text"}
-_WORDS |= {Mapping: "a table", Sequence: "a list of texts"}
+_WORDS |= {Mapping: "a table", Sequence: "a list of strings"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,8 @@ class Setting:
             fits = Sequence in kinds and all(isinstance(each, str) for each in value)
         else:
             fits = isinstance(value, tuple(kinds))
-        shown = repr(value) if self._shown else f"of type {type(value).__name__}"
-        return "" if fits else f"must be {self._words}, it is {shown:.80}"
+        shown = repr(value) if self._shown else f"an object of type {type(value).__name__}"
+        return "" if fits else f"must be {self._words}, got {shown:.80}"
 
     def from_text(self, text: str) -> Any:
         """Return the value of a flag or variable. The text itself is returned if it stands for no value of the type."""
@@ -161,7 +161,7 @@ def gather(kind: Any, path: str | Path | None, environ: Mapping[str, str]) -> di
 def warn_of_strangers(kind: Any, environ: Mapping[str, str]) -> None:
     """Log a warning for each variable that looks like a setting, but is not one."""
     for variable, meant in strangers(environ, declared(kind)).items():
-        log.warning("nothing reads the environment variable %s: did you mean %s?", variable, meant)
+        log.warning("the environment variable %s is not a setting: did you mean %s?", variable, meant)
 
 
 def strangers(environ: Mapping[str, str], known: Iterable[str]) -> dict[str, str]:
