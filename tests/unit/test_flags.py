@@ -101,7 +101,7 @@ def test_flags_that_are_not_given_are_those_of_the_config() -> None:
             "cannot be combined with a marker interval",
         ),
         (["--restore", "none"], "--restore needs --stream_ckpt URI, file://DIR or kafka://BROKERS/JOB"),
-        (["--stream_ckpt", "file://"], "names no directory"),
+        (["--stream_ckpt", "file://"], "does not name a directory"),
         (["--stream_ckpt", "ckpt"], "'ckpt' is not a known kind of log"),
         (["--stream_ckpt", "kafka://host/j", "--store", "x"], "does not name a broker as HOST:PORT"),
         (["--stream_ckpt", "file://x", "--commit_key_file", "no.key"], "--commit_key_file no.key: no such file"),
@@ -110,12 +110,12 @@ def test_flags_that_are_not_given_are_those_of_the_config() -> None:
             ["--stream_ckpt", "file://x", "--outer_every", "2"],
             "outer_every requires two tiers, but uri names only one log",
         ),
-        ([*TWICE, "--stream_ckpt", "file://z"], "a job has one log or two tiers of it, 3 were named"),
+        ([*TWICE, "--stream_ckpt", "file://z"], "uri must name one log or two tiers, got 3"),
         (
             ["--stream_ckpt", "kafka://h:1/a", "--stream_ckpt", "kafka://h:1/b", "--store", "x"],
             "the nearest tier must be a folder, got kafka://h:1/a",
         ),
-        (["--stream_ckpt", "file://x", "--stream_ckpt", "file://x"], "both tiers are .*/x"),
+        (["--stream_ckpt", "file://x", "--stream_ckpt", "file://x"], "the two tiers must differ, but both are .*/x"),
         (TWICE, "store is required with Kafka"),
     ],
 )
