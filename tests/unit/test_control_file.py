@@ -204,7 +204,7 @@ def test_a_link_to_nowhere_is_named(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(LogUnavailableError, match=r"a link to .*nowhere, which does not exist") as refused:
         FileLog(tmp_path / "link").prepare(1)
-    assert refused.value.hint == f"make {tmp_path / 'nowhere'}"
+    assert refused.value.hint == f"create {tmp_path / 'nowhere'}"
 
 
 @pytest.mark.parametrize(("inodes", "told"), [(0, "no inodes are left"), (7, "No space left on device")])

@@ -295,9 +295,9 @@ NAMES = (
 def test_a_manifest_or_a_fold_names_its_own_segments_and_no_others(name: str) -> None:
     manifest, fold = small_manifest(), small_fold()
     (first, *more), *ranks = manifest.segments
-    with pytest.raises(CorruptionError, match=r"names '.*', expected "):
+    with pytest.raises(CorruptionError, match=r"names '.*, expected "):
         both_ways(replace(manifest, segments=((replace(first, name=name), *more), *ranks)).to_bytes(), "m")
-    with pytest.raises(CorruptionError, match=r"names '.*', expected "):
+    with pytest.raises(CorruptionError, match=r"names '.*, expected "):
         Fold.from_bytes(replace(fold, segments=(replace(fold.segments[0], name=name),)).to_bytes(), "f")
 
 

@@ -139,7 +139,7 @@ def test_text_and_numbers_do_not_compare_and_the_markers_are_named() -> None:
     for ask in (lambda: ordered(list(mixed), mixed, "auc"), lambda: best_of(mixed, Best.parse("auc:min"))):
         with pytest.raises(ConfigError, match=r"text 'good' at marker 1:2 but the number 0.7 at marker 1:1"):
             ask()
-    with pytest.raises(ConfigError, match="run of marker 1:1 is the text 'a', and 7 is a number"):
+    with pytest.raises(ConfigError, match="run of marker 1:1 is the text 'a', but 7 is a number"):
         meeting(SAID, [Condition.parse("run>7")])
     with pytest.raises(ConfigError, match=r"auc of marker 1:1 is the number 0.7, and 'high' is a text"):
         meeting(SAID, [Condition.parse("auc>high")])

@@ -383,7 +383,7 @@ def test_a_marker_that_others_have_gone_behind_begins_a_new_base(job: TieredJob)
 def test_a_rank_that_does_not_see_the_inner_folder_is_told_what_is_supported(job: TieredJob, tmp_path: Path) -> None:
     inner = job.tiers.inner
     check_same_log(inner.log, inner.dense, inner.config, job.claim, 1)
-    with pytest.raises(ConfigError, match="does not see the log") as caught:
+    with pytest.raises(ConfigError, match="does not see the same log") as caught:
         check_same_log(FileLog(tmp_path / "its-own-disk"), inner.dense, inner.config, job.claim, 1)
     assert "an inner tier requires a job on one node, or a folder that all nodes share" in caught.value.hint
 

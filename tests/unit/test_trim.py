@@ -271,7 +271,7 @@ def test_a_marker_that_is_not_committed_is_refused(plain: Job) -> None:
 @pytest.mark.parametrize("store", ["", "file:///\x1b[2J", "x" * 5000])
 def test_a_store_that_has_no_url_is_refused_before_anything_is_said(plain: Job, store: str) -> None:
     before = (plain.root / "control.log").read_bytes()
-    with pytest.raises(ConfigError, match="is not the URL of a store"):
+    with pytest.raises(ConfigError, match="is not a store URL"):
         plain.trim("1:1", store=store)
     assert (plain.root / "control.log").read_bytes() == before
 

@@ -113,7 +113,7 @@ def cli(*arguments: str) -> tuple[int, str]:
     [
         (2**62, 0, "4611686018427387904 rows are missing"),
         (2**62, 2, "cannot allocate memory to track"),
-        (2**33, 2, "8589934590 rows"),
+        (2**33, 2, "8589934590 of 8589934592 rows"),
     ],
 )
 def test_a_table_that_only_claims_to_be_huge_is_refused_without_its_memory(

@@ -308,8 +308,9 @@ class IntervalFolder:
             return
         if found != mine and replace(found, chain=mine.chain) == mine:
             raise OtherLogError(
-                "the store holds another marker of this name than the log: one of them was copied, or put back",
-                hint="give every log a store of its own, or bring the right one back",
+                f"marker {interval.commit.id} differs between store and log: one of the two was copied or restored from a "
+                "backup",
+                hint="give every log a separate store, or restore the one that belongs to this log",
                 marker=interval.commit.id,
                 rank=mine.rank,
                 store=self._objects.url,

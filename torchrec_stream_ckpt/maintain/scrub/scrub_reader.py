@@ -331,7 +331,7 @@ class ScrubReader:
         _check_is((manifest.commit.job, manifest.commit.id), (self._catalog.job, marker), name)
         known = self._lineage.commits.get(marker)
         if known is not None and known != manifest.commit:
-            raise OtherLogError("the store holds another marker of this name than the log", name=name)
+            raise OtherLogError(f"marker {marker} differs between store and log", name=name)
         yield len(data)
 
     def _fold(self, name: str, fold: FoldName) -> Iterator[int]:
