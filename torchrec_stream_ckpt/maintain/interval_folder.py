@@ -308,8 +308,8 @@ class IntervalFolder:
             return
         if found != mine and replace(found, chain=mine.chain) == mine:
             raise OtherLogError(
-                f"marker {interval.commit.id} differs between store and log: one of the two was copied or restored from a "
-                "backup",
+                f"marker {interval.commit.id} differs between store and log: one of the two was copied or restored "
+                "from a backup",
                 hint="give every log a separate store, or restore the one that belongs to this log",
                 marker=interval.commit.id,
                 rank=mine.rank,
