@@ -141,7 +141,7 @@ def test_text_and_numbers_do_not_compare_and_the_markers_are_named() -> None:
             ask()
     with pytest.raises(ConfigError, match="run of marker 1:1 is the text 'a', but 7 is a number"):
         meeting(SAID, [Condition.parse("run>7")])
-    with pytest.raises(ConfigError, match=r"auc of marker 1:1 is the number 0.7, and 'high' is a text"):
+    with pytest.raises(ConfigError, match=r"auc of marker 1:1 is the number 0.7, but 'high' is a text"):
         meeting(SAID, [Condition.parse("auc>high")])
 
 
