@@ -231,9 +231,10 @@ def measure(args: argparse.Namespace) -> dict[str, Cells]:
                 _measure_axis(name, own, path, args, until)
         except BlockingIOError:
             tell(f"{name}: another run measures it")
-    if kept is not None:
-        cells = {name: read_cells(kept / f"{name}.json") for name in args.axes}
-    return cells
+    if kept is None:
+        return cells
+    there = {path.stem for path in kept.glob("*.json")}  # those of other runs as well
+    return {name: read_cells(kept / f"{name}.json") for name in ALL if name in there.union(args.axes)}
 
 
 def _measure_axis(name: str, own: Cells, path: Path | None, args: argparse.Namespace, until: float) -> None:
@@ -271,7 +272,7 @@ def main() -> None:
     whole = {row["axis"] for row in rows}
     missing = {
         name: [size for size in ALL[name].sizes(args.sizes == "far") if not cells[name].get(str(size))]
-        for name in args.axes
+        for name in cells
         if name not in whole
     }
     for row in rows:
