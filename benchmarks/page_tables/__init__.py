@@ -28,6 +28,8 @@ TABLES: dict[str, Callable[..., Table]] = {
     "four": costs.four,
     "goals": goals.table,
     "growth": growth.exponents,
+    "growth-memory": growth.memory,
+    "growth-steep": growth.steep,
     "limits": costs.limits,
     "medians": cases.medians,
     "overhead": costs.overhead,

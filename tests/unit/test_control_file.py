@@ -45,6 +45,25 @@ def test_control_records_come_back_at_their_offsets(log: FileLog) -> None:
     assert list(log.read_control(offsets[1])) == list(zip(offsets[1:], RECORDS[1:], strict=True))
 
 
+def test_an_append_reads_no_more_of_a_longer_log(log: FileLog) -> None:
+    """Only the record at the front, and what was appended since."""
+
+    def read_by_appends() -> int:
+        before = num_bytes_read()
+        append(log, RECORDS[1:2] * 20)
+        return num_bytes_read() - before
+
+    append(log, RECORDS[:2])
+    few = read_by_appends()
+    append(log, RECORDS[1:2] * 200)
+    assert read_by_appends() < 2 * few
+
+
+def num_bytes_read() -> int:
+    """What this process has read by system calls."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
 def test_a_log_without_control_records_reads_empty(log: FileLog) -> None:
     assert control(log) == []
 

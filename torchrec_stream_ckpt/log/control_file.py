@@ -8,6 +8,7 @@ Then it is garbage from a writer without the key, and the reader searches for th
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shutil
 from collections.abc import Iterator
@@ -172,9 +173,9 @@ def records(path: Path, start: int, end: ControlEnd, *, garbage: bool) -> Iterat
         PrunedError: the file begins after ``start``.
         OSError: the file cannot be read.
     """
-    with open(path, "rb", buffering=_BUFFER_BYTES) as file:
-        size = os.fstat(file.fileno()).st_size
-        front = read_front(file)
+    with open(path, "rb", buffering=0) as raw, io.BufferedReader(raw, _BUFFER_BYTES) as file:
+        size = os.fstat(raw.fileno()).st_size
+        front = read_front(raw)  # without the buffer, which would read 1 MiB here for each record that is appended
         if start < front.base:
             raise PrunedError(f"the control log begins at offset {front.base}, not at {start}", path=path)
         position, headless, pieces = start - front.shift, False, _Pieces(file, size)
