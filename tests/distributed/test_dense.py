@@ -308,7 +308,7 @@ def test_each_rank_gets_its_own_objects_back_whatever_their_names(with_stateful:
 
 def test_objects_of_each_rank_are_refused_by_name_on_another_number_of_ranks(with_stateful: str) -> None:
     (said,) = warm.run(1, _restore_stateful, with_stateful, OWN, SHARED)
-    assert said.startswith("ConfigError: random, buffers: saved for each of 2 ranks, this job has 1")
+    assert said.startswith("ConfigError: random, buffers: the marker has the state of 2 ranks, but this job has 1")
 
 
 @pytest.mark.parametrize(
@@ -410,4 +410,4 @@ def _differ(uri: str) -> str:
 
 def test_ranks_that_hold_different_dense_state_fail_the_marker_by_name(tmp_path: Path) -> None:
     for said in warm.run(2, _differ, f"file://{tmp_path}"):
-        assert "ranks 0 and 1 hold different dense state: only one of them has optim.optimizer0.bottom." in said
+        assert "the dense state of ranks 0 and 1 differs: only one of them has optim.optimizer0.bottom." in said

@@ -158,27 +158,27 @@ def replace_the_wrapped_optimizer(job: Trainer) -> Any:
 
 Change = Callable[[Trainer], Any]
 REFUSED: dict[Change, tuple[type[Net], str]] = {
-    unfreeze: (PartlyFrozen, "neither DDP nor FSDP2 holds the dense parameter top.0.weight"),
-    unfreeze_one_bias: (PartlyFrozen, "neither DDP nor FSDP2 holds the dense parameter top.0.bias"),
-    unfreeze_on_one_rank: (PartlyFrozen, "rank 1: UnsupportedError: neither DDP nor FSDP2 holds the dense parameter"),
-    add_a_module: (Net, "neither DDP nor FSDP2 holds the dense parameter late.weight"),
+    unfreeze: (PartlyFrozen, "the dense parameter top.0.weight is in neither DDP nor FSDP2"),
+    unfreeze_one_bias: (PartlyFrozen, "the dense parameter top.0.bias is in neither DDP nor FSDP2"),
+    unfreeze_on_one_rank: (PartlyFrozen, "rank 1: UnsupportedError: the dense parameter top.0."),
+    add_a_module: (Net, "the dense parameter late.weight is in neither DDP nor FSDP2"),
     add_a_trained_buffer: (Net, "the buffer top.late has requires_grad"),
     add_a_lazy_buffer: (Net, "the buffer top.late is not initialized yet"),
     add_a_parameter: (Net, "the dense parameter top.late is trained by no optimizer that was handed over"),
     replace_a_parameter: (Net, "not in the model"),
     replace_a_module: (Net, "of shape (1, 16)"),
     remove_a_module: (Net, "of shape (1, 16)"),
-    remove_ddp: (Net, "neither DDP nor FSDP2 holds the dense parameter bottom.0.weight"),
-    replace_ddp_by_one_that_ignores_a_layer: (Net, "neither DDP nor FSDP2 holds the dense parameter top.0.weight"),
+    remove_ddp: (Net, "the dense parameter bottom.0.weight is in neither DDP nor FSDP2"),
+    replace_ddp_by_one_that_ignores_a_layer: (Net, "the dense parameter top.0.weight is in neither DDP nor FSDP2"),
     apply_in_backward: (Net, "the dense parameter top.0.weight is updated in the backward"),
-    another_optimizer: (Net, "SGD steps bottom.0.weight and was not handed over: its state is in no marker"),
-    another_optimizer_in_a_combined_one: (Net, "SGD steps bottom.0.weight and was not handed over: its state"),
+    another_optimizer: (Net, "SGD steps bottom.0.weight, but was not passed to StreamCheckpointer"),
+    another_optimizer_in_a_combined_one: (Net, "SGD steps bottom.0.weight, but was not passed to"),
     a_warm_up: (Net, "that is not a parameter of the model"),
-    another_optimizer_of_a_class_of_its_own: (Net, "Keeping steps top.2.weight and was not handed over"),
-    another_optimizer_on_one_rank: (Net, "rank 1: UnsupportedError: Adam steps bottom.0.weight and was not handed"),
-    add_to_the_combined_optimizer: (Net, "the optimizers that were handed over were changed after the attach"),
-    leave_the_combined_optimizer: (Net, "the optimizers that were handed over were changed after the attach"),
-    replace_the_wrapped_optimizer: (Net, "the optimizers that were handed over were changed after the attach"),
+    another_optimizer_of_a_class_of_its_own: (Net, "Keeping steps top.2.weight, but was not passed to"),
+    another_optimizer_on_one_rank: (Net, "rank 1: UnsupportedError: Adam steps bottom.0.weight, but was not passed"),
+    add_to_the_combined_optimizer: (Net, "the optimizers passed to StreamCheckpointer changed after the attach"),
+    leave_the_combined_optimizer: (Net, "the optimizers passed to StreamCheckpointer changed after the attach"),
+    replace_the_wrapped_optimizer: (Net, "the optimizers passed to StreamCheckpointer changed after the attach"),
 }
 MENDED = {unfreeze_on_one_rank, another_optimizer}
 STEPS = {
@@ -385,7 +385,7 @@ def _two_jobs(uri: str) -> tuple[list[str], tuple[int, int]]:
 
 def test_two_jobs_of_one_process_do_not_disturb_each_other_and_leave_no_hook(tmp_path: Path) -> None:
     for said, left in warm.run(2, _two_jobs, f"file://{tmp_path}"):
-        assert "SGD steps bottom.0.weight and was not handed over" in said[0]
+        assert "SGD steps bottom.0.weight, but was not passed to" in said[0]
         assert said[1:] == ["Committed", "Committed"]
         assert left == (0, 0)
 

@@ -77,7 +77,7 @@ def test_parameters_in_another_order_keep_their_own_state(kind: str, pool: Pool,
             assert unequal(state, found["state"][name]) == []
         assert unequal({**before["groups"][0], "params": []}, {**group, "params": []}) == []
         return
-    assert "keeps state for all of them together" in found
+    assert "keeps one state for all of them" in found
     assert "parameter 0 of its group 0 is 'over.0.weight' in the marker and 'over.2.bias' here" in found
     assert f"restore(changes=Changes(dense=DenseChanges(optimizer={dict.fromkeys(OVER[::-1], 'fresh')!r})))" in found
     (found,) = pool.run(1, turned, kind, uri, True)
@@ -153,12 +153,12 @@ def _fails(job: Job) -> Callable[[], Any]:
 
 BREAKS: dict[Callable[[Job], Callable[[], Any]], str] = {
     _of_its_own: "the Adam (optimizer0): state of over.0.weight['extra']['deep'][0] is a tests.dense_job.OneOfItsOwn",
-    _sparse: "state of over.0.weight['sparse'] is a tensor of a kind that is not captured",
+    _sparse: "state of over.0.weight['sparse'] is a tensor of an unsupported kind",
     _stranger: "the Adam (optimizer0) keeps state for a tensor of shape (3,) that is not a parameter of the model",
     _cycle: "the Adam (optimizer0): state['loop'][0] holds itself",
     _group: "the Adam (optimizer0): param_groups[0]['schedule'] is a builtins.function",
     _longer: "only one of them has nested.optimizer0.",
-    _not_finite: "the learning rate of the fused optimizer is nan [tables=ebc.t_",
+    _not_finite: "the fused optimizer's learning rate must be finite, got nan [tables=ebc.t_",
     _frozen: "ranks 0 and 1 hold different values of a frozen parameter: model.frozen [5] torch.float32",
     _fails: "the Adam (optimizer0): its state_dict() fails: RuntimeError: not consolidated",
 }

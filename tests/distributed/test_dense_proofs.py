@@ -145,7 +145,7 @@ def _assert_found(said: list[str], names: list[str], read_by: int) -> None:
         of_a_rank_that_is_gone = name.startswith(f"rank{read_by}")
         if not name or (of_a_rank_that_is_gone and "fused" not in name):
             assert found == f"restored {marker}"
-        elif "is not as the trainer wrote it" in found:  # the flip hit a name in the JSON
+        elif "of the dense state is damaged" in found:  # the flip hit a name in the JSON
             assert found.startswith(f"CorruptionError: '{name}' of the dense state")
             assert f"entry={name}, path=" in found
         else:
@@ -259,7 +259,7 @@ def test_paranoid_finds_a_flip_in_the_staged_copy_before_the_marker_is_committed
     found = warm.run(2, _train, f"file://{tmp_path}", ["", re.escape(LAYER), ""], False, True)
     for _, errors in found:
         (said,) = errors
-        assert f"the copy of {LAYER} is not as the live tensor was at the cut" in said
+        assert f"the saved copy of {LAYER} differs from the live tensor at the cut" in said
 
 
 def test_markers_prove_a_large_dense_state_by_turns_and_the_first_one_whole(tmp_path: Path) -> None:

@@ -224,14 +224,14 @@ def _refusals(uri: str) -> dict[str, str]:
 
 @pytest.mark.covers(module="FSDP1", outcome="refused", why="`FullyShardedDataParallel (FSDP1) is not captured`")
 @pytest.mark.covers(
-    module="tables inside FSDP2", outcome="refused", why="`fully_shard holds tables of a sharded module`"
+    module="tables inside FSDP2", outcome="refused", why="`fully_shard() was applied to tables of a sharded module`"
 )
 def test_what_cannot_be_captured_is_refused_by_name(tmp_path: Path) -> None:
     said = ranks.run(2, _refusals, f"file://{tmp_path}")[0]
     assert "FullyShardedDataParallel (FSDP1) is not captured" in said["fsdp1"]
     assert "module=_dmp_wrapped_module.top" in said["fsdp1"]
-    assert "neither DDP nor FSDP2 holds the dense parameter bias" in said["left out"]
-    assert "fully_shard holds tables of a sharded module" in said["tables"]
+    assert "the dense parameter bias is in neither DDP nor FSDP2" in said["left out"]
+    assert "fully_shard() was applied to tables of a sharded module" in said["tables"]
     place = "the LocalMomentum (optimizer0): state of bottom.0.weight['momentum'] is not captured"
     assert place in said["local state"]
 

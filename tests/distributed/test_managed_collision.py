@@ -147,13 +147,13 @@ def _refusals(uri: str) -> dict[str, str]:
     module="managed collision",
     plan="shards that split the old ones",
     outcome="refused",
-    why="`the id map of rows ... cannot be put together from whole ones`",
+    why="`the id map of rows ... is not a union of whole maps of the marker`",
 )
 def test_what_has_no_exact_answer_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
     ranks.run(2, train, uri, [3], 3, {})
     for said in ranks.run(3, _refused, uri):
-        assert "rows [0, 6) cannot be put together from whole ones: the marker has rows [0, 8)" in said
+        assert "rows [0, 6) is not a union of whole maps of the marker, which has rows [0, 8)" in said
         assert "table=mc._embedding_module.one" in said
         assert "restore on 2 ranks" in said
     said = ranks.run(2, _refusals, uri)[0]

@@ -154,7 +154,7 @@ def _sampler_beside(uri: str) -> str:
 def test_a_sampler_that_is_handed_over_in_addition_to_its_loader_is_refused(tmp_path: Path) -> None:
     (said,) = warm.run(1, _sampler_beside, f"file://{tmp_path}")
     assert "'sampler' (GlobalSampler) has no state_dict() and load_state_dict()" in said
-    assert "Try: give it both, or leave it out; a TrackedLoader holds the position of its sampler" in said
+    assert "Try: add both methods, or omit it; a TrackedLoader saves the position of its sampler" in said
     data = range(12)
     with pytest.raises(ValueError, match="mutually exclusive"):  # torch's own refusal of a second sampler
         DataLoader(

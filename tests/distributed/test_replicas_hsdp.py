@@ -106,4 +106,4 @@ def test_post_local_sgd_between_two_averagings_is_refused_by_default(tmp_path: P
 
 def test_one_replica_of_a_sharded_parameter_is_refused_at_the_attach(tmp_path: Path) -> None:
     for said in ranks.run(2, _sharded, f"file://{tmp_path}"):
-        assert "replicas='rank0' saves rank 0's replica, and no rank has one: bottom." in said
+        assert "replicas='rank0' requires a whole replica on rank 0, but FSDP2 shards bottom." in said

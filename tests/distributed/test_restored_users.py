@@ -106,4 +106,4 @@ def _attach_unsaveable(uri: str) -> str:
 def test_an_object_that_cannot_be_pickled_is_refused_by_its_name(tmp_path: Path, pool: Pool) -> None:
     (said,) = pool.run(1, _attach_unsaveable, f"file://{tmp_path}")
     assert "the state_dict() of the Stateful 'averages' (Unsaveable) cannot be pickled" in said
-    assert "keep numbers, text, tensors, lists and dicts in it" in said
+    assert "keep only numbers, text, tensors, lists and dicts in it" in said

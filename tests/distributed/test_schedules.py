@@ -175,7 +175,7 @@ def test_each_table_goes_on_with_its_rate_on_other_ranks(tmp_path: Path) -> None
         resumed = zip(*warm.run(int(plan[0]), _resume, some, uri, plan), strict=True)
         for kind, found in zip(some, resumed, strict=True):
             if kind == "own":
-                assert all("(Own) keeps lists that are not known by name" in said for said in found)
+                assert all("(Own) has lists of unknown meaning" in said for said in found)
             else:
                 assert _united(found) == _united(trained[kind])[MARKED - 1 :], (plan, kind)
 

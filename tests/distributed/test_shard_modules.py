@@ -279,7 +279,7 @@ def _refusals(uri: str) -> dict[str, str]:
 @pytest.mark.covers(
     module="shard_modules without DMP, dense layers in neither DDP nor FSDP2, on several ranks",
     outcome="refused",
-    why="`neither DDP nor FSDP2 holds the dense parameter ...`",
+    why="`the dense parameter ... is in neither DDP nor FSDP2`",
 )
 @pytest.mark.covers(
     module="sharded within groups of ranks",
@@ -293,8 +293,8 @@ def test_what_cannot_be_captured_without_dmp_is_refused_by_name(tmp_path: Path, 
             in said["not sharded"]
         )
         assert "Holder holds a DistributedModelParallel [module=inner]" in said["holds a DMP"]
-        assert "neither DDP nor FSDP2 holds the dense parameter bottom.0.weight" in said["not replicated"]
-        assert "without DMP, put the dense layers in DistributedDataParallel" in said["not replicated"]
+        assert "the dense parameter bottom.0.weight is in neither DDP nor FSDP2" in said["not replicated"]
+        assert "without DMP, wrap the dense layers in DistributedDataParallel" in said["not replicated"]
         assert "several ranks hold the same rows" in said["groups"]
         assert "[table=ebc.t_dp, ranks=0,1]" in said["groups"]
         assert "its kernels were replaced" in said["moved"]

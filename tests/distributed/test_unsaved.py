@@ -85,10 +85,13 @@ CASES: dict[str, tuple[Callable[[Trainer], Mapping[str, Any]], str]] = {
     "extra state, fails": (lambda job: _with_extra(job, "fails"), "(Extra) fails: OSError: no state"),
     "a number as a name": (
         lambda _: {"stateful": {1: Keeper(0)}},
-        "stateful: the name of an object must be text, got 1 (int)",
+        "stateful: the name of an object must be a string, got 1 (int)",
     ),
-    "no name": (lambda _: {"stateful_rank0": {"": Keeper(0)}}, "'' is no name for a Stateful"),
-    "a name of two lines": (lambda _: {"stateful_per_rank": {"a\nb": Keeper(0)}}, "'a\\nb' is no name for a Stateful"),
+    "no name": (lambda _: {"stateful_rank0": {"": Keeper(0)}}, "'' is not a valid name for a Stateful"),
+    "a name of two lines": (
+        lambda _: {"stateful_per_rank": {"a\nb": Keeper(0)}},
+        "'a\\nb' is not a valid name for a Stateful",
+    ),
     "one name, two objects": (
         lambda _: {"stateful": {"item": 3}, "stateful_per_rank": {"item": Keeper(0)}},
         "'item' (int) has no state_dict() and load_state_dict()",

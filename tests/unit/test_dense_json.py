@@ -50,7 +50,7 @@ def test_any_flip_in_the_json_is_read_or_named() -> None:
         except CorruptionError as error:
             named.append(error)
     assert len(named) > 100
-    begin = "'rank1.optimizers' of the dense state is not as the trainer wrote it: "
+    begin = "'rank1.optimizers' of the dense state is damaged: "
     assert [str(each) for each in named if not each.message.startswith(begin)] == []
     assert all(each.where == {"entry": "rank1.optimizers", "path": path} for each in named)
     assert all(each.hint.startswith("compare ") for each in named)

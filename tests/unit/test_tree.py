@@ -82,7 +82,7 @@ class Kind(IntEnum):
     ("value", "place"),
     [
         (lambda: 1, "state['a'][1] is a builtins.function"),
-        (Pair(1), "test_tree.Pair, which cannot be made anew without running its code"),
+        (Pair(1), "test_tree.Pair, which cannot be rebuilt without running its code"),
         (Kind.ONE, "test_tree.Kind, which"),
         (defaultdict(int), "state['a'][1] is a collections.defaultdict"),
         (object(), "state['a'][1] is a builtins.object"),

@@ -148,7 +148,7 @@ class LiveBuffers:
         if changed:
             self._said = True
             log.warning(
-                "buffers that are not persistent have changed since the attach, and are in no marker: %s; register "
+                "non-persistent buffers have changed since the attach, and markers do not save them: %s; register "
                 "them with persistent=True if a restored job needs them",
                 ", ".join(changed),
             )

@@ -35,7 +35,7 @@ _TEXT_CHARS = 60
 _PLACE_CHARS = 160
 _NAME = "tensor"
 """Name for digests: tensors have no names of their own here."""
-_HINT = "keep numbers, text, tensors, arrays, lists, tuples, sets, dicts and plain objects in it"
+_HINT = "keep only numbers, text, tensors, arrays, lists, tuples, sets, dicts and plain objects in it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class _Walk:
 
     def _tensor(self, tensor: torch.Tensor, place: str) -> bytes:
         if isinstance(tensor, DTensor) or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-            raise self._cannot(place, f"is a tensor that no rank has whole or dense ({type(tensor).__name__})")
+            raise self._cannot(place, f"is not a plain dense tensor ({type(tensor).__name__})")
         shape = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.device.type} "
         if tensor.is_cuda and self._known is None:
             number = self.on_device.setdefault(id(tensor), (len(self.on_device), tensor))[0]
@@ -142,13 +142,13 @@ class _Walk:
     def _named(self, value: Any, place: str) -> bytes:
         name = f"{value.__module__}.{value.__qualname__}"
         if "<" in name:
-            raise self._cannot(place, f"is {name}, which has no name that other processes know")
+            raise self._cannot(place, f"is {name}, which other processes cannot find by its name")
         return name.encode()
 
     def _parts(self, value: Any, kind: type, place: str, above: tuple[int, ...]) -> Iterable[bytes]:
         """Return digests of the children of a container or an object."""
         if isinstance(value, nn.Module):
-            raise self._cannot(place, f"is a module ({kind.__name__})", "hand over its state_dict()")
+            raise self._cannot(place, f"is a module ({kind.__name__})", "pass its state_dict() instead")
         if kind in (list, tuple) or (isinstance(value, tuple) and hasattr(kind, "_fields")):
             return self._items(value, place, above)
         if kind is deque:
@@ -176,7 +176,9 @@ class _Walk:
         try:
             reduced = registered(value) if registered is not None else value.__reduce_ex__(4)
         except Exception as error:  # whatever its class raises: a generator, a lock, a file
-            raise self._cannot(place, f"is a {_name(kind).decode()}, which cannot be taken apart: {error}") from error
+            raise self._cannot(
+                place, f"is a {_name(kind).decode()}, which cannot be split into values: {error}"
+            ) from error
         if isinstance(reduced, str):
             return [reduced.encode()]
         make, arguments, state, items, pairs = (*reduced, None, None, None)[:5]

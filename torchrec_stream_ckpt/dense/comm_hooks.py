@@ -52,10 +52,10 @@ def check_comm_hooks(model: nn.Module, handed: Iterable[object]) -> None:
                 continue
             kind = type(state).__name__
             raise UnsupportedError(
-                f"the DDP communication hook {name} keeps a {kind}{where and f' ({where})'}, which is in no marker",
+                f"the DDP communication hook {name} keeps a {kind}{where and f' ({where})'}, which markers do not save",
                 hint="register a hook without a state (allreduce_hook, fp16_compress_hook, bf16_compress_hook), or "
-                f"hand the {kind} over: stateful_per_rank={{'hook': ...}}, an object with state_dict() and "
-                "load_state_dict() that holds it as an attribute",
+                f"pass stateful_per_rank={{'hook': ...}}, an object with state_dict() and load_state_dict() that holds "
+                f"the {kind} as an attribute",
                 module=path,
             )
 

@@ -33,15 +33,15 @@ def check_fully_sharded(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             raise UnsupportedError(
-                "FullyShardedDataParallel (FSDP1) is not captured: its state does not load on another number of ranks",
+                "FullyShardedDataParallel (FSDP1) is not captured: its state loads only on the same number of ranks",
                 hint="use fully_shard (FSDP2) in a DataParallelWrapper, or DDP",
                 module=path,
             )
     for path, module in sharded_embeddings(model):
         if isinstance(module, FSDPModule) or any(isinstance(each, DTensor) for each in module.parameters()):
             raise UnsupportedError(
-                "fully_shard holds tables of a sharded module",
-                hint="leave sharded modules out, or pass their parameters as ignored_params",
+                "fully_shard() was applied to tables of a sharded module",
+                hint="exclude sharded modules, or pass their parameters as ignored_params",
                 module=path,
             )
 
@@ -71,9 +71,9 @@ def check_replicas(model: nn.Module, view: nn.Module, *, since_attach: bool = Fa
     for name, parameter in view.named_parameters():
         if parameter.requires_grad and id(parameter) not in replicated and not isinstance(parameter, DTensor):
             raise UnsupportedError(
-                f"neither DDP nor FSDP2 holds the dense parameter {name}: ranks may differ in it",
-                hint="let the DataParallelWrapper of DMP take in every parameter; without DMP, put the dense layers in "
-                "DistributedDataParallel, or call fully_shard on them; DDP holds only what is trained when it is built",
+                f"the dense parameter {name} is in neither DDP nor FSDP2, so its values may differ between ranks",
+                hint="let DMP's DataParallelWrapper wrap every parameter; without DMP, wrap the dense layers in "
+                "DistributedDataParallel, or call fully_shard on them; build DDP after you unfreeze parameters",
             )
 
 
@@ -86,6 +86,6 @@ def check_whole(view: nn.Module) -> None:
     for name, parameter in view.named_parameters():
         if isinstance(parameter, DTensor):
             raise UnsupportedError(
-                f"replicas='rank0' saves rank 0's replica, and no rank has one: {name} is sharded by FSDP2",
-                hint="leave replicas out, or put the dense layers under DDP",
+                f"replicas='rank0' requires a whole replica on rank 0, but FSDP2 shards {name}",
+                hint="omit replicas, or wrap the dense layers in DDP",
             )

@@ -73,7 +73,9 @@ def come_together(marker: MarkerId, group: dist.ProcessGroup) -> None:
         dist.all_gather(said, mine, group=group)
         markers = [MarkerId(*each.tolist()) for each in said]
         if marker < max(markers):
-            raise MarkerFailedError(f"this rank is late: others already save marker {max(markers)}", marker=marker)
+            raise MarkerFailedError(
+                f"this rank is late: other ranks are already saving marker {max(markers)}", marker=marker
+            )
         if marker == min(markers):
             return
 
@@ -142,7 +144,7 @@ def unblob(saved: torch.Tensor, name: str) -> Any:
     except Exception as error:  # whatever pickles and archives raise
         raise CorruptionError(
             f"'{name}' of the dense state cannot be decoded: {type(error).__name__}: {error}",
-            hint="import what the objects in it need, or restore an older marker",
+            hint="import the modules that define its objects, or restore an older marker",
             entry=name,
         ) from error
 
@@ -169,7 +171,7 @@ def read_json(saved: torch.Tensor, name: str) -> Any:
 def no_blob(name: str) -> SchemaMismatchError:
     """Return the error for a blob that the marker lacks."""
     return SchemaMismatchError(
-        f"the marker holds no '{name}'", hint="hand over the same stateful objects as the job that wrote it"
+        f"'{name}' is missing from the marker", hint="pass the same stateful objects as the job that wrote it"
     )
 
 

@@ -101,9 +101,8 @@ class DenseGuard:
             return
         there, here = (", ".join(type(part).__name__ for part in each) for each in (self._parts, parts))
         raise UnsupportedError(
-            f"the optimizers that were handed over were changed after the attach: they were {there}, now they are "
-            f"{here}",
-            hint="call mark() and close() before you change them, then make a StreamCheckpointer with the new ones",
+            f"the optimizers passed to StreamCheckpointer changed after the attach, from {there} to {here}",
+            hint="call mark() and close() before you change them, then create a StreamCheckpointer with the new ones",
         )
 
     def _check_others(self, names: Mapping[int, str]) -> None:
@@ -112,9 +111,9 @@ class DenseGuard:
             name = next((names[key] for key in held if key in names), None)
             if name is not None and not self._is_saved_with(other):
                 raise UnsupportedError(
-                    f"{type(other).__name__} steps {name} and was not handed over: its state is in no marker",
-                    hint="pass CombinedOptimizer([...]) with all optimizers to StreamCheckpointer; if this one is no "
-                    "longer needed, delete it",
+                    f"{type(other).__name__} steps {name}, but was not passed to StreamCheckpointer",
+                    hint="pass a CombinedOptimizer of all optimizers to StreamCheckpointer; delete this one if it "
+                    "is no longer needed",
                 )
 
     def _is_saved_with(self, other: Any) -> bool:

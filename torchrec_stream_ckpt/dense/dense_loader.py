@@ -75,7 +75,7 @@ class DenseLoader:
         Returns:
             All differences.
         """
-        found = [Misfit(f"the marker holds no '{name}'", "restore another marker") for name in saved.missing()]
+        found = [Misfit(f"'{name}' is missing from the marker", "restore another marker") for name in saved.missing()]
         if not found and not saved.imported:
             found += self._caught(lambda: check_wrappers(self._live.optimizer, saved.wrappers))
         found += self._caught(lambda: self._check_world(saved, match))
@@ -101,8 +101,9 @@ class DenseLoader:
         per_rank = [name for name in here if name in saved.stateful("per_rank")]
         if per_rank and not saved.imported and saved.world != dist.get_world_size():
             raise ConfigError(
-                f"{', '.join(per_rank)}: saved for each of {saved.world} ranks, this job has {dist.get_world_size()}",
-                hint="hand it over in stateful if ranks have the same state, in stateful_rank0 if rank 0's serves all",
+                f"{', '.join(per_rank)}: the marker has the state of {saved.world} ranks, but this job has "
+                f"{dist.get_world_size()}",
+                hint="pass it in stateful if all ranks have the same state, or in stateful_rank0 to use rank 0's",
             )
 
     def _objects(self, saved: SavedDense, match: Match | None) -> Iterator[tuple[str, str]]:
@@ -143,7 +144,7 @@ class DenseLoader:
         view = self._live.view()
         names, there = names_of(view), saved.outline()
         lacking = [] if saved.tree is None else optimizer_state.missing_tensors(saved.tree, saved.entries)
-        found = [Misfit(f"the marker holds no '{entry}'", "restore another marker") for entry in lacking]
+        found = [Misfit(f"'{entry}' is missing from the marker", "restore another marker") for entry in lacking]
         if saved.imported:
             return found
         if match is not None:
@@ -187,7 +188,7 @@ class DenseLoader:
         load_wrapper_states(self._live.optimizer, saved.wrappers)
         set_fused_values(self._live.kernels, fused)
         if different := told(self._given, given(self._live.kernels, self._live.optimizers)):
-            log.warning("hyperparameters are those of the marker, not those that the code gives: %s", different)
+            log.warning("the marker's hyperparameters replace those set in the code: %s", different)
         return lambda: self._load_rest(saved, match, schedules)
 
     def _merged_schedules(self, saved: SavedDense, match: Match | None) -> dict[str, Any]:
@@ -268,7 +269,7 @@ class DenseLoader:
                 raise StreamCkptError(
                     f"load_state_dict() of the Stateful '{name}' ({type(item).__name__}) failed: "
                     f"{type(error).__name__}: {error}",
-                    hint="let it take the state that the marker has of it, then call restore() again",
+                    hint="make it accept the state saved in the marker, then call restore() again",
                     rank=dist.get_rank(),
                 ) from error
         seed, random = saved.random()
@@ -295,8 +296,8 @@ class DenseLoader:
             there = OptimizerState(type(optimizer).__name__, groups, state)
             optimizer_state.put_back(optimizer, parameters, there, parameters.keys() - state.keys())
         log.warning(
-            "the marker was imported: random state, stateful objects, param groups, learning rates and the kernels' "
-            "iterations stay as this job has made them"
+            "the marker was imported: this job keeps its own random state, stateful objects, param groups, learning "
+            "rates and kernel iteration counts"
         )
 
     def _read_id_maps(self, saved: SavedDense, match: Match | None) -> tuple[list[CollisionMap], list[State]]:

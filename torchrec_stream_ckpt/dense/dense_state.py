@@ -245,8 +245,8 @@ class DenseState:
         save_together(staged, path, self._group)
         if changed := list(differing(staged, self._compared)):
             raise CaptureMismatchError(
-                f"the copy of {changed[0]} is not as the live tensor was at the cut",
-                hint="check this host's memory",
+                f"the saved copy of {changed[0]} differs from the live tensor at the cut",
+                hint="test this host's memory",
                 marker=marker,
                 rank=self._rank,
             )

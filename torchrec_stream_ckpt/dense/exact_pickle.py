@@ -43,7 +43,7 @@ class Pickler(pickle.Pickler):
 def _array(value: np.ndarray[Any, Any]) -> tuple[Any, ...]:
     if type(value) is not np.ndarray:
         raise TypeError(
-            f"a {type(value).__name__} of dtype {value.dtype} would come back with the byte order of the machine"
+            f"a {type(value).__name__} of dtype {value.dtype} would be unpickled in this machine's byte order"
         )
     columns_first = value.flags.f_contiguous and not value.flags.c_contiguous
     data = bytearray(value.tobytes("F" if columns_first else "C"))

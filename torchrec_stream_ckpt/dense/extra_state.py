@@ -30,7 +30,7 @@ def model_state(view: nn.Module) -> dict[str, Any]:
         found = next(_failing(view), "the state_dict() of the model")
         raise UnsupportedError(
             f"{found} fails: {type(error).__name__}: {error}",
-            hint="make it work from the attach on, at any step boundary",
+            hint="make it callable at any step boundary after the attach",
         ) from error
 
 

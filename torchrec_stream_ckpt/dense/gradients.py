@@ -83,8 +83,8 @@ class _Steps:
             self.kept |= not self.cleared
             if self.assumed and self.kept:
                 log.warning(
-                    "%s has read a gradient again that no zero_grad() has cleared, as between all of its earlier "
-                    "steps: a job that restores the marker before this step has zeros there. Later markers hold it",
+                    "%s used a gradient again without zero_grad(), unlike in its earlier steps: the marker before this "
+                    "step has zeros for it. Later markers save it",
                     type(self.optimizer).__name__,
                 )
         self.begun = self.cleared = self.assumed = False
@@ -269,9 +269,7 @@ def _add_values(taken: LiveGradients, name: str, gradient: torch.Tensor) -> None
         parts = {INDICES: gradient._indices(), VALUES: gradient._values()}
     else:
         kind = f"{type(gradient).__name__}, {gradient.layout}, {gradient.dtype}, on {gradient.device}"
-        raise UnsupportedError(
-            f"the gradient of {name} is a tensor of a kind that is not captured ({kind})", hint=_BOUNDARY
-        )
+        raise UnsupportedError(f"the gradient of {name} is a tensor of an unsupported kind ({kind})", hint=_BOUNDARY)
     for part, tensor in parts.items():
         taken.tensors[f"{part}.{name}"] = tensor
         taken.places[f"{part}.{name}"] = f"the gradient of {name}"

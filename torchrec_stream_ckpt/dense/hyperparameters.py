@@ -33,8 +33,8 @@ def fused_values(kernels: Iterable[FusedKernel]) -> Values:
         for rate in (kernel.scalars.learning_rate, kernel.scalars.next_learning_rate):
             if tables and not -float("inf") < rate < float("inf"):
                 raise ConfigError(
-                    f"the learning rate of the fused optimizer is {rate}",
-                    hint="set a finite one before the next marker",
+                    f"the fused optimizer's learning rate must be finite, got {rate}",
+                    hint="set a finite learning rate before the next marker",
                     tables=", ".join(tables),
                 )
         values |= dict.fromkeys(tables, kernel.scalars.hyperparameters)
@@ -76,9 +76,9 @@ def _check_alike(kernel: FusedKernel, found: list[dict[str, float]]) -> None:
         for name in sorted(each.keys() & found[0].keys()):
             if repr(each[name]) != repr(found[0][name]):
                 raise SchemaMismatchError(
-                    f"the marker has more than one {name} for tables that share a kernel under this plan: "
+                    f"tables that share a kernel under this plan have different {name} in the marker: "
                     f"{found[0][name]}, {each[name]}",
-                    hint="place tables of different settings apart",
+                    hint="change the plan so that tables with different settings do not share a kernel",
                     tables=", ".join(shard.table.name for shard in kernel.held),
                 )
 

@@ -58,15 +58,15 @@ def _whole(here: CollisionMap, saved: Mapping[int, State]) -> dict[str, State]:
     if not {first, last} <= edges:
         texts = ", ".join(f"[{row0}, {end})" for row0, end in ranges if row0 < last and end > first) or "none"
         raise SchemaMismatchError(
-            f"the id map of rows {here.rows_text} cannot be put together from whole ones: the marker has rows {texts}",
-            hint=f"restore on {len(ranges)} ranks, or on fewer whose shards are unions of these",
+            f"the id map of rows {here.rows_text} is not a union of whole maps of the marker, which has rows {texts}",
+            hint=f"restore on {len(ranges)} ranks, or on fewer ranks whose shards are unions of those row ranges",
             table=here.table,
         )
     fields = here.read().keys()
     for piece in saved.values():
         if piece.keys() != fields:
             raise SchemaMismatchError(
-                f"the marker's id map keeps {_policy(piece)}, this job's {_policy(fields)}",
+                f"the id map keeps {_policy(piece)} in the marker and {_policy(fields)} in this job",
                 hint="use the eviction policy of the job that wrote the marker",
                 table=here.table,
             )
@@ -93,8 +93,8 @@ def _merge(here: CollisionMap, pieces: Sequence[State]) -> State:
     strangers = here.count_strangers(ids[ids != NO_ID])
     if strangers:
         raise SchemaMismatchError(
-            f"{strangers} raw ids of rows {here.rows_text} are looked up on another rank of this job",
-            hint="keep input_hash_size, and a number of ranks by which it divides as the row ranges do",
+            f"{strangers} raw ids of rows {here.rows_text} belong to another rank in this job",
+            hint="keep input_hash_size, and restore on a number of ranks that splits it at the same row ranges",
             table=here.table,
         )
     # As MCHManagedCollisionModule sorts a loaded map. This does not change a map of one piece.
@@ -108,7 +108,7 @@ def _agreed_counters(here: CollisionMap, pieces: Sequence[State]) -> torch.Tenso
     for name, values in zip(COUNTERS, (*counters, capacities < 0), strict=True):
         if values.unique().numel() > 1:
             raise SchemaMismatchError(
-                f"the maps of rows {here.rows_text} differ in {name}: {values.tolist()}",
+                f"the marker's id maps of rows {here.rows_text} have different values of {name}: {values.tolist()}",
                 hint="restore on as many ranks as wrote the marker",
                 table=here.table,
             )
@@ -116,7 +116,7 @@ def _agreed_counters(here: CollisionMap, pieces: Sequence[State]) -> torch.Tenso
     if interval != here.interval:
         raise SchemaMismatchError(
             f"the eviction interval is {interval} in the marker and {here.interval} in this job",
-            hint="keep it: TorchRec compares the steps since the last eviction for equality",
+            hint="keep the marker's interval: TorchRec compares the steps since the last eviction for equality",
             table=here.table,
         )
     capacity = capacities[0] if capacities[0] < 0 else capacities.sum()

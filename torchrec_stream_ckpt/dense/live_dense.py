@@ -78,8 +78,8 @@ class LiveDense:
         self._check_hooks()
         for name in shared.keys() & (rank0 or {}).keys():
             raise ConfigError(
-                f"'{name}' is in stateful and in stateful_rank0",
-                hint="leave it in stateful if ranks have the same state",
+                f"'{name}' is in both stateful and stateful_rank0",
+                hint="keep it in stateful if all ranks have the same state, otherwise in stateful_rank0",
             )
         if one_replica:
             check_whole(self.view())

@@ -40,9 +40,9 @@ def check_attributes(optimizers: Mapping[str, torch.optim.Optimizer], names: Map
 
 def _refuse(title: str, name: str, place: Any, attribute: str) -> None:
     raise UnsupportedError(
-        f"the {title}: state {place!r} of {name} shares memory with the optimizer's attribute {attribute!r}; a restore "
-        "would part them",
-        hint="keep each state in a tensor of its own, or all of it in the attribute, with a state_dict() that has it",
+        f"the {title}: state {place!r} of {name} shares memory with the optimizer's attribute {attribute!r}, which a "
+        "restore would not preserve",
+        hint="keep each state in a separate tensor, or all of it in the attribute and return it from state_dict()",
     )
 
 

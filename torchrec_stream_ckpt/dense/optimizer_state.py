@@ -87,13 +87,14 @@ class _Tensors:
             like = isinstance(tensor, DTensor) and tensor.shape == live.shape
             if not like and not (plain and tensor.dim() == 0):
                 raise UnsupportedError(
-                    f"{place} is not captured: {parameter} is sharded, and this tensor does not say how",
-                    hint="use DDP for this optimizer, or one whose states are sharded as their parameters are",
+                    f"{place} is not captured: {parameter} is sharded, but the layout of this tensor is unknown",
+                    hint="use DDP with this optimizer, or an optimizer whose states are sharded like their parameters",
                 )
         elif not plain or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             kind = f"{type(tensor).__name__}, {tensor.layout}, {tensor.dtype}, on {tensor.device}"
             raise UnsupportedError(
-                f"{place} is a tensor of a kind that is not captured ({kind})", hint="keep plain dense tensors there"
+                f"{place} is a tensor of an unsupported kind ({kind})",
+                hint="keep only plain dense tensors in the optimizer's state",
             )
 
 
@@ -207,10 +208,10 @@ def find_tensors(
     for entry in sorted(_mentioned(tree["optimizers"])):
         name = tree["parameters"].get(entry, "")
         if whole and name and name not in parameters:
-            raise SchemaMismatchError(f"dense state: only the marker has '{entry}'")
+            raise SchemaMismatchError(f"'{entry}' is in the marker's dense state but not in this job")
         saved = entries.get(entry)
         if not isinstance(saved, TensorStorageMetadata):
-            raise SchemaMismatchError(f"the marker holds no '{entry}'")
+            raise SchemaMismatchError(f"'{entry}' is missing from the marker")
         room[entry] = empty_like(saved, parameters.get(name))
     return room
 
@@ -273,7 +274,7 @@ def check(optimizers: Optimizers, saved: Mapping[str, OptimizerState], names: Ma
             parameters together, which depends on their order.
     """
     if saved.keys() != optimizers.keys():
-        raise SchemaMismatchError(f"the marker has {len(saved)} dense optimizers, this job has {len(optimizers)}")
+        raise SchemaMismatchError(f"the marker has {len(saved)} dense optimizers, but this job has {len(optimizers)}")
     for key, optimizer in optimizers.items():
         if saved[key].kind != type(optimizer).__name__:
             raise SchemaMismatchError(
@@ -284,13 +285,13 @@ def check(optimizers: Optimizers, saved: Mapping[str, OptimizerState], names: Ma
         if list(map(sorted, here)) != list(map(sorted, there)):
             raise SchemaMismatchError(
                 f"dense {key}: {_other_group(there, here)}",
-                hint="give it the param groups that it had, in their order",
+                hint="use the marker's param groups, in the same order",
             )
         if here != there and _keeps_together(optimizer, saved[key]):
             fresh = {name: "fresh" for group in here for name in group}
             raise SchemaMismatchError(
-                f"dense {key}: {_other_order(there, here)}, and {saved[key].kind} keeps state for all of them together",
-                hint="keep the order, or let its state begin anew: "
+                f"dense {key}: {_other_order(there, here)}, and {saved[key].kind} keeps one state for all of them",
+                hint="keep the order, or reset its state: "
                 f"restore(changes=Changes(dense=DenseChanges(optimizer={fresh!r})))",
             )
 
@@ -298,12 +299,12 @@ def check(optimizers: Optimizers, saved: Mapping[str, OptimizerState], names: Ma
 def _other_group(there: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> str:
     """Describe which parameter groups differ, and by which parameters."""
     if len(there) != len(here):
-        return f"it has {len(there)} parameter groups in the marker, {len(here)} here"
+        return f"it has {len(there)} parameter groups in the marker and {len(here)} in this job"
     number = next(n for n, (old, new) in enumerate(zip(there, here, strict=True)) if sorted(old) != sorted(new))
     old, new = set(there[number]), set(here[number])
     sides = (("the marker", old - new), ("this job", new - old))
     said = [f"only {side} has {_some(names)}" for side, names in sides if names]
-    return f"in parameter group {number}, " + "; ".join(said or ["a parameter stands in it twice"])
+    return f"in parameter group {number}, " + "; ".join(said or ["a parameter occurs twice"])
 
 
 def _some(names: Iterable[str]) -> str:
@@ -315,7 +316,7 @@ def _some(names: Iterable[str]) -> str:
 def _other_order(there: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> str:
     """Describe the first parameters with a different order."""
     return next(
-        f"parameter {place} of its group {group} is {old!r} in the marker and {new!r} here"
+        f"parameter {place} of group {group} is {old!r} in the marker and {new!r} in this job"
         for group, pair in enumerate(zip(there, here, strict=True))
         for place, (old, new) in enumerate(zip(*pair, strict=True))
         if old != new
@@ -379,7 +380,7 @@ def _matched(
         ]
         if together and not same:
             raise SchemaMismatchError(
-                f"dense {key}: {saved[old].kind} keeps state for all its parameters together, which has no parts",
+                f"dense {key}: {saved[old].kind} keeps one state for all its parameters, which cannot be split",
                 hint="declare the state of each of its parameters fresh: "
                 'DenseChanges(optimizer={NAME: "fresh"}), or keep its parameters as they were',
             )

@@ -54,7 +54,9 @@ def set_random_state(state: Mapping[str, Any], seed: int, rank: int) -> None:
     torch.set_rng_state(state["torch"])
     if not _uses_cuda():
         if state["cuda"] is not None:
-            log.warning("the marker's random state of CUDA devices is not restored: this job uses none")
+            log.warning(
+                "the marker's random state of CUDA devices is not restored, because this job uses no CUDA device"
+            )
     elif state["cuda"] is None:
         torch.cuda.manual_seed_all(_derived_seed(seed, rank))
     else:

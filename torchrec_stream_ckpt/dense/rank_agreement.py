@@ -64,7 +64,7 @@ def meet(model: nn.Module | None, optimizer: torch.optim.Optimizer | None, bound
             if waited_s > bound_s:
                 raise RankLostError(
                     said,
-                    hint="make the StreamCheckpointer on all ranks; look at that rank's output and host",
+                    hint="create the StreamCheckpointer on all ranks; check that rank's output and host",
                     rank=rank,
                 )
             log.warning("%s", said)
@@ -89,8 +89,8 @@ def check_settings(team: Team, settings: Mapping[str, Any]) -> None:
             found.append(f"{name} is {mine!r} on rank 0 and {of_ranks[other][name]!r} on rank {other}")
     if found:
         raise ConfigError(
-            f"the ranks were given different settings: {'; '.join(found)}",
-            hint="give all ranks the same StreamConfig and arguments; look at environment variables of single hosts",
+            f"settings differ between ranks: {'; '.join(found)}",
+            hint="pass the same StreamConfig and arguments on all ranks; check each host's environment variables",
         )
 
 
@@ -110,13 +110,13 @@ def check_handed_over(team: Team, kinds: Mapping[str, Iterable[str]]) -> None:
         given = [each.get(name) for each in of_ranks]
         if set(given) - {None, PER_RANK} and len(set(given)) > 1:
             other = next(rank for rank, kind in enumerate(given) if kind != given[0])
-            said = [f"in {kind}" if kind else "not at all" for kind in (given[0], given[other])]
-            found.append(f"'{name}' {said[0]} on rank 0, {said[1]} on rank {other}")
+            said = [f"in {kind}" if kind else "not passed" for kind in (given[0], given[other])]
+            found.append(f"'{name}' is {said[0]} on rank 0 and {said[1]} on rank {other}")
     if found:
         raise ConfigError(
-            f"the ranks handed over different objects: {'; '.join(found)}",
-            hint="hand over the same names on all ranks: in stateful what is alike, in stateful_rank0 what counts on "
-            "rank 0 alone (the others give theirs too), in stateful_per_rank what each rank has of its own",
+            f"stateful objects differ between ranks: {'; '.join(found)}",
+            hint="pass the same names on all ranks: stateful for equal state, stateful_rank0 if only rank 0's state is "
+            "saved (all ranks pass the object), stateful_per_rank if each rank has its own state",
         )
 
 

@@ -26,11 +26,11 @@ _TENSOR_HINT = (
     "gradients; if replicas differ by design (local SGD), set replicas='rank0'"
 )
 _OBJECT_HINT = (
-    "hand it over in stateful_per_rank if each rank has its own state, or in stateful_rank0 if rank 0's is to serve all"
+    "pass it in stateful_per_rank if each rank has its own state, or in stateful_rank0 to use rank 0's on all ranks"
 )
-_FROZEN_HINT = "give all ranks the same values, or register it as a buffer, which is saved for each rank"
+_FROZEN_HINT = "set the same values on all ranks, or register it as a buffer, which is saved for each rank"
 _GRADIENT_HINT = "mark at the accumulation boundary: after the optimizer's step, and before the next backward"
-_WRAPPER_HINT = "step the wrapped optimizers on all ranks alike; if they differ by design, set replicas='rank0'"
+_WRAPPER_HINT = "step the wrapped optimizers equally on all ranks; if they differ by design, set replicas='rank0'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +165,8 @@ def check_same(ranks: Sequence[Held]) -> None:
     for rank, other in enumerate(ranks):
         if different := sorted(set(ranks[0].shapes) ^ set(other.shapes)):
             raise MarkerFailedError(
-                f"ranks 0 and {rank} hold different dense state: only one of them has {different[0]}",
-                hint="let DDP or FSDP2 hold every dense parameter, and step its optimizer on every rank",
+                f"the dense state of ranks 0 and {rank} differs: only one of them has {different[0]}",
+                hint="wrap every dense parameter in DDP or FSDP2, and step its optimizer on every rank",
             )
     found = list(_different(ranks))
     if found:
@@ -193,9 +193,9 @@ def _mismatch(ranks: Sequence[Held], one: int, other: int, title: str, more: int
     elif title in ranks[one].leaves:
         hint = _WRAPPER_HINT if title.startswith("the optimizer") else _OBJECT_HINT
     where = _leaf(ranks[one].leaves.get(title, {}), ranks[other].leaves.get(title, {}), one, other)
-    rest = f", and of {more} more" if more else ""
+    rest = f", and {more} more" if more else ""
     return ReplicaMismatchError(
-        f"ranks {one} and {other} hold different values of {kind}{title}{where}{rest}", hint=hint
+        f"ranks {one} and {other} have different values of {kind}{title}{where}{rest}", hint=hint
     )
 
 
@@ -205,7 +205,7 @@ def _leaf(here: Mapping[str, tuple[bytes, str]], there: Mapping[str, tuple[bytes
         mine, its = here.get(place), there.get(place)
         if mine != its:
             said = [each[1] if each is not None else "nothing" for each in (mine, its)]
-            values = f" is {said[0]} on rank {one}, {said[1]} on rank {other}" if all(said) else ""
+            values = f" is {said[0]} on rank {one} and {said[1]} on rank {other}" if all(said) else ""
             return f": {place}{values}" if place else values.replace(" is ", ": it is ", 1)
     return ""
 

@@ -193,8 +193,8 @@ class SavedDense:
                 if not isinstance(error.__cause__, (ImportError, AttributeError)):
                     raise
                 raise SchemaMismatchError(
-                    f"the state of '{name}' cannot be read: {type(error.__cause__).__name__}: {error.__cause__}",
-                    hint="make the classes importable that its state_dict() returned",
+                    f"the state of '{name}' cannot be unpickled: {type(error.__cause__).__name__}: {error.__cause__}",
+                    hint="make the classes in its state_dict() importable",
                 ) from error
         return self._objects[entry]
 
@@ -334,7 +334,7 @@ class SavedDense:
                     tensor = isinstance(saved, TensorStorageMetadata)
                     room[entry] = empty_like(saved, parameters[name]) if tensor else None  # a plain value replaces None
                 elif whole:
-                    raise SchemaMismatchError(f"dense state: only the marker has '{entry}'")
+                    raise SchemaMismatchError(f"'{entry}' is in the marker's dense state but not in this job")
         states: dict[str, dict[str, dict[str, Any]]] = {}
         for entry, value in self.read(room).items():
             _, key, path = entry.split(".", 2)

@@ -141,16 +141,16 @@ class NamedSchedule:
         if there != here:
             raise SchemaMismatchError(
                 f"the schedule '{self.name}' is {there} in the marker and {here} in this job",
-                hint="hand over the schedule that the job had",
+                hint="use the marker's schedule class",
             )
         groups = self.groups()
         if not self._by_name(saved):
             if [tuple(group) for group in saved[source]["groups"]] != groups:
                 raise SchemaMismatchError(
-                    f"the schedule '{self.name}' ({here}) keeps lists that are not known by name, and its param groups "
-                    f"are {groups!r:.200} here, {saved[source]['groups']!r:.200} in the marker",
-                    hint="restore under the plan and on the ranks of the marker; or, for other jobs, name the lists "
-                    f'with one value for each group in {here}.{_OWN} = ("...",)',
+                    f"the schedule '{self.name}' ({here}) has lists of unknown meaning, and its param groups differ: "
+                    f"{saved[source]['groups']!r:.200} in the marker, {groups!r:.200} in this job",
+                    hint="restore with the marker's plan and ranks; or, for later jobs, name lists with one value per "
+                    f'group in {here}.{_OWN} = ("...",)',
                 )
             saved, source = [saved[source]], 0
         lists: Lists = {}
@@ -183,9 +183,9 @@ class NamedSchedule:
         counts = {len(value) for value in _lists(state)}
         if counts - {len(self.groups())}:
             raise SchemaMismatchError(
-                f"the marker has the schedule '{self.name}' of rank 0 alone, for {max(counts)} param groups; "
-                f"this rank has {len(self.groups())}",
-                hint="restore under the plan and on the ranks of the marker",
+                f"the schedule '{self.name}' was saved only on rank 0, for {max(counts)} param groups, but this "
+                f"rank has {len(self.groups())}",
+                hint="restore with the marker's plan and ranks",
             )
         return {"state": state, "groups": {}}
 
@@ -213,7 +213,7 @@ class NamedSchedule:
             if missing and whole:
                 raise SchemaMismatchError(
                     f"the marker's schedule '{self.name}' has no {path} of {missing[0]}",
-                    hint="build the schedule over the optimizer that the job had",
+                    hint="build the schedule on the same optimizer as the job that wrote the marker",
                 )
             values = {member: saved.get(member, live.get(member)) for member in group}
             for member in group:
@@ -224,9 +224,9 @@ class NamedSchedule:
     def _same(self, path: str, where: str, first: Any, second: Any) -> None:
         if _text(first) != _text(second):
             raise SchemaMismatchError(
-                f"the marker's schedule '{self.name}' has more than one {path} for {where}, which are one param group "
-                f"under this plan: {_text(first)}, {_text(second)}",
-                hint="place tables of different rates apart",
+                f"{where} share a param group under this plan, but have different {path} in the marker's schedule "
+                f"'{self.name}': {_text(first)}, {_text(second)}",
+                hint="change the plan so that tables with different rates do not share a param group",
             )
 
 

@@ -38,7 +38,7 @@ def state_of(name: str, item: Stateful) -> Any:
     except Exception as error:  # whatever the user's code raises
         raise UnsupportedError(
             f"the state_dict() of {title_of(name, item)} fails: {type(error).__name__}: {error}",
-            hint="make its state_dict() work from the attach on, at any step boundary",
+            hint="make its state_dict() callable at any step boundary after the attach",
         ) from error
 
 
@@ -46,7 +46,7 @@ def refuse_unsaved(what: str, error: Exception) -> UnsupportedError:
     """Return the error for a state that cannot be saved, with the reason."""
     return UnsupportedError(
         f"{what} cannot be pickled: {error}",
-        hint="keep numbers, text, tensors, lists and dicts in it",
+        hint="keep only numbers, text, tensors, lists and dicts in it",
     )
 
 
@@ -96,16 +96,16 @@ def check_given(given: Mapping[str, Mapping[str, Stateful]]) -> None:
         for name, item in items.items():
             if not isinstance(name, str):
                 raise ConfigError(
-                    f"{argument}: the name of an object must be text, got {name!r} ({type(name).__name__})",
+                    f"{argument}: the name of an object must be a string, got {name!r} ({type(name).__name__})",
                     hint=f"use a string such as '{type(item).__name__.lower()}'",
                 )
             if not isinstance(item, Stateful):
                 raise ConfigError(
                     f"'{name}' ({type(item).__name__}) has no state_dict() and load_state_dict()",
-                    hint="give it both, or leave it out; a TrackedLoader holds the position of its sampler",
+                    hint="add both methods, or omit it; a TrackedLoader saves the position of its sampler",
                 )
             if "." in name or not name or not name.isprintable():
-                raise ConfigError(f"{name!r} is no name for a Stateful", hint="use letters, digits and '_'")
+                raise ConfigError(f"{name!r} is not a valid name for a Stateful", hint="use letters, digits and '_'")
 
 
 def try_states(

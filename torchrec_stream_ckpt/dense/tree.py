@@ -119,14 +119,14 @@ def _encode(value: Any, place: str, keep: Keep, above: tuple[int, ...]) -> Any:
         return {name: write(value)}
     if kind not in (list, *_SEQUENCE_KINDS, *_MAPPING_KINDS):
         raise UnsupportedError(
-            f"{shortened(place)} is a {kind.__module__}.{kind.__qualname__}, which cannot be made anew without running "
+            f"{shortened(place)} is a {kind.__module__}.{kind.__qualname__}, which cannot be rebuilt without running "
             "its code",
-            hint="keep numbers, text, tensors, lists, tuples, sets and dicts there, or hand the object over as a "
+            hint="keep only numbers, text, tensors, lists, tuples, sets and dicts there, or pass the object as a "
             "Stateful",
         )
     if id(value) in above or len(above) >= MAX_DEPTH:
         what = "holds itself" if id(value) in above else f"is nested more than {MAX_DEPTH} deep"
-        raise UnsupportedError(f"{shortened(place)} {what}", hint="flatten what the optimizer keeps there")
+        raise UnsupportedError(f"{shortened(place)} {what}", hint="flatten the optimizer's state there")
     return _container(value, place, keep, (*above, id(value)))
 
 
@@ -148,7 +148,7 @@ def _container(value: Any, place: str, keep: Keep, above: tuple[int, ...]) -> An
 
 def no_tensor(_: torch.Tensor, place: str) -> str:
     """(``keep``) Reject a tensor in a place that cannot have one."""
-    raise UnsupportedError(f"{place} is a tensor, which is found by identity", hint="use a name for it")
+    raise UnsupportedError(f"{place} is a tensor, which would be compared by identity", hint="use a name instead")
 
 
 def decode(saved: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
@@ -198,8 +198,8 @@ def reading(entry: str, path: Path) -> Iterator[None]:
             raise
         said = error.message if isinstance(error, CorruptionError) else f"{type(error).__name__}: {error}"
         raise CorruptionError(
-            f"'{entry}' of the dense state is not as the trainer wrote it: {said}",
-            hint="compare the marker's entries by `stream-ckpt verify`, and restore an older marker",
+            f"'{entry}' of the dense state is damaged: {said}",
+            hint="run `stream-ckpt verify`, and restore an older marker",
             entry=entry,
             path=path,
         ) from error
