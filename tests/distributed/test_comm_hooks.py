@@ -181,16 +181,16 @@ def attach(folder: Path, register: Callable[[DistributedDataParallel], None]) ->
 @pytest.mark.parametrize(
     ("register", "said"),
     [
-        (power, "hook powerSGD_hook keeps a PowerSGDState, which is in no marker"),
-        (wrapped, "keeps a PowerSGDState, which is in no marker"),
-        (own, "hook Local.hook keeps a Local, which is in no marker"),
-        (closure, "feedback keeps a dict (closure variable 'error'), which is in no marker"),
-        (deep_closure, "keeps a dict (closure variable 'error'), which is in no marker"),
-        (counting, "count keeps a int (closure variable 'steps'), which is in no marker"),
-        (defaulted, "remember keeps a list (default argument 'seen' of remember), which is in no marker"),
-        (attributes, "keeps a Tensor (attribute 'error' of plain_closure), which is in no marker"),
-        (partly, "hook partly keeps a list (argument 0 of a partial), which is in no marker"),
-        (called, "hook Called keeps a Called, which is in no marker"),
+        (power, "hook powerSGD_hook keeps a PowerSGDState, which markers do not save"),
+        (wrapped, "keeps a PowerSGDState, which markers do not save"),
+        (own, "hook Local.hook keeps a Local, which markers do not save"),
+        (closure, "feedback keeps a dict (closure variable 'error'), which markers do not save"),
+        (deep_closure, "keeps a dict (closure variable 'error'), which markers do not save"),
+        (counting, "count keeps a int (closure variable 'steps'), which markers do not save"),
+        (defaulted, "remember keeps a list (default argument 'seen' of remember), which markers do not save"),
+        (attributes, "keeps a Tensor (attribute 'error' of plain_closure), which markers do not save"),
+        (partly, "hook partly keeps a list (argument 0 of a partial), which markers do not save"),
+        (called, "hook Called keeps a Called, which markers do not save"),
     ],
 )
 def test_a_hook_with_a_state_is_refused_by_name(

@@ -227,13 +227,13 @@ def _above(uri: str) -> list[str]:
 @pytest.mark.covers(
     module="a module above a sharded one with a `_save_to_state_dict()`, `state_dict()` or state dict hook of its own",
     outcome="refused",
-    why="`has its own _save_to_state_dict() and holds a sharded module`",
+    why="`has its own _save_to_state_dict() and contains a sharded module`",
 )
 def test_what_only_code_above_a_sharded_module_saves_is_refused_at_attach_by_name(pool: Pool, tmp_path: Path) -> None:
     for own, whole, hooked in pool.run(2, _above, f"file://{tmp_path}"):
-        assert "SavesMore has its own _save_to_state_dict() and holds a sharded module" in own
-        assert "OwnStateDict has its own state_dict() and holds a sharded module" in whole
-        assert "Saving has a state dict hook and holds a sharded module" in hooked
+        assert "SavesMore has its own _save_to_state_dict() and contains a sharded module" in own
+        assert "OwnStateDict has its own state_dict() and contains a sharded module" in whole
+        assert "Saving has a state dict hook and contains a sharded module" in hooked
 
 
 # Hyperparameters: the marker's hold.

@@ -111,7 +111,7 @@ def data_of(file: Path) -> bytes:
         (["--optimizer=exact_rowwise_adagrad"], "stands below 'model'"),
         (["--optimizer=exact_rowwise_adagrad", "--model-key=model"], "no sharded table with the state"),
         (["--optimizer=adam", *KEYS], "adam keeps exp_avg, exp_avg_sq"),
-        (["--optimizer=quick", *KEYS], "not a fused optimizer that can be captured"),
+        (["--optimizer=quick", *KEYS], "not a supported fused optimizer"),
     ],
 )
 def test_what_does_not_fit_the_checkpoint_is_refused(

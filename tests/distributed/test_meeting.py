@@ -33,7 +33,7 @@ def attach(folder: Path, late: list[int]) -> str:
 def test_a_rank_that_is_not_data_parallel_is_named_on_all_ranks(late: list[int], tmp_path: Path) -> None:
     said = ranks.run(2, attach, tmp_path, late)
     for rank, each in enumerate(said):
-        assert "the dense part is not data parallel yet" in each
+        assert "DMP has not made the dense part data parallel" in each
         assert f"rank={rank if rank in late else late[0]}" in each
         assert "call dmp.init_data_parallel() on all ranks first" in each
 

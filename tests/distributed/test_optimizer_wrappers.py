@@ -210,10 +210,10 @@ def test_other_wrappers_are_refused_by_name(tmp_path: Path) -> None:
     assert "the optimizer Unknown may have state" in said["around fused"]
     assert "the optimizer OwnWarmup may have state" in said["derived"]
     assert (
-        "the marker's optimizer wrappers are WarmupOptimizer, WarmupOptimizer, GradientClippingOptimizer, "
-        "those of this job are GradientClippingOptimizer, WarmupOptimizer" in said["clipping_around_warm_up"]
+        "the optimizer wrappers differ: WarmupOptimizer, WarmupOptimizer, GradientClippingOptimizer in the marker, "
+        "GradientClippingOptimizer, WarmupOptimizer in this job" in said["clipping_around_warm_up"]
     )
-    assert "the marker is in stage 1 of the warm-up, this job has 1 stages" in said["a_shorter_warm_up"]
+    assert "the marker is in warm-up stage 1, but this job has only 1 stages" in said["a_shorter_warm_up"]
 
 
 # An AMP scaler is a Stateful like any other.

@@ -120,7 +120,7 @@ def _noticed(*calls: Callable[[], object]) -> Said:
 
 
 def _says(what: str, total: str) -> str:
-    return f"the stream differs from the tables: {what}; rows of shards that differ in all: {total}"
+    return f"the stream differs from the tables: {what}; rows that differ: {total}"
 
 
 def _markers(uri: str) -> list[str]:
@@ -169,7 +169,7 @@ def test_step_raises_at_one_step_on_all_ranks_and_counts_what_differs_on_all_of_
     assert said[0] == said[1]
     where, message = said[0]
     assert where == Cell("ebc.t_user", 8, 5, rank=0).where(step=8, marker="1:2")
-    assert message.endswith("differ in all: 5 (ebc.t_small: 1, ebc.t_user: 2, ebc.t_wide: 2)")
+    assert message.endswith("rows that differ: 5 (ebc.t_small: 1, ebc.t_user: 2, ebc.t_wide: 2)")
     assert _markers(uri) == ["1:1"]
 
 
@@ -200,8 +200,8 @@ def sections_of_another_table(_: Trainer, checkpointer: StreamCheckpointer) -> N
 FAULTS = {
     a_hook_that_is_gone: "the stream has ",
     a_row_that_is_not_swept: "the row was never sent",
-    ids_that_are_off_by_one: "a frame is wrong: ",
-    sections_of_another_table: "a frame is wrong: ",
+    ids_that_are_off_by_one: "a frame is invalid: ",
+    sections_of_another_table: "a frame is invalid: ",
 }
 
 

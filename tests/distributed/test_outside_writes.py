@@ -323,7 +323,7 @@ def test_a_second_checkpointer_on_the_same_tables_is_refused_by_name(tmp_path: P
     uri = f"file://{tmp_path / 'job'}"
     done = ranks.run(2, _second_checkpointer, uri)
     for (said, expected), state in zip(done, ranks.run(2, _restore, uri), strict=True):
-        assert "another StreamCheckpointer captures these tables" in said
+        assert "another StreamCheckpointer already captures these tables" in said
         assert "ebc.t_" in said
         assert differences(expected, state) == []
 
@@ -348,7 +348,7 @@ def _replaced(uri: str) -> list[str]:
 def test_kernels_that_were_replaced_are_refused_at_the_next_boundary_and_from_then_on(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
     for said in ranks.run(2, _replaced, uri):
-        assert all("its kernels were replaced beside dmp.reshard()" in each for each in said)
+        assert all("its kernels were replaced without dmp.reshard()" in each for each in said)
         assert all("module=ebc" in each for each in said)
     assert all(state["step"] == 2 for state in ranks.run(2, _restore, uri, WHOLE_TABLES))
 
@@ -368,7 +368,7 @@ def _another_model(uri: str) -> str:
 @pytest.mark.pitfall(36)
 def test_another_model_in_the_wrapper_is_refused_at_the_next_boundary(tmp_path: Path) -> None:
     (said,) = ranks.run(1, _another_model, f"file://{tmp_path}")
-    assert said.startswith("the wrapped model was replaced")
+    assert said.startswith("the wrapped model (dmp.module) was replaced")
 
 
 def _more_tables(uri: str) -> str:
@@ -386,5 +386,5 @@ def _more_tables(uri: str) -> str:
 @pytest.mark.pitfall(36)
 def test_tables_that_come_after_the_attach_are_refused_at_the_next_marker(tmp_path: Path) -> None:
     (said,) = ranks.run(1, _more_tables, f"file://{tmp_path}")
-    assert said.startswith("it was added after the StreamCheckpointer was made: its tables are not captured")
+    assert said.startswith("it was added after the StreamCheckpointer was created, so its tables are not captured")
     assert "module=late" in said

@@ -222,7 +222,7 @@ def test_without_memory_all_ranks_give_the_marker_up_and_the_next_one_holds_its_
     results = run(2, _given_up, uri)
     (full, written), truths = results[0]
     assert results[1][0] == [full, written]
-    assert "rank 0: rows that the marker has not sent are overwritten, and ring and marker budget are full" in full
+    assert "rank 0: unsent rows of the marker are overwritten while ring and marker budget are full" in full
     assert "tables were written in place (mark_all) before all rows of the marker had been sent" in written
     assert list(truths) == committed(uri)[1:] == ["1:3", "1:5"]
     compare(truths, uri)

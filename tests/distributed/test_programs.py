@@ -41,7 +41,7 @@ def test_a_job_of_this_shape_goes_on_bit_for_bit(job: str, tmp_path: Path) -> No
     for other in (1, 3):
         there = f"file://{tmp_path}/{other}"
         if job in OF_A_RANK:
-            with pytest.raises(RankFailed, match=f"is that of one rank of 2: on {other} ranks"):
+            with pytest.raises(RankFailed, match=f"is that of one rank of 2, but this job has {other}: "):
                 warm.run(other, run, job, there, None)
             continue
         found = warm.run(other, run, job, there, None)

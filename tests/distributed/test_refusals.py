@@ -96,9 +96,9 @@ def _dense_kernel() -> DistributedModelParallel:
 def test_what_cannot_be_captured_is_refused_at_attach_by_name(tmp_path: Path) -> None:
     said = ranks.run(2, _refusals, tmp_path)[0]
     assert "the optimizer OptimizerWrapper may have state that is not captured" in said["unknown wrapper"]
-    assert "hand over the optimizers that OptimizerWrapper wraps, and its own counters" in said["unknown wrapper"]
-    assert "SGD (optimizer0) holds ebc.embedding_bags.t_" in said["fused parameter"]
-    assert "and 1 more: the backward updates these fused tables" in said["fused parameter"]
+    assert "pass the optimizers that OptimizerWrapper wraps, and its own counters" in said["unknown wrapper"]
+    assert "SGD (optimizer0) holds the fused tables ebc.embedding_bags.t_" in said["fused parameter"]
+    assert "and 1 more, which only the backward may update" in said["fused parameter"]
     assert "dict(in_backward_optimizer_filter(dmp.named_parameters()))" in said["fused parameter"]
     assert "1 parameters that are not in the model, the first of shape (3,)" in said["foreign parameter"]
     assert "Linear is not a DistributedModelParallel" in said["no DMP"]

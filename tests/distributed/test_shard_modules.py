@@ -284,12 +284,12 @@ def _refusals(uri: str) -> dict[str, str]:
 @pytest.mark.covers(
     module="sharded within groups of ranks",
     outcome="refused",
-    why="`several ranks hold the same rows: the model is sharded within groups of ranks, not over all of them`",
+    why="`several ranks hold the same rows: the model is sharded within groups of ranks, not over all ranks`",
 )
 def test_what_cannot_be_captured_without_dmp_is_refused_by_name(tmp_path: Path, pool: Pool) -> None:
     for said in pool.run(2, _refusals, f"file://{tmp_path}"):
         assert (
-            "Linear is not a DistributedModelParallel, and holds no module that shard_modules() made"
+            "Linear is not a DistributedModelParallel and contains no module sharded by shard_modules()"
             in said["not sharded"]
         )
         assert "Holder holds a DistributedModelParallel [module=inner]" in said["holds a DMP"]

@@ -212,11 +212,14 @@ def _compiled(uri: str, backend: str, eager_steps: int) -> tuple[str, list[str]]
 
 
 @pytest.mark.covers(
-    **CELL, pipeline="torch.compile of a kernel's forward", outcome="refused", why="a compiled lookup keeps no ids"
+    **CELL,
+    pipeline="torch.compile of a kernel's forward",
+    outcome="refused",
+    why="a compiled lookup does not expose its ids",
 )
 @pytest.mark.parametrize("eager_steps", [0, 3])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_kernel_is_refused_in_the_step_that_looks_up(backend: str, eager_steps: int, tmp_path: Path) -> None:
     ((said, lacking),) = ranks.run(1, _compiled, f"file://{tmp_path}", backend, eager_steps)
-    assert "a compiled lookup keeps no ids" in said
+    assert "a compiled lookup does not expose its ids" in said
     assert lacking == []

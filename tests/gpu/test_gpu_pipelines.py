@@ -109,7 +109,7 @@ def test_a_lookup_ahead_of_an_update_is_refused_where_it_gives_the_slots_of_a_ca
     PREFETCHED,
     pipeline="PrefetchTrainPipelineSparseDist, restore after a prefetched batch",
     outcome="refused",
-    why="`a batch has been prefetched into the UVM cache`",
+    why="`restore() would replace rows that a pipeline has prefetched`",
 )
 def test_a_restore_behind_a_prefetched_batch_is_refused(device: torch.device, tmp_path: Path) -> None:
     job = make(PREFETCHED, device)

@@ -25,7 +25,7 @@ def test_a_lookup_keeps_its_slots_until_the_next_one(locked: bool) -> None:
 def test_a_lookup_between_a_lookup_and_its_update_is_refused(locked: bool) -> None:
     slots = CacheSlots(locked=locked)
     first, second = looked_up(slots), looked_up(slots)
-    with pytest.raises(UnsupportedError, match=r"slots of the UVM cache that may hold other rows.*tables=a,b"):
+    with pytest.raises(UnsupportedError, match=r"slots that now hold other rows.*tables=a,b"):
         slots.check(first, "a,b")
     slots.check(second, "a,b")
 

@@ -261,9 +261,9 @@ def test_an_id_of_no_table_is_refused_once_the_counts_are_there_and_by_a_marker(
     job = DeferredJob()
     job.capture._masks[0].touched.fill_rows(torch.tensor([sum(ROWS)]))
     for _ in range(2):
-        with pytest.raises(UnsupportedError, match=r"id of -1.*"):
+        with pytest.raises(UnsupportedError, match=r"contained id -1.*"):
             job.drain_by_counts()
-    with pytest.raises(UnsupportedError, match=r"id of -1.*"):
+    with pytest.raises(UnsupportedError, match=r"contained id -1.*"):
         job.freeze()
 
 

@@ -188,7 +188,7 @@ def test_batches_of_a_loader_without_a_position_are_counted_and_skipped() -> Non
     before = plain()
     list(itertools.islice(trained(before), 2))
     shorter.load_state_dict(before.state_dict())
-    with pytest.raises(ConfigError, match="the marker stands after 2 batches of a pass, this loader gives 1"):
+    with pytest.raises(ConfigError, match="the marker's position is after 2 batches of a pass, but this loader has 1"):
         next(iter(shorter))
 
 
@@ -198,7 +198,7 @@ def test_a_position_of_one_rank_is_refused_on_another_number_of_ranks(monkeypatc
     state = data.state_dict()
     data.load_state_dict(state)
     monkeypatch.setattr(tracked_loader, "place_in_job", lambda: (0, 3))
-    with pytest.raises(ConfigError, match="StatefulDataLoader is that of one rank of 2: on 3 ranks") as refused:
+    with pytest.raises(ConfigError, match="StatefulDataLoader is that of one rank of 2, but this job has 3") as refused:
         data.load_state_dict(state)
     assert "restore on 2 ranks" in str(refused.value)
     assert "GlobalSampler" in str(refused.value)
@@ -234,13 +234,13 @@ def test_what_cannot_be_tracked_is_refused_at_once() -> None:
     data = Numbered(10)
     sampler = GlobalSampler(data, batch_size=4, rank=0, world=2)
     refusals: list[tuple[Any, dict[str, Any], str]] = [
-        (DataLoader(data), {}, "a loader that knows its position, DataLoader does not"),
-        (DataLoader(data, shuffle=True), {"skip": True}, "draws its order anew in each pass"),
-        (sampler, {}, "GlobalSampler only deals samples out"),
+        (DataLoader(data), {}, "a loader that saves its position, but DataLoader does not"),
+        (DataLoader(data, shuffle=True), {"skip": True}, "draws a new random order in each pass"),
+        (sampler, {}, "GlobalSampler is a sampler"),
         (DataLoader(data, sampler=sampler, batch_size=2), {}, "was passed as sampler="),
         (StatefulDataLoader(data), {"skip": True}, "knows its position"),
-        (DataLoader(Numbered(9), batch_sampler=sampler), {}, "deals 10 samples, the data hold 9"),
-        (DataLoader(Numbered(11), batch_sampler=sampler), {}, "deals 10 samples, the data hold 11"),
+        (DataLoader(Numbered(9), batch_sampler=sampler), {}, "created for 10 samples, but the data have 9"),
+        (DataLoader(Numbered(11), batch_sampler=sampler), {}, "created for 10 samples, but the data have 11"),
         (DataLoader(GlobalStream(data, batch_size=4, rank=0, world=1)), {}, "would batch them again"),
         (7, {}, r"needs an iterable, got 7 \(int\)"),
     ]
@@ -248,11 +248,11 @@ def test_what_cannot_be_tracked_is_refused_at_once() -> None:
         with pytest.raises(ConfigError, match=said):
             TrackedLoader(loader_, **how)
     of_none = GlobalSampler(data, batch_size=2, rank=2, world=3)
-    with pytest.raises(ConfigError, match="a rank can get a batch without a sample"):
+    with pytest.raises(ConfigError, match="a rank can get an empty batch"):
         TrackedLoader(DataLoader(data, batch_sampler=of_none))
     TrackedLoader(DataLoader(data, batch_sampler=of_none, collate_fn=listed))
     TrackedLoader(DataLoader(data, sampler=DistributedSampler(data, 2, 0)), skip=True)
-    with pytest.raises(ConfigError, match="rank must be 0 to 1 where world is 2, got 2"):
+    with pytest.raises(ConfigError, match="rank must be between 0 and 1 for world=2, got 2"):
         GlobalSampler(data, batch_size=2, rank=2, world=2)
 
 
@@ -262,8 +262,8 @@ def test_a_position_in_other_data_or_another_order_is_refused() -> None:
     list(itertools.islice(trained(before), 2))
     within = before.state_dict()
     others = {
-        "stands after 10 samples of 23, the data hold 24": sampled(24, 0, 1, batch_size=5, shuffle=True),
-        "an epoch that is shuffled by seed 0, this one is not shuffled": sampled(23, 0, 1, batch_size=5),
+        "after 10 of 23 samples, but the data have 24": sampled(24, 0, 1, batch_size=5, shuffle=True),
+        "the marker's epoch is shuffled by seed 0, but this sampler is not shuffled": sampled(23, 0, 1, batch_size=5),
         "this one is shuffled by seed 3": sampled(23, 0, 1, batch_size=5, shuffle=True, seed=3),
     }
     for said, other in others.items():
@@ -271,13 +271,13 @@ def test_a_position_in_other_data_or_another_order_is_refused() -> None:
         with pytest.raises(ConfigError, match=said):
             other.load_state_dict(within)
     counted = TrackedLoader(DataLoader(Numbered(23), collate_fn=listed), skip=True)
-    with pytest.raises(ConfigError, match="no count of batches: it has epoch, samples"):
+    with pytest.raises(ConfigError, match="not a count of batches, but has the keys epoch, samples"):
         counted.load_state_dict({**within, "world": 1})
-    with pytest.raises(ConfigError, match="not a position of the whole job: it has batches"):
+    with pytest.raises(ConfigError, match="not a position of the whole job, but has the keys batches"):
         before.load_state_dict({"epoch": 0, "loader": {"batches": 1}})
     with pytest.raises(ConfigError, match="was not saved by a TrackedLoader"):
         before.load_state_dict({"batches": 1})
-    with pytest.raises(ConfigError, match=r"set_epoch\(3\): the loader stands in epoch 0"):
+    with pytest.raises(ConfigError, match=r"set_epoch\(3\) was called, but the loader is in epoch 0"):
         before.batch_sampler.set_epoch(3)
 
 
@@ -317,7 +317,7 @@ def test_a_limit_holds_for_counted_batches_too() -> None:
         assert found + list(trained(after)) == whole
     with pytest.raises(ConfigError, match="limit must be at least 1"):
         TrackedLoader(DataLoader(Numbered(10)), skip=True, limit=0)
-    with pytest.raises(ConfigError, match="not that of an epoch that ends at a limit"):
+    with pytest.raises(ConfigError, match="cannot account for limit="):
         TrackedLoader(StatefulDataLoader(range(4)), limit=1)
 
 
@@ -358,5 +358,7 @@ def test_a_pass_of_another_epoch_of_the_sampler_is_refused() -> None:
     after.load_state_dict(before.state_dict())
     assert begun + epoch_of(after, None) == expected[1]
     back.load_state_dict(before.state_dict())
-    with pytest.raises(ConfigError, match="the marker stands within epoch 1 of the sampler, which is in 0"):
+    with pytest.raises(
+        ConfigError, match="the marker's position is in epoch 1 of the sampler, but the sampler is in epoch 0"
+    ):
         next(iter(back))

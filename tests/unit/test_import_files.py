@@ -126,7 +126,7 @@ def named(name: str, value: Any) -> dict[str, Any]:
         (state(), ROWWISE[:1], "stands below 'model'"),
         (state(), (*ROWWISE[:2], "--optimizer-key=opt"), "--optimizer none"),
         (state(), ("--optimizer=adam", *ROWWISE[1:]), "adam keeps exp_avg, exp_avg_sq, the checkpoint has momentum1"),
-        (state(), ("--optimizer=adma", *ROWWISE[1:]), "'adma' is not a fused optimizer"),
+        (state(), ("--optimizer=adma", *ROWWISE[1:]), "'adma' is not a supported fused optimizer"),
         (state(), (*ROWWISE, "--rename=modul.(.+)=x"), "no name fits the pattern"),
         (state(), (*ROWWISE, "--rename=(=x"), "missing"),
         (state(), (*ROWWISE, "--rename=x"), "is not PATTERN=NEW"),

@@ -95,7 +95,7 @@ def test_a_loop_over_a_pipeline_says_that_its_epoch_is_over() -> None:
     loader = TrackedLoader(Numbers(3))
     source = iter(loader)
     assert list(source) == [0, 1, 2]
-    with pytest.raises(ConfigError, match="the epoch ends while 3 of its batches are not trained"):
+    with pytest.raises(ConfigError, match="the epoch ends, but 3 of its batches were not trained"):
         loader.end_epoch()
     loader.trained(3)
     assert loader.epoch == 0
@@ -142,10 +142,10 @@ def test_a_position_is_a_copy() -> None:
 
 def test_more_trained_than_fetched_is_an_error() -> None:
     loader = TrackedLoader(Numbers(3))
-    with pytest.raises(ConfigError, match="1 batches are said to be trained, 0 are in flight"):
+    with pytest.raises(ConfigError, match="cannot count 1 batches as trained, because 0 are in flight"):
         loader.trained()
     next(iter(loader))
-    with pytest.raises(ConfigError, match="2 batches are said to be trained, 1 are in flight"):
+    with pytest.raises(ConfigError, match="cannot count 2 batches as trained, because 1 are in flight"):
         loader.trained(2)
     loader.trained()
 
@@ -153,7 +153,7 @@ def test_more_trained_than_fetched_is_an_error() -> None:
 def test_batches_that_nobody_trains_are_an_error() -> None:
     source = iter(TrackedLoader(Numbers(9), max_in_flight=3))
     assert [next(source) for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(ConfigError, match="3 batches were fetched and none of them was trained"):
+    with pytest.raises(ConfigError, match="3 batches were fetched, but none was trained"):
         next(source)
     with pytest.raises(ConfigError, match="max_in_flight must be at least 1"):
         TrackedLoader(Numbers(9), max_in_flight=0)
@@ -164,14 +164,14 @@ def test_a_pass_that_was_broken_off_must_say_what_becomes_of_its_batches() -> No
     source = iter(loader)
     assert [next(source) for _ in range(3)] == [0, 1, 2]
     loader.trained()
-    with pytest.raises(ConfigError, match="another pass begins while 2 batches of an unfinished one are not trained"):
+    with pytest.raises(ConfigError, match="another pass begins, but 2 batches of the unfinished pass were not trained"):
         next(iter(loader))
     loader.drop_in_flight()
     assert loader.state_dict()["loader"] == {"next": 1, "passes": [0]}
     assert next(iter(loader)) == 3  # this loader goes on where it is
     assert loader.epoch == 1
     assert loader.state_dict()["loader"]["next"] == 3
-    with pytest.raises(ConfigError, match="this pass over the loader is over"):
+    with pytest.raises(ConfigError, match="this pass over the loader has ended"):
         next(source)
 
 
@@ -189,7 +189,7 @@ def test_a_pass_that_began_before_a_restore_is_over() -> None:
     early, begun = iter(loader), iter(loader)
     next(begun)
     loader.load_state_dict(state)
-    with pytest.raises(ConfigError, match="this pass over the loader is over"):
+    with pytest.raises(ConfigError, match="this pass over the loader has ended"):
         next(begun)
     assert next(early) == 0  # it begins with its first batch: behind the restore
 
@@ -256,11 +256,11 @@ def test_a_position_means_the_same_on_another_number_of_ranks() -> None:
 
 
 def test_batches_that_cannot_be_cut_are_refused() -> None:
-    with pytest.raises(ConfigError, match="the data hold 4 samples, less than one batch of 5"):
+    with pytest.raises(ConfigError, match="the data have 4 samples, fewer than one batch of 5"):
         global_batches(0, 1, samples=4)
-    with pytest.raises(ConfigError, match="a global batch of 5 leaves some of 6 ranks without a sample"):
+    with pytest.raises(ConfigError, match="a global batch of 5 leaves some of the 6 ranks without samples"):
         global_batches(0, 6)
-    with pytest.raises(ConfigError, match="stands after 15 samples of its epoch, the data hold 12"):
+    with pytest.raises(ConfigError, match="after 15 samples of its epoch, but the data have 12"):
         global_batches(0, 1, samples=12).load_state_dict({"epoch": 0, "samples": 15})
 
 
@@ -275,14 +275,18 @@ def test_a_position_in_data_of_another_name_is_refused() -> None:
     same = loader("day_0")
     same.load_state_dict(old.state_dict())
     assert list(same) == [range(5, 10)]
-    with pytest.raises(ConfigError, match="the marker stands in 'day_0', the data here are 'day_1'"):
+    with pytest.raises(ConfigError, match="the marker's position is in 'day_0', but this loader reads 'day_1'"):
         loader("day_1").load_state_dict(old.state_dict())
-    with pytest.raises(ConfigError, match="the marker stands in 'day_0', the data here are data without a name"):
+    with pytest.raises(
+        ConfigError, match="the marker's position is in 'day_0', but this loader reads data without a name"
+    ):
         loader(None).load_state_dict(old.state_dict())
     between, within = loader(None), loader(None)
     next(iter(within))
     loader("day_1").load_state_dict(between.state_dict())  # between two epochs, data may get a name
-    with pytest.raises(ConfigError, match="the marker stands in data without a name, the data here are 'day_1'"):
+    with pytest.raises(
+        ConfigError, match="the marker's position is in data without a name, but this loader reads 'day_1'"
+    ):
         loader("day_1").load_state_dict(within.state_dict())
 
 
@@ -299,10 +303,10 @@ def _counted(samples: int = 12, batch_size: int = 2, **more: Any) -> TrackedLoad
     ],
 )
 def test_an_order_that_is_drawn_anew_in_each_pass_is_not_counted(sampler: Callable[[], dict[str, Any]]) -> None:
-    with pytest.raises(ConfigError, match="draws its order anew in each pass"):
+    with pytest.raises(ConfigError, match="draws a new random order in each pass"):
         _counted(**sampler())
     batches = BatchSampler(RandomSampler(range(12)), 2, drop_last=False)
-    with pytest.raises(ConfigError, match="draws its order anew in each pass"):
+    with pytest.raises(ConfigError, match="draws a new random order in each pass"):
         TrackedLoader(DataLoader(range(12), batch_sampler=batches), skip=True)
 
 
@@ -368,9 +372,13 @@ def test_a_position_in_another_order_is_refused_by_every_loader_of_the_job() -> 
     stream = GlobalStream(range(16), batch_size=4, rank=0, world=1)
     made = GlobalBatches(lambda *_: None, samples=16, batch_size=4, rank=0, world=1)
     for deal in (stream, made):
-        with pytest.raises(ConfigError, match="within an epoch that is shuffled by seed 0, this one is not shuffled"):
+        with pytest.raises(
+            ConfigError, match="the marker's epoch is shuffled by seed 0, but this sampler is not shuffled"
+        ):
             deal.check(shuffled.at(0, 8))
-        with pytest.raises(ConfigError, match="within an epoch that is not shuffled, this one is shuffled by seed 0"):
+        with pytest.raises(
+            ConfigError, match="the marker's epoch is not shuffled, but this sampler is shuffled by seed 0"
+        ):
             shuffled.check(deal.at(0, 8))
         assert shuffled.check(deal.at(1, 0)) == deal.check(shuffled.at(1, 0)) == (1, 0)
 
@@ -379,7 +387,7 @@ def test_a_stream_that_has_become_shorter_than_its_position_is_refused() -> None
     stream = GlobalStream(range(6), batch_size=4, rank=0, world=1, collate_fn=list)
     loader = TrackedLoader(DataLoader(stream, batch_size=None))
     loader.load_state_dict({"epoch": 0, "loader": {"epoch": 0, "samples": 12, "batch_size": 4}})
-    with pytest.raises(ConfigError, match="after 12 samples of its epoch, the data hold 6"):
+    with pytest.raises(ConfigError, match="after 12 samples of its epoch, but the data have 6"):
         next(iter(loader))
     loader.load_state_dict({"epoch": 0, "loader": {"epoch": 0, "samples": 8, "batch_size": 4}})
     assert list(loader) == []  # its last batch had two samples

@@ -104,7 +104,7 @@ def test_a_batch_size_that_changed_is_refused_or_allowed_by_name(build: Callable
     """Allowed, every sample is still trained once an epoch: of 24, four a batch and then six, on three ranks."""
     before = build(24, batch_size=4)
     found = list(itertools.islice(pipelined(before, 2, 0, 2), stop))
-    with pytest.raises(ConfigError, match="the global batch had 4 samples at the marker, it has 6 here") as refused:
+    with pytest.raises(ConfigError, match="the global batch has 4 samples in the marker and 6 in this job") as refused:
         build(24, batch_size=6).load_state_dict(before.state_dict())
     assert "new_batch_size=True" in str(refused.value)
     for rank in range(3):
@@ -116,14 +116,28 @@ def test_a_batch_size_that_changed_is_refused_or_allowed_by_name(build: Callable
     assert sorted(numbers) == sorted(2 * list(range(24))) or left
 
 
+@pytest.mark.parametrize("build", [sampled, streamed, made])
+def test_a_changed_batch_size_is_logged_once_by_rank_0(
+    build: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    before = build(24, batch_size=4)
+    list(itertools.islice(pipelined(before, 0, 0, 2), 3))
+    caplog.set_level("INFO", logger="torchrec_stream_ckpt")
+    for rank in range(3):
+        after = build(24, rank, 3, batch_size=6, new_batch_size=True)
+        after.check_state_dict(before.state_dict())  # a restore compares first
+        after.load_state_dict(before.state_dict())
+    assert caplog.messages == ["the global batch changed from 4 to 6 samples since the marker"]
+
+
 def test_the_batch_of_a_rank_stays_on_any_number_of_ranks() -> None:
     before = sampled(24, batch_size=4, per_rank=True)
     list(itertools.islice(pipelined(before, 0, 0, 2), 3))
     state = before.state_dict()
     sampled(24, 1, 3, batch_size=4, per_rank=True).load_state_dict(state)
-    with pytest.raises(ConfigError, match="the batch of a rank had 4 samples at the marker, it has 5 here"):
+    with pytest.raises(ConfigError, match="the batch of a rank has 4 samples in the marker and 5 in this job"):
         sampled(24, 1, 3, batch_size=5, per_rank=True).load_state_dict(state)
-    with pytest.raises(ConfigError, match="the global batch had 4 samples at the marker, it has 12 here"):
+    with pytest.raises(ConfigError, match="the global batch has 4 samples in the marker and 12 in this job"):
         sampled(24, batch_size=12).load_state_dict(state)
 
 

@@ -154,7 +154,7 @@ def test_resumes_with_another_batch_size(write: Writer, tmp_path: Path) -> None:
     batches = iter(loader)
     next(batches)
     next(batches)
-    with pytest.raises(ConfigError, match="the global batch had 12 samples at the marker, it has 7 here"):
+    with pytest.raises(ConfigError, match="the global batch has 12 samples in the marker and 7 in this job"):
         open_loader(path, 7).load_state_dict(loader.state_dict())
     resumed = loader_of(["--data", str(path), "--new_batch_size"], 7, 0, 1)
     resumed.load_state_dict(loader.state_dict())

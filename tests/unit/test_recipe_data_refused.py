@@ -171,9 +171,9 @@ def test_incomplete_and_misshapen_triples_are_refused(tmp_path: Path) -> None:
 
 
 def test_data_of_less_than_a_batch_and_batches_of_less_than_a_rank_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="100 samples, less than one batch of 101"):
+    with pytest.raises(ConfigError, match="100 samples, fewer than one batch of 101"):
         open_loader(write_tsv(tmp_path), 101)
-    with pytest.raises(ConfigError, match="a global batch of 2 leaves some of 3 ranks without a sample"):
+    with pytest.raises(ConfigError, match="a global batch of 2 leaves some of the 3 ranks without samples"):
         open_loader(tmp_path, 2, world=3)
 
 
@@ -187,16 +187,20 @@ def test_a_limit_reads_no_more_text_than_it_needs(tmp_path: Path) -> None:
 def test_a_position_in_other_data_is_refused(tmp_path: Path) -> None:
     text, csv = open_loader(write_tsv(tmp_path)), open_loader(write_csv(tmp_path))
     next(iter(text))
-    with pytest.raises(ConfigError, match=r"the marker stands in 'train\.txt', the data here are 'train\.csv'"):
+    with pytest.raises(
+        ConfigError, match=r"the marker's position is in 'train\.txt', but this loader reads 'train\.csv'"
+    ):
         csv.load_state_dict(text.state_dict())
-    with pytest.raises(ConfigError, match="the data here are 'made samples'"):
+    with pytest.raises(ConfigError, match="this loader reads 'made samples'"):
         random_loader().load_state_dict(text.state_dict())
     drawn = random_loader()
     next(iter(drawn))
-    with pytest.raises(ConfigError, match=r"the marker stands in 'made samples', the data here are 'train\.txt'"):
+    with pytest.raises(
+        ConfigError, match=r"the marker's position is in 'made samples', but this loader reads 'train\.txt'"
+    ):
         text.load_state_dict(drawn.state_dict())
     (tmp_path / "train.txt").write_text(tsv(FIELDS[:11]))
-    with pytest.raises(ConfigError, match="12 samples of its epoch, the data hold 11"):
+    with pytest.raises(ConfigError, match="12 samples of its epoch, but the data have 11"):
         loader_of(["--data", str(tmp_path / "train.txt"), "--new_batch_size"], 3, 0, 1).load_state_dict(
             text.state_dict()
         )

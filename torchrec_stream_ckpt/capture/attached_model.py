@@ -105,7 +105,7 @@ class Attached:
         self._free_kernels = claim(self.kernels)
         if self.device.type == "cuda" and self._team.world > 1 and self._team.rank == 0:
             log.warning(
-                "tables on %d GPUs: its authors have run one (docs/guarantees.md); paranoid=True checks each marker",
+                "tables on %d GPUs, but tested on one GPU only (docs/guarantees.md); paranoid=True checks each marker",
                 self._team.world,
             )
 

@@ -92,9 +92,7 @@ class FrozenRows:
                     self._masks[position].frozen.clear(rows[:sent])
                 self.saved_rows += sent
                 if sent < rows.numel():
-                    self.give_up(
-                        "rows that the marker has not sent are overwritten, and ring and marker budget are full"
-                    )
+                    self.give_up("unsent rows of the marker are overwritten while ring and marker budget are full")
             except Exception as error:  # the publisher has died, or memory is short
                 log.exception("the rows of marker %d cannot be sent on this rank", cut.drain.marker)
                 self.give_up(f"{type(error).__name__}: {error}")

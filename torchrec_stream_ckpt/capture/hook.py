@@ -122,8 +122,8 @@ class RunningUpdates:
         while any(update.running for update in self._noted.copy().values()):
             if time.monotonic() > deadline:
                 raise MarkerFailedError(
-                    f"a fused update has been running for {_PATIENCE_S:.0f} s: rows cannot be read meanwhile",
-                    hint="call step() and mark() outside of a backward; look at what holds that thread",
+                    f"rows cannot be read because a fused update has been running for {_PATIENCE_S:.0f} s",
+                    hint="call step() and mark() outside of a backward; find out what blocks the thread of that update",
                 )
             time.sleep(_POLL_S)
 
@@ -359,13 +359,11 @@ class Capture:
 
     def _unseen_update(self, position: int) -> None:
         """Mark all rows of a kernel after an update that no hook saw: any of them may have changed."""
-        self.frozen.give_up(
-            "rows were updated by a lookup that was not seen: one made before the attach, or a compiled one"
-        )
+        self.frozen.give_up("rows were updated by an unobserved lookup: it began before the attach, or it is compiled")
         self._masks[position].mark_rows(None)
         log.warning(
-            "a lookup was updated that was not seen, made before the attach or past the hooks of its module: "
-            "all rows of %s are sent again",
+            "rows were updated by an unobserved lookup, which began before the attach or bypassed the hooks of its "
+            "module: all rows of %s are sent again",
             self._kernels[position].tables,
         )
 

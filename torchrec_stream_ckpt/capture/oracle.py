@@ -195,9 +195,11 @@ class Oracle:
             view = decode_rows(header, payload, table)
             copies = self._copies.get((header.table, header.col0, header.cols), [])
             if sum(copy.take(view) for copy in copies) != header.rows:
-                raise CorruptionError("it has rows or columns that this rank does not hold")
+                raise CorruptionError("it has rows or columns that are not on this rank")
         except CorruptionError as error:
-            self._unreadable = self._unreadable or Difference(table.name, "frame", f"a frame is wrong: {error.message}")
+            self._unreadable = self._unreadable or Difference(
+                table.name, "frame", f"a frame is invalid: {error.message}"
+            )
 
     def hold(self) -> None:
         """Keep the current tables for the next ``compare``, after a cut that is not sent yet."""
@@ -240,7 +242,7 @@ class Oracle:
             for field in fields(TableScalars):
                 values = [repr(getattr(scalars, field.name)) for scalars in (ours, theirs)]
                 if values[0] != values[1]:
-                    said = f"MARK has {values[0]}, the kernel {values[1]}"
+                    said = f"MARK has {values[0]}, the kernel has {values[1]}"
                     return Difference(self._schema.tables[theirs.table].name, field.name, said)
         return None
 
@@ -262,11 +264,11 @@ def mismatch(
     for _, difference in found:
         rows.update(dict(difference.rows))
     tables = ", ".join(f"{table}: {count}" for table, count in sorted(rows.items()))
-    total = f"; rows of shards that differ in all: {rows.total()} ({tables})" if rows else ""
+    total = f"; rows that differ: {rows.total()} ({tables})" if rows else ""
     return CaptureMismatchError(
         f"the stream differs from the tables: {first.said}{total}",
-        hint="find the code that writes this table past torch (.data, NumPy, a collective: they need mark_all()), then "
-        "restart from the last committed marker; if your code does not write it, report this",
+        hint="find the code that bypasses torch to write this table (.data, NumPy, a collective), call mark_all() "
+        "after it, and restart from the last committed marker; if your code does not write it, report a bug",
         table=first.table,
         row=first.row,
         state=first.state,

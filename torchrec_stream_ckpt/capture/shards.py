@@ -27,7 +27,9 @@ def merge_schema(tables_by_rank: Iterable[Iterable[TableSpec]]) -> Schema:
     for local in tables_by_rank:
         for table in local:
             if tables.setdefault(table.name, table) != table:
-                raise UnsupportedError(f"shards differ: {tables[table.name]} and {table}", table=table.name)
+                raise UnsupportedError(
+                    f"shards of one table differ: {tables[table.name]} and {table}", table=table.name
+                )
     return Schema(tuple(tables[name] for name in sorted(tables)))
 
 
@@ -59,7 +61,7 @@ def check_held_once(shards_by_rank: Sequence[Sequence[TableShard]], schema: Sche
         if cells[number] > table.rows * table.dim:
             ranks = [rank for rank, shards in enumerate(shards_by_rank) if any(each.table == number for each in shards)]
             raise UnsupportedError(
-                "several ranks hold the same rows: the model is sharded within groups of ranks, not over all of them",
+                "several ranks hold the same rows: the model is sharded within groups of ranks, not over all ranks",
                 hint="shard it over all ranks: ShardingEnv.from_process_group(torch.distributed.group.WORLD)",
                 table=table.name,
                 ranks=",".join(map(str, ranks)),

@@ -175,7 +175,7 @@ class RowStager:
         count, most = len(picked), len(arrays[0])
         # As unsigned numbers, negative rows are beyond every table. "clip" below would hide one.
         if count and largest(picked.view(np.uint64)) >= most:
-            raise IndexError(f"a row is outside [0, {most})")
+            raise IndexError(f"row index is outside [0, {most})")
         np.add(picked, self._row0, np.ndarray(count, np.int64, frame, HEADER_LEN))
         for offset, array in zip(offsets[1:], arrays, strict=True):
             target = np.ndarray((count, *array.shape[1:]), array.dtype, frame, HEADER_LEN + offset)

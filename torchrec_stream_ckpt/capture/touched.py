@@ -222,8 +222,8 @@ class TouchedRows:
     def _refuse_ids(self, trained: bool) -> None:
         if trained:
             raise UnsupportedError(
-                "an id of -1 was trained: on a GPU the fused update then writes outside of its table",
-                hint="drop such ids before the lookup",
+                "the batch contained id -1, for which FBGEMM writes outside of the table on a GPU",
+                hint="remove negative ids before the lookup",
                 tables=self._kernel.tables,
             )
 

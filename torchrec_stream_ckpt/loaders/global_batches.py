@@ -63,12 +63,13 @@ class GlobalBatches(Deal, Generic[T]):
         samples, batch_size, world = whole_number("samples", samples), self.batch_size, self.world
         if samples < batch_size:
             raise ConfigError(
-                f"the data hold {samples} samples, less than one batch of {batch_size}", hint="take a smaller batch"
+                f"the data have {samples} samples, fewer than one batch of {batch_size}",
+                hint="use a smaller batch_size",
             )
         if batch_size < world:
             raise ConfigError(
-                f"a global batch of {batch_size} leaves some of {world} ranks without a sample",
-                hint="take a larger batch, or fewer ranks",
+                f"a global batch of {batch_size} leaves some of the {world} ranks without samples",
+                hint="use a larger batch_size, or fewer ranks",
             )
         self._make = callable_value("make", make)
         self._count = samples
@@ -117,7 +118,7 @@ class GlobalBatches(Deal, Generic[T]):
             ConfigError: It is a position in data of another name or in batches of another size, or this data has fewer
                 samples.
         """
-        self.begin(*self.check(state_dict))
+        self.begin(*self.load(state_dict))
 
     def check(self, state: dict[str, Any]) -> tuple[int, int]:
         """Return the epoch and the samples of a saved position.
@@ -129,7 +130,7 @@ class GlobalBatches(Deal, Generic[T]):
         epoch, samples = super().check(state)
         if samples > self._count:
             raise ConfigError(
-                f"the marker stands after {samples} samples of its epoch, the data hold {self._count}",
-                hint="give the data that the job was trained on",
+                f"the marker's position is after {samples} samples of its epoch, but the data have {self._count}",
+                hint="use the data that the job was trained on",
             )
         return epoch, samples

@@ -60,7 +60,7 @@ class Deal:
         rank, world = whole_number("rank", rank, hint=place), whole_number("world", world, least=1, hint=place)
         if not 0 <= rank < world:
             raise ConfigError(
-                f"rank must be 0 to {world - 1} where world is {world}, got {rank}",
+                f"rank must be between 0 and {world - 1} for world={world}, got {rank}",
                 hint=place,
             )
         self.rank, self.world = rank, world
@@ -104,43 +104,51 @@ class Deal:
         """
         if not {"epoch", "samples"} <= state.keys():
             raise ConfigError(
-                f"the marker's loader state is not a position of the whole job: it has {', '.join(map(str, state))}",
-                hint="restore it with the loader that wrote it, on as many ranks",
+                f"the marker's loader state is not a position of the whole job, but has the keys "
+                f"{', '.join(map(str, state))}",
+                hint="restore it with the loader that wrote it, on the same number of ranks",
             )
         epoch, samples = (whole_number(f"the marker's {name}", state[name], least=0) for name in ("epoch", "samples"))
         held, named = state.get("data_name"), self.data_name
         if held != named and (held is not None or samples):  # between two epochs, data without a name may get one
             raise ConfigError(
-                f"the marker stands in {_named(held)}, the data here are {_named(named)}",
-                hint=f"give the data that the job was trained on, with data_name={held!r}"
+                f"the marker's position is in {_named(held)}, but this loader reads {_named(named)}",
+                hint=f"use the data that the job was trained on, with data_name={held!r}"
                 if held is not None
-                else "leave data_name out until this epoch is over",
+                else "omit data_name until this epoch is over",
             )
         if samples and state.get("seed") != self.seed:
             raise ConfigError(
-                f"the marker stands within an epoch that is {_ordered(state.get('seed'))}, this one is "
-                f"{_ordered(self.seed)}",
-                hint="give the sampler the shuffle and seed that it had",
+                f"the marker's epoch is {_ordered(state.get('seed'))}, but this sampler is {_ordered(self.seed)}",
+                hint="use the sampler's shuffle and seed of the job that wrote the marker",
             )
         self._check_batch_size(state)
         return epoch, samples
 
+    def load(self, state: dict[str, Any]) -> tuple[int, int]:
+        """Return the epoch and the samples of a saved position, like :meth:`check`, and log a changed batch size."""
+        found = self.check(state)
+        what, before, now = self._batch_sizes(state)
+        if before != now and self.rank == 0:
+            log.info("the %s changed from %d to %d samples since the marker", what, before, now)
+        return found
+
     def _check_batch_size(self, state: dict[str, Any]) -> None:
         """Reject another size of the fixed batch, the global one or that of a rank, unless it is allowed."""
+        what, before, now = self._batch_sizes(state)
+        if before != now and not self._new_batch_size:
+            raise ConfigError(
+                f"the {what} has {before} samples in the marker and {now} in this job",
+                hint="use the marker's batch size; or pass new_batch_size=True to train the rest of the data in "
+                f"batches of {now}",
+            )
+
+    def _batch_sizes(self, state: dict[str, Any]) -> tuple[str, int, int]:
+        """Return the fixed batch, and its size in the marker and here."""
         of_rank = self._per_rank and "rank_batch_size" in state
         now = self.batch_size // self.world if of_rank else self.batch_size
         before = state.get("rank_batch_size" if of_rank else "batch_size", now)
-        if before == now:
-            return
-        what = "batch of a rank" if of_rank else "global batch"
-        if not self._new_batch_size:
-            raise ConfigError(
-                f"the {what} had {before} samples at the marker, it has {now} here",
-                hint=f"give the batch size of the marker; or pass new_batch_size=True to train the rest of the data in "
-                f"batches of {now}",
-            )
-        if self.rank == 0:
-            log.info("the %s had %d samples at the marker, it has %d now", what, before, now)
+        return "batch of a rank" if of_rank else "global batch", before, now
 
     def begin(self, epoch: int, samples: int) -> None:
         """Start the next pass at this position."""
@@ -264,7 +272,7 @@ class GlobalSampler(Deal):
             new_batch_size=new_batch_size,
         )
         count = len(samples) if isinstance(samples, Sized) and not isinstance(samples, str) else samples
-        self.samples = whole_number("samples", count, hint="pass len(data), or data that have a length")
+        self.samples = whole_number("samples", count, hint="pass len(data), or data with a length")
         """Number of samples of the data."""
         seed = whole_number("seed", seed)
         self.seed = seed if true_or_false("shuffle", shuffle) else None
@@ -272,8 +280,8 @@ class GlobalSampler(Deal):
         least = self.batch_size if drop_last else 1
         if self.samples < least:
             raise ConfigError(
-                f"the data hold {self.samples} samples, less than one batch of {self.batch_size}",
-                hint="take a smaller batch, or drop_last=False",
+                f"the data have {self.samples} samples, fewer than one batch of {self.batch_size}",
+                hint="use a smaller batch_size, or drop_last=False",
             )
         self._begin = (0, 0)
         self._given: tuple[int, int] | None = None
@@ -337,8 +345,8 @@ class GlobalSampler(Deal):
         """
         if whole_number("epoch", epoch) != self._begin[0]:
             raise ConfigError(
-                f"set_epoch({epoch}): the loader stands in epoch {self._begin[0]}",
-                hint="count epochs with range(loader.epoch, epochs), and leave set_epoch() out",
+                f"set_epoch({epoch}) was called, but the loader is in epoch {self._begin[0]}",
+                hint="count epochs with range(loader.epoch, epochs), and omit set_epoch()",
             )
 
     def at(self, epoch: int, samples: int) -> dict[str, Any]:
@@ -355,8 +363,8 @@ class GlobalSampler(Deal):
         length = state.get("length", self.samples)
         if samples and length != self.samples and (self.seed is not None or samples > self.samples):
             raise ConfigError(
-                f"the marker stands after {samples} samples of {length}, the data hold {self.samples}",
-                hint="give the data that the job was trained on until this epoch is over",
+                f"the marker's position is after {samples} of {length} samples, but the data have {self.samples}",
+                hint="use the data that the job was trained on until this epoch is over",
             )
         return epoch, samples
 
@@ -388,12 +396,12 @@ def check_source(source: object, what: str) -> None:
     if not (hasattr(source, "__iter__") or hasattr(source, "__getitem__")):
         raise ConfigError(
             f"{what} needs an iterable, got {source!r:.100} ({type(source).__name__})",
-            hint="pass something that can be iterated once an epoch",
+            hint="pass an object that can be iterated once per epoch",
         )
     if isinstance(source, Iterator):
         raise ConfigError(
-            f"{what} needs something that can be iterated once an epoch, {type(source).__name__} is an iterator",
-            hint="pass the data themselves, or an object whose __iter__() begins anew",
+            f"{what} needs an object that can be iterated once per epoch, but {type(source).__name__} is an iterator",
+            hint="pass the data themselves, or an object whose __iter__() returns a new iterator",
         )
 
 
@@ -405,6 +413,6 @@ def check_long_enough(there: int, samples: int, batch_size: int) -> None:
     """
     if samples and there <= samples - batch_size:
         raise ConfigError(
-            f"the marker stands after {samples} samples of its epoch, the data hold {there}",
-            hint="give the data that the job was trained on until this epoch is over",
+            f"the marker's position is after {samples} samples of its epoch, but the data have {there}",
+            hint="use the data that the job was trained on until this epoch is over",
         )

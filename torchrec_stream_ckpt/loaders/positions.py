@@ -100,7 +100,7 @@ class DealtLoader:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to a saved position."""
-        self._go_to(*self._deal.check(state_dict))
+        self._go_to(*self._deal.load(state_dict))
 
     def _go_to(self, epoch: int, samples: int) -> None:
         self._at = (epoch, samples)
@@ -147,7 +147,8 @@ class CountedLoader:
         skip, self._skip = self._skip, 0
         if skip and self._epoch != self._sampler_epoch():
             raise ConfigError(
-                f"the marker stands within epoch {self._epoch} of the sampler, which is in {self._sampler_epoch()}",
+                f"the marker's position is in epoch {self._epoch} of the sampler, but the sampler is in epoch "
+                f"{self._sampler_epoch()}",
                 hint="count epochs with range(loader.epoch, epochs), and call set_epoch() before each pass",
             )
         self._seeds.begin(place_in_job()[0], self._passes, skip)
@@ -158,8 +159,8 @@ class CountedLoader:
                 yield batch
         if number < skip:
             raise ConfigError(
-                f"the marker stands after {skip} batches of a pass, this loader gives {number}",
-                hint="give the data that the job was trained on",
+                f"the marker's position is after {skip} batches of a pass, but this loader has {number}",
+                hint="use the data that the job was trained on",
             )
         self.next_epoch()
 
@@ -199,15 +200,15 @@ class CountedLoader:
         """
         if state.keys() - {"passes", "sampler_epoch", "batch_size", "sampler_seed"} != {"batches"}:
             raise ConfigError(
-                f"the marker's loader state is no count of batches: it has {', '.join(map(str, state))}",
+                f"the marker's loader state is not a count of batches, but has the keys {', '.join(map(str, state))}",
                 hint="restore it with the loader that wrote it",
             )
         for name, now in self._order().items():
             if state["batches"] and state.get(name, now) != now:
                 raise ConfigError(
-                    f"the marker stands after {state['batches']} batches of a pass with {name} {state[name]}, it is "
-                    f"{now} now",
-                    hint="give the loader what it had until this pass is over",
+                    f"the marker's position is after {state['batches']} batches of a pass with {name}={state[name]}, "
+                    f"but this loader has {name}={now}",
+                    hint=f"use the marker's {name} until this pass is over",
                 )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -226,40 +227,40 @@ def position_source(loader: Any, *, skip: bool, limit: int | None) -> StatefulLo
     check_source(loader, "TrackedLoader")
     if getattr(loader, "num_workers", None) and not getattr(loader, "in_order", True):
         raise ConfigError(
-            "this DataLoader gives batches in the order in which its workers end (in_order=False): none of them says "
-            "which ones were trained",
-            hint="leave in_order=False out",
+            "this DataLoader yields batches in the order in which its workers finish (in_order=False), so the trained "
+            "batches are unknown",
+            hint="omit in_order=False",
         )
     for deal in (getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None), loader):
         if isinstance(deal, Deal) and deal is loader and not hasattr(loader, "state_dict"):
             raise ConfigError(
-                f"TrackedLoader needs a loader, {type(loader).__name__} only deals samples out",
-                hint="wrap the DataLoader that it was given to",
+                f"TrackedLoader needs a loader, but {type(loader).__name__} is a sampler",
+                hint="wrap the DataLoader that uses it",
             )
         if isinstance(deal, Deal) and deal is not loader:
             _check_dealt(loader, deal)
             return DealtLoader(loader, deal, limit)
     if isinstance(getattr(loader, "sampler", None), Deal):
         raise ConfigError(
-            f"{type(loader.sampler).__name__} gives whole batches, it was passed as sampler=",
+            f"{type(loader.sampler).__name__} yields whole batches, but was passed as sampler=",
             hint="pass it as batch_sampler=",
         )
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         if limit is not None:
             raise ConfigError(
-                f"{type(loader).__name__} knows its position, but not that of an epoch that ends at a limit",
-                hint="limit the data that it reads",
+                f"{type(loader).__name__} saves its own position, which cannot account for limit={limit}",
+                hint="omit limit, and limit the data that it reads",
             )
         if skip:
             raise ConfigError(
-                f"{type(loader).__name__} knows its position: it is not to be skipped over", hint="leave skip=True out"
+                f"{type(loader).__name__} saves its own position, so skip=True does not apply", hint="omit skip=True"
             )
         return loader  # type: ignore[no-any-return]
     if not skip:
         raise ConfigError(
-            f"TrackedLoader needs a loader that knows its position, {type(loader).__name__} does not",
-            hint="give the DataLoader batch_sampler=GlobalSampler(len(data), batch_size=..., rank=..., world=...); "
-            "for an IterableDataset use GlobalStream; or count and skip its batches with skip=True",
+            f"TrackedLoader needs a loader that saves its position, but {type(loader).__name__} does not",
+            hint="pass the DataLoader batch_sampler=GlobalSampler(len(data), batch_size=..., rank=..., world=...); "
+            "use GlobalStream for an IterableDataset; or pass skip=True to count and skip its batches",
         )
     _check_order(loader)
     return CountedLoader(loader, limit)
@@ -268,17 +269,17 @@ def position_source(loader: Any, *, skip: bool, limit: int | None) -> StatefulLo
 def _check_dealt(loader: Any, deal: Deal) -> None:
     if not isinstance(deal, GlobalSampler) and getattr(loader, "batch_sampler", None) is not None:
         raise ConfigError(
-            "GlobalStream gives whole batches, and the DataLoader would batch them again",
+            "GlobalStream yields whole batches, but the DataLoader would batch them again",
             hint="pass batch_size=None to the DataLoader",
         )
     collate = getattr(deal, "collate_fn", None) or getattr(loader, "collate_fn", None)
     data = sys.modules.get("torch.utils.data")
     if not deal.smallest_part and data is not None and collate is data.default_collate:
         raise ConfigError(
-            f"a rank can get a batch without a sample ({deal.world} ranks, global batches of {deal.batch_size}), and "
-            "torch's default_collate fails for it",
-            hint="pass a collate_fn that makes a batch of [], filled up to largest_part; or drop_last=True and a batch "
-            "of at least one sample a rank",
+            f"a rank can get an empty batch ({deal.world} ranks, global batches of {deal.batch_size}), which torch's "
+            "default_collate rejects",
+            hint="pass a collate_fn that turns [] into a batch of largest_part samples; or pass drop_last=True and a "
+            "batch_size of at least one sample per rank",
         )
     _check_length(loader, deal)
 
@@ -292,8 +293,8 @@ def _check_length(loader: Any, deal: Deal) -> None:
     data: Any = getattr(loader, "dataset", None)
     if isinstance(deal, GlobalSampler) and hasattr(data, "__len__") and len(data) != deal.samples:
         raise ConfigError(
-            f"the sampler deals {deal.samples} samples, the data hold {len(data)}",
-            hint="make the sampler of len(data); to train a part, pass a torch.utils.data.Subset to both",
+            f"the sampler was created for {deal.samples} samples, but the data have {len(data)}",
+            hint="create the sampler with len(data); to train a part, pass a torch.utils.data.Subset to both",
         )
 
 
@@ -306,9 +307,9 @@ def _check_order(loader: Any) -> None:
         for each in samplers
     ):
         raise ConfigError(
-            "this DataLoader draws its order anew in each pass (shuffle=True, or a random sampler), so a resumed pass "
-            "has another one",
-            hint="shuffle by batch_sampler=GlobalSampler(len(data), shuffle=True, ...)",
+            "this DataLoader draws a new random order in each pass (shuffle=True, or a random sampler), so a resumed "
+            "pass would have a different order",
+            hint="shuffle with batch_sampler=GlobalSampler(len(data), shuffle=True, ...)",
         )
 
 

@@ -136,8 +136,8 @@ class TrackedLoader(Generic[T]):
             yield batch
             if self._pass is not this:
                 raise ConfigError(
-                    "this pass over the loader is over: another one has begun, or a state was loaded",
-                    hint="take a new iterator from the loader",
+                    "this pass over the loader has ended, because another one has begun or a state was loaded",
+                    hint="create a new iterator from the loader",
                 )
         self._end()
 
@@ -151,8 +151,8 @@ class TrackedLoader(Generic[T]):
         with self._lock:
             if not 0 <= batches <= self.in_flight:
                 raise ConfigError(
-                    f"{batches} batches are said to be trained, {self.in_flight} are in flight",
-                    hint="fetch every batch through the TrackedLoader, and call step(batches=N) where a step trains N",
+                    f"cannot count {batches} batches as trained, because {self.in_flight} are in flight",
+                    hint="fetch every batch through the TrackedLoader, and call step(batches=N) if it trains N",
                 )
             while batches:
                 self._trained = self._ahead.popleft()
@@ -172,8 +172,8 @@ class TrackedLoader(Generic[T]):
         with self._lock:
             if self.in_flight:
                 raise ConfigError(
-                    f"the epoch ends while {self.in_flight} of its batches are not trained",
-                    hint="train them, or call drop_in_flight() where they never will be",
+                    f"the epoch ends, but {self.in_flight} of its batches were not trained",
+                    hint="train them, or call drop_in_flight() to drop them",
                 )
             if self._ahead:
                 self._trained = self._ahead.pop()
@@ -204,15 +204,15 @@ class TrackedLoader(Generic[T]):
         if not isinstance(state_dict, Mapping) or not {"epoch", "loader"} <= state_dict.keys():
             raise ConfigError(
                 "the marker's loader state was not saved by a TrackedLoader",
-                hint="hand over the loader as the job did that wrote the marker",
+                hint="pass the loader in the same way as the job that wrote the marker",
             )
         before, world = state_dict.get("world"), place_in_job()[1]
         if self._of_rank and before not in (None, world):
             raise ConfigError(
-                f"the position of {type(self._wrapped).__name__} is that of one rank of {before}: "
-                f"on {world} ranks samples would be trained twice, or never",
+                f"the position of {type(self._wrapped).__name__} is that of one rank of {before}, but this job has "
+                f"{world}: samples would be trained twice or never",
                 hint=f"restore on {before} ranks; or use a DataLoader over a GlobalSampler (or GlobalStream), whose "
-                "position is the whole job's",
+                "position applies to the whole job",
             )
         if (check := getattr(self._loader, "check", None)) is not None:
             check(state_dict["loader"])
@@ -235,8 +235,8 @@ class TrackedLoader(Generic[T]):
             broken_off = self._pass is not None
             if broken_off and self.in_flight:
                 raise ConfigError(
-                    f"another pass begins while {self.in_flight} batches of an unfinished one are not trained",
-                    hint="train them, or call drop_in_flight() where they never will be",
+                    f"another pass begins, but {self.in_flight} batches of the unfinished pass were not trained",
+                    hint="train them, or call drop_in_flight() to drop them",
                 )
             if broken_off:
                 self._leave_pass()
@@ -262,8 +262,8 @@ class TrackedLoader(Generic[T]):
         with self._lock:
             if self.in_flight == self._max_in_flight:
                 raise ConfigError(
-                    f"{self._max_in_flight} batches were fetched and none of them was trained",
-                    hint="hand the loader over in `stateful`, and call step() after each trained batch; "
+                    f"{self._max_in_flight} batches were fetched, but none was trained",
+                    hint="pass the loader in `stateful`, and call step() after each trained batch; "
                     "or raise max_in_flight",
                 )
             self._ahead.append(self._position(batches=1))

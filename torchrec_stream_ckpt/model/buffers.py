@@ -60,12 +60,12 @@ def check_buffers(model: nn.Module) -> None:
             continue
         if is_lazy(slot.value):
             raise UnsupportedError(
-                f"the buffer {name} is not initialized yet: its shape comes with the first forward",
-                hint="run one forward without gradients on all ranks before you make the StreamCheckpointer",
+                f"the buffer {name} is not initialized: its shape is unknown until the first forward",
+                hint="run one forward without gradients on all ranks before you create the StreamCheckpointer",
             )
         if slot.value.requires_grad and slot.value.is_leaf:
             raise UnsupportedError(
-                f"the buffer {name} has requires_grad: its gradient and its state in an optimizer are in no marker",
+                f"the buffer {name} has requires_grad, but markers save neither its gradient nor its optimizer state",
                 hint="register it as an nn.Parameter, or call requires_grad_(False) on it",
             )
 
@@ -81,8 +81,8 @@ def check_writable(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> 
         for name, value in tensors.items():
             if value is not None and not is_lazy(value) and value.is_inference():
                 raise UnsupportedError(
-                    f"the {kind} {name} was made in inference mode, where alone torch writes to it",
-                    hint="make it under torch.no_grad() instead of torch.inference_mode()",
+                    f"the {kind} {name} was created in inference mode, so a restore cannot write to it",
+                    hint="create it under torch.no_grad() instead of torch.inference_mode()",
                 )
 
 

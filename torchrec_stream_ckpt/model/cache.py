@@ -50,10 +50,10 @@ class CacheSlots:
         """
         if lookup != self._given:
             raise UnsupportedError(
-                "another batch was looked up between a lookup and its update: the update would write to slots of the "
-                "UVM cache that may hold other rows by now",
-                hint="look up after the update of the batch before (no TrainPipelineSemiSync, no evaluation in "
-                "between), or ask for compute_kernel='fused_uvm'",
+                "another batch was looked up between a lookup and its update, so the update could write to UVM cache "
+                "slots that now hold other rows",
+                hint="look up each batch after the update of the previous one (no TrainPipelineSemiSync, no evaluation "
+                "in between), or set compute_kernel='fused_uvm'",
                 tables=tables,
             )
 
@@ -111,7 +111,7 @@ class UvmCache:
         """
         if self._tbe.lxu_cache_locations_list:
             raise UnsupportedError(
-                "a batch has been prefetched into the UVM cache, whose rows are about to be replaced",
+                "restore() would replace rows that a pipeline has prefetched into the UVM cache",
                 hint="call restore() before the pipeline takes its first batch",
                 tables=self._tables,
             )

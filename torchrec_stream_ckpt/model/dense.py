@@ -72,8 +72,8 @@ def _check_state_is_known(module: nn.Module) -> None:
     """
     if what := _own_state(module):
         raise UnsupportedError(
-            f"{type(module).__name__} has {what[0]} and holds a sharded module: this is not captured yet",
-            hint="hand its state over as a Stateful, or move it to a child without embeddings",
+            f"{type(module).__name__} has {what[0]} and contains a sharded module, which is not captured yet",
+            hint="pass its state as a Stateful, or move it to a child without embeddings",
         )
 
 
@@ -168,22 +168,21 @@ def check_dense(model: nn.Module, optimizers: dict[str, torch.optim.Optimizer]) 
     for name, parameter in view.named_parameters():
         if hasattr(parameter, "_in_backward_optimizers"):
             raise UnsupportedError(
-                f"the dense parameter {name} is updated in the backward: this is not captured yet",
-                hint="apply optimizers in the backward to tables only; step the dense ones, and hand them over",
+                f"the dense parameter {name} is updated in the backward, which is not captured yet",
+                hint="apply optimizers in the backward only to tables; pass and step optimizers for dense parameters",
             )
         if parameter.requires_grad and id(parameter) not in stepped:
             if f"model.{name}" in ReplicatedTables(model, {}).tensors():
                 table = name.split(".")[-2]
                 raise UnsupportedError(
-                    f"the plan makes the table {table} data-parallel ({name}), and no optimizer that was handed over "
-                    "trains it",
+                    f"the plan makes the table {table} data-parallel ({name}), but it is not in any optimizer passed "
+                    "to StreamCheckpointer",
                     hint=f"keep it sharded: EmbeddingShardingPlanner(constraints={{'{table}': ParameterConstraints("
-                    "sharding_types=['table_wise', 'row_wise'])}); or train it with the dense optimizer, and hand "
-                    "that over",
+                    "sharding_types=['table_wise', 'row_wise'])}); or add it to the dense optimizer",
                 )
             raise UnsupportedError(
-                f"the dense parameter {name} is trained by no optimizer that was handed over",
-                hint="pass the optimizer of the dense part, or set requires_grad_(False) on what is not trained",
+                f"the dense parameter {name} is not in any optimizer passed to StreamCheckpointer",
+                hint="pass the optimizer of the dense part, or call requires_grad_(False) on frozen parameters",
             )
     check_data_parallel(model, next(iter(optimizers.values()), None))
 
@@ -207,15 +206,15 @@ def _check_dense_alone(model: nn.Module, kind: str, optimizer: torch.optim.Optim
     if fused:
         more = f" and {len(fused) - 3} more" if len(fused) > 3 else ""
         raise UnsupportedError(
-            f"the dense {type(optimizer).__name__} ({kind}) holds {', '.join(fused[:3])}{more}: the backward updates "
-            "these fused tables, and no dense optimizer may",
-            hint="build it without them: KeyedOptimizerWrapper(dict(in_backward_optimizer_filter("
+            f"the dense {type(optimizer).__name__} ({kind}) holds the fused tables {', '.join(fused[:3])}{more}, which "
+            "only the backward may update",
+            hint="build it without the fused tables: KeyedOptimizerWrapper(dict(in_backward_optimizer_filter("
             f"dmp.named_parameters())), lambda params: torch.optim.{type(optimizer).__name__}(params, ...))",
         )
     raise UnsupportedError(
         f"the dense {type(optimizer).__name__} ({kind}) holds {len(held)} parameters that are not in the model, the "
         f"first of shape {tuple(held[0].shape)}",
-        hint="build it after the model was sharded and wrapped, from "
+        hint="build it after the model is sharded and wrapped, from "
         "in_backward_optimizer_filter(dmp.named_parameters())",
     )
 
@@ -229,7 +228,7 @@ def check_data_parallel(model: nn.Module, optimizer: torch.optim.Optimizer | Non
     waits = isinstance(model, DistributedModelParallel) and not getattr(model, "_ddp_wrapped", True)
     if waits and any(group["params"] for each in dense_optimizers(optimizer).values() for group in each.param_groups):
         raise UnsupportedError(
-            "the dense part is not data parallel yet", hint="call dmp.init_data_parallel() on all ranks first"
+            "DMP has not made the dense part data parallel", hint="call dmp.init_data_parallel() on all ranks first"
         )
 
 
@@ -267,7 +266,7 @@ def _dense_leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
         elif not fused and not isinstance(part, CombinedOptimizer) and type(part) not in _KNOWN:
             raise UnsupportedError(
                 f"the optimizer {type(part).__name__} may have state that is not captured",
-                hint=f"hand over the optimizers that {type(part).__name__} wraps, and its own counters as a Stateful: "
+                hint=f"pass the optimizers that {type(part).__name__} wraps, and its own counters as a Stateful: "
                 "StreamCheckpointer(dmp, CombinedOptimizer([...]), stateful={'wrapper': ...}); known are torch.optim "
                 "optimizers, KeyedOptimizerWrapper, WarmupOptimizer, GradientClippingOptimizer and CombinedOptimizer",
             )

@@ -29,8 +29,8 @@ def check_free(kernels: Sequence[FusedKernel]) -> None:
     taken = [kernel for kernel in kernels if kernel.module in _CLAIMED]
     if taken:
         raise ConfigError(
-            "another StreamCheckpointer captures these tables",
-            hint="close() it before you attach a new one",
+            "another StreamCheckpointer already captures these tables",
+            hint="call close() on it before you attach a new one",
             tables=",".join(kernel.tables for kernel in taken),
         )
 
@@ -77,14 +77,14 @@ class Standing:
         """
         if unwrapped(self._model) is not self._root:
             raise UnsupportedError(
-                "the wrapped model was replaced (dmp.module): what trains now is not captured",
-                hint="load values into the model that is there, or close() before you replace it and attach again",
+                "the wrapped model (dmp.module) was replaced, so the model that trains now is not captured",
+                hint="load values into the existing model, or call close(), replace it and attach again",
             )
         for place in self._places:
             if not place.kept():
                 raise UnsupportedError(
-                    "its kernels were replaced beside dmp.reshard(): what trains now is not captured",
-                    hint="move tables by dmp.reshard(), or close() before you replace them and attach again",
+                    "its kernels were replaced without dmp.reshard(), so the kernels that train now are not captured",
+                    hint="move tables with dmp.reshard(), or call close(), replace them and attach again",
                     module=place.module,
                 )
 
@@ -98,8 +98,8 @@ class Standing:
         for path, kernel in _kernels(self._model):
             if id(kernel) not in self._kernels:
                 raise UnsupportedError(
-                    "it was added after the StreamCheckpointer was made: its tables are not captured",
-                    hint="make the StreamCheckpointer once the model is whole; close() before you add tables",
+                    "it was added after the StreamCheckpointer was created, so its tables are not captured",
+                    hint="create the StreamCheckpointer after you add all tables; call close() before you add more",
                     module=path,
                 )
 

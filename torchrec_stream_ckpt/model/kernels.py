@@ -87,7 +87,7 @@ class FusedKernel:
                 buffer.is_cuda != (self.device.type == "cuda") or not buffer.untyped_storage().size()
             ):
                 raise UnsupportedError(
-                    "there are no tables to read: memory stashing has freed them between a forward and its backward",
+                    "the tables cannot be read: memory stashing has freed them between a forward and its backward",
                     hint="call step() and mark() after the backward",
                     tables=self.tables,
                 )

@@ -194,9 +194,9 @@ class Lookups:
                 raise _compiled()
             if "LookupFunction" not in node.name():
                 raise UnsupportedError(
-                    f"the output of the fused kernel comes from {node.name()}, not from its lookup",
-                    hint="leave sharded embeddings uncompiled; use the versions of torchrec and fbgemm that the README "
-                    "names",
+                    f"the output of the fused kernel comes from {node.name()} instead of its lookup",
+                    hint="exclude sharded embeddings from torch.compile; use the torchrec and fbgemm versions in the "
+                    "README",
                 )
             hook(lookup, node, check)
 
@@ -233,4 +233,6 @@ def _lead_elsewhere(leaf: torch.Tensor) -> None:
 
 
 def _compiled() -> UnsupportedError:
-    return UnsupportedError("a compiled lookup keeps no ids", hint="leave sharded embeddings uncompiled")
+    return UnsupportedError(
+        "a compiled lookup does not expose its ids", hint="exclude sharded embeddings from torch.compile"
+    )

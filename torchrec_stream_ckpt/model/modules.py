@@ -92,12 +92,12 @@ def _check_model(model: nn.Module) -> None:
     for path, part in parts.items():
         if isinstance(part, DistributedModelParallel):
             raise UnsupportedError(
-                f"{type(model).__name__} holds a {type(part).__name__}", hint="pass that module itself", module=path
+                f"{type(model).__name__} contains a {type(part).__name__}", hint="pass that module instead", module=path
             )
     if not any(isinstance(part, ShardedModule) for part in parts.values()):
         raise UnsupportedError(
-            f"{type(model).__name__} is not a DistributedModelParallel, and holds no module that shard_modules() made",
-            hint="wrap the model in DMP, or pass what shard_modules() returns",
+            f"{type(model).__name__} is not a DistributedModelParallel and has no module sharded by shard_modules()",
+            hint="wrap the model in DMP, or pass the model returned by shard_modules()",
         )
     versions.MODEL.require(model)
 
@@ -114,8 +114,8 @@ def _kernels(path: str, module: Any) -> Iterator[FusedKernel]:
         if replicated and type(module) is ShardedFusedEmbeddingBagCollection:
             raise UnsupportedError(
                 "data-parallel tables of a FusedEmbeddingBagCollection are not captured: the state of their optimizer "
-                "is inside of DDP",
-                hint="shard these tables otherwise, or use EmbeddingBagCollection",
+                "is inside DDP",
+                hint="use another sharding type for these tables, or use EmbeddingBagCollection",
                 module=path,
             )
         if not replicated:
@@ -131,7 +131,7 @@ def _kernel(path: str, embedding: Any) -> FusedKernel:
     if type(tbe) is not SplitTableBatchedEmbeddingBagsCodegen:
         raise UnsupportedError(
             f"the kernel {type(tbe).__name__} of sharded tables is not captured",
-            hint="ask for compute_kernel='fused' in the sharding plan or the planner's constraints",
+            hint="set compute_kernel='fused' in the sharding plan or the planner's constraints",
             **where,
         )
     _check_hook_points(embedding, where)
@@ -179,21 +179,21 @@ def _check_kernel(tbe: SplitTableBatchedEmbeddingBagsCodegen, where: dict[str, s
         )
     if tbe.weights_precision is SparseType.BF16 and _on_gpu(tbe):
         raise UnsupportedError(
-            "weights in BF16 are not captured on a GPU: FBGEMM has no kernels that train them there",
+            "weights in BF16 are not captured on a GPU, because FBGEMM cannot train them there",
             hint="use FP32 or FP16",
             **where,
         )
     if tbe.lxu_cache_weights.numel():
         if tbe.lxu_cache_weights.dtype != tbe.weights_precision.as_dtype():
             raise UnsupportedError(
-                f"the UVM cache holds {tbe.lxu_cache_weights.dtype} of {tbe.weights_precision.name} weights: "
-                "writing a row back rounds it",
+                f"the UVM cache is {tbe.lxu_cache_weights.dtype} but the weights are {tbe.weights_precision.name}, so "
+                "rows are rounded when they are written back",
                 hint="set cache_precision to the precision of the weights",
                 **where,
             )
         if tbe.lxu_cache_state.shape[1] == 1:
             raise UnsupportedError(
-                "a direct-mapped UVM cache is not captured", hint="use a set-associative one", **where
+                "a direct-mapped UVM cache is not captured", hint="use a set-associative cache", **where
             )
     return kind
 

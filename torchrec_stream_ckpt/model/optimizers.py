@@ -62,9 +62,7 @@ def optimizer_states(name: str) -> tuple[str, ...]:
     """
     known = {optimizer.name.lower(): kind.states for optimizer, kind in OPTIMIZERS.items()}
     if name not in known:
-        raise ConfigError(
-            f"{name!r} is not a fused optimizer that can be captured", hint=f"use one of {', '.join(known)}"
-        )
+        raise ConfigError(f"{name!r} is not a supported fused optimizer", hint=f"use one of {', '.join(known)}")
     return known[name]
 
 

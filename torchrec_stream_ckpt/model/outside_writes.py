@@ -63,8 +63,8 @@ def _check_reshard(model: nn.Module) -> None:
     for path, module in sharded_embeddings(model):
         if any(is_replicated(lookup) for lookup in module._lookups):
             raise UnsupportedError(
-                "DMP.reshard() of a module with data-parallel tables is not handled: TorchRec builds those anew, "
-                "without DDP",
+                "DMP.reshard() of a module with data-parallel tables is not supported: TorchRec rebuilds those without "
+                "DDP",
                 hint="shard these tables, or mark(), close(), and restore in a new job with the other plan",
                 module=path,
             )

@@ -45,7 +45,7 @@ def installed() -> Stack:
 def check_versions() -> None:
     """Log once if the private API was tested with other versions only."""
     if installed() not in TESTED:
-        log.warning("untested versions: %s; tested are %s", installed(), _tested())
+        log.warning("untested versions: %s; tested versions: %s", installed(), _tested())
 
 
 def _tested() -> str:
@@ -83,8 +83,8 @@ class HookPoints:
 
 def _gone(what: str, where: dict[str, str]) -> UnsupportedError:
     return UnsupportedError(
-        f"{what}, which the capture relies on: found {installed()}, tested are {_tested()}",
-        hint="install versions that were tested",
+        f"{what}, which the capture needs: found {installed()}, tested with {_tested()}",
+        hint="install the tested versions",
         **where,
     )
 

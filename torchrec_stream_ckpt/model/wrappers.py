@@ -40,8 +40,8 @@ def is_wrapper(optimizer: Any) -> bool:
         averager = type(optimizer.averager)
         if averager not in (PeriodicModelAverager, HierarchicalModelAverager):
             raise UnsupportedError(
-                f"PostLocalSGDOptimizer has the averager {averager.__name__}, whose state is not captured",
-                hint="use torch's PeriodicModelAverager or HierarchicalModelAverager, which have a step counter alone",
+                f"the state of PostLocalSGDOptimizer's averager {averager.__name__} is not captured",
+                hint="use torch's PeriodicModelAverager or HierarchicalModelAverager, whose only state is a counter",
             )
     return isinstance(optimizer, (WarmupOptimizer, GradientClippingOptimizer, PostLocalSGDOptimizer))
 
@@ -72,15 +72,15 @@ def check_wrappers(optimizer: torch.optim.Optimizer | None, saved: list[State]) 
     there, here = [state["class"] for state in saved], [type(wrapper).__name__ for wrapper in wrappers]
     if there != here:
         raise SchemaMismatchError(
-            f"the marker's optimizer wrappers are {', '.join(there) or 'none'}, "
-            f"those of this job are {', '.join(here) or 'none'}",
+            f"the optimizer wrappers differ: {', '.join(there) or 'none'} in the marker, "
+            f"{', '.join(here) or 'none'} in this job",
             hint="wrap the optimizers in the same way and order as the job that wrote the marker",
         )
     for wrapper, state in zip(wrappers, saved, strict=True):
         if isinstance(wrapper, WarmupOptimizer) and state["stage"] >= len(wrapper._stages):
             raise SchemaMismatchError(
-                f"the marker is in stage {state['stage']} of the warm-up, this job has {len(wrapper._stages)} stages",
-                hint="give WarmupOptimizer the stages of the job that wrote the marker",
+                f"the marker is in warm-up stage {state['stage']}, but this job has only {len(wrapper._stages)} stages",
+                hint="pass WarmupOptimizer the stages of the job that wrote the marker",
             )
 
 
