@@ -122,8 +122,8 @@ def test_the_command_line_counts_trained_rows_that_would_go(trained: tuple[Path,
     count = int((state != 0).reshape(len(state), -1).any(1).sum())
     assert 0 < count < 51
     code, _, error = plan("--schema", str(own), "--count-trained", uri=uri)
-    assert (code, f"51 rows would go, {count} of them trained" in error) == (1, True), error
-    assert "51 rows would go, which may be trained" in plan("--schema", str(own), uri=uri)[2]
+    assert (code, f"51 rows would be dropped, {count} of them trained" in error) == (1, True), error
+    assert "51 rows would be dropped, which may be trained" in plan("--schema", str(own), uri=uri)[2]
 
 
 def plan(*arguments: str, uri: str) -> tuple[int, str, str]:

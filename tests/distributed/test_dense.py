@@ -326,7 +326,7 @@ def test_an_object_that_only_one_side_has_is_refused_by_name(
 ) -> None:
     for said in warm.run(2, _restore_stateful, with_stateful, own, shared):
         assert re.search(rf"stateful '(per_rank\.)?{name}': only {side} has it", said), said
-        assert said.startswith("SchemaMismatchError: the marker is not of this model")
+        assert said.startswith("SchemaMismatchError: the marker does not match this model")
 
 
 def _refusals(uri: str) -> dict[str, str]:

@@ -110,7 +110,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_constructor_that_differs_from_the_markers_is_refused_with_both_values(trained: str) -> None:
     said = warm.run(2, _refused, trained, _another_version)
     assert said[0] == said[1]
-    assert said[0].startswith("SchemaMismatchError: the marker is not of this model")
+    assert said[0].startswith("SchemaMismatchError: the marker does not match this model")
     assert "dense 'queue': 7 float32 here, 1 float32 in the marker" in said[0]
     assert "dense 'over.by_rank': 3 float64 here, 3 float32 in the marker" in said[0]
     assert "dense 'over.new': only this model has it (1 float32)" in said[0]

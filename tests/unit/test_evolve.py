@@ -114,7 +114,7 @@ def test_a_grown_table_keeps_its_rows_and_begins_a_new_row_space() -> None:
 
 def test_a_shrunk_table_wants_leave_for_the_rows_that_go() -> None:
     smaller = here(A, replace(B, rows=7), C)
-    with pytest.raises(ChangesError, match="rows: 'b': 3 rows would go, which may be trained"):
+    with pytest.raises(ChangesError, match="rows: 'b': 3 rows would be dropped, which may be trained"):
         resolve(SAVED, smaller, Changes(rows={"b": 7}))
     asked = []
 
@@ -122,11 +122,13 @@ def test_a_shrunk_table_wants_leave_for_the_rows_that_go() -> None:
         asked.append((source, kept.count))
         return 2
 
-    with pytest.raises(ChangesError, match="3 rows would go, 2 of them trained; declare allow_dropped_rows"):
+    with pytest.raises(ChangesError, match="3 rows would be dropped, 2 of them trained; set allow_dropped_rows"):
         resolve(SAVED, smaller, Changes(rows={"b": 7}), trained_rows=trained)
     assert asked == [(1, 7)]
     assert resolve(SAVED, smaller, Changes(rows={"b": 7}), trained_rows=lambda *_: 0).of(1).rows_dropped == 3
-    with pytest.raises(ChangesError, match="3 rows would go, which may be trained: no optimizer state of theirs tells"):
+    with pytest.raises(
+        ChangesError, match=r"3 rows would be dropped, which may be trained \(they have no optimizer state"
+    ):
         resolve(SAVED, smaller, Changes(rows={"b": 7}), trained_rows=lambda *_: None)
     allowed = Changes(rows={"b": RowChange(7, allow_dropped_rows=True)})
     assert resolve(SAVED, smaller, allowed).of(1).rows_dropped == 3
@@ -203,7 +205,7 @@ def test_what_was_not_declared_is_refused_all_at_once() -> None:
     assert "table 'a': only the marker has it" in said
     assert "table 'b': trained by adam here, exact_rowwise_adagrad in the marker" in said
     assert "table 'c': 8 columns here, 4 in the marker" in said
-    assert "table 'c': 5 rows here, 10 in the marker; 5 rows would go, which may be trained" in said
+    assert "table 'c': 5 rows here, 10 in the marker; 5 rows would be dropped, which may be trained" in said
     assert "# 5 differences" in said
 
 
@@ -226,10 +228,10 @@ def test_wrong_declarations_are_named_all_at_once() -> None:
         "'c' is both dropped and renamed",
         "renamed: 'd': this model has no such table",
         "renamed: 'a' has the same name",
-        "rows: 'b': 11 rows are declared, this model has 10",
-        "columns: 'b': it has 4 here and in the marker",
+        "rows: 'b': 11 rows are declared, but this model has 10",
+        "columns: 'b': marker and model both have 4",
         "columns: 'bb': this model has no such table (near: 'b')",
-        "optimizer: 'b': it has 'exact_rowwise_adagrad' here and in the marker",
+        "optimizer: 'b': marker and model both have 'exact_rowwise_adagrad'",
     ):
         assert part in said, part
 
@@ -237,16 +239,16 @@ def test_wrong_declarations_are_named_all_at_once() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (Changes(added=("a",)), "'a' is a table of the marker; to begin it anew, declare it dropped as well"),
+        (Changes(added=("a",)), "'a' is a table of the marker; to reset it, declare it dropped as well"),
         (Changes(renamed={"a": "b"}), "'b' is another table of the marker; declare that one dropped or renamed"),
         (Changes(renamed={"a": "b", "c": "b"}, dropped=("b",)), "more than one table becomes 'b'"),
         (Changes(dropped=("b",), added=("b",), rows={"b": 10}), "rows: 'b' is an added table"),
-        (Changes(rows={"b": RowChange(10)}), "marker and model have 10 rows, and no ids are declared"),
-        (Changes(rows={"b": RowChange(10, IdMap([3, 12], [1, 2]))}), "1 old ids are beyond the 10 rows of the marker"),
-        (Changes(rows={"b": RowChange(10, IdMap([3, 4], [1, 10]))}), "1 new ids are beyond the 10 rows of this model"),
-        (Changes(rows={"b": RowChange(10, IdMap([3], [1]))}), "9 rows would go"),
-        (Changes(columns={"b": 5}), "columns: 'b': it has 4 here and in the marker"),
-        (Changes(dtype={"b": "float16"}), "dtype: 'b': it has 'float32' here and in the marker"),
+        (Changes(rows={"b": RowChange(10)}), "marker and model both have 10 rows, but no ids are declared"),
+        (Changes(rows={"b": RowChange(10, IdMap([3, 12], [1, 2]))}), "1 old ids are outside the 10 rows of the marker"),
+        (Changes(rows={"b": RowChange(10, IdMap([3, 4], [1, 10]))}), "1 new ids are outside the 10 rows of this model"),
+        (Changes(rows={"b": RowChange(10, IdMap([3], [1]))}), "9 rows would be dropped"),
+        (Changes(columns={"b": 5}), "columns: 'b': marker and model both have 4"),
+        (Changes(dtype={"b": "float16"}), "dtype: 'b': marker and model both have 'float32'"),
     ],
 )
 def test_a_contradiction_is_refused(changes: Changes, said: str) -> None:

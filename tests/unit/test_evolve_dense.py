@@ -100,7 +100,7 @@ def test_another_optimizer_begins_anew() -> None:
 
 def test_other_groups_keep_the_states_and_not_the_hyperparameters() -> None:
     here = model(*OVER, groups=(OVER[:1], OVER[1:]))
-    with pytest.raises(SchemaMismatchError, match="its param groups have other parameters"):
+    with pytest.raises(SchemaMismatchError, match="its param groups have different parameters"):
         resolve_dense(SAVED, here)
     evolution = resolve_dense(SAVED, here, dense(optimizer={"optimizer0": "Adam"}))
     assert all(state.label == "exact" for state in evolution.states)
@@ -154,8 +154,8 @@ def test_objects_of_the_user_come_and_go() -> None:
             "'ower.0.bias': the marker has no such parameter (near: 'over.0.bia",
         ),
         (dense(reshaped=["x"]), "dense.reshaped: 'x': this model has no such parameter"),
-        (dense(fresh=["over.0.bias"]), "'over.0.bias' is in the marker; to begin it anew, declare it dropped as well"),
-        (dense(reshaped=["over.0.bias"]), "dense.reshaped: 'over.0.bias': it is 4 x 2 float32 here and in the marker"),
+        (dense(fresh=["over.0.bias"]), "'over.0.bias' is in the marker; to reset it, declare it dropped as well"),
+        (dense(reshaped=["over.0.bias"]), "dense.reshaped: 'over.0.bias': marker and model both have 4 x 2 float32"),
         (dense(renamed={"under.*": "x"}), "dense.renamed: 'under.*': the marker has no such parameter"),
         (dense(renamed={"over.(": "x"}), "dense.renamed: 'over.(' -> 'x': missing ), unterminated subpattern"),
         (dense(renamed={r"over\.0\.bias": r"\1"}), r"invalid group reference"),
@@ -172,9 +172,9 @@ def test_objects_of_the_user_come_and_go() -> None:
         ),
         (
             dense(optimizer={"optimizer0": "Adam"}),
-            "'optimizer0': it is the same here and in the marker",
+            "'optimizer0' does not differ from the marker",
         ),
-        (dense(optimizer={"over.0.bias": "Adam"}), "'Adam' is declared, a parameter can be 'fresh'"),
+        (dense(optimizer={"over.0.bias": "Adam"}), "the value for a parameter must be 'fresh', got 'Adam'"),
         (Changes(stateful_added=("loader",)), "stateful_added: 'loader': this job has no such object"),
         (Changes(stateful_dropped=("loader",)), "stateful_dropped: 'loader': the marker has no such object"),
     ],

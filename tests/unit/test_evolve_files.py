@@ -80,7 +80,7 @@ def test_the_digest_is_of_what_is_said_and_not_of_how() -> None:
 
 def test_rows_are_not_given_up_by_a_word(tmp_path: Path) -> None:
     for word in ("no", 1, None):
-        with pytest.raises(ChangesError, match="allow_dropped_rows is"):
+        with pytest.raises(ChangesError, match="allow_dropped_rows must be True or False"):
             RowChange(3, allow_dropped_rows=word)  # type: ignore[arg-type]
 
 
@@ -115,11 +115,11 @@ def test_no_name_comes_twice_in_a_list_and_all_wrong_values_are_named() -> None:
         Changes(added=("a", "a"), dropped="b", renamed={"x": 3}, columns={"c": 0}, rows={"r": "many"}, dense=7)  # type: ignore[arg-type, dict-item]
     for part in (
         "added names 'a' twice",
-        "dropped is 'b', not a list of names",
-        "renamed['x'] is 3",
-        "columns['c'] is 0",
-        "rows['r'] is 'many'",
-        "dense is 7",
+        "dropped must be a list of names, got 'b'",
+        "renamed['x'] must be a name, got 3",
+        "columns['c'] must be a number above zero, got 0",
+        "rows['r'] must be a number or a RowChange, got 'many'",
+        "dense must be DenseChanges, got 7",
     ):
         assert part in refused.value.message
 
@@ -148,8 +148,8 @@ fresh = ["y", "y"]
         "rows['a']: rows is missing",
         "rows['b']: the id map cannot be read",
         f"[{tmp_path / 'missing.csv'}]",
-        "rows['c']: an id map has 1 old ids more than once, the first is 0",
-        "rows['d']: allow_dropped_rows is neither true nor false",
+        "rows['c']: an id map repeats 1 old ids; the first is 0",
+        "rows['d']: allow_dropped_rows must be true or false",
         "rows: a table with -4 rows",
         "rows['f']: ids is 7",
         "unknown field dense.frech (near: 'fresh')",
@@ -188,7 +188,7 @@ def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
 
 def test_changes_are_loaded_from_a_path() -> None:
     for path in (None, 3):
-        with pytest.raises(ChangesError, match=f"the file of changes is {path}"):
+        with pytest.raises(ChangesError, match=f"path must be a str or a Path, got {path}"):
             Changes.load(path)  # type: ignore[arg-type]
 
 

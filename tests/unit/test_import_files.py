@@ -211,11 +211,11 @@ def test_all_differences_are_said_at_once_and_what_is_pasted_accepts_them(tmp_pa
 def test_states_of_another_dense_optimizer_are_not_put_into_this_one(tmp_path: Path) -> None:
     save(tmp_path, state())
     given = schema(tmp_path, TableSpec("ebc.t_user", 6, 4, "float32", "exact_rowwise_adagrad", (SUM,)), kind="Adagrad")
-    with pytest.raises(SchemaMismatchError, match="Adagrad here; the marker has exp_avg, exp_avg_sq, step of 'head"):
+    with pytest.raises(SchemaMismatchError, match="Adagrad here; the marker has exp_avg, exp_avg_sq, step for 'head"):
         run(tmp_path, *ROWWISE, given)
     (tmp_path / "c.toml").write_text('[dense.optimizer]\noptimizer0 = "Adagrad"\n')
     found = run(tmp_path, *ROWWISE, given, f"--changes={tmp_path}/c.toml")
-    assert "dense head.weight: state begins anew; value exact, state fresh" in found["becomes"]
+    assert "dense head.weight: state is reset; value exact, state fresh" in found["becomes"]
 
 
 def test_a_damaged_rank_file_is_a_corruption(tmp_path: Path) -> None:

@@ -29,14 +29,18 @@ class RowChange:
 
     def __post_init__(self) -> None:
         if isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 1:
-            raise ChangesError(f"a table with {self.rows!r} rows", hint="give the rows of the table in this model")
+            raise ChangesError(
+                f"the number of rows must be at least 1, got {self.rows!r}", hint="pass the table's rows in this model"
+            )
         if not isinstance(self.allow_dropped_rows, bool):
             raise ChangesError(
-                f"allow_dropped_rows is {self.allow_dropped_rows!r:.80}",
-                hint="it is True or False: whether rows may go",
+                f"allow_dropped_rows must be True or False, got {self.allow_dropped_rows!r:.80}",
+                hint="pass True if trained rows may be dropped",
             )
         if not isinstance(self.ids, IdMap | None):
-            raise ChangesError(f"ids is {self.ids!r:.80}", hint="give IdMap(old_ids, new_ids) or IdMap.load(FILE)")
+            raise ChangesError(
+                f"ids must be an IdMap, got {self.ids!r:.80}", hint="pass IdMap(old_ids, new_ids) or IdMap.load(FILE)"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +108,7 @@ class Changes:
             ChangesError: the file does not parse, or has unknown fields or wrong values; the error names all of them.
         """
         if not isinstance(path, str | Path):
-            raise ChangesError(f"the file of changes is {path!r:.80}", hint="name a TOML file")
+            raise ChangesError(f"path must be a str or a Path, got {path!r:.80}", hint="pass the path of a TOML file")
         return read_toml(Path(path), Changes, DenseChanges, RowChange)
 
     def to_toml(self) -> str:
@@ -149,20 +153,20 @@ def _settle(value: Any) -> None:
         elif each.type.startswith("Mapping"):
             settled, problem = _mapping(each.name, given)
         elif each.type == "str":
-            problem = "" if isinstance(given, str) else f"{each.name} is {given!r:.80}, not a text"
+            problem = "" if isinstance(given, str) else f"{each.name} must be a string, got {given!r:.80}"
         elif not isinstance(given, DenseChanges):
-            problem = f"{each.name} is {given!r:.80}, not DenseChanges"
+            problem = f"{each.name} must be DenseChanges, got {given!r:.80}"
         if problem:
             problems.append(problem)
         object.__setattr__(value, each.name, settled)
     if problems:
-        raise ChangesError("\n".join(["the declared changes are wrong:", *problems]), hint="correct these")
+        raise ChangesError("\n".join(["the declared changes are wrong:", *problems]), hint="correct these declarations")
 
 
 def _names(field_name: str, given: Any) -> tuple[Any, str]:
     is_list = isinstance(given, list | tuple | set | frozenset)
     if not is_list or not all(isinstance(name, str) and name for name in given):
-        return given, f"{field_name} is {given!r:.80}, not a list of names"
+        return given, f"{field_name} must be a list of names, got {given!r:.80}"
     names = tuple(sorted(given) if isinstance(given, set | frozenset) else given)
     twice = sorted(name for name, count in Counter(names).items() if count > 1)
     return names, f"{field_name} names {', '.join(map(repr, twice))} twice" if twice else ""
@@ -170,7 +174,7 @@ def _names(field_name: str, given: Any) -> tuple[Any, str]:
 
 def _mapping(field_name: str, given: Any) -> tuple[Any, str]:
     if not isinstance(given, Mapping) or not all(isinstance(name, str) and name for name in given):
-        return given, f"{field_name} is {given!r:.80}, not a mapping by name"
+        return given, f"{field_name} must be a mapping by name, got {given!r:.80}"
     found = dict(given)
     if field_name == "rows":
         plain = {name for name, each in found.items() if isinstance(each, int) and not isinstance(each, bool)}
@@ -179,14 +183,14 @@ def _mapping(field_name: str, given: Any) -> tuple[Any, str]:
         except ChangesError as error:
             return found, f"rows: {error.message}"
         wrong = [name for name, each in found.items() if not isinstance(each, RowChange)]
-        what = "a number or RowChange"
+        what = "a number or a RowChange"
     elif field_name in _NUMBERS:
         wrong = [name for name, n in found.items() if isinstance(n, bool) or not isinstance(n, int) or n < 1]
         what = "a number above zero"
     else:
         wrong = [name for name, each in found.items() if not isinstance(each, str) or not each]
         what = "a name"
-    return found, f"{field_name}[{wrong[0]!r}] is {found[wrong[0]]!r:.80}, not {what}" if wrong else ""
+    return found, f"{field_name}[{wrong[0]!r}] must be {what}, got {found[wrong[0]]!r:.80}" if wrong else ""
 
 
 def _record(value: Any) -> Any:

@@ -80,7 +80,7 @@ class _Entries:
             source = self.sources.get(name)
             if source is None:
                 if name in twins:
-                    said = f"dense {name!r}: it is {twins[name]!r} in the marker, the name that torch.compile gave it"
+                    said = f"dense {name!r}: the marker has it as {twins[name]!r}, its name from torch.compile"
                     self._found.differs(said, "dense.renamed", twins[name], name)
                 elif name not in self._declared.fresh:
                     self._found.differs(f"dense {name!r}: only this model has it ({_of(entry)})", "dense.fresh", name)
@@ -90,7 +90,7 @@ class _Entries:
                     self._found.differs(said, "dense.reshaped", name)
                 source = None
             elif name in reshaped:
-                self._found.problems.append(f"dense.reshaped: {name!r}: it is {_of(entry)} here and in the marker")
+                self._found.problems.append(f"dense.reshaped: {name!r}: marker and model both have {_of(entry)}")
             found.append(DenseOutcome(name, source, entry, EXACT if source is not None else FRESH))
         taken = {*self.sources.values(), *twins.values()}
         for name, entry in self._saved.items():
@@ -125,7 +125,7 @@ class _Entries:
             elif name in self._new_names.values():
                 problem(f"dense: {name!r} is both fresh and a new name")
             elif name in self._saved and name not in (*declared.dropped, *self._new_names):
-                problem(f"dense.fresh: {name!r} is in the marker; to begin it anew, declare it dropped as well")
+                problem(f"dense.fresh: {name!r} is in the marker; to reset it, declare it dropped as well")
         for name in declared.dropped:
             if name not in self._saved:
                 problem(f"dense.dropped: {name!r}: the marker has no such parameter{nearest(name, self._saved)}")
@@ -214,12 +214,12 @@ class _Optimizers:
                 continue
             if name not in held:
                 self._found.problems.append(
-                    f"dense.optimizer: {name!r}: neither an optimizer nor a parameter that one trains"
+                    f"dense.optimizer: {name!r} is neither an optimizer nor a parameter that one trains"
                     f"{nearest(name, (*self._here, *self._saved, *held))}"
                 )
             elif said != FRESH:
                 self._found.problems.append(
-                    f"dense.optimizer: {name!r}: {said!r} is declared, a parameter can be 'fresh'"
+                    f"dense.optimizer: {name!r}: the value for a parameter must be 'fresh', got {said!r}"
                 )
         for each in self._here.values():
             for name in each.parameters:
@@ -232,7 +232,7 @@ class _Optimizers:
         stays = old is not None and holder is not None and holder.kind == optimizer.kind
         if name in self._declared and name not in self._here:
             if not stays and self._declared[name] == FRESH:
-                self._found.problems.append(f"dense.optimizer: {name!r}: its state starts anew without this")
+                self._found.problems.append(f"dense.optimizer: {name!r}: its state is reset without this declaration")
             stays = False
         source = (holder.key, old) if stays and holder is not None and old is not None else None
         return StateOutcome(optimizer.key, name, source, EXACT if stays else FRESH)
@@ -246,7 +246,9 @@ class _Optimizers:
                 said = f"dense {each.key!r}: only the marker has it ({each.kind})"
                 self._found.differs(said, "dense.optimizer", each.key, DROPPED)
             elif declared != DROPPED:
-                self._found.problems.append(f"dense.optimizer: {each.key!r}: {declared!r} is declared, it is 'dropped'")
+                self._found.problems.append(
+                    f"dense.optimizer: {each.key!r}: the value must be 'dropped', got {declared!r}"
+                )
         dropped = (OptimizerOutcome(each.key, each.kind, each.kind, (), DROPPED) for each in gone)
         return (*(self._outcome(each) for each in self._here.values()), *dropped)
 
@@ -254,11 +256,11 @@ class _Optimizers:
         saved, declared = self._saved.get(here.key), self._declared.get(here.key)
         difference = self._difference(saved, here)
         if not difference and declared is not None:
-            self._found.problems.append(f"dense.optimizer: {here.key!r}: it is the same here and in the marker")
+            self._found.problems.append(f"dense.optimizer: {here.key!r} does not differ from the marker")
         elif difference and declared is None:
             self._found.differs(f"dense {here.key!r}: {difference}", "dense.optimizer", here.key, here.kind)
         elif difference and declared != here.kind:
-            said = f"dense.optimizer: {here.key!r}: {declared!r} is declared, this job has {here.kind!r}"
+            said = f"dense.optimizer: {here.key!r}: {declared!r} is declared, but this job has {here.kind!r}"
             self._found.problems.append(said)
         if saved is None or difference:
             saved_kind = saved.kind if saved is not None else None
@@ -274,7 +276,7 @@ class _Optimizers:
             return f"{here.kind} here, {saved.kind} in the marker"
         there, now = self._common(saved, here)
         alike = [names for _, names in there] == [names for _, names in now]
-        return "" if alike else "its param groups have other parameters than in the marker"
+        return "" if alike else "its param groups have different parameters in the marker"
 
     def _groups(self, saved: DenseOptimizer, here: DenseOptimizer) -> tuple[int | None, ...]:
         there, now = self._common(saved, here)
@@ -312,7 +314,7 @@ def _stateful(saved: ModelSchema, here: ModelSchema, found: Findings) -> tuple[S
         if name not in anew and (name not in saved.stateful) != (name in declared.stateful_added):
             if name in declared.stateful_added:
                 found.problems.append(
-                    f"stateful_added: {name!r} is in the marker; to begin it anew, declare it dropped as well"
+                    f"stateful_added: {name!r} is in the marker; to reset it, declare it dropped as well"
                 )
             else:
                 found.differs(f"stateful {name!r}: only this job has it", "stateful_added", name)

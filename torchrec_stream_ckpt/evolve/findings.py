@@ -10,9 +10,9 @@ from torchrec_stream_ckpt.errors import ChangesError, SchemaMismatchError, Strea
 from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges
 from torchrec_stream_ckpt.evolve.text import map_file, unsaved
 
-PYTHON_FOLLOWS = "this declares them, in Python:"
+PYTHON_FOLLOWS = "to declare them in Python:"
 TOML_FOLLOWS = "or in a TOML file:"
-_TITLE = "the marker is not of this model:"
+_TITLE = "the marker does not match this model:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Findings:
         """
         if self.problems:
             said = "\n".join(["the declared changes are wrong:", *(f"  {each}" for each in self.problems)])
-            raise ChangesError(said, hint="correct these; leave out what did not change", **where)
+            raise ChangesError(said, hint="correct these declarations; omit unchanged parts", **where)
         if not self.differences:
             self._check_misfits(**where)
             return
@@ -115,7 +115,7 @@ class Findings:
         rest = f", and correct the {len(self.misfits)} that cannot be declared" if self.misfits else ""
         raise SchemaMismatchError(
             "\n".join(lines),
-            hint=f"use the right log or the right model, or declare the changes as above if they are meant{rest}",
+            hint=f"use the right log or the right model, or declare the changes as above if they are intended{rest}",
             **where,
         )
 
@@ -126,7 +126,9 @@ class Findings:
         if self.misfits:
             lines = [_TITLE, *(f"  {each}" for each in self.misfits), f"# {len(self.misfits)} differences"]
             raise SchemaMismatchError(
-                "\n".join(lines), hint="correct these, or restore with the job that wrote the marker", **where
+                "\n".join(lines),
+                hint="correct these differences, or restore with the job that wrote the marker",
+                **where,
             )
 
 

@@ -61,14 +61,14 @@ class ImportedOptimizers:
         wrong = {name: said for name, old in kept.items() if (said := self._misfit(optimizer.kind, old))}
         if anew is not None and anew != optimizer.kind:
             self._found.problems.append(
-                f"dense.optimizer: {optimizer.key!r}: {anew!r} is declared, this job has {optimizer.kind!r}"
+                f"dense.optimizer: {optimizer.key!r}: {anew!r} is declared, but this job has {optimizer.kind!r}"
             )
         elif anew is not None and not kept:
-            self._found.problems.append(f"dense.optimizer: {optimizer.key!r}: the marker has no state of it")
+            self._found.problems.append(f"dense.optimizer: {optimizer.key!r}: the marker has no state for it")
         elif anew is None and wrong:
             name, said = min(wrong.items())
             self._found.differs(
-                f"dense {optimizer.key!r}: {optimizer.kind} here; the marker has {said} of {name!r}",
+                f"dense {optimizer.key!r}: {optimizer.kind} here; the marker has {said} for {name!r}",
                 "dense.optimizer",
                 optimizer.key,
                 optimizer.kind,
@@ -86,7 +86,7 @@ class ImportedOptimizers:
             return ""
         needed, more = _KEEPS[kind]
         states = set(self._states[name])
-        return "" if needed <= states <= needed | more else ", ".join(sorted(states)) or "none"
+        return "" if needed <= states <= needed | more else ", ".join(sorted(states)) or "no state"
 
     def _check_names(self) -> None:
         trained = {name for each in self._here.values() for name in each.parameters}
@@ -95,15 +95,15 @@ class ImportedOptimizers:
                 continue
             if name not in trained:
                 self._found.problems.append(
-                    f"dense.optimizer: {name!r}: neither an optimizer nor a parameter that one trains"
+                    f"dense.optimizer: {name!r} is neither an optimizer nor a parameter that one trains"
                     f"{nearest(name, (*self._here, *trained))}"
                 )
             elif said != FRESH:
                 self._found.problems.append(
-                    f"dense.optimizer: {name!r}: {said!r} is declared, a parameter can be 'fresh'"
+                    f"dense.optimizer: {name!r}: the value for a parameter must be 'fresh', got {said!r}"
                 )
             elif self._kept.get(name) not in self._states:
-                self._found.problems.append(f"dense.optimizer: {name!r}: its state starts anew without this")
+                self._found.problems.append(f"dense.optimizer: {name!r}: its state is reset without this declaration")
 
 
 def imported_stateful(here: ModelSchema, found: Findings) -> tuple[StatefulOutcome, ...]:
@@ -114,5 +114,5 @@ def imported_stateful(here: ModelSchema, found: Findings) -> tuple[StatefulOutco
             said = f"stateful_added: {name!r}: this job has no such object{nearest(name, here.stateful)}"
             found.problems.append(said)
     for name in declared.stateful_dropped:
-        found.problems.append(f"stateful_dropped: {name!r}: the marker was imported, and has no objects")
+        found.problems.append(f"stateful_dropped: {name!r}: the marker was imported and has no stateful objects")
     return tuple(StatefulOutcome(name, FRESH) for name in here.stateful)

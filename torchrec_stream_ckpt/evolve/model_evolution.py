@@ -43,9 +43,8 @@ def check_not_repeated(changes: Changes, made: Iterable[ClaimChanges]) -> None:
     if said:
         lines = "\n".join(f"  {each}" for each in sorted(said))
         raise ChangesError(
-            f"the newest marker has had such changes already, and would have them once more:\n{lines}",
-            hint="leave out what was made; or, to make it once more, name the marker, and give the "
-            "changes another label",
+            f"these changes were already made before the newest marker, and would be made again:\n{lines}",
+            hint="remove these changes; or, to make them again, name the marker and give the changes another label",
         )
 
 
@@ -101,7 +100,7 @@ def check_placement(saved: ModelSchema, here: ModelSchema, changes: Changes) -> 
     said += [f"{name}: data-parallel in the marker, sharded in this model" for name in now]
     raise SchemaMismatchError(
         "\n  ".join(["a table cannot change between data-parallel and sharded:", *said]),
-        hint="keep the sharding type of these tables: planner_constraints() gives it to the planner",
+        hint="keep the sharding type of these tables: pass planner_constraints() to the planner",
     )
 
 

@@ -87,13 +87,15 @@ class ModelSchema:
             raise ConfigError(f"the schema cannot be read: {error.strerror}", path=path) from None
         except (ValueError, TypeError, RecursionError) as error:
             raise ConfigError(
-                f"not a schema: {error}", hint="write it by StreamCheckpointer.schema().save(FILE)", path=path
+                f"the file is not a schema: {error}",
+                hint="write it with StreamCheckpointer.schema().save(FILE)",
+                path=path,
             ) from None
 
 
 def _schema(data: Any) -> ModelSchema:
     if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-        raise ValueError(f"no JSON object of format {FORMAT}")
+        raise ValueError(f"expected a JSON object of format {FORMAT}")
     parts = _exactly(data, ModelSchema)
     tables = tuple(_table(item) for item in _items(parts["tables"], "tables"))
     dense = tuple(_dense(item) for item in _items(parts["dense"], "dense"))
@@ -107,7 +109,7 @@ def _schema(data: Any) -> ModelSchema:
     ):
         twice = sorted(name for name, count in Counter(names).items() if count > 1)
         if twice:
-            raise ValueError(f"the {what} {twice[0]!r} stands twice")
+            raise ValueError(f"the {what} {twice[0]!r} occurs twice")
     return ModelSchema(tables, dense, optimizers, stateful)
 
 
@@ -121,7 +123,7 @@ def _table(data: Any) -> TableSpec:
     if raw["id"] is not None:
         _count(raw["id"], "id")
     if not raw["name"] or raw["dtype"] not in DTYPE_BYTES:
-        raise ValueError(f"the table {raw['name']!r} has dtype {raw['dtype']!r}")
+        raise ValueError(f"the table {raw['name']!r} has the unknown dtype {raw['dtype']!r}")
     return TableSpec(states=states, **raw)
 
 
@@ -129,7 +131,7 @@ def _state(data: Any) -> StateSpec:
     raw = _exactly(data, StateSpec)
     _is(raw["name"], str, "state"), _is(raw["per_row"], bool, "per_row")
     if raw["dtype"] not in DTYPE_BYTES:
-        raise ValueError(f"the state {raw['name']!r} has dtype {raw['dtype']!r}")
+        raise ValueError(f"the state {raw['name']!r} has the unknown dtype {raw['dtype']!r}")
     return StateSpec(**raw)
 
 
@@ -162,11 +164,11 @@ def _items(data: Any, what: str) -> list[Any]:
 
 def _is(value: Any, kind: type[T], what: str) -> T:
     if not isinstance(value, kind):
-        raise ValueError(f"{what} is {value!r:.80}")
+        raise ValueError(f"{what} must be of type {kind.__name__}, got {value!r:.80}")
     return value
 
 
 def _count(value: Any, what: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{what} is {value!r:.80}")
+        raise ValueError(f"{what} must be a whole number of 0 or more, got {value!r:.80}")
     return value

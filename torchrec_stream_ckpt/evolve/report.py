@@ -140,7 +140,7 @@ def _said(outcome: TableOutcome) -> Iterator[str]:
     if old.optimizer != new.optimizer:
         yield f"{old.optimizer} -> {new.optimizer}"
     elif old.states != new.states:
-        yield f"other states of {new.optimizer}"
+        yield f"different states of {new.optimizer}"
 
 
 def _dense(evolution: DenseEvolution) -> Iterator[EvolvedPart]:
@@ -152,7 +152,7 @@ def _dense(evolution: DenseEvolution) -> Iterator[EvolvedPart]:
         renamed = entry.source is not None and entry.source != entry.name
         said = f"was {entry.source}" if renamed else "" if entry.label == EXACT else entry.label
         if not said and labels.get("state") == FRESH:
-            said = "state begins anew"
+            said = "state is reset"
         num_bytes = {EXACT: (entry.num_bytes, 0, 0), FRESH: (0, entry.num_bytes, 0), DROPPED: (0, 0, entry.num_bytes)}
         saved_name = entry.name if entry.label == DROPPED else entry.source
         yield EvolvedPart("dense", entry.name, saved_name, said, labels, num_bytes=num_bytes[entry.label])
@@ -161,7 +161,9 @@ def _dense(evolution: DenseEvolution) -> Iterator[EvolvedPart]:
         if each.saved_kind is not None and each.label not in (EXACT, DROPPED):
             own = sum(group is None for group in each.groups)
             said = (
-                f"{each.saved_kind} -> {each.kind}" if each.kind != each.saved_kind else f"{own} groups as given here"
+                f"{each.saved_kind} -> {each.kind}"
+                if each.kind != each.saved_kind
+                else f"{own} groups with this job's settings"
             )
         saved_name = each.key if each.saved_kind is not None else None
         yield EvolvedPart("optimizer", each.key, saved_name, said, {"hyperparameters": each.label})

@@ -114,7 +114,7 @@ class _Tables:
             if name in changes.renamed.values():
                 problem(f"{name!r} is both added and a new name")
             elif name in self._index and name not in (*changes.dropped, *changes.renamed):
-                problem(f"added: {name!r} is a table of the marker; to begin it anew, declare it dropped as well")
+                problem(f"added: {name!r} is a table of the marker; to reset it, declare it dropped as well")
         targets = list(changes.renamed.values())
         for old, new in changes.renamed.items():
             self._known(f"renamed: {old!r}", old, self._index, "the marker")
@@ -133,7 +133,7 @@ class _Tables:
             for name in getattr(changes, field_name):
                 what = f"{field_name}: {name!r}"
                 if self._known(what, name, self._here, "this model") and name in changes.added:
-                    self._found.problems.append(f"{what} is an added table, which has no values to change")
+                    self._found.problems.append(f"{what} is an added table, which has no earlier values")
 
     def _known(self, what: str, name: str, known: Iterable[str], where: str) -> bool:
         if name in known:
@@ -153,7 +153,7 @@ class _Tables:
             sources[name] = self._index[old] if stays else None
             if not stays and name not in changes.added and name not in new_names:
                 if (twin := self._compiled(name)) is not None:
-                    said = f"table {name!r}: it is {twin!r} in the marker, the name that torch.compile gave it"
+                    said = f"table {name!r}: the marker has it as {twin!r}, its name from torch.compile"
                     self._found.differs(said, "renamed", twin, name)
                     continue
                 self._found.differs(f"table {name!r}: only this model has it ({_shape(spec)})", "added", name)
@@ -216,12 +216,12 @@ class _Tables:
         declared = getattr(self._changes, field_name).get(name)
         if old == new:
             if declared is not None:
-                self._found.problems.append(f"{field_name}: {name!r}: it has {new!r} here and in the marker")
+                self._found.problems.append(f"{field_name}: {name!r}: marker and model both have {new!r}")
         elif declared is None:
             said = f"table {name!r}: {words.format(new)} here, {old} in the marker"
             self._found.differs(said, field_name, name, new)
         elif declared != new:
-            self._found.problems.append(f"{field_name}: {name!r}: {declared!r} is declared, this model has {new!r}")
+            self._found.problems.append(f"{field_name}: {name!r}: {declared!r} is declared, but this model has {new!r}")
 
     def _optimizer(self, name: str, old: TableSpec, new: TableSpec) -> None:
         if old.optimizer != new.optimizer or old.states == new.states:
@@ -232,7 +232,7 @@ class _Tables:
             said = f"table {name!r}: {new.optimizer} keeps {_kept(new)} here, {_kept(old)} in the marker"
             self._found.differs(said, "optimizer", name, new.optimizer)
         elif declared != new.optimizer:
-            said = f"optimizer: {name!r}: {declared!r} is declared, this model has {new.optimizer!r}"
+            said = f"optimizer: {name!r}: {declared!r} is declared, but this model has {new.optimizer!r}"
             self._found.problems.append(said)
 
     def _rows(self, name: str, source: int) -> RowMap:
@@ -249,10 +249,10 @@ class _Tables:
             return kept
         what, problem = f"rows: {name!r}", self._found.problems.append
         if declared.rows != new:
-            problem(f"{what}: {declared.rows} rows are declared, this model has {new}")
+            problem(f"{what}: {declared.rows} rows are declared, but this model has {new}")
             return kept
         if declared.ids is None and old == new:
-            problem(f"{what}: marker and model have {new} rows, and no ids are declared")
+            problem(f"{what}: marker and model both have {new} rows, but no ids are declared")
         if declared.ids is not None:
             outside = _outside(declared.ids, old, new)
             self._found.problems += [f"{what}: {each}" for each in outside]
@@ -261,18 +261,18 @@ class _Tables:
             kept = RowMap.of(declared.ids)
         lost = "" if declared.allow_dropped_rows else self._lost(source, kept)
         if lost:
-            problem(f"{what}: {lost}; declare allow_dropped_rows if they may")
+            problem(f"{what}: {lost}; set allow_dropped_rows to accept that")
         return kept
 
     def _lost(self, source: int, kept: RowMap) -> str:
         """Describe the trained rows that would be dropped; empty if there are none."""
         going = self._saved.tables[source].rows - kept.count
         if not going or self._trained_rows is None:
-            return f"{going} rows would go, which may be trained" if going else ""
+            return f"{going} rows would be dropped, which may be trained" if going else ""
         trained = self._trained_rows(source, kept)
         if trained is None:
-            return f"{going} rows would go, which may be trained: no optimizer state of theirs tells"
-        return f"{going} rows would go, {trained} of them trained" if trained else ""
+            return f"{going} rows would be dropped, which may be trained (they have no optimizer state that shows it)"
+        return f"{going} rows would be dropped, {trained} of them trained" if trained else ""
 
 
 def _added(spec: TableSpec, index: int) -> TableOutcome:
@@ -328,7 +328,7 @@ def _outside(ids: IdMap, old: int, new: int) -> list[str]:
     sides = (("old", ids.old_ids, old, "the marker"), ("new", ids.new_ids, new, "this model"))
     found = ((side, each[each >= rows], rows, where) for side, each, rows, where in sides)
     return [
-        f"{len(ids)} {side} ids are beyond the {rows} rows of {where}, the first is {ids[0]}"
+        f"{len(ids)} {side} ids are outside the {rows} rows of {where}; the first is {ids[0]}"
         for side, ids, rows, where in found
         if len(ids)
     ]

@@ -51,8 +51,8 @@ class IdMap:
             raise ChangesError(f"an id map has {len(old)} old ids and {len(new)} new ones", path=self.path)
         if not len(old):
             raise ChangesError(
-                "the id map has no pair: all rows would be dropped",
-                hint="name the rows that stay; where none does, declare the table as dropped and as added",
+                "the id map has no pairs, so all rows would be dropped",
+                hint="name the rows to keep; to drop all rows, declare the table both dropped and added",
                 path=self.path,
             )
         for ids, side in ((old, "old"), (new, "new")):
@@ -81,12 +81,12 @@ class IdMap:
             ChangesError: the path has another suffix, or cannot be written.
         """
         if Path(path).suffix != ".npz":
-            raise ChangesError("an id map is written as .npz", hint="name a file that ends in .npz", path=path)
+            raise ChangesError("an id map can only be saved as .npz", hint="name a file that ends in .npz", path=path)
         try:
             np.savez(path, old_ids=self.old_ids, new_ids=self.new_ids)
         except OSError as error:
             raise ChangesError(
-                f"the id map cannot be written: {error.strerror}", hint="name a folder that is there", path=path
+                f"the id map cannot be written: {error.strerror}", hint="name an existing folder", path=path
             ) from None
 
     @cached_property
@@ -111,8 +111,8 @@ def _ids(given: Any, side: str, path: str | None) -> Ids:
         return np.zeros(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu" or (array.dtype.kind == "u" and array.max() >= 2**63):
         raise ChangesError(
-            f"the {side} ids of an id map are {array.dtype} of shape {array.shape}",
-            hint="give one list of whole numbers",
+            f"the {side} ids of an id map must be a list of whole numbers, got {array.dtype} of shape {array.shape}",
+            hint="pass one list of whole numbers",
             path=path,
         )
     return array.astype(np.int64)
@@ -120,12 +120,12 @@ def _ids(given: Any, side: str, path: str | None) -> Ids:
 
 def _check_ids(ids: Ids, side: str, path: str | None) -> None:
     if len(ids) and ids.min() < 0:
-        raise ChangesError(f"an id map has the {side} id {ids.min()}", hint="count rows from 0", path=path)
+        raise ChangesError(f"an id map has the negative {side} id {ids.min()}", hint="count rows from 0", path=path)
     found, counts = np.unique(ids, return_counts=True)
     twice = found[counts > 1]
     if len(twice):
         raise ChangesError(
-            f"an id map has {len(twice)} {side} ids more than once, the first is {twice[0]}",
+            f"an id map repeats {len(twice)} {side} ids; the first is {twice[0]}",
             hint="name each id once on each side",
             path=path,
         )
@@ -133,21 +133,23 @@ def _check_ids(ids: Ids, side: str, path: str | None) -> None:
 
 def _read(path: Path) -> tuple[Any, Any]:
     if path.suffix not in FORMS:
-        raise ChangesError(f"an id map is a file of {', '.join(FORMS)}", hint="convert it", path=path)
+        raise ChangesError(f"an id map must be a file of {', '.join(FORMS)}", hint="convert the file", path=path)
     try:
         if path.suffix == ".csv":
             return _read_csv(path)
         with path.open("rb") as file:  # numpy does not close a file that is not an archive
             loaded = np.load(file, allow_pickle=False)
             if isinstance(loaded, np.ndarray) != (path.suffix == ".npy"):
-                raise ValueError(f"it is no {path.suffix}")
+                raise ValueError(f"it is not a {path.suffix} file")
             if path.suffix == ".npz":
                 return loaded["old_ids"], loaded["new_ids"]
     except (OSError, ValueError, KeyError, EOFError, OverflowError, BadZipFile, zlib.error) as error:
-        hint = "write old,new in each line" if path.suffix == ".csv" else "write it by IdMap.save or numpy"
+        hint = "write old,new in each line" if path.suffix == ".csv" else "write it with IdMap.save() or numpy"
         raise ChangesError(f"the id map cannot be read: {error}", hint=hint, path=path) from None
     if loaded.ndim != 2 or loaded.shape[1] != 2:
-        raise ChangesError(f"the id map has shape {loaded.shape}", hint="give pairs, shape (pairs, 2)", path=path)
+        raise ChangesError(
+            f"the id map must have shape (pairs, 2), got {loaded.shape}", hint="write one pair per row", path=path
+        )
     return loaded[:, 0], loaded[:, 1]
 
 

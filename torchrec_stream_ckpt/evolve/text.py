@@ -32,15 +32,19 @@ def read_toml(path: Path, kind: type[T], dense: type[Any], row_change: type[Any]
     """
     try:
         if path.stat().st_size > _MAX_BYTES:
-            raise ChangesError(f"the file is larger than {_MAX_BYTES:,} bytes", path=path)
+            raise ChangesError(f"the changes file is larger than {_MAX_BYTES:,} bytes", path=path)
         data = tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
-        raise ChangesError(f"cannot be read: {error.strerror}", hint="name a TOML file", path=path) from None
+        raise ChangesError(
+            f"the changes file cannot be read: {error.strerror}", hint="name a TOML file", path=path
+        ) from None
     except ChangesError:
         raise
     except (ValueError, RecursionError) as error:  # a number that is too long is a plain ValueError
         raise ChangesError(
-            f"not TOML: {str(error).partition(';')[0]}", hint="see docs/evolve.md for an example", path=path
+            f"the changes file is not TOML: {str(error).partition(';')[0]}",
+            hint="see docs/evolve.md for an example",
+            path=path,
         ) from None
     reader = _Reader(path, row_change)
     for section, names in data.items():
@@ -49,7 +53,7 @@ def read_toml(path: Path, kind: type[T], dense: type[Any], row_change: type[Any]
     if "dense" in values:
         inner = values["dense"]
         if not isinstance(inner, Mapping):
-            reader.problems.append(f"dense is {inner!r:.80}, not a section")
+            reader.problems.append(f"dense must be a section, got {inner!r:.80}")
         else:
             values["dense"] = reader.made(lambda: dense(**reader.fields(inner, dense, "dense.")), "dense: ")
     if "rows" in values:
@@ -57,7 +61,7 @@ def read_toml(path: Path, kind: type[T], dense: type[Any], row_change: type[Any]
     made = reader.made(lambda: kind(**{name: value for name, value in values.items() if value is not None}), "")
     if reader.problems:
         said = "\n".join(["the declared changes are wrong:", *reader.problems])
-        raise ChangesError(said, hint="correct these", path=path)
+        raise ChangesError(said, hint="correct these declarations", path=path)
     assert made is not None
     return made
 
@@ -86,7 +90,7 @@ class _Reader:
             if section == "dense":
                 self.unquoted(f"{section}.{name}", value)
             elif isinstance(value, Mapping) and (section != "rows" or not self._row_fields & value.keys()):
-                self.problems.append(f"[{section}] {name}.{next(iter(value), '')}: a name with dots stands in quotes")
+                self.problems.append(f"[{section}] {name}.{next(iter(value), '')}: put a name with dots in quotes")
 
     def made(self, make: Callable[[], T], where: str) -> T | None:
         """Call ``make`` and return its result. If it raises ChangesError, record the problem and return None."""
@@ -109,10 +113,10 @@ class _Reader:
         where = f"rows[{name!r}]: "
         values = self.fields(data, self._row_change, f"rows[{name!r}].")
         if not isinstance(values.get("allow_dropped_rows", False), bool):
-            self.problems.append(f"{where}allow_dropped_rows is neither true nor false")
+            self.problems.append(f"{where}allow_dropped_rows must be true or false")
             return None
         if "rows" not in values:
-            self.problems.append(f"{where}rows is missing")
+            self.problems.append(f"{where}rows is required")
             return None
         if "ids" in values:
             ids = values["ids"]
@@ -126,7 +130,7 @@ class _Reader:
             return IdMap.load(self._folder / given)
         if isinstance(given, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in given):
             return IdMap(*([pair[side] for pair in given] for side in (0, 1)))  # type: ignore[arg-type]
-        raise ChangesError(f"ids is {given!r:.80}, not a file or a list of pairs")
+        raise ChangesError(f"ids must be a file or a list of pairs, got {given!r:.80}")
 
 
 MOST_PAIRS = 32
