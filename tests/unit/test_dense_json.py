@@ -53,7 +53,7 @@ def test_any_flip_in_the_json_is_read_or_named() -> None:
     begin = "'rank1.optimizers' of the dense state is damaged: "
     assert [str(each) for each in named if not each.message.startswith(begin)] == []
     assert all(each.where == {"entry": "rank1.optimizers", "path": path} for each in named)
-    assert all(each.hint.startswith("compare ") for each in named)
+    assert all(each.hint.startswith("run ") for each in named)
 
 
 def test_a_kind_that_does_not_exist_is_named_with_those_that_do() -> None:

@@ -143,15 +143,15 @@ fresh = ["y", "y"]
         Changes.load(written(tmp_path, text))
     for part in (
         "unknown field adde (near: 'added')",
-        "columns['t'] is 0",
+        "columns['t'] must be a number above zero, got 0",
         "unknown field rows['a'].row (near: 'rows')",
-        "rows['a']: rows is missing",
+        "rows['a']: rows is required",
         "rows['b']: the id map cannot be read",
         f"[{tmp_path / 'missing.csv'}]",
         "rows['c']: an id map repeats 1 old ids; the first is 0",
         "rows['d']: allow_dropped_rows must be true or false",
-        "rows: a table with -4 rows",
-        "rows['f']: ids is 7",
+        "rows: the number of rows must be at least 1, got -4",
+        "rows['f']: ids must be a file or a list of pairs, got 7",
         "unknown field dense.frech (near: 'fresh')",
         "dense: fresh names 'y' twice",
     ):

@@ -238,7 +238,7 @@ def test_what_cannot_be_tracked_is_refused_at_once() -> None:
         (DataLoader(data, shuffle=True), {"skip": True}, "draws a new random order in each pass"),
         (sampler, {}, "GlobalSampler is a sampler"),
         (DataLoader(data, sampler=sampler, batch_size=2), {}, "was passed as sampler="),
-        (StatefulDataLoader(data), {"skip": True}, "knows its position"),
+        (StatefulDataLoader(data), {"skip": True}, "saves its own position"),
         (DataLoader(Numbered(9), batch_sampler=sampler), {}, "created for 10 samples, but the data have 9"),
         (DataLoader(Numbered(11), batch_sampler=sampler), {}, "created for 10 samples, but the data have 11"),
         (DataLoader(GlobalStream(data, batch_size=4, rank=0, world=1)), {}, "would batch them again"),
@@ -264,7 +264,7 @@ def test_a_position_in_other_data_or_another_order_is_refused() -> None:
     others = {
         "after 10 of 23 samples, but the data have 24": sampled(24, 0, 1, batch_size=5, shuffle=True),
         "the marker's epoch is shuffled by seed 0, but this sampler is not shuffled": sampled(23, 0, 1, batch_size=5),
-        "this one is shuffled by seed 3": sampled(23, 0, 1, batch_size=5, shuffle=True, seed=3),
+        "this sampler is shuffled by seed 3": sampled(23, 0, 1, batch_size=5, shuffle=True, seed=3),
     }
     for said, other in others.items():
         other.load_state_dict(between)  # at the beginning of an epoch nothing is lost by it

@@ -326,8 +326,8 @@ def test_counted_batches_of_another_size_or_seed_are_refused_within_a_pass() -> 
         return TrackedLoader(DataLoader(range(12), batch_size=2, sampler=sampler), skip=True)
 
     for first, other, text in (
-        (_counted(), _counted(batch_size=4), "batch_size 2, it is 4 now"),
-        (distributed(1), distributed(2), "sampler_seed 1, it is 2 now"),
+        (_counted(), _counted(batch_size=4), "batch_size=2, but this loader has batch_size=4"),
+        (distributed(1), distributed(2), "sampler_seed=1, but this loader has sampler_seed=2"),
     ):
         batches = iter(first)
         next(batches)
