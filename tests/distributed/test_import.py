@@ -108,7 +108,7 @@ def data_of(file: Path) -> bytes:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--optimizer=exact_rowwise_adagrad"], "stands below 'model'"),
+        (["--optimizer=exact_rowwise_adagrad"], "is below the key 'model'"),
         (["--optimizer=exact_rowwise_adagrad", "--model-key=model"], "no sharded table with the state"),
         (["--optimizer=adam", *KEYS], "adam keeps exp_avg, exp_avg_sq"),
         (["--optimizer=quick", *KEYS], "not a supported fused optimizer"),

@@ -150,7 +150,7 @@ def _seen_from_outside(uri: str) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert len(alerts) == 1
-    text = "markers after 1:1 were refused, ranks differ: ranks 0 and 1 hold different values of"
+    text = "markers after 1:1 were refused because ranks differ: ranks 0 and 1 hold different values of"
     assert alerts[0]["text"].startswith(text)
     (finding,) = [each for each in _outside("doctor", uri) if each["check"] == "refused markers"]
     assert finding["found"].startswith(text)

@@ -62,7 +62,7 @@ def test_restart_keeps_data_and_address(own: Path) -> None:
 
 @pytest.mark.kafka
 def test_second_start_in_one_folder_is_refused(broker_dir: Path, bootstrap: str) -> None:
-    with pytest.raises(ConfigError, match="runs in this folder already") as caught:
+    with pytest.raises(ConfigError, match="already runs in this folder") as caught:
         Broker(broker_dir).start()
     assert bootstrap in caught.value.hint
     assert Broker(broker_dir).status().running
@@ -207,6 +207,6 @@ def test_old_java_gives_way_to_the_wheel(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", ["a,b", "a\\b", "a\nb"])
 def test_a_folder_that_the_brokers_settings_cannot_name_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="cannot name this folder"):
+    with pytest.raises(ConfigError, match="must not have a comma"):
         Broker(tmp_path / name)
     assert list(tmp_path.iterdir()) == []

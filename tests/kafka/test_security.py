@@ -394,7 +394,7 @@ def test_files_with_secrets_are_their_owners_alone(secure: Secure) -> None:
 def test_a_broker_without_security_is_given_none_later(tmp_path: Path) -> None:
     properties = tmp_path / "server.properties"
     properties.write_text("listeners=PLAINTEXT://127.0.0.1:9,CONTROLLER://127.0.0.1:10\n")
-    with pytest.raises(ConfigError, match="has no security, and cannot be given any"):
+    with pytest.raises(ConfigError, match="was created without security, which cannot be added"):
         Broker(tmp_path).start(secure=True)
 
 

@@ -125,7 +125,7 @@ WRONG = [
     ([*TABLES, *RATE, "--growth", "1.5"], "at most 1", "0.8"),
     ([*TABLES, *RATE, "--growth", "0"], "--growth must be positive", ""),
     ([*TABLES, *RATE, "--steps-per-second", "0"], "--steps-per-second must be positive", ""),
-    ([*TABLES, *RATE, "--optimizer", "quick"], "'quick' is not an optimizer", "rowwise_adagrad"),
+    ([*TABLES, *RATE, "--optimizer", "quick"], "'quick' is not a known optimizer", "rowwise_adagrad"),
     ([*TABLES, *RATE, "--dtype", "float8"], "dtype 'float8' is not known", "float16"),
     ([*TABLES, *RATE, "--log", "pulsar"], "--log is 'pulsar'", "kafka or file"),
     ([*TABLES, *RATE, "--trim-every", "often"], "'often' is not a duration", "24h"),

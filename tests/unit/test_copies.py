@@ -99,7 +99,7 @@ def test_without_rows_and_records_what_is_left_in_its_folder_is_no_new_log(root:
     delete(root, "*.seg", "control*", "LOG")
     with pytest.raises(CorruptionError, match="the store holds its markers: the log was lost"):
         check(root)
-    with pytest.raises(MarkerNotFoundError, match="its second copy names 5, up to 2:3, and their rows are gone"):
+    with pytest.raises(MarkerNotFoundError, match="its second copy lists 5, up to 2:3, but their rows are lost"):
         recover(root)
 
 
@@ -163,7 +163,7 @@ def test_what_only_marks_speak_of_is_not_committed(root: Path) -> None:
     for name in Copied.load(objects, JOB, key(root)).names:
         objects.delete(name.name)
     (root / "control.log").unlink()
-    with pytest.raises(MarkerNotFoundError, match="no record of a commit is left"):
+    with pytest.raises(MarkerNotFoundError, match="neither the log nor the store has a record of a commit"):
         recover(root, "--job", JOB.hex())
 
 

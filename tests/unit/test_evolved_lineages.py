@@ -373,14 +373,14 @@ def test_diff_says_which_generation_gave_a_table_of_the_same_shape_other_rows(tm
         assert done.exit_code == 0, done.output
         notes[pair] = {each["table"]: each["note"] for each in json.loads(done.stdout)["tables"]}
     assert notes["1:1", "3:1"] == {
-        "m.mapped": "generation 2 gave its rows other ids",
+        "m.mapped": "generation 2 mapped its rows to other ids",
         "m.back": "generation 3 changed it (rows 9 -> 6)",
-        "m.anew": "generation 2 dropped the one before and began it anew",
+        "m.anew": "generation 2 dropped the earlier table and initialized it again",
         "m.kept": "",
     }
-    assert notes["3:1", "1:1"]["m.mapped"] == "generation 2 gave its rows other ids"
+    assert notes["3:1", "1:1"]["m.mapped"] == "generation 2 mapped its rows to other ids"
     assert notes["3:1", "1:1"]["m.back"] == "generation 3 changed it (rows 9 -> 6)"
-    assert set(notes["1:1", "4:1"].values()) == {"generation 4 stands on no marker and began it anew"}
+    assert set(notes["1:1", "4:1"].values()) == {"generation 4 is based on no marker and initialized it again"}
 
 
 def test_a_plan_for_a_job_that_dropped_a_table_counts_those_that_it_has(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def test_what_has_changed_and_is_damaged_is_read_from_a_newer_base(
             (update,) = tables.advance()
             assert (update.kind, update.marker) == (LOAD, marker.id)
         assert held(tables) == expected
-    assert caplog.text.count(f"{AGAIN}: what has changed cannot be read") == 1
+    assert caplog.text.count(f"{AGAIN}: the changed rows cannot be read") == 1
 
 
 class Breaking:

@@ -105,7 +105,7 @@ def test_a_row_that_was_placed_wrong_is_named_not_served_and_loaded_again(
     with pytest.raises(ReplicaNotReadyError, match=r"rows \[.*proved by 1:2"), tables.reading():
         pass
     (update,) = tables.advance()
-    assert (update.kind, update.why) == (UpdateKind.LOAD, "rows are not as marker 1:2 proved them")
+    assert (update.kind, update.why) == (UpdateKind.LOAD, "rows differ from the proof of marker 1:2")
     assert is_true(job, tables)
     stats = tables.follower.stats
     assert (stats.proofs, stats.unproved, stats.doubted, stats.reloads) == (2, 1, 0, 1)

@@ -178,11 +178,11 @@ def test_a_row_that_was_never_sent_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--to", "zip:///tmp/x"], "not a known format"),
+        (["--to", "zip:///tmp/x"], "does not name a known format"),
         (["--to", f"dcp:///tmp/{'x' * 300}"], "cannot be read: File name too long"),
         (["--to", f"dcp:///tmp/{'x' * 300}/y", "--force"], "cannot be read: File name too long"),
-        (["--to", "dcp://"], "not a known format"),
-        (["--to", "parquet:///tmp/x", "--tables", "nothing*"], "no table fits"),
+        (["--to", "dcp://"], "does not name a known format"),
+        (["--to", "parquet:///tmp/x", "--tables", "nothing*"], "no table matches"),
         (["--to", "safetensors:///tmp/x", "--max-shard-size", "5 apples"], "not a size"),
     ],
 )

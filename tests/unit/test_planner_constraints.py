@@ -53,7 +53,11 @@ def test_all_else_that_the_user_wants_is_kept() -> None:
 @pytest.mark.parametrize(
     ("split", "base", "message"),
     [
-        ((32,), kinds("column_wise"), r"column_wise would change the column split: the marker has 1 column shards"),
+        (
+            (32,),
+            kinds("column_wise"),
+            r"column_wise would change the column split, because the marker has 1 column shards",
+        ),
         ((16, 16), kinds("row_wise", "table_wise"), r"the marker has 2 column shards \[table=t\]"),
         ((32,), kinds("data_parallel"), r"allow one of table_wise, row_wise, table_row_wise"),
     ],
@@ -66,10 +70,10 @@ def test_a_wish_that_would_be_refused_is_said_at_once(
 
 
 def test_a_split_that_the_planner_cannot_make_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match=r"into widths of 24, 8: the planner makes equal ones \[table=t\]"):
+    with pytest.raises(UnsupportedError, match=r"into widths of 24, 8, but the planner needs equal ones \[table=t\]"):
         constrain("t", {ROWS: (24, 8)}, FREE)
     other = table("towers.t", 8, 32, "float32", ROWWISE)
-    with pytest.raises(UnsupportedError, match="split in 2 ways, and the planner tells tables by name alone"):
+    with pytest.raises(UnsupportedError, match="split in 2 ways, but the planner distinguishes tables only by name"):
         constrain("t", {ROWS: (32,), other: (16, 16)}, FREE)
     assert constrain("t", {ROWS: (16, 16), other: (16, 16)}, FREE).min_partition == 16
 

@@ -200,7 +200,7 @@ def test_nobody_but_a_follower_takes_a_serving_stream(verb: Callable[[str], list
 def test_a_trainers_log_is_not_served_to(job: Job, serving: str, tmp_path: Path) -> None:
     with follow(f"file://{job.root}", scratch=tmp_path) as follower:
         publisher = ServingWriter(f"file://{job.root}", "bf16")
-        with pytest.raises(ConfigError, match="a trainer writes to this log"):
+        with pytest.raises(ConfigError, match="a trainer writes to this one"):
             publisher.put(next(follower.updates(0)))
     done = CliRunner().invoke(app, ["follow", f"file://{job.root}", "--serve", f"file://{job.root}"])
     assert isinstance(done.exception, ConfigError)

@@ -163,7 +163,7 @@ def known() -> set[str]:
 
 
 def test_an_unknown_optimizer_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="'shampoo' is not an optimizer") as caught:
+    with pytest.raises(ConfigError, match="'shampoo' is not a known optimizer") as caught:
         optimizer_states("shampoo")
     assert "rowwise_adagrad" in caught.value.hint
 

@@ -82,7 +82,7 @@ def test_what_is_said_is_what_the_commits_say(job: PaperJob) -> None:
 def test_a_job_that_is_late_alarms_and_one_that_is_not_does_not(job: PaperJob) -> None:
     assert kinds(seen(job, since_s=59.0)) == []
     late = seen(job, since_s=61.0)
-    assert late.alerts[0].text == "no marker for 1.0 min; they came every 20 s before"
+    assert late.alerts[0].text == "no marker for 1.0 min, after one every 20 s"
     assert kinds(late) == ["late"]
 
 

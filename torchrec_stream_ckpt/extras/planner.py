@@ -115,15 +115,15 @@ def constrain(
     splits = {split for table, split in widths.items() if table.has_row_state}
     if len(splits) > 1:
         raise UnsupportedError(
-            f"tables of this name are split in {len(splits)} ways, and the planner tells tables by name alone",
-            hint="give each table a name of its own, or make the plan by hand",
+            f"tables with this name are split in {len(splits)} ways, but the planner distinguishes tables only by name",
+            hint="give each table a unique name, or write the plan by hand",
             table=name,
         )
     split = next(iter(splits), ())
     if len(set(split)) > 1:
         raise UnsupportedError(
-            f"its columns are split into widths of {', '.join(map(str, split))}: the planner makes equal ones",
-            hint="make the plan by hand",
+            f"its columns are split into widths of {', '.join(map(str, split))}, but the planner needs equal ones",
+            hint="write the plan by hand",
             table=name,
         )
     kinds = (*WHOLE, *SPLIT) if not split else WHOLE if len(split) == 1 else SPLIT
@@ -133,7 +133,7 @@ def constrain(
     if not kept:
         shards = f"{len(split) or 'any number of'} column shards"
         raise ConfigError(
-            f"{', '.join(asked)} would change the column split: the marker has {shards}",
+            f"{', '.join(asked)} would change the column split, because the marker has {shards}",
             hint=f"allow one of {', '.join(kinds)}",
             table=name,
         )

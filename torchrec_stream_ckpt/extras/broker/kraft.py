@@ -118,7 +118,7 @@ class Broker:
         self._dir = directory.absolute()
         if not str(self._dir).isprintable() or any(sign in str(self._dir) for sign in ",\\"):
             raise ConfigError(
-                "a broker's settings cannot name this folder: it has a comma, a backslash or a control character",
+                "a broker's folder must not have a comma, a backslash or a control character in its path",
                 hint="choose another folder",
                 path=self._dir,
             )
@@ -165,7 +165,7 @@ class Broker:
         with self._locked():
             if (status := self.status()).running:
                 raise ConfigError(
-                    f"a broker runs in this folder already, as {status.bootstrap}",
+                    f"a broker already runs in this folder, at {status.bootstrap}",
                     hint=f"use {status.uri()}, or stop it: stream-ckpt broker stop --dir {self._dir}",
                     path=self._dir,
                     pid=status.pid,
@@ -217,7 +217,7 @@ class Broker:
         if not process.wait(timeout_s):
             process.send(signal.SIGKILL)
             if not process.wait(10):
-                raise LogUnavailableError("the broker does not end, even after SIGKILL", pid=process.pid)
+                raise LogUnavailableError("the broker is still running after SIGKILL", pid=process.pid)
         return True
 
     def _process(self) -> ProcessId | None:
@@ -229,8 +229,8 @@ class Broker:
             return None
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"cannot read the state of the broker: {error!r}",
-                hint="stop the broker by its pid if it runs, then delete this file",
+                f"the broker's state file cannot be read: {error!r}",
+                hint="stop the broker by its pid if it is running, then delete this file",
                 path=self._state,
             ) from None
 
@@ -282,12 +282,13 @@ class Broker:
         first = next(iter(known.values()))
         if secure and not self._security.exists():
             raise ConfigError(
-                "this folder's broker has no security, and cannot be given any", hint="name another folder with --dir"
+                "the broker in this folder was created without security, which cannot be added",
+                hint="name another folder with --dir",
             )
         if port not in (None, first):
             raise ConfigError(
-                f"this folder's broker has port {first}, not {port}",
-                hint=f"leave out --port, or stop it and set the port in {self._properties}",
+                f"the broker in this folder uses port {first}, not {port}",
+                hint=f"omit --port, or stop it and set the port in {self._properties}",
                 path=self._dir,
             )
         for taken in known.values():
@@ -353,7 +354,7 @@ class Broker:
 def _tether(pid: int) -> list[str]:
     master = ProcessId.of(pid)
     if master is None:
-        raise ConfigError("the process that the broker should end with is gone", pid=pid)
+        raise ConfigError("the process that the broker was to end with has already ended", pid=pid)
     return [sys.executable, "-I", str(_TETHER), str(pid), master.birth]
 
 
@@ -370,7 +371,7 @@ def _reserve(held: ExitStack, port: int) -> int:
             # A broker that was just killed holds its sockets until the kernel has cleaned it up.
             if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                 raise ConfigError(
-                    f"port {port} on {HOST} cannot be used: {error.strerror}", hint="name another one with --port"
+                    f"port {port} on {HOST} cannot be used: {error.strerror}", hint="name another port with --port"
                 ) from None
             time.sleep(0.05)
     taken: int = probe.getsockname()[1]

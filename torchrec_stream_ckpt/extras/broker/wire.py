@@ -81,7 +81,7 @@ class Connection:
         self._socket.sendall(struct.pack(">i", len(request)) + request)
         (length,) = struct.unpack(">i", self._read(4))
         if not 4 <= length <= _MAX_ANSWER_BYTES:
-            raise OSError(f"an answer cannot have {length} bytes")
+            raise OSError(f"the broker sent an answer with the invalid length of {length} bytes")
         return self._read(length)[4:]
 
     def _read(self, length: int) -> bytes:
@@ -89,7 +89,7 @@ class Connection:
         while len(data) < length:
             piece = self._socket.recv(length - len(data))
             if not piece:
-                raise OSError("the broker hung up")
+                raise OSError("the broker closed the connection")
             data += piece
         return data
 

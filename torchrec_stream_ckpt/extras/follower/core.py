@@ -100,7 +100,7 @@ class Follower:
             first: A marker to load before newer ones, if possible; None for no preference.
         """
         if why != self._anew:
-            log.warning("all rows are loaded again: %s", why)
+            log.warning("loading all rows again: %s", why)
         self._anew = why
         if first is not None:
             self._aim.load_first(first)
@@ -189,7 +189,7 @@ class Follower:
                     self._aim.pass_over({target.id} | self._source.given_up(lineage, self._at))
                 elif not self._aim.skip(target.id):
                     raise
-                log.warning("marker %s is passed over: %s", target.id, error.headline)
+                log.warning("skipped marker %s: %s", target.id, error.headline)
         if self.mode == "rows" and self._at is not None and self._is_whole:
             yield from self._follow_rows(lineage, self._at)
 
@@ -214,7 +214,7 @@ class Follower:
         if self._at is not None:
             why = self._anew
             if not why and changed:
-                why = f"the model has changed at generation {target.generation}: {changed}"
+                why = f"the model changed at generation {target.generation}: {changed}"
             if not why:
                 why = yield from self._change(lineage, self._at, target, schema)
             if not why:
@@ -311,7 +311,7 @@ class Follower:
                 while not self._tail.reaches(target) and (update := self._read_on(lineage, at)) is not None:
                     yield update
             except CorruptionError as error:
-                log.warning("rows after marker %s cannot be read on: %s", at.id, error.headline)
+                log.warning("rows after marker %s cannot be read: %s", at.id, error.headline)
             if self._tail.reaches(target):
                 newer = self._holds_newer(target, schema)
                 yield self._update(UpdateKind.MARKER, target, schema, lambda: iter(()), is_provisional=newer)
@@ -341,7 +341,7 @@ class Follower:
             table: rows for table, rows in self._tail.provisional().items() if self._source.wants(schema.tables[table])
         }
         if ids:
-            why = f"rows after marker {at.id} are undone: no marker will have them"
+            why = f"rows after marker {at.id} were undone, because no marker will contain them"
             with contextlib.ExitStack() as stack:
                 try:
                     changes = stack.enter_context(self._source.some(lineage, at, ids))
@@ -399,7 +399,7 @@ class Follower:
         elif kind is UpdateKind.LOAD:
             self._aim.skip(marker)
         else:
-            self.load_anew(f"what has changed cannot be read: {error.headline}")
+            self.load_anew(f"the changed rows cannot be read: {error.headline}")
 
     def _took(self, update: Update) -> None:
         """Record that the caller has applied the update."""
@@ -462,10 +462,10 @@ def follow(
         ConfigError: the URI, the store or an option is wrong.
     """
     if mode not in ("markers", "rows"):
-        raise ConfigError(f"mode must be 'markers' or 'rows', it is {mode!r}")
+        raise ConfigError(f"mode must be 'markers' or 'rows', got {mode!r}")
     if at_change not in ("load", "stop"):
-        raise ConfigError(f"at_change must be 'load' or 'stop', it is {at_change!r}")
+        raise ConfigError(f"at_change must be 'load' or 'stop', got {at_change!r}")
     if not poll_s > 0 or not outage_s >= 0:
-        raise ConfigError("poll_s must be positive, and outage_s not negative")
+        raise ConfigError(f"poll_s must be above zero and outage_s at least zero, got {poll_s} and {outage_s}")
     source = FollowedJob(uri, store, store_options, kafka_options, commit_key_file, tables, scratch, states=states)
     return Follower(source, mode, poll_s, outage_s, at_change)

@@ -28,10 +28,10 @@ def astray(lineage: Lineage, target: MarkerId, at: MarkerId, towards: MarkerId |
     """
     leading = lineage.leading_to(target)
     if at not in leading:
-        how = "is on an abandoned branch: the trainer went on from an older one"
+        how = "is on an abandoned branch: the trainer continued from an older marker"
         return f"marker {at} {how if at in lineage.commits else 'was given up'}"
     if towards is not None and towards not in leading:
-        return f"rows of marker {towards} may have been applied, and the trainer went on from an older one"
+        return f"rows of marker {towards} may have been applied, but the trainer continued from an older marker"
     return ""
 
 
@@ -62,9 +62,9 @@ def changed_tables(lineage: Lineage, at: MarkerId, held: Schema, target: MarkerI
     changed = "; ".join(in_words(lineage.claims[at.generation].schema, schema))
     if changed and not may_change:
         raise SchemaMismatchError(
-            f"the model has changed after marker {at}: {changed}",
-            hint="follow again with at_change='load', on a command line --at-change load; the replica's model must "
-            "have the tables of the new one",
+            f"the model changed after marker {at}: {changed}",
+            hint="follow again with at_change='load' (--at-change load), and give the replica's model the tables of "
+            "the new one",
             marker=target,
         )
     return changed

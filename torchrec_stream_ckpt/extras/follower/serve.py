@@ -68,7 +68,7 @@ class ServingWriter:
 
     def __init__(self, uri: str, encoding: Encoding, kafka_options: Options = None) -> None:
         if encoding not in ("int8", "bf16"):
-            raise ConfigError(f"encoding must be 'int8' or 'bf16', it is {encoding!r}")
+            raise ConfigError(f"encoding must be 'int8' or 'bf16', got {encoding!r}")
         parsed = parse_uri(uri)
         self._name = parsed.job if isinstance(parsed, KafkaUri) else ""
         self._encoding: Encoding = encoding
@@ -99,7 +99,7 @@ class ServingWriter:
         if update.kind is UpdateKind.LOAD:
             self._begin(update)
         elif update.kind is not UpdateKind.MARKER or self._open is None:
-            raise ConfigError("a serving stream is made of markers", hint="follow with mode='markers'")
+            raise ConfigError("a serving stream requires a follower of markers", hint="follow with mode='markers'")
         generation = self._open
         assert generation is not None
         before, generation.marker = generation.num_bytes, generation.marker + 1
@@ -113,8 +113,8 @@ class ServingWriter:
         lineage = self._job.control.refresh()
         if any(not isinstance(claim, Serve) for claim in lineage.claims.values()):
             raise ConfigError(
-                "a trainer writes to this log: a serving stream needs one of its own",
-                hint="give another URI to serve to",
+                "a serving stream requires a separate log, but a trainer writes to this one",
+                hint="pass another URI for the serving stream",
             )
         before, self._schema = self._schema, served_schema(update.schema, self._encoding)
         changed = self._open is not None and bool(changes_of(before, self._schema))
@@ -244,7 +244,7 @@ class ServingWriter:
                 generation.end = ack.end
                 deadline = time.monotonic() + ANSWER_S
             if time.monotonic() > deadline:
-                raise LogUnavailableError("the serving log does not take frames", hint="repair it, then serve again")
+                raise LogUnavailableError("the serving log accepts no frames", hint="repair it, then serve again")
 
 
 def _as_trained(table: TableSpec, held: npt.NDArray[np.float32], ids: npt.NDArray[np.int64]) -> Array:

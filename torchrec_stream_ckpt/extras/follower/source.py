@@ -104,8 +104,8 @@ class FollowedJob:
             return Lineage()
         if self._incarnation is not None and (now is None or now.id != self._incarnation):
             raise CorruptionError(
-                "the log was deleted, or made again, while it was followed",
-                hint="bring it back, or follow the new one with a new replica",
+                "the log was deleted or recreated while it was followed",
+                hint="bring the old log back, or follow the new one with a new replica",
             )
         lineage = self.job.control.refresh()
         if now is not None and lineage.claims:
@@ -135,18 +135,22 @@ class FollowedJob:
         """Return the error that explains why there is no marker."""
         if self.job.log.incarnation() is None:
             return MarkerNotFoundError(
-                "there is no log here", hint="check the URI; a job makes its log", uri=self.job.uri
+                "there is no log here", hint="check the URI; a job creates its log when it starts", uri=self.job.uri
             )
         if self.job.lineage.commits:
-            return MarkerNotFoundError("every committed marker was given up", hint="let the job run on")
-        return MarkerNotFoundError("no marker is committed yet", hint="let the job run on")
+            return MarkerNotFoundError(
+                "every committed marker was given up", hint="let the job run until it commits a marker"
+            )
+        return MarkerNotFoundError("this job has no committed marker", hint="let the job run until it commits a marker")
 
     # Wanted tables, and the places of rows and dense state.
 
     def check_wanted(self, schema: Schema) -> None:
         """Raise ConfigError if none of the tables is wanted."""
         if not self._wanted(schema):
-            raise ConfigError("no table has such a name", hint=f"the job has {', '.join(schema.index())}")
+            raise ConfigError(
+                "no table matches {', '.join(self._globs)}", hint=f"choose from {', '.join(schema.index())}"
+            )
 
     def wants(self, table: TableSpec) -> bool:
         return any(fnmatch.fnmatchcase(table.name, glob) for glob in self._globs)
@@ -161,7 +165,7 @@ class FollowedJob:
     def dense(self, commit: Commit) -> Path:
         """Return a folder with the marker's dense files, their digests compared; raises as :meth:`Job.dense_folder`."""
         if any(map(is_served, self.job.lineage.claims[commit.generation].schema.tables)):
-            raise ConfigError("a serving stream has no dense state", hint="take it from the trainer's: follow its log")
+            raise ConfigError("a serving stream has no dense state", hint="follow the trainer's log to get dense state")
         self.job.check_vouched(commit)
         self.job.dense_of(commit).release()  # of the previous marker
         return self.job.dense_folder(commit)

@@ -127,7 +127,9 @@ class FollowedTables:
     ) -> None:
         number, count = shard
         if not 0 <= number < count:
-            raise ConfigError(f"shard {number} of {count} does not exist", hint="count shards from 0")
+            raise ConfigError(
+                f"shard must be between 0 and {count - 1} for {count} shards, got {number}", hint="count shards from 0"
+            )
         self._follower = follower
         self._into = dict(into) if into is not None else None
         self._shard = shard
@@ -187,7 +189,7 @@ class FollowedTables:
     def start(self) -> None:
         """Apply updates on a separate thread, until :meth:`close`; see :attr:`failure`."""
         if self._thread is not None:
-            raise ConfigError("these tables follow already")
+            raise ConfigError("these tables are already following")
         self._thread = threading.Thread(target=self._run, name="stream-ckpt-follow", daemon=True)
         self._thread.start()
         end_at_exit(self._thread, self._follower.stop)
@@ -224,7 +226,7 @@ class FollowedTables:
         except UNREADABLE as error:
             if update.kind is UpdateKind.LOAD and not self._follower.passes(update.marker):
                 raise
-            log.warning("an update broke off: %s", error.headline)
+            log.warning("an update failed before its end: %s", error.headline)
             return False
         return True
 
@@ -269,10 +271,10 @@ class FollowedTables:
             update = self._newest
             if update is None or self._half:
                 raise ReplicaNotReadyError(
-                    self._half or "no marker was loaded yet",
-                    hint="advance() again: it makes the tables whole"
+                    self._half or "the replica has not loaded a marker",
+                    hint="call advance() again, which completes the tables"
                     if self._half
-                    else "advance() first, and let the trainer commit a marker",
+                    else "call advance() after the trainer has committed a marker",
                 )
             if (unproved := self._refused()) is not None:
                 why = refusal(unproved, update.marker)
@@ -291,7 +293,7 @@ class FollowedTables:
             ConfigError, CorruptionError, StoreUnavailableError: as :meth:`Update.dense`.
         """
         if self._newest is None:
-            raise ReplicaNotReadyError("no marker was loaded yet", hint="advance() first")
+            raise ReplicaNotReadyError("the replica has not loaded a marker", hint="call advance() first")
         dense = read_dense(self._newest.dense())
         if self._proof is not None and self._proof.proof.replicated:
             held = {f"model.{name}": value for name, value in dense.model.items() if isinstance(value, torch.Tensor)}
@@ -309,7 +311,7 @@ class FollowedTables:
     def _apply(self, update: Update) -> None:
         others, stats = self._others(update.schema), self._follower.stats
         with self._gate.writing(), torch.no_grad():
-            self._half = "an update of this replica broke off half way"
+            self._half = "an update of this replica was interrupted"
             if others is not None:
                 self._tensors = others
                 self._planes = {name: Plane(tensor) for name, tensor in others.items()}
@@ -358,7 +360,7 @@ class FollowedTables:
             stats.doubted = len(self._doubts)
             error = refusal(Unproved(len(blocks), blocks, tuple(table.name for table, _ in differing)), update.marker)
             self._half = error.message
-            why = f"rows are not as marker {update.marker} proved them"
+            why = f"rows differ from the proof of marker {update.marker}"
             self._follower.load_anew(why, first=update.marker)
             raise error
         self._doubts.proved(proof, is_load=update.kind is UpdateKind.LOAD)
@@ -424,16 +426,16 @@ class FollowedTables:
             side = "the tensors that were given have" if unknown[0] in given else "the job has"
             raise SchemaMismatchError(
                 f"only {side} this table",
-                hint="name tables by module path and table, or choose them: tables=[...]",
+                hint="name tables by module path and table, or choose tables with tables=[...]",
                 table=unknown[0],
             )
         for name, tensor in given.items():
             wanted = (self.rows_of(named[name])[1], named[name].dim)
             if tuple(tensor.shape) != wanted or tensor.dtype != _dtype(named[name]):
                 raise SchemaMismatchError(
-                    f"the tensor is {tensor.dtype} {tuple(tensor.shape)}, the job's rows are {_dtype(named[name])} "
+                    f"the tensor is {tensor.dtype} {tuple(tensor.shape)}, but the job's rows are {_dtype(named[name])} "
                     f"{wanted}",
-                    hint="build the replica's model with the tables of the trainer's",
+                    hint="build the replica's model with the same tables as the trainer's",
                     table=name,
                 )
 
@@ -477,5 +479,7 @@ def load_dense(module: torch.nn.Module, dense: DenseTensors) -> None:
                 target.copy_(value)
             elif TorchRecName.parse(key) is None:
                 raise SchemaMismatchError(
-                    "the marker has no dense state of this name", hint="build the trainer's model", entry=key
+                    "the marker has no dense state with this name",
+                    hint="build the same model as the trainer",
+                    entry=key,
                 )

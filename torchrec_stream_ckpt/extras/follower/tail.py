@@ -142,8 +142,8 @@ class Tail:
         reach = max(stream.offset for stream in streams.values())
         if end < reach or (end == reach and any(stream.has_read for stream in streams.values())):
             raise StreamLostError(
-                f"the log ends at offset {end}, and was read up to {reach}: its tail was lost",
-                hint="the rows that were there are lost; follow on, or load the replica anew",
+                f"the log ends at offset {end} but was read up to {reach}, so its end was lost",
+                hint="continue following without the lost rows, or load the replica again",
                 generation=self._claim.generation,
                 partition=partition,
             )
@@ -209,14 +209,14 @@ class Tail:
         if header.kind is not Kind.ROWS:
             return None
         if header.table >= len(self._claim.schema.tables):
-            raise _OutOfOrderError(f"table {header.table} is not in the schema", **header.place())
+            raise _OutOfOrderError(f"table number {header.table} is not in the schema", **header.place())
         # A copy: a frame is valid only until the next one is read.
         return decode_rows(header, memoryview(bytes(payload)), self._claim.schema.tables[header.table])
 
     def _check(self, header: Header, seq: int, chain: int) -> None:
         claim = self._claim
         if header.schema_crc != claim.schema.crc:
-            raise _OutOfOrderError("frame of another schema", **header.place())
+            raise _OutOfOrderError("the frame belongs to another schema", **header.place())
         if header.seq != seq or header.chain != chain:
             raise _OutOfOrderError(
                 f"found seq {header.seq} after {header.chain:08x}, expected seq {seq} after {chain:08x}",

@@ -140,13 +140,12 @@ class Doubts:
 
 
 IN_TABLES = (
-    "call advance() again: it loads all rows anew. Rows that log and store have lost are served once the trainer has "
-    "sent them again, or a newer marker proves them; "
-    "or serve them as they are: FollowedTables(..., accept_unproved=True)"
+    "call advance() again, which loads all rows. Rows lost in log and store are served once the trainer sends them "
+    "again or a newer marker proves them; to serve them as they are, pass FollowedTables(..., accept_unproved=True)"
 )
 IN_A_STREAM = (
-    "start it again: it loads all rows anew. If it says the same again, log and store have lost these rows: let a "
-    "materializer run, so that the trainer sends them again"
+    "start it again, which loads all rows. If the error returns, log and store have lost these rows: run a "
+    "materializer, so that the trainer sends them again"
 )
 
 
@@ -162,7 +161,7 @@ def proof_of(update: Update) -> WeightProof | None:
     try:
         return update.proof()
     except (CorruptionError, TrimmedError) as error:
-        log.warning("marker %s is not compared with its proof: %s", update.marker, error.headline)
+        log.warning("marker %s was not compared with its proof: %s", update.marker, error.headline)
         return None
 
 
@@ -171,4 +170,4 @@ def older_proofs_of(update: Update) -> Iterator[WeightProof]:
     try:
         yield from update.older_proofs()
     except (CorruptionError, TrimmedError) as error:
-        log.warning("marker %s is not compared with older proofs: %s", update.marker, error.headline)
+        log.warning("marker %s was not compared with older proofs: %s", update.marker, error.headline)

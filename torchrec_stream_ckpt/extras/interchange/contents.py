@@ -96,7 +96,10 @@ class ImportSource:
 
     def __post_init__(self) -> None:
         if not 0 <= self.step < 2**63:
-            raise ConfigError(f"--step is {self.step}", hint="give the steps that the job had made, below 2^63")
+            raise ConfigError(
+                f"--step must be from 0 to 2^63 - 1, got {self.step}",
+                hint="pass the number of steps that the job had trained",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +157,8 @@ def read_contents(checkpoint: Checkpoint, source: ImportSource) -> Contents:
     }
     if any("_managed_collision" in name for name in model):
         raise UnsupportedError(
-            "a checkpoint with managed collision cannot be imported: its id maps belong to their shards",
-            hint="load it in the job with dcp.load, then attach StreamCheckpointer: the first marker holds all of it",
+            "a checkpoint with managed collision cannot be imported, because its id maps depend on the sharding",
+            hint="load it in the job with dcp.load, then attach StreamCheckpointer: the first marker saves all of it",
         )
     known = states_of(source.optimizer)
     tables: dict[str, SavedTable] = {}
@@ -193,9 +196,9 @@ def _no_tables(model: Mapping[str, str]) -> ConfigError:
     known = ", ".join(sorted(model)[:5]) or "none"
     return ConfigError(
         "the checkpoint has no sharded table with the state of a fused optimizer",
-        hint="say where the state dicts stand, with --model-key and --optimizer-key; take weights alone with "
-        f"--optimizer {NO_OPTIMIZER}; give names that are not TorchRec's (MODULE.embedding_bags.TABLE.weight) with "
-        f"--rename. Names are: {known}",
+        hint="pass the keys of the state dicts with --model-key and --optimizer-key; import weights alone with "
+        f"--optimizer {NO_OPTIMIZER}; map names that are not TorchRec's (MODULE.embedding_bags.TABLE.weight) with "
+        f"--rename. The checkpoint has {known}",
     )
 
 
@@ -209,12 +212,13 @@ def _renamed(model: Mapping[str, str], renamed: Sequence[tuple[str, str]]) -> di
             names |= {name: match.expand(template) for name, match in matches.items()}
         except re.error as error:
             raise ConfigError(
-                f"--rename {pattern}={template}: {error}", hint="give PATTERN=NEW, as re.fullmatch and expand take them"
+                f"--rename {pattern}={template}: {error}",
+                hint="pass PATTERN=NEW, a regular expression for whole names and its replacement",
             ) from None
         if not matches:
             raise ConfigError(
-                f"--rename {pattern}={template}: no name fits the pattern",
-                hint=f"a pattern matches whole names; near are {nearest(pattern, names.values())}",
+                f"--rename {pattern}={template}: no name matches the pattern",
+                hint=f"match whole names, such as {nearest(pattern, names.values())}",
             )
     sources: dict[str, str] = {}
     for name, new_name in names.items():
@@ -230,7 +234,7 @@ def _check_replicated(source: ImportSource, names: Iterable[str]) -> None:
         if table not in tables and table not in source.of_model:
             raise ConfigError(
                 f"--data-parallel {table}: the checkpoint has no such table",
-                hint=f"near are {nearest(table, tables)}",
+                hint=f"name one of its tables, such as {nearest(table, tables)}",
             )
 
 
@@ -263,8 +267,8 @@ def _check_keys(metadata: Metadata, source: ImportSource) -> None:
         key = ".".join(str(part) for part in path[:-1]) if parsed is not None else source.model_key
         if key != source.model_key and "state" not in path:
             raise ConfigError(
-                f"the table {name} stands below {key!r}" if key else f"the table {name} stands at the top",
-                hint=f"give it with --model-key {key}" if key else "leave out --model-key",
+                f"the table {name} is below the key {key!r}" if key else f"the table {name} is not below a key",
+                hint=f"pass --model-key {key}" if key else "omit --model-key",
             )
 
 
@@ -281,31 +285,31 @@ def _table(
     saved = entries[weight]
     where = {"table": name.spec_name}
     if not isinstance(saved, TensorStorageMetadata) or len(saved.size) != 2:
-        raise UnsupportedError(f"{weight} is no matrix", **where)
+        raise UnsupportedError(f"{weight} is not a matrix", **where)
     rows, dim = saved.size
     slices = tuple(sorted({(chunk.offsets[1], chunk.sizes[1]) for chunk in saved.chunks if 0 not in chunk.sizes}))
     area = sum(chunk.sizes[0] * chunk.sizes[1] for chunk in saved.chunks)
     if area != rows * dim or [col0 for col0, _ in slices] != _edges(slices) or sum(cols for _, cols in slices) != dim:
-        raise UnsupportedError("its chunks do not lie side by side", **where)
+        raise UnsupportedError(f"the chunks of {weight} do not tile its columns", **where)
     specs, keys = [], []
     for position, state in enumerate(_states_of(optimizer, fused.keys() - {"iter"}, name)):
         key = fused["momentum1" if position == 0 else state]
         kind = entries[key]
         if not isinstance(kind, TensorStorageMetadata):
-            raise UnsupportedError(f"{key} is no tensor", **where)
+            raise UnsupportedError(f"{key} is not a tensor", **where)
         per_row = tuple(kind.size) == (rows * len(slices),)
         if not per_row and tuple(kind.size) != (rows, dim):
             raise UnsupportedError(
-                f"{key} has size {tuple(kind.size)}, the table {(rows, dim)}",
-                hint="a state is as large as its table, or has one value a row and column shard; of a table that was "
-                "cut by columns, import the ShardedTensors: what was gathered does not say where it was cut",
+                f"{key} has size {tuple(kind.size)}, but the table has {(rows, dim)}",
+                hint="import states of the table's size, or with one value per row and column shard; for a table split "
+                "by columns, import ShardedTensors, because a gathered tensor does not record the split",
                 **where,
             )
         if per_row != is_per_row(optimizer, state):
             wanted, found = ("weight", "row") if per_row else ("row", "weight")
             raise ConfigError(
-                f"{optimizer} keeps {state} for each {wanted}, the checkpoint has one value for each {found} ({key})",
-                hint="name the fused optimizer of the job with --optimizer",
+                f"{optimizer} keeps {state} for each {wanted}, but the checkpoint has one per {found} ({key})",
+                hint="name the job's fused optimizer with --optimizer",
                 **where,
             )
         specs.append(StateSpec(state, _dtype(kind, key), per_row))
@@ -332,8 +336,8 @@ def _states_of(optimizer: str, found: set[str], name: TorchRecName) -> tuple[str
         if {"momentum1" if position == 0 else state for position, state in enumerate(states)} == found:
             return states
     raise ConfigError(
-        f"{optimizer} keeps {', '.join(known) or 'nothing'}, the checkpoint has {', '.join(sorted(found))}",
-        hint="name the fused optimizer of the job with --optimizer",
+        f"{optimizer} keeps {', '.join(known) or 'nothing'}, but the checkpoint has {', '.join(sorted(found))}",
+        hint="name the job's fused optimizer with --optimizer",
         table=name.spec_name,
     )
 
@@ -348,5 +352,5 @@ def tensor_entry(metadata: Metadata, name: str) -> TensorStorageMetadata:
 def _dtype(saved: TensorStorageMetadata, key: str) -> str:
     name = str(saved.properties.dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:
-        raise UnsupportedError(f"{key} has values of {name}, which are not captured")
+        raise UnsupportedError(f"{key} has the dtype {name}, which is not supported")
     return name

@@ -86,9 +86,9 @@ class Known:
             lineage.apply(record)
         if lineage.stale > stale:
             raise ConfigError(
-                "the log is not empty: its control partition differs from its second copy and the store",
-                hint=f"{uri.aside}, if the others are right, and run this again; a job whose log is whole needs no "
-                "recovery",
+                "the log is not empty, and its control partition differs from its second copy and the store",
+                hint=f"{uri.aside} if the other copies are right, and run this again; a job with an intact log needs "
+                "no recovery",
             )
         return missing
 
@@ -129,8 +129,8 @@ def put_back(log: Log, control: Control, objects: Objects, uri: str, known: Know
     missing = known.put_into(lineage, log.uri)
     if not lineage.claims:
         raise MarkerNotFoundError(
-            "the log holds rows, and no record of a commit is left, neither in it nor in the store",
-            hint="name the job's store with --store, or bring the control partition back from a copy; to begin anew, "
+            "the log holds rows, but neither the log nor the store has a record of a commit",
+            hint="name the job's store with --store, or restore the control partition from a backup; to start over, "
             "name another log",
             uri=uri,
         )

@@ -55,7 +55,7 @@ class DcpCheckpoint:
         try:
             return self._reader.read_metadata()
         except FileNotFoundError:
-            raise ConfigError("there is no checkpoint of DCP here: no .metadata", path=self.path) from None
+            raise ConfigError("this folder is not a DCP checkpoint: it has no .metadata", path=self.path) from None
         except Exception as error:  # any error: the file may not be a pickle
             raise CorruptionError(f"the checkpoint's metadata cannot be read: {error}", path=self.path) from None
 
@@ -70,7 +70,7 @@ class DcpCheckpoint:
             file = self.path / name
             size = file.stat().st_size if file.is_file() else None
             if size is None or size < end:
-                said = "a file of the checkpoint is gone" if size is None else f"it has {size} bytes of {end}"
+                said = "the file is missing" if size is None else f"the file has {size} of {end} bytes"
                 raise CorruptionError(f"the checkpoint cannot be read: {said}", path=file)
 
 

@@ -62,7 +62,7 @@ class DenseFiles:
     def _check_size(self, file: DenseFile) -> None:
         size = self._objects.size(dense_file_name(self._commit.job, self._commit.id, file.name))
         if size is None:
-            raise MissingObjectError("dense state is gone", path=f"{self._place}/{file.name}")
+            raise MissingObjectError("dense state is missing", path=f"{self._place}/{file.name}")
         if size != file.num_bytes:
             raise self._altered(file.name)
 
@@ -80,7 +80,7 @@ class DenseFiles:
             self._last = None
             file = self._files.get(name)
             if file is None:
-                raise CorruptionError("COMMIT does not vouch for this file", path=f"{self._place}/{name}")
+                raise CorruptionError("COMMIT does not list this file", path=f"{self._place}/{name}")
             self._check_size(file)
             data = self._objects.read(dense_file_name(self._commit.job, self._commit.id, name))
             if hashlib.sha256(data).hexdigest() != file.sha256:

@@ -86,7 +86,7 @@ def no_exact_state(table: str, here: str, there: str) -> ColumnResplitError:
     """Return the error for a state of column shards, such as a row-wise one, that is loaded under other column
     shards."""
     return ColumnResplitError(
-        f"the state of column shards has no exact value under {here}: the marker has {there}",
+        f"row-wise state has no exact value under {here}, because the marker has {there}",
         hint="keep the column split of this table, or restore the marker with StreamCheckpointer and "
         'on_column_resplit="merge"',
         table=table,

@@ -320,9 +320,9 @@ class StreamReader(StorageReader):
         )
         if other.route.lineage.job != chosen.job or changed:
             raise SchemaMismatchError(
-                f"rank 0 has found marker {chosen.marker}, this rank marker {mine.marker}"
-                + (f", and their entries differ: {changed[0]}" if changed else " of another job"),
-                hint="give all ranks the same URI, and name the marker",
+                f"rank 0 found marker {chosen.marker}, but this rank found marker {mine.marker}"
+                + (f", and their entries differ at {changed[0]}" if changed else " of another job"),
+                hint="pass the same URI on all ranks, and name the marker",
             )
         self._look = other
         self._forget_columns()

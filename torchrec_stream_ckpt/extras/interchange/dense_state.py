@@ -76,7 +76,7 @@ def entries_for_others(metadata: Metadata) -> list[str]:
     maps = sorted({name.split(".")[1] for name in names if name.startswith("collision.")})
     if maps:
         raise UnsupportedError(
-            f"the id maps of managed collision ({', '.join(maps)}) fit no state dict of another plan",
+            f"the id maps of managed collision ({', '.join(maps)}) depend on the plan and fit no state dict",
             hint="restore the marker with StreamCheckpointer, or export its rows to safetensors or Parquet",
         )
     return [name for name in names if name.startswith(("model.", "optim.", f"{NESTED}.")) or name in OF_RANK_0]
@@ -100,8 +100,8 @@ def _buffers(data: bytes) -> dict[str, Any]:
     named = set(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))) - allowed
     if named:
         raise UnsupportedError(
-            f"the extra state of a module holds objects that run code when they are read: {', '.join(sorted(named))}",
-            hint="let get_extra_state() return numbers, text, tensors and NumPy arrays; StreamCheckpointer restores it",
+            f"the extra state of a module holds objects that run code when unpickled: {', '.join(sorted(named))}",
+            hint="return only numbers, text, tensors or NumPy arrays in get_extra_state(); or use StreamCheckpointer",
             entry="rank0.buffers",
         )
     with torch.serialization.safe_globals(list(_NUMPY)):

@@ -134,14 +134,14 @@ def sent_whole(lineage: Lineage, marker: MarkerId, id_: int) -> tuple[int, str]:
             break
     generation = claim.generation
     if claim.parent is None:
-        return generation, f"generation {generation} stands on no marker and began it anew"
+        return generation, f"generation {generation} is based on no marker and initialized it again"
     for what, was, now in changes_of(lineage.claims[claim.parent.generation].schema, claim.schema):
         if now.id == id_ and what is TableChange.CHANGED:
             differing = differences(was, now)
             return generation, f"generation {generation} " + (
-                f"changed it ({differing})" if differing else "gave its rows other ids"
+                f"changed it ({differing})" if differing else "mapped its rows to other ids"
             )
-    return generation, f"generation {generation} dropped the one before and began it anew"
+    return generation, f"generation {generation} dropped the earlier table and initialized it again"
 
 
 def _diff_table(first: TableReader, second: TableReader, progress: Callable[[int], None]) -> TableDiff:

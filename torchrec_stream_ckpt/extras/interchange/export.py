@@ -59,7 +59,7 @@ def chosen_tables(schema: Schema, patterns: Sequence[str]) -> list[int]:
     names = schema.index()
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ConfigError(f"no table fits {pattern!r}", hint=f"the tables are {', '.join(names)}"[:1000])
+            raise ConfigError(f"no table matches {pattern!r}", hint=f"choose from {', '.join(names)}"[:1000])
     return [index for name, index in names.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 

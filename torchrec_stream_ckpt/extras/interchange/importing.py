@@ -110,8 +110,8 @@ class IntoModel:
                 pattern = f"{re.escape(prefix)}(.+)=\\1" if of_file else f"(.+)={prefix}\\1"
                 said = (each, name) if of_file else (name, each)
                 raise ConfigError(
-                    f"a table is called {said[0]!r} in the checkpoint, and {said[1]!r} in the model: another prefix",
-                    hint=f"--rename '{pattern}'",
+                    f"a table is named {said[0]!r} in the checkpoint but {said[1]!r} in the model: the prefixes differ",
+                    hint=f"pass --rename '{pattern}'",
                 )
 
 
@@ -123,7 +123,7 @@ LOST = (
     "random state",
     "loaders, schedules and other stateful objects",
     "param groups and learning rates",
-    "what the fused kernels count (iterations)",
+    "iteration counts of the fused kernels",
 )
 """State that such a checkpoint lacks, so that a restore does not bring it back."""
 

@@ -69,7 +69,7 @@ def check_marker(marker: str) -> MarkerId | None:
         ConfigError: it is neither.
     """
     if not isinstance(marker, str):
-        raise ConfigError(f"a marker is a string, this is {marker!r}", hint='give "2:17", or "latest"')
+        raise ConfigError(f'marker must be a string such as "2:17", got {marker!r}', hint='pass "2:17" or "latest"')
     return None if marker == "latest" else MarkerId.parse(marker)
 
 
@@ -91,5 +91,7 @@ def find_marker(
     route = find(job, marker, no_head, damaged, check_dense)
     if route is None:
         uri = job.uri if isinstance(job, Job) else job.outer.uri
-        raise MarkerNotFoundError("no marker was ever committed", hint="check the URI, or let the job run on", uri=uri)
+        raise MarkerNotFoundError(
+            "this job has no committed marker", hint="check the URI, or let the job commit a marker", uri=uri
+        )
     return route

@@ -100,7 +100,7 @@ class _RowsOnDemand:
     def of(self, table: int, read: Callable[[TableReader], V]) -> V:
         """Return the result of ``read`` for a table. If the nearest tier is damaged, the other tier is read."""
         if self.closed:
-            raise ConfigError("this marker was closed", hint="read its rows within the with statement, or open it anew")
+            raise ConfigError("this marker is closed", hint="read its rows inside the with statement, or open it again")
         while True:
             try:
                 return read(self._reader(table))
@@ -174,7 +174,7 @@ class _Named(Mapping[str, V]):
 
     def __getitem__(self, name: str) -> V:
         if name not in self._values:
-            raise KeyError(f"no {self._kind} has the name {name!r}; there is {nearest(str(name), self._values)}")
+            raise KeyError(f"no {self._kind} is named {name!r}; known names: {nearest(str(name), self._values)}")
         return self._values[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -240,10 +240,10 @@ class RowSection:
         if not ids.size:
             return ids.astype(np.int64)
         if ids.dtype.kind not in "iu":
-            raise IndexError(f"rows of {self._spec.name} are chosen by whole numbers or a slice, not by {chosen!r:.80}")
+            raise IndexError(f"rows of {self._spec.name} must be whole numbers or a slice, got {chosen!r:.80}")
         wrong = ids[(ids < 0) | (ids >= self.rows)]
         if wrong.size:
-            raise IndexError(f"{self._spec.name} has no row {wrong.flat[0]}: its rows are 0 to {self.rows - 1}")
+            raise IndexError(f"row {wrong.flat[0]} of {self._spec.name} must be between 0 and {self.rows - 1}")
         return ids.astype(np.int64)
 
     def _read(self, ids: Ints) -> Array:

@@ -73,7 +73,7 @@ def recover(log: Log, control: Control, objects: Objects, uri: str, job: bytes |
     job = job or _job_of(log, control, objects, uri)
     known = Known.of(log, control, objects, job)
     if any(claim.mac for claim in known.claims) and not control.signs:
-        raise ConfigError("this job has a commit key", hint="give it with --commit-key-file")
+        raise ConfigError("this job has a commit key, which recovery requires", hint="pass it with --commit-key-file")
     if _has_rows(log, known):
         appended = put_back(log, control, objects, uri, known)
         lineage = control.refresh()
@@ -130,8 +130,8 @@ def _from_store(log: Log, control: Control, objects: Objects, job: bytes, known:
         lost = [each.id for each in known.copied if isinstance(each, Commit)]
         raise MarkerNotFoundError(
             "the store holds no marker of this job"
-            + (f"; its second copy names {len(lost)}, up to {lost[-1]}, and their rows are gone" if lost else ""),
-            hint="bring the log's rows back from a copy, and run this again" if lost else "",
+            + (f"; its second copy lists {len(lost)}, up to {lost[-1]}, but their rows are lost" if lost else ""),
+            hint="restore the log's rows from a backup, and run this again" if lost else "",
             store=objects.url,
             job=job.hex(),
         )
@@ -151,7 +151,7 @@ def _from_store(log: Log, control: Control, objects: Objects, job: bytes, known:
 def _only(jobs: list[bytes]) -> bytes:
     if len(jobs) > 1:
         names = ", ".join(job.hex() for job in jobs)
-        raise ConfigError(f"the store holds {len(jobs)} jobs: {names}"[:1000], hint="say which one with --job")
+        raise ConfigError(f"the store holds {len(jobs)} jobs: {names}"[:1000], hint="name one with --job")
     return jobs[0]
 
 
@@ -179,8 +179,8 @@ def _what_is_there(log: Log, records: list[ControlRecord]) -> int:
         expected = records[count] if count < len(records) else None
         if expected is None or (found != expected and (expected.mac or replace(found, mac="") != expected)):
             raise ConfigError(
-                "the log is not empty: recover cannot tell lost records from records that never existed",
-                hint="recover into a new folder or new topics; a job whose log is there needs no recovery",
+                "the log must be empty, because recover cannot tell lost records from records that never existed",
+                hint="recover into a new folder or new topics; a job with an intact log needs no recovery",
             )
         count += 1
     return count
@@ -200,7 +200,7 @@ def _check(found: Lineage, expected: Lineage) -> None:
     missing = [marker for marker, commit in expected.commits.items() if found.commits.get(marker) != commit]
     if missing:
         raise CorruptionError(
-            f"the records of {len(missing)} markers were written and do not count",
-            hint="the commit key must be the one that the job began with",
+            f"the records of {len(missing)} markers were written, but are not valid with this commit key",
+            hint="pass the commit key that the job was started with",
             first=missing[0],
         )

@@ -55,7 +55,9 @@ def scratch_folder(where: Path) -> Iterator[Path]:
         made = ScratchFolder(where)
     except OSError as error:
         raise ScratchUnavailableError(
-            f"cannot make a folder for scratch: {error.strerror}", hint="name another one with --scratch", path=where
+            f"the scratch folder cannot be created: {error.strerror}",
+            hint="name another folder with --scratch",
+            path=where,
         ) from None
     with contextlib.closing(made):
         yield made.path
@@ -290,7 +292,7 @@ class MarkerRows:
         if self._route.stored == self.marker:
             return self._route.notes
         if self._catalog is None:
-            raise CorruptionError("what the ranks said is in neither log nor store", marker=self.marker)
+            raise CorruptionError("the MARK records of the ranks are in neither log nor store", marker=self.marker)
         return load_notes(self._catalog, self._route.commit, self._pool)
 
     def close(self) -> None:
@@ -355,7 +357,9 @@ def open_rows(
         StoreUnavailableError, LogUnavailableError: one of them does not answer, or the scratch folder is full.
     """
     if since is not None and since not in {commit.id for commit in lineage.chain(marker)}:
-        raise ConfigError(f"marker {since} is not on the path to marker {marker}", hint="see stream-ckpt list --tree")
+        raise ConfigError(
+            f"marker {since} is not on the path to marker {marker}", hint="choose a marker from stream-ckpt list --tree"
+        )
     with ThreadPoolExecutor(_READERS) as pool, scratch_folder(scratch) as folder:
         catalog = load_catalog(objects, lineage)
         with contextlib.closing(
@@ -473,9 +477,7 @@ class TableReader:
             return
         again = TableReader(self._rows, self._table)
         if again.slices != self.slices:
-            raise CorruptionError(
-                "row-wise state lies in other column slices in what is read around damage", table=self.spec.name
-            )
+            raise CorruptionError("row-wise state around the damage has another column split", table=self.spec.name)
         self._opened, self._runs, self._cuts = again._opened, None, again._cuts
 
     def _read(self, row0: int, rows: int) -> TableWindow:

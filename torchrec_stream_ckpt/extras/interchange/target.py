@@ -36,7 +36,7 @@ def parse_target(url: str) -> ExportTarget:
     """
     scheme, separator, rest = url.partition("://")
     if not separator or scheme not in FORMATS or not rest or not url.isprintable():
-        raise ConfigError(f"{url!r} is not a known format and a folder", hint=_HINT)
+        raise ConfigError(f"{url!r} does not name a known format and a folder", hint=_HINT)
     return ExportTarget(scheme, Path(rest).absolute())
 
 
@@ -51,12 +51,14 @@ def check_free(folder: Path, *, force: bool) -> None:
         full = not other and folder.is_dir() and any(folder.iterdir())
     except OSError as error:
         raise ConfigError(
-            f"the folder cannot be read: {error.strerror}", hint="name another one", path=folder
+            f"the folder cannot be read: {error.strerror}", hint="name another folder", path=folder
         ) from None
     if other:
-        raise ConfigError("the target of an export is a folder", hint="name another one", path=folder)
+        raise ConfigError("the target of an export must be a folder", hint="name a folder", path=folder)
     if full and not force:
-        raise ConfigError("the folder is not empty", hint="name another one, or replace it with --force", path=folder)
+        raise ConfigError(
+            "the folder is not empty", hint="name another folder, or replace it with --force", path=folder
+        )
 
 
 @contextlib.contextmanager
@@ -77,8 +79,8 @@ def new_folder(folder: Path, *, force: bool) -> Iterator[Path]:
         _replace(folder, partial)
     except OSError as error:
         raise StoreUnavailableError(
-            f"the export was not written: {error.strerror or error}",
-            hint="make room, or name another folder",
+            f"the export could not be written: {error.strerror or error}",
+            hint="free space, or name another folder",
             path=folder,
         ) from None
     finally:

@@ -96,7 +96,7 @@ class TorchCheckpoint:
         self._check_whole()
         unknown = sorted(self._of_rank_0 - self._entries.keys())
         if unknown:
-            raise ConfigError(f"--of-rank0 {unknown[0]}: there is no such tensor", path=path)
+            raise ConfigError(f"--of-rank0 {unknown[0]}: the files have no such tensor", path=path)
         kept = {name: value for name, value in self._values.items() if "state" in self._paths[name]}
         self.unread: Sequence[str] = sorted(self._values.keys() - kept.keys())
         described: dict[str, Any] = {name: entry.saved for name, entry in self._entries.items()}
@@ -110,9 +110,9 @@ class TorchCheckpoint:
             entry = self._entries.get(name)
             if entry is not None and entry.others and name not in self._of_rank_0:
                 raise ConfigError(
-                    f"{name} is another tensor in {entry.others[0]} than in the file of rank 0",
-                    hint="a table comes as a ShardedTensor, as dmp.state_dict() has it, or whole; "
-                    f"of what ranks keep apart, such as a buffer, take that of rank 0: --of-rank0 {name}",
+                    f"{name} differs between {entry.others[0]} and the file of rank 0",
+                    hint="save tables as ShardedTensors, as in dmp.state_dict(), or whole; for a tensor that differs "
+                    f"by rank, such as a buffer, import rank 0's: --of-rank0 {name}",
                     path=self.path,
                 )
 
@@ -133,7 +133,7 @@ class TorchCheckpoint:
         for keys, value in leaves(read_file(file), file):
             name = ".".join(keys)
             if name in seen or self._paths.get(name, keys) != keys:
-                raise ConfigError(f"two values of the file are called {name}", path=file)
+                raise ConfigError(f"two values of the file are named {name}", path=file)
             seen.add(name)
             self._paths[name] = keys
             if isinstance(value, Shards):
@@ -143,12 +143,12 @@ class TorchCheckpoint:
             else:
                 self._values.setdefault(name, value)
         if both := sorted(self._values.keys() & self._entries.keys()):
-            raise ConfigError(f"{both[0]} is a tensor in the file of one rank, and not in that of another", path=file)
+            raise ConfigError(f"{both[0]} is a tensor in the file of one rank but not in that of another", path=file)
 
     def _take_tensor(self, name: str, value: torch.Tensor, file: Path) -> None:
         known = self._entries.setdefault(name, _Entry(tuple(value.shape), value.dtype, {(0,) * value.dim(): value}))
         if known.places is not None:
-            raise ConfigError(f"{name} is sharded in the file of one rank, and whole in that of another", path=file)
+            raise ConfigError(f"{name} is sharded in the file of one rank but whole in that of another", path=file)
         (first,) = known.pieces.values()
         if first is not value and not _same_bits(first, value):
             known.others.append(file.name)
@@ -156,13 +156,13 @@ class TorchCheckpoint:
     def _take_shards(self, name: str, value: Shards, file: Path) -> None:
         dtypes = {tensor.dtype for tensor in value.own.values()} | ({value.dtype} if value.dtype is not None else set())
         if not dtypes:
-            raise UnsupportedError(f"{name} is a ShardedTensor of no known dtype", path=file)
+            raise UnsupportedError(f"{name} is a ShardedTensor of unknown dtype", path=file)
         known = self._entries.setdefault(name, _Entry(value.size, min(dtypes, key=str), {}, value.places))
         alike = known.places == value.places and known.size == value.size and dtypes == {known.dtype}
         if not alike or known.pieces.keys() & value.own.keys():
             raise ConfigError(
-                f"{name} was sharded in another way than in the files before: these are not files of one job",
-                hint="import a folder that has the files of one step alone",
+                f"{name} is sharded differently than in the other files, so they are not from one job",
+                hint="import a folder with the files of one step only",
                 path=file,
             )
         known.pieces |= value.own
@@ -175,9 +175,9 @@ class TorchCheckpoint:
             if lacking:
                 offsets, (sizes, rank) = min(lacking.items())
                 raise CorruptionError(
-                    f"{name} is not whole: {len(lacking)} of its {len(entry.places)} shards are missing, the first of "
+                    f"{name} is incomplete: {len(lacking)} of its {len(entry.places)} shards are missing, the first of "
                     f"size {sizes} at {offsets}" + (f", which rank {rank} had" if rank >= 0 else ""),
-                    hint="name the folder that has the files of all ranks: --from torch://DIR with rank0.pt, rank1.pt",
+                    hint="name the folder with the files of all ranks: --from torch://DIR with rank0.pt, rank1.pt",
                     path=self.path,
                 )
             boxes = [(offsets, sizes) for offsets, (sizes, _) in entry.places.items() if 0 not in sizes]
@@ -188,7 +188,7 @@ class TorchCheckpoint:
             )
             area = sum(prod(sizes) for _, sizes in boxes)
             if not inside or area != prod(entry.size) or any(_overlap(*pair) for pair in combinations(boxes, 2)):
-                raise CorruptionError(f"the shards of {name} do not lie side by side in {entry.size}", path=self.path)
+                raise CorruptionError(f"the shards of {name} do not tile its size {entry.size}", path=self.path)
 
 
 def _overlap(one: Box, other: Box) -> bool:
@@ -216,8 +216,8 @@ def _files(path: Path) -> list[Path]:
     if not ranks or others or len(stems) > 1 or sorted(ranks) != list(range(len(matches))):
         found = ", ".join(each.name for each in list(matches)[:8]) or "nothing"
         raise ConfigError(
-            f"these are not the files of ranks 0, 1 and so on: {found}",
-            hint="a folder has rank0.pt, rank1.pt and no other file; name a single file itself",
+            f"the folder must have one file for each rank from 0, found {found}",
+            hint="name the files rank0.pt, rank1.pt and so on, and remove others; to import a single file, name it",
             path=path,
         )
     return [ranks[rank] for rank in range(len(ranks))]

@@ -34,7 +34,7 @@ _PARTS = (
 """Globals with which a ``ShardedTensor`` is pickled."""
 _MOST_LEVELS = 32
 _READ_BYTES = 4 * 2**20
-_SAVE_ANEW = "save tensors, dictionaries and numbers alone: torch.save(dmp.state_dict(), FILE)"
+_SAVE_ANEW = "save only tensors, dictionaries and numbers: torch.save(dmp.state_dict(), FILE)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,12 @@ def read_file(path: Path) -> Mapping[str, Any]:
         if objects:
             raise UnsupportedError(
                 f"the file has pickled objects that are neither tensors nor plain values: {', '.join(objects)}; "
-                "none of it was run",
+                "none of them was run",
                 hint=_SAVE_ANEW,
                 path=path,
             ) from None
         raise UnsupportedError(
-            f"the file cannot be read without running what is pickled in it ({_reason(error)})",
+            f"the file cannot be read without running pickled code ({_reason(error)})",
             hint=_SAVE_ANEW,
             path=path,
         ) from None
@@ -103,7 +103,7 @@ def leaves(values: Mapping[str, Any], path: Path) -> Iterator[tuple[tuple[str, .
 def _below(keys: tuple[str, ...], value: Any, path: Path) -> Iterator[tuple[tuple[str, ...], Any]]:
     if isinstance(value, dict):
         if len(keys) == _MOST_LEVELS:
-            raise UnsupportedError(f"its dictionaries have more than {_MOST_LEVELS} levels", path=path)
+            raise UnsupportedError(f"its dictionaries are nested more than {_MOST_LEVELS} deep", path=path)
         for key, inner in value.items():
             yield from _below((*keys, str(key)), inner, path)
     elif isinstance(value, _Sharded):
@@ -124,8 +124,8 @@ def _check_kind(value: torch.Tensor, name: str, path: Path) -> None:
     plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
     if not plain or value.is_quantized or value.device.type != "cpu":
         raise UnsupportedError(
-            f"{name} is not imported: a {type(value).__name__} ({value.layout}, {value.dtype}, {value.device})",
-            hint="save a plain tensor there, such as DTensor.full_tensor() gives",
+            f"{name} cannot be imported: a {type(value).__name__} ({value.layout}, {value.dtype}, {value.device})",
+            hint="save a plain tensor instead, such as DTensor.full_tensor()",
             path=path,
         )
 
@@ -148,21 +148,21 @@ def _check_bytes(path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"the file cannot be read: {error.strerror}", path=path) from None
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError, RuntimeError) as error:
-        raise CorruptionError(f"the file is damaged: {error}", hint="take another copy of it", path=path) from None
+        raise CorruptionError(f"the file is damaged: {error}", hint="use another copy of the file", path=path) from None
 
 
 def _no_archive(path: Path, begin: bytes) -> Exception:
     if begin[:2] == b"PK":
-        return CorruptionError("the file is cut short: it is a zip archive without its end", path=path)
+        return CorruptionError("the file is truncated: it is a zip archive without its end", path=path)
     if begin[:1] == b"\x80":
         return UnsupportedError(
             "the file is a pickle, not a zip archive of torch.save",
-            hint="of torch before 1.6: torch.save(torch.load(FILE, weights_only=True), NEW)",
+            hint="convert a file of torch before 1.6: torch.save(torch.load(FILE, weights_only=True), NEW)",
             path=path,
         )
     return ConfigError(
-        "this is not a file of torch.save",
-        hint="name one: --from torch://FILE; of a program that torch.jit.save has written, save the state_dict()",
+        "the file was not written by torch.save",
+        hint="name a file of torch.save: --from torch://FILE; for a torch.jit.save program, save its state_dict()",
         path=path,
     )
 
@@ -174,8 +174,8 @@ def _check_record(archive: zipfile.ZipFile, record: zipfile.ZipInfo, path: Path)
                 pass
     except zipfile.BadZipFile as error:
         raise CorruptionError(
-            f"the record {record.filename} is not as its checksum says: {error}",
-            hint="take another copy; one saved under set_crc32_options(False) has no checksums: save it without that",
+            f"the record {record.filename} does not match its checksum: {error}",
+            hint="use another copy; under set_crc32_options(False) a file has no checksums: save it without that",
             path=path,
         ) from None
 
@@ -232,7 +232,7 @@ class _Sharded(torch.Tensor):
 
 
 def _shards(value: _Sharded, name: str, path: Path) -> Shards:
-    wrong = UnsupportedError(f"{name} is a ShardedTensor of a form that is not known", path=path)
+    wrong = UnsupportedError(f"{name} is a ShardedTensor of an unknown form", path=path)
     state = getattr(value, "state", None)
     if not isinstance(state, tuple) or len(state) < 2 or not isinstance(state[1], _Inert):
         raise wrong

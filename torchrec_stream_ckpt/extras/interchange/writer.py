@@ -125,4 +125,4 @@ class _RankStream:
 
     def slow(self) -> LogUnavailableError:
         why = self._publisher.failure or "it is slow"
-        return LogUnavailableError(f"the log did not take the rows in {self._timeout_s:.0f} s ({why})")
+        return LogUnavailableError(f"the log did not accept the rows in {self._timeout_s:.0f} s ({why})")

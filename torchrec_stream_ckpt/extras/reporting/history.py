@@ -42,8 +42,8 @@ def read_stalls(folder: Path) -> Stalls:
         from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
     except ImportError:
         raise ConfigError(
-            "reading scalars needs TensorBoard, which is not installed",
-            hint="pip install 'torchrec_stream_ckpt[tensorboard]', or leave out --tensorboard",
+            "reading scalars requires TensorBoard, which is not installed",
+            hint="pip install 'torchrec_stream_ckpt[tensorboard]', or omit --tensorboard",
         ) from None
     runs = EventMultiplexer(size_guidance={"scalars": 0}).AddRunsFromDirectory(str(folder))
     runs.Reload()
@@ -53,8 +53,8 @@ def read_stalls(folder: Path) -> Stalls:
             found[tag] |= {float(event.step): float(event.value) for event in runs.Scalars(run, tag)}
     if not found[LONGEST]:
         raise ConfigError(
-            f"no scalars {LONGEST} are there",
-            hint="name the folder that the job was given as --tensorboard",
+            f"the folder has no scalars {LONGEST}",
+            hint="name the folder of the job's --tensorboard",
             path=folder,
         )
     mean, longest = (tuple(sorted(found[tag].items())) for tag in (MEAN, LONGEST))
@@ -245,7 +245,7 @@ def _skip_trimmed(lineage: Lineage, intervals: list[Traffic]) -> list[Traffic]:
 
 def _count(history: History, interval: Traffic, header: Header, frame: memoryview, tables: Sequence[TableSpec]) -> None:
     if header.table >= len(tables):
-        raise CorruptionError(f"no table {header.table} in the schema", **header.place())
+        raise CorruptionError(f"table number {header.table} is not in the schema", **header.place())
     table = tables[header.table]
     view = decode_rows(header, frame[HEADER_LEN:], table)
     interval.rows[table.name] = interval.rows.get(table.name, 0) + header.rows

@@ -250,7 +250,7 @@ def refused_after(lineage: Lineage, newest: Commit) -> str:
     why = dict(lineage.meta(newest.id)).get(REFUSED)
     if why is None or newest.generation != lineage.newest_generation or lineage.ended is not None:
         return ""
-    return f"markers after {newest.id} were refused, ranks differ: {why}"
+    return f"markers after {newest.id} were refused because ranks differ: {why}"
 
 
 def strays_of(commit: Commit) -> dict[int, int]:
@@ -358,7 +358,7 @@ def _of_end(ended: Ended, time_s: float) -> list[Alert]:
     if ended.outcome == Outcome.FAILED:
         return [Alert("failed", f"its trainer has {ended.said(time_s)}")]
     if ended.outcome == Outcome.PREEMPTED and time_s - ended.time_s > _FIRST_S:
-        return [Alert("preempted", f"its trainer was {ended.said(time_s)}, and no other one has gone on")]
+        return [Alert("preempted", f"its trainer was {ended.said(time_s)}, and no other trainer has continued")]
     return []
 
 
@@ -385,7 +385,7 @@ def _alerts(
                 Alert("first", f"generation {generation} began {duration(since_s)} ago and has committed no marker")
             )
     elif loss_s is not None and interval_s is not None and loss_s > max(_LATE_S, _LATE_INTERVALS * interval_s):
-        found.append(Alert("late", f"no marker for {duration(loss_s)}; they came every {duration(interval_s)} before"))
+        found.append(Alert("late", f"no marker for {duration(loss_s)}, after one every {duration(interval_s)}"))
     if newest is not None and (refused := refused_after(lineage, newest)):
         found.append(Alert("refused", refused))
     if backlog is not None and backlog.age_s > max(_LAG_S, _LAG_INTERVALS * (interval_s or 0.0)):

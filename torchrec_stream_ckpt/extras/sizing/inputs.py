@@ -32,9 +32,7 @@ def optimizer_states(name: str) -> tuple[StateSpec, ...]:
     """
     states = _OPTIMIZER_STATES.get(name.lower().removeprefix("exact_"))
     if states is None:
-        raise ConfigError(
-            f"{name!r} is not an optimizer that can be planned for", hint=f"use one of {', '.join(_OPTIMIZER_STATES)}"
-        )
+        raise ConfigError(f"{name!r} is not a known optimizer", hint=f"use one of {', '.join(_OPTIMIZER_STATES)}")
     return tuple(StateSpec(state, "float32", per_row) for state, per_row in states)
 
 

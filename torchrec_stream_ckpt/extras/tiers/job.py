@@ -90,5 +90,5 @@ class Tiered(TieredJob):
         """Close the outer tier. The relay may take ``timeout_s`` to copy the rest; after that it continues by
         itself."""
         if not self._let_go(timeout_s):
-            log.warning("the outer tier does not have all of this job yet: stream-ckpt relay tells, and copies it")
+            log.warning("the outer tier lacks a part of this job: run stream-ckpt relay to copy it")
         self.logs.outer.close()

@@ -39,14 +39,14 @@ class RelayLock:
             except TimeoutError:
                 raise LogUnavailableError(
                     f"another relay has been copying this inner log for {timeout_s:.0f} s",
-                    hint="let it finish; if it hangs, end it",
+                    hint="let it finish, or end it if it hangs",
                     path=path,
                     pid=_holder(path),
                 ) from None
             except OSError as error:
                 raise LogUnavailableError(
-                    f"cannot lock the inner log: {error.strerror}",
-                    hint="run as the trainer's user: only its owner may open this file",
+                    f"the inner log cannot be locked: {error.strerror}",
+                    hint="run as the trainer's user, because only its owner may open this file",
                     path=path,
                 ) from None
             undisturbed = os.pread(fd, 1000, 0).startswith(self._me.encode())

@@ -106,7 +106,7 @@ class RelayProcess:
             if self._closing.is_set() or code == FENCED:
                 return
             pause_s = _RESTART_S[0] if time.monotonic() - begin > _STABLE_S else pause_s
-            log.warning("the relay to the outer tier has ended (status %d), it is started again", code)
+            log.warning("the relay to the outer tier ended with status %d, and is started again", code)
             if self._closing.wait(pause_s):
                 return
             pause_s = min(2 * pause_s, _RESTART_S[1])
@@ -158,7 +158,7 @@ def main() -> int:
         log.error("%s", error)
         return 1
     if not done:
-        log.warning("the trainer is gone, and the outer tier does not have all that it committed")
+        log.warning("the trainer has ended, but the outer tier lacks markers that it committed")
     return 0 if done else 1
 
 
@@ -177,11 +177,13 @@ def _gone(parent: int) -> Callable[[], bool]:
 def _report(event: Event) -> None:
     fields = event.fields
     if event.event == "trouble":
-        log.warning("the outer tier gets nothing now, training and the inner tier go on: %s", fields["message"])
+        log.warning("the outer tier receives no markers, training and the inner tier continue: %s", fields["message"])
     elif event.event == "recovered":
-        log.warning("the outer tier gets markers again")
+        log.warning("the outer tier receives markers again")
     elif event.event == "passed":
-        log.warning("the outer tier does not get marker %s, and goes on: %s", fields["marker"], fields["message"])
+        log.warning(
+            "marker %s cannot be copied to the outer tier and is skipped: %s", fields["marker"], fields["message"]
+        )
     elif event.event == "marker":
         log.debug("marker %s is on the outer tier", fields["marker"])
 

@@ -75,7 +75,7 @@ class _Delivered:
 
 def say_passed(commit: Commit, error: StreamCkptError) -> None:
     """Log that the outer tier does not get a marker."""
-    log.warning("the outer tier does not get marker %s, and goes on: %s", commit.id, error.headline)
+    log.warning("marker %s cannot be copied to the outer tier and is skipped: %s", commit.id, error.headline)
 
 
 class Relay:
@@ -209,7 +209,11 @@ class Relay:
         try:
             note_reached(self._tiers.inner.objects, job, Reached(reached, self._tiers.every))
         except StoreUnavailableError as error:
-            log.warning("gc of the inner store keeps what the outer tier has up to %s: %s", reached, error.headline)
+            log.warning(
+                "gc of the inner store keeps markers up to %s, although the outer tier has them: %s",
+                reached,
+                error.headline,
+            )
             return
         self._noted = reached
 
@@ -245,7 +249,7 @@ class Relay:
                 self._tiers.inner.control.append(alone(state.outer.claims[number]))
         raise FencedError(
             f"generation {state.generation} has taken over this job on the outer log",
-            hint="another trainer restored it: the one that writes here is told at its next marker",
+            hint="stop the trainer that writes here; another one restored the job, and it ends at its next marker",
             generation=state.inner.newest_generation,
         )
 
@@ -260,8 +264,8 @@ class Relay:
             mine = state.commit(there.id)
             if mine is None or [end.chain for end in mine.ranks] != [end.chain for end in there.ranks]:
                 raise CorruptionError(
-                    f"the inner log does not have marker {there.id} as it was copied to the outer one",
-                    hint="the inner log was damaged or put back: restart the job, it restores from the outer one",
+                    f"marker {there.id} differs between the inner log and the outer log that it was copied to",
+                    hint="restart the job to restore from the outer log; the inner log was damaged or put back",
                     marker=there.id,
                 )
             pairs = zip(mine.ranks, there.ranks, strict=True)
@@ -302,7 +306,7 @@ class Relay:
             if time.monotonic() > deadline:
                 raise LogUnavailableError(
                     f"the outer log has acknowledged nothing for {PATIENCE_S:.0f} s",
-                    hint="bring it back; the relay goes on by itself",
+                    hint="repair the outer log; the relay then continues by itself",
                     uri=self._tiers.outer.uri,
                 )
 

@@ -73,10 +73,14 @@ def claim_both(
             if seen is not None and state.generation != seen:
                 raise FencedError(
                     f"another trainer has claimed generation {state.generation} since marker {parent} was restored",
-                    hint="only one trainer may run a job; stop one",
+                    hint="stop one of the two trainers: only one may run a job",
                     generation=state.generation,
                 )
-            log.warning("generation of marker %s begins a new base on both tiers, every table is sent: %s", parent, why)
+            log.warning(
+                "the generation after marker %s starts a new base on both tiers, so every table is sent: %s",
+                parent,
+                why,
+            )
             parent, swept = None, range(len(schema.tables))
         if parent is not None:
             _adopt(tiers, state, parent)
@@ -111,7 +115,7 @@ def relay_parent(tiers: Tiers, parent: MarkerId) -> None:
 def _why_no_parent(state: TierState, parent: MarkerId) -> str:
     """Return why a generation cannot be based on ``parent`` on both logs; empty if it can."""
     if parent not in state.outer.commits:
-        return "it was never copied to the outer tier, which has gone on"
+        return "it was never copied to the outer tier, which has newer markers"
     return _for_each_missing(state, parent, lambda _: None)
 
 
@@ -137,7 +141,7 @@ def _for_each_missing(state: TierState, parent: MarkerId, do: Callable[[Claim | 
                 return f"the inner log has lost marker {commit.id}"
             continue
         if claim.generation != newest or (last is not None and commit.id <= last.id):
-            return f"the inner log has gone on after marker {commit.id}"
+            return f"the inner log continued after marker {commit.id}"
         do(commit)
     return ""
 
@@ -157,7 +161,7 @@ def _adopt(tiers: Tiers, state: TierState, parent: MarkerId) -> None:
     last, job = away[-1], lineage.job
     nonce, now = uuid.uuid4().hex, time.time()
     inner.control.trim(Trim(job, last.generation, last.marker, tuple(away), tiers.outer.uri, nonce, now))
-    log.info("the inner log stands on marker %s of the outer tier", parent)
+    log.info("the inner log is now based on marker %s of the outer tier", parent)
 
 
 def _append(tiers: Tiers, record: Claim | Commit) -> None:
