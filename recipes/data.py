@@ -34,7 +34,7 @@ class Gone(argparse.Action):
     """A flag that recipes once had; it raises an error that names its successor."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        parser.error(f"{self.option_strings[0]} is gone: give {self.const}")
+        parser.error(f"{self.option_strings[0]} was removed: use {self.const}")
 
 
 GONE = {
@@ -167,7 +167,7 @@ class CriteoClicks:
         self.ends = np.cumsum([len(labels) for _, _, labels in self.arrays])
         self.rows = np.array(rows, dtype=np.int64)
         if not len(self):
-            raise UserError(f"{path}: it holds no samples")
+            raise UserError(f"{path}: the file has no samples")
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0

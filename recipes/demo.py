@@ -199,7 +199,7 @@ def act_1(folder: Path, flags: Sequence[str]) -> None:
         last_wait: float | None = None
         while last_wait is None or time.monotonic() < last_wait:
             if any(child.poll() is not None for child in children):
-                raise DemoError("a rank of act 1 ended by itself")
+                raise DemoError("a rank of act 1 ended early")
             if time.monotonic() > deadline:
                 raise DemoError(f"act 1 had {len(committed(folder))} markers after {TIMEOUT_S} s")
             if last_wait is None and len(committed(folder)) >= MARKERS_WANTED:
@@ -300,10 +300,10 @@ def main() -> int:
         run_rank(args.act, folder, flags)
         return 0
     if flags:
-        parser.error(f"unknown: {' '.join(flags)}")
+        parser.error(f"unknown arguments: {' '.join(flags)}")
     if folder.exists():
         if not (folder / "plan-1.json").exists():
-            parser.error(f"{folder} exists and is no folder of the demo")
+            parser.error(f"{folder} exists but was not created by the demo")
         shutil.rmtree(folder)
     started = time.monotonic()
     try:

@@ -195,7 +195,7 @@ def refusal(checkpointer: StreamCheckpointer) -> str:
         checkpointer.plan()
     except SchemaMismatchError as error:
         return str(error)
-    raise AssertionError("the changed model was taken for the old one")
+    raise AssertionError("the changed model was accepted as the old one")
 
 
 # ----------------------------------------------------------------------------- what the changed model has to hold
@@ -283,7 +283,9 @@ def run_week(number: int, folder: Path) -> dict[str, Any]:
 
 def show(first: dict[str, Any], second: dict[str, Any]) -> bool:
     """Print the fate of each part of the model. Returns whether all of it is as expected."""
-    console.print("\n[bold]Without a declaration the restore is refused[/], and says what would accept it:\n")
+    console.print(
+        "\n[bold]Without a declaration the restore is refused[/], and the error shows what would accept it:\n"
+    )
     console.print(second["refused"], markup=False)
     console.print(f"\n[bold]With it[/]: {second['restored']}")
     console.print("\n".join(f"  {line}" for line in second["changes"]), markup=False)
@@ -309,7 +311,7 @@ def main() -> int:
     folder = args.dir.absolute()
     if folder.exists():
         if not (folder / "log").exists():
-            parser.error(f"{folder} exists and is no folder of this demo")
+            parser.error(f"{folder} exists but was not created by this demo")
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     started = time.monotonic()
@@ -318,7 +320,7 @@ def main() -> int:
         console.print(f"[bold cyan]week {number + 1}[/] {week.world} ranks train {STEPS} steps: {', '.join(week.rows)}")
         reports.append(run_week(number, folder))
     if not show(*reports):
-        console.print(f"[red]the restored model is not what it must be[/] (see {folder})")
+        console.print(f"[red]the restored model differs from what was expected[/] (see {folder})")
         return 1
     console.print(f"[green]all that was kept is bit-identical[/] ({time.monotonic() - started:.0f} s)")
     if not args.keep:

@@ -62,7 +62,7 @@ class TextFormat:
         if len(fields) != expected:
             is_test_set = len(fields) == expected - 1 and number <= 2
             hint = "; is it the test set, which has no labels?" if is_test_set else ""
-            return f"{len(fields)} fields where {expected} are expected{hint}"
+            return f"expected {expected} fields, found {len(fields)}{hint}"
         fields = fields[self.has_id :]
         if fields[0] not in (b"0", b"1"):
             return f"label {show(fields[0])} is neither 0 nor 1"
@@ -92,7 +92,9 @@ def find_criteo(path: Path) -> tuple[list[Path], list[Path]]:
         text = [f for f in files if f.name.removesuffix(".gz").endswith((".txt", ".tsv", ".csv")) or "." not in f.name]
         text += [f for f in files if re.fullmatch(r"day_\d+\.gz", f.name)]
         if not triples and not text:
-            raise UserError(f"{path}: no Criteo data here: no day_N, *.txt, *.tsv, *.csv (or .gz of them), *_dense.npy")
+            raise UserError(
+                f"{path}: the folder has no Criteo data: no day_N, *.txt, *.tsv, *.csv (or .gz of them), *_dense.npy"
+            )
         if triples and text:
             raise UserError(f"{path}: holds both text and .npy files; name one of them")
     elif path.is_file() or path.with_name(f"{path.name}_dense.npy").is_file():
@@ -121,13 +123,11 @@ def load_triple(prefix: Path) -> Triple:
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, OSError, EOFError) as error:
-            raise UserError(f"{path}: not a .npy file that can be read: {error}") from error
+            raise UserError(f"{path}: the .npy file cannot be read: {error}") from error
         if part == "labels" and array.ndim == 1:
             array = array.reshape(-1, 1)
         if array.ndim != 2 or array.shape[1] != columns or array.dtype.kind not in kinds:
-            raise UserError(
-                f"{path}: shape {array.shape} and type {array.dtype} where (samples, {columns}) is expected"
-            )
+            raise UserError(f"{path}: expected the shape (samples, {columns}), found {array.shape} of {array.dtype}")
         arrays.append(array)
     dense, sparse, labels = arrays
     if not len(dense) == len(sparse) == len(labels):

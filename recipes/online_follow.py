@@ -58,7 +58,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--verify", action="store_true", help="compare the tables of every marker, bit by bit")
     args = parser.parse_args(argv)
     if args.stream_ckpt.startswith("kafka://") and args.store is None:
-        parser.error("--stream_ckpt kafka://... needs --store URL, for the dense state")
+        parser.error("--stream_ckpt kafka://... needs --store URL for the dense state")
     if args.verify and args.mode == "rows":
         parser.error("--verify compares with markers: --mode rows has newer rows over them")
     return args

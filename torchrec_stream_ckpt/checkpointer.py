@@ -93,7 +93,7 @@ class StreamCheckpointer:
         on_commit: Callable[[MarkerReport], object] | None = None,
     ) -> None:
         if not dist.is_initialized():
-            raise ConfigError("torch.distributed is not initialized", hint="init_process_group() comes first")
+            raise ConfigError("torch.distributed is not initialized", hint="call init_process_group() first")
         self._config = config.inner
         signals = Signals(config.on_signal, config.signal_s)
         signals.check()

@@ -61,7 +61,7 @@ def marker(text: str) -> str:
     """Parse ``latest``, ``none``, ``GENERATION:MARKER`` or ``best:auc:max`` (an argparse type)."""
     if text not in ("latest", "none") and not re.fullmatch(r"\d{1,9}:\d{1,18}|best:[\w.-]{1,64}:(max|min)", text):
         raise argparse.ArgumentTypeError(
-            f"'{text}' is not latest, none or GENERATION:MARKER (for example 2:17), nor best:auc:max (best:auc:max)"
+            f"'{text}' is not latest, none or GENERATION:MARKER (such as 2:17), nor best:KEY:max (such as best:auc:max)"
         )
     return text
 
@@ -242,7 +242,7 @@ def _read_run_flags(args: argparse.Namespace) -> None:
             try:
                 setattr(args, name, text.split() if flag.action == "append" else flag.parse(text))
             except argparse.ArgumentTypeError as error:
-                raise ConfigError(f"the environment variable {variable}: {error}") from None
+                raise ConfigError(f"environment variable {variable}: {error}") from None
 
 
 def _given_without_stream(args: argparse.Namespace) -> str | None:
@@ -323,5 +323,5 @@ def restore_from(args: argparse.Namespace, checkpointer: Restorable) -> Restored
 def _said(restored: Restored | None) -> Restored | None:
     """Log the report of a changed model, and return the restored state."""
     if restored is not None and restored.evolved is not None:
-        log.info("the model has changed:\n%s", "\n".join(restored.evolved.lines()))
+        log.info("the model changed:\n%s", "\n".join(restored.evolved.lines()))
     return restored

@@ -61,9 +61,9 @@ def unit_state(unit: Any, model: nn.Module, *, but: Collection[str] = ()) -> dic
     left = sorted({*others, *unit.tracked_misc_statefuls()} - {*but})
     if left:
         raise ConfigError(
-            f"the {type(unit).__name__} tracks {', '.join(left)}, which no marker would hold",
-            hint=f"name it in unit_state(..., but=[{left[0]!r}]), and hand it over in stateful or stateful_per_rank "
-            "if it is to come back",
+            f"the {type(unit).__name__} tracks {', '.join(left)}, which markers would not save",
+            hint=f"name it in unit_state(..., but=[{left[0]!r}]), and pass it in stateful or stateful_per_rank "
+            "to restore it",
         )
     return state
 
@@ -110,7 +110,7 @@ class StreamCheckpointCallback(Callback):  # type: ignore[misc]
         close: bool = True,
     ) -> None:
         if every_n_epochs is not None and every_n_epochs < 1:
-            raise ConfigError(f"every_n_epochs must be at least 1, it is {every_n_epochs}")
+            raise ConfigError(f"every_n_epochs must be at least 1, got {every_n_epochs}")
         self._checkpointer = checkpointer
         self._restore = restore
         self._every_n_epochs = every_n_epochs
@@ -135,8 +135,8 @@ class StreamCheckpointCallback(Callback):  # type: ignore[misc]
         """
         if _TRAINED not in self._checkpointer.schema().stateful:
             raise ConfigError(
-                "the checkpointer does not hold the progress of the unit",
-                hint="StreamCheckpointer(..., stateful={**unit_state(unit, model), ...})",
+                "the checkpointer does not save the progress of the unit",
+                hint="pass StreamCheckpointer(..., stateful={**unit_state(unit, model), ...})",
             )
         if self._restore is not False:
             self.restored = self._checkpointer.restore(None if self._restore is True else self._restore)

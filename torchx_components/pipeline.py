@@ -76,9 +76,13 @@ def stream_ckpt(
     roles.check_uri(uri, "--uri")
     for flag in ("--stream_ckpt", "--store"):
         if roles.values_of(flag, recipe_args):
-            roles.refuse(f"{flag} after --: give --uri and --store to the component, they go to all roles")
+            roles.refuse(
+                f"{flag} must not follow --: pass --uri and --store to the component, which gives them to all roles"
+            )
     if materializers < 1:
-        roles.refuse(f"--materializers {materializers}: at least 1; without any, use train.py:dlrm")
+        roles.refuse(
+            f"--materializers must be at least 1, got {materializers}; without a materializer, use train.py:dlrm"
+        )
     files = {"store_options": store_options, "kafka_options": kafka_options, "commit_key_file": commit_key_file}
     given = {flag: path for flag, path in files.items() if path is not None}
     app = train.dlrm(
@@ -110,7 +114,7 @@ def stream_ckpt(
     app.roles.append(materializer)
     if broker is not None:
         if roles.parse_nodes(j)[1] > 1:
-            roles.refuse(f"--broker answers on loopback only: -j {j} must be one node, 1xPROCS")
+            roles.refuse(f"--broker answers only on loopback, so -j must be one node, 1xPROCS, got {j}")
         for role in app.roles:
             roles.wait_for_broker(role, broker)
         app.roles.append(roles.broker(broker, uri, image=image, env=dict(env or {}), resource=resource))

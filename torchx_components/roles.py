@@ -54,11 +54,11 @@ def parse_nodes(j: str) -> tuple[int, int, int]:
     """
     found = re.fullmatch(r"(?:(\d{1,6}):)?(\d{1,6})x(\d{1,6})", j)
     if found is None:
-        refuse(f"-j {j}: the form is [MIN:]NODESxPROCS: 1x2 is one node of two processes, 1:3x8 one to three of eight")
+        refuse(f"-j must be [MIN:]NODESxPROCS, got {j}: 1x2 is one node of two processes, 1:3x8 one to three of eight")
     nodes, procs = int(found[2]), int(found[3])
     smallest = int(found[1]) if found[1] is not None else nodes
     if not 1 <= smallest <= nodes or procs < 1:
-        refuse(f"-j {j}: MIN, NODES and PROCS are at least 1, and MIN is at most NODES: for example 1:3x8")
+        refuse(f"-j {j}: MIN, NODES and PROCS must be at least 1, and MIN at most NODES, such as 1:3x8")
     return smallest, nodes, procs
 
 
@@ -72,28 +72,28 @@ def check_flags(recipe_args: Sequence[str], ranks: int) -> None:
     """Refuse flags here that every rank of the job would refuse, minutes later and on another machine."""
     for size in values_of("--batch_size", recipe_args):
         if size.isdecimal() and int(size) < ranks:
-            refuse(f"--batch_size {size} is the global batch, and smaller than the number of ranks, {ranks}")
+            refuse(f"--batch_size must be at least the number of ranks, {ranks}, got {size}: it is the global batch")
     for uri in values_of("--stream_ckpt", recipe_args):
         check_uri(uri, "--stream_ckpt")
         if uri.startswith("kafka://") and not values_of("--store", recipe_args):
-            refuse(f"--stream_ckpt {uri} needs --store URL, for the dense state: for example --store s3://BUCKET/JOB")
+            refuse(f"--stream_ckpt {uri} needs --store URL for the dense state, such as --store s3://BUCKET/JOB")
 
 
 def check_uri(uri: str, flag: str) -> None:
     if not re.match(r"file://.|kafka://[^/]+/.", uri):
-        refuse(f"{flag} {uri}: the form is file://DIR or kafka://HOST:PORT,.../JOB")
+        refuse(f"{flag} must be file://DIR or kafka://HOST:PORT,.../JOB, got {uri}")
 
 
 def check_rendezvous(conf: str) -> None:
     if not re.fullmatch(r"\w+=[^,=\s]+(,\w+=[^,=\s]+)*", conf):
-        refuse(f"--rdzv_conf {conf}: the form is KEY=VALUE,KEY=VALUE: for example {ELASTIC_RENDEZVOUS}")
+        refuse(f"--rdzv_conf must be KEY=VALUE,KEY=VALUE, such as {ELASTIC_RENDEZVOUS}, got {conf}")
 
 
 def check_gpus(role: Role, procs: int) -> None:
     """Refuse more processes than GPUs; a node without GPUs trains on CPUs."""
     gpus = role.resource.gpu
     if 0 < gpus < procs:
-        refuse(f"{procs} processes do not fit a node of {gpus} GPUs: -j NODESx{gpus}, or a larger --gpu or -h")
+        refuse(f"{procs} processes do not fit a node of {gpus} GPUs: pass -j NODESx{gpus}, or a larger --gpu or -h")
 
 
 def node_size(procs: int, *, cpu: int, gpu: int, mem_mb: int) -> tuple[int, int]:
@@ -105,7 +105,7 @@ def node_size(procs: int, *, cpu: int, gpu: int, mem_mb: int) -> tuple[int, int]
 def add_efa(role: Role, efa: int) -> None:
     """Request EFA devices; 0 keeps the devices of a named resource of TorchX."""
     if efa < 0:
-        refuse(f"--efa {efa}: the number of EFA devices of a node, 0 or more")
+        refuse(f"--efa must be the number of EFA devices of a node, 0 or more, got {efa}")
     if efa:
         role.resource.devices[EFA_DEVICE] = efa
 
@@ -134,7 +134,7 @@ def add_to_torchrun(app: AppDef, *options: str) -> None:
     """
     role = app.roles[0]
     command = role.args[-1]
-    assert command.startswith("torchrun "), f"this version of TorchX starts something else: {command}"
+    assert command.startswith("torchrun "), f"this version of TorchX starts an unknown command: {command}"
     role.args[-1] = f"torchrun {shlex.join(options)} {command.removeprefix('torchrun ')}"
 
 
@@ -168,7 +168,7 @@ def broker(folder: str, uri: str, *, image: str, env: dict[str, str], resource: 
     """Return the role that runs a Kafka broker on loopback; the broker ends with the role."""
     found = re.fullmatch(r"kafka://(?:127\.0\.0\.1|localhost):(\d{1,5})/.+", uri)
     if found is None:
-        refuse(f"--broker runs one on loopback: --uri {uri} must be kafka://127.0.0.1:PORT/JOB")
+        refuse(f"--broker requires --uri kafka://127.0.0.1:PORT/JOB, got {uri}")
     start = shlex.join(["stream-ckpt", "broker", "start", "--dir", folder, "--port", found[1], "--with-parent"])
     return Role(
         name="broker",

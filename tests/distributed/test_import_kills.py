@@ -123,9 +123,7 @@ def test_an_import_that_is_killed_is_begun_anew_by_the_next_one(
         return
     assert listed["markers"] == []
     if generation is not None:
-        assert (
-            "generation 1 is an import that has not ended" in CliRunner().invoke(app, ["list", f"file://{log}"]).output
-        )
+        assert "generation 1 is an unfinished import" in CliRunner().invoke(app, ["list", f"file://{log}"]).output
         (said,) = pool.run(1, refused, config(log), "restore")
         assert "an import into this log has not committed a marker" in said
         assert "run the same `stream-ckpt import` again" in said

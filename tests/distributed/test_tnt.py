@@ -246,8 +246,8 @@ def _refusals(uri: str) -> dict[str, str]:
 
 def test_what_no_marker_would_hold_is_refused_by_name(tmp_path: Path, pool: Pool) -> None:
     (said,) = pool.run(1, _refusals, f"file://{tmp_path}")
-    assert "does not hold the progress of the unit" in said["no progress"]
-    assert "every_n_epochs must be at least 1, it is 0" in said["no epochs"]
-    assert "the Unit tracks average, metric, which no marker would hold" in said["more state"]
+    assert "does not save the progress of the unit" in said["no progress"]
+    assert "every_n_epochs must be at least 1, got 0" in said["no epochs"]
+    assert "the Unit tracks average, metric, which markers would not save" in said["more state"]
     assert said["handed over"] == "eval_progress, train_progress, schedule_schedule"
     assert "7:7" in said["no such marker"]

@@ -98,7 +98,7 @@ def _run(uri: str, stop: int | None) -> Watch:
     train_dataloader = TrackedLoader(DataLoader(range(SAMPLES), batch_sampler=sampler, collate_fn=batch_of))
     own = torch.Generator()  # an evaluation draws nothing from the random state of the job
     eval_dataloader = DataLoader(ReadyMade(rank, world_size), batch_size=None, generator=own)
-    with pytest.raises(ConfigError, match="tracks train_auroc, which no marker would hold"):
+    with pytest.raises(ConfigError, match="tracks train_auroc, which markers would not save"):
         unit_state(my_unit, model)
     held = {"loader": train_dataloader, **unit_state(my_unit, model, but=["train_auroc"])}
     ckpt = StreamCheckpointer(model, optimizer, config=config, stateful=held)

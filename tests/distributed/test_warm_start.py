@@ -121,7 +121,7 @@ def test_a_changed_model_begins_in_another_job_and_goes_on_from_its_own_markers(
     uri = f"file://{tmp_path}/log"
     shown, listed = (CliRunner().invoke(app, [*words, uri]) for words in (["show"], ["list", "--tree"]))
     assert f"generation 1 began in marker 1:2 of job {theirs}, by declared changes" in shown.output, shown.output
-    assert f"it began in marker 1:2 of job {theirs}" in "".join(listed.output.split("\n")), listed.output
+    assert f"started from marker 1:2 of job {theirs}" in "".join(listed.output.split("\n")), listed.output
 
 
 def broken(settings: StreamConfig, source: str, fuse: str, where: int, report: Path) -> None:

@@ -110,7 +110,7 @@ def test_a_signal_ends_a_scrub_at_its_place_and_says_so(job: Job) -> None:
     said = output.read_text()
     assert process.exitcode == 1, said
     assert "ended early" in said
-    assert "the same command goes on from here" in said
+    assert "the same command continues from here" in said
     status, record = scrub(job)
     assert (status, record["pass"], record["ended"]) == (0, 1, True)
 

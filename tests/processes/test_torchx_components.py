@@ -46,7 +46,7 @@ def test_a_log_in_kafka_without_a_store_is_refused(args: tuple[str, ...]) -> Non
 @pytest.mark.parametrize("uri", ["ckpt", "/ckpt", "file://", "kafka://k1:9092", "kafka:///ads", "http://k1/ads"])
 def test_a_log_of_another_form_is_refused_with_the_form(uri: str) -> None:
     for build in (lambda: dlrm("--stream_ckpt", uri), lambda: stream_ckpt(uri=uri, store="file:///store")):
-        with pytest.raises(ComponentValidationException, match=r"the form is file://DIR or kafka://HOST:PORT"):
+        with pytest.raises(ComponentValidationException, match=r"must be file://DIR or kafka://HOST:PORT"):
             build()
 
 
@@ -56,7 +56,7 @@ def test_every_log_of_a_tee_is_checked() -> None:
 
 
 def test_more_ranks_than_samples_are_refused() -> None:
-    with pytest.raises(ComponentValidationException, match="smaller than the number of ranks, 8"):
+    with pytest.raises(ComponentValidationException, match="at least the number of ranks, 8"):
         dlrm("--batch_size", "7", j="1:2x4")
     assert dlrm("--batch_size=8", j="1:2x4").roles[0].num_replicas == 2
 
@@ -158,12 +158,12 @@ def test_flags_that_the_materializer_does_not_take_are_refused(flags: list[str],
 
 def test_a_second_log_behind_the_pipeline_is_refused() -> None:
     for flag in ("--stream_ckpt", "--store"):
-        with pytest.raises(ComponentValidationException, match="give --uri and --store to the component"):
+        with pytest.raises(ComponentValidationException, match="pass --uri and --store to the component"):
             stream_ckpt(flag, "file:///other", uri="file:///log", store="file:///store")
 
 
 def test_a_broker_for_trials_is_loopback_on_one_node() -> None:
-    with pytest.raises(ComponentValidationException, match=r"must be kafka://127\.0\.0\.1:PORT/JOB"):
+    with pytest.raises(ComponentValidationException, match=r"requires --uri kafka://127\.0\.0\.1:PORT/JOB"):
         stream_ckpt(uri=KAFKA, store="file:///store", broker="b")
     with pytest.raises(ComponentValidationException, match="must be one node"):
         stream_ckpt(uri="kafka://127.0.0.1:9092/ads", store="file:///store", broker="b", j="2x1")
@@ -205,7 +205,7 @@ def test_help_tells_of_every_argument(component: str) -> None:
 def test_a_mistake_ends_torchx_run_with_a_message_and_no_traceback() -> None:
     done = torchx("run", "-s", "slurm", TRAIN, "-j", "2")
     assert done.returncode == 1
-    assert "-j 2: the form is [MIN:]NODESxPROCS" in done.stderr
+    assert "-j must be [MIN:]NODESxPROCS, got 2" in done.stderr
     assert "Traceback" not in done.stderr
 
 

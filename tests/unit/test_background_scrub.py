@@ -42,7 +42,7 @@ def job(tmp_path: Path) -> Job:
         (["--scrub-bytes-per-s", "-20MB"], "'-20MB' is not a rate"),
         (
             ["--scrub-bytes-per-s", "20MB", "--once"],
-            "--scrub-bytes-per-s scrubs while the command waits, and --once does not wait",
+            "--scrub-bytes-per-s scrubs while the command waits, but --once does not wait",
         ),
     ],
 )

@@ -174,7 +174,7 @@ def test_a_marker_that_has_the_changes_says_so(tmp_path: Path, monkeypatch: pyte
 
 
 def test_mistakes_end_with_what_to_try(job: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no model to compare"):
+    with pytest.raises(ConfigError, match="a model to compare"):
         run(job)
     with pytest.raises(ConfigError, match="the schema cannot be read"):
         run(job, "--schema", "nowhere.json")

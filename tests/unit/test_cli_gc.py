@@ -71,7 +71,9 @@ def markers(history: History, *arguments: str) -> dict[str, dict[str, Any]]:
 
 def test_gc_without_an_option_to_keep_deletes_nothing_and_says_so(history: History) -> None:
     before = stores.contents(history.objects)
-    assert "nothing was deleted: say what to keep" in run("gc", f"file://{history.root}", "--store", str(history.root))
+    assert "nothing was deleted: name the markers to keep" in run(
+        "gc", f"file://{history.root}", "--store", str(history.root)
+    )
     (record,) = gc(history)
     assert (record["dry_run"], record["kept"], record["deleted"]) == (True, ["1:1", "1:2", "1:3", "2:3", "2:4"], [])
     assert stores.contents(history.objects) == before
@@ -205,7 +207,7 @@ def test_each_job_of_a_store_is_looked_at(history: History) -> None:
     assert [record["job"] for record in gc(history, "--newest", "1", "--job", job.upper(), "--no-log")] == [job]
     assert [record["job"] for record in gc(history, "--newest", "1")] == [job]
     assert gc(history, "--newest", "1", "--job", job.upper())[0]["job"] == job
-    with pytest.raises(ConfigError, match="the log is of job"):
+    with pytest.raises(ConfigError, match="the log belongs to job"):
         gc(history, "--newest", "1", "--job", other)
 
 

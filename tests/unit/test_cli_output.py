@@ -180,7 +180,7 @@ def test_markers_that_a_stopped_materializer_leaves_are_not_missing() -> None:
 
 
 def test_a_relay_without_an_outer_log_says_what_makes_one(job: PaperJob, tmp_path: Path) -> None:
-    with pytest.raises(MarkerNotFoundError, match="there is no log at OUTER") as error:
+    with pytest.raises(MarkerNotFoundError, match="OUTER has no log") as error:
         run("relay", f"file://{job.root}", f"file://{tmp_path}/outer", "--once")
     assert "--stream_ckpt INNER --stream_ckpt OUTER" in error.value.hint
 

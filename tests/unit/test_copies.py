@@ -307,7 +307,7 @@ def test_doctor_says_how_much_is_copied(root: Path) -> None:
     for marker in (4, 5, 6):
         FileLog(root).append_control(commit(2, marker).to_frame())
     assert look()["verdict"] == "warning"
-    assert "3 records are not there" in look()["found"]
+    assert "3 records are missing" in look()["found"]
     os.truncate(root / "control.log", offsets(root)[5])
     assert look()["verdict"] == "bad"
     assert "stream-ckpt recover" in look()["hint"]

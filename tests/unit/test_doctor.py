@@ -98,7 +98,7 @@ def test_a_store_is_asked_whether_it_refuses_names_that_are_taken(tmp_path: Path
     before = contents(open_store(str(store_of(job))))
     for store, said in (
         ([], []),
-        (["--store", str(store_of(job))], [f"file://{store_of(job)} refuses a name that is taken"]),
+        (["--store", str(store_of(job))], [f"file://{store_of(job)} refuses a name that exists"]),
     ):
         found = json.loads(CliRunner().invoke(app, ["doctor", f"file://{job.root}", *store, "--json"]).stdout)
         assert [each["found"] for each in found if each["check"] == "conditional puts"] == said

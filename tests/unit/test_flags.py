@@ -202,8 +202,8 @@ def test_a_warm_start_reaches_the_checkpointer_and_its_options_do_not_go_with_ot
         ((*mine, "kafka://h/j", "--warm_start_store", "y"), "does not name a broker as HOST:PORT"),
         ((*mine, "file://a@1:2", "--warm_start", "file://b@1:3"), "must be one marker, got 1:2 and 1:3"),
         ((*mine, "kafka://h:1/j", "--warm_start", "file://b"), "the nearest tier must be a folder"),
-        ((*mine, "file://a", "--restore", "latest"), "leave out --restore"),
-        ((*mine, "file://a", "--standby", "5"), "leave out --warm_start"),
+        ((*mine, "file://a", "--restore", "latest"), "omit --restore"),
+        ((*mine, "file://a", "--standby", "5"), "omit --warm_start"),
     ):
         with pytest.raises(ConfigError, match=message):
             config_from(parse(*argv))
@@ -270,7 +270,7 @@ def test_a_spare_stands_by_instead_of_restoring() -> None:
 
 
 def test_a_spare_takes_no_other_marker_and_needs_a_stream() -> None:
-    with pytest.raises(ConfigError, match="leave out --restore"):
+    with pytest.raises(ConfigError, match="omit --restore"):
         config_from(parse("--stream_ckpt", "file://x", "--standby", "7.5", "--restore", "1:2"))
     with pytest.raises(ConfigError, match="--standby needs --stream_ckpt"):
         config_from(parse("--standby", "7.5"))

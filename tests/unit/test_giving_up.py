@@ -154,7 +154,7 @@ def test_a_base_that_was_damaged_is_read_around_before_a_marker_counts_as_lost(t
         (("--give-up", "1:2"), ConfigError, "marker 1:2 is pinned", "stream-ckpt unpin URI 1:2"),
         (("--give-up", "1:2", "--force"), ConfigError, "marker 1:2 is pinned", "stream-ckpt unpin URI 1:2"),
         (("--give-up", "all"), ConfigError, "'all' is not a marker", "GENERATION:MARKER"),
-        (("--newest", "1", "--force"), ConfigError, "--force is for markers that are named", "--give-up"),
+        (("--newest", "1", "--force"), ConfigError, "--force requires named markers", "--give-up"),
     ],
 )
 def test_names_that_make_no_sense_are_refused(

@@ -163,7 +163,7 @@ def test_until_closed_ends_with_a_finished_job_and_with_no_other(job: Job) -> No
     status, events, _ = command(f"file://{job.root}", "--store", str(store_of(job)), "--until-closed", "--json")
     assert (status, [each["event"] for each in events]) == (0, ["start", "ended", "stop"])
     assert line(Event("ended", {"outcome": "preempted", "reason": "SIGTERM", "step": 7})) == (
-        "the job was preempted at step 7 (SIGTERM); another trainer may go on"
+        "the job was preempted at step 7 (SIGTERM); another trainer may continue"
     )
     status, _, said_ = command(f"file://{job.root}", "--once", "--until-closed")
     assert (status, "leave out one of the two" in said_) == (1, True)

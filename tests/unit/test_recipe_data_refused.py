@@ -26,14 +26,14 @@ from tests.unit.test_recipe_data import (
 from torchrec_stream_ckpt.errors import ConfigError
 
 BROKEN = [
-    (lambda f: f[:-1], "39 fields where 40 are expected\n"),
-    (lambda f: [*f, "68fd1e64"], "41 fields where 40 are expected"),
+    (lambda f: f[:-1], "expected 40 fields, found 39\n"),
+    (lambda f: [*f, "68fd1e64"], "expected 40 fields, found 41"),
     (lambda f: ["2", *f[1:]], "label '2' is neither 0 nor 1"),
     (lambda f: [f[0], "", "12a", *f[3:]], "I2 '12a' is not an integer"),
     (lambda f: [f[0], "1.5", *f[2:]], "I1 '1.5' is not an integer"),
     (lambda f: [*f[:14], "xyz", *f[15:]], "C1 'xyz' is not a hash of at most 8 hexadecimal digits"),
     (lambda f: [*f[:39], "0x12345678"], "C26 '0x12345678' is not a hash"),
-    (lambda f: [""], "1 fields where 40 are expected"),
+    (lambda f: [""], "expected 40 fields, found 1"),
 ]
 
 
@@ -65,7 +65,7 @@ def test_bytes_that_are_not_text_are_not_printed(tmp_path: Path, junk: bytes) ->
 def test_a_test_set_without_labels_is_recognized(tmp_path: Path) -> None:
     (tmp_path / "test.txt").write_text(tsv([line[1:] for line in FIELDS]))
     with pytest.raises(
-        files.UserError, match=r"test\.txt:1: 39 fields where 40 .* is it the test set, which has no labels"
+        files.UserError, match=r"test\.txt:1: expected 40 fields, found 39; is it the test set, which has no labels"
     ):
         list(open_loader(tmp_path / "test.txt"))
 
@@ -86,7 +86,7 @@ def test_bad_lines_are_left_out_by_a_conversion_up_to_the_limit(
     assert files.convert(path, tmp_path / "arrays", 3) == 100
     assert flat(open_loader(tmp_path / "arrays", 10)) == good
     assert "skipped bad line 1 of at most 3" in caplog.text
-    assert "train.txt:4: 1 fields where 40 are expected" in caplog.text
+    assert "train.txt:4: expected 40 fields, found 1" in caplog.text
     with pytest.raises(
         files.UserError, match=rf"train\.txt:{len(FIELDS) + 3}: .*\(2 bad lines were skipped before it\)"
     ):
@@ -124,7 +124,7 @@ REFUSED = [
     ("train.zip", b"PK\x03\x04....", "a zip archive; unpack it first"),
     ("noise.bin", bytes(range(256)), "not Criteo data"),
     ("part.npy", b"\x93NUMPY", r"not one of \*_dense\.npy"),
-    ("a_dense.npy", b"\x93NUMPY", "not a .npy file that can be read"),
+    ("a_dense.npy", b"\x93NUMPY", "the .npy file cannot be read"),
     ("day_0.gz", b"\x1f\x8b\x08broken", "cannot be read"),
 ]
 
@@ -149,7 +149,7 @@ def test_a_cut_gzip_file_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_folders_without_or_with_two_kinds_of_data_are_refused(tmp_path: Path) -> None:
     (tmp_path / "picture.png").touch()
-    with pytest.raises(files.UserError, match="no Criteo data here"):
+    with pytest.raises(files.UserError, match="the folder has no Criteo data"):
         open_loader(tmp_path)
     write_tsv(tmp_path)
     write_npy(tmp_path)

@@ -35,9 +35,9 @@ STREAM = ["--stream_ckpt", "file://x"]
 CRITEO = ["--data", "x"]
 WRONG = [
     (["--synthetic", "netflix"], "invalid choice: 'netflix'"),
-    (["--dataset", "criteo"], "--dataset is gone: give --data PATH for files, and nothing for made samples"),
-    (["--criteo_path", "x"], "--criteo_path is gone: give --data PATH"),
-    (["--criteo_path=x"], "--criteo_path is gone: give --data PATH"),
+    (["--dataset", "criteo"], "--dataset was removed: use --data PATH for files, and nothing for made samples"),
+    (["--criteo_path", "x"], "--criteo_path was removed: use --data PATH"),
+    (["--criteo_path=x"], "--criteo_path was removed: use --data PATH"),
     (["--skip_bad_lines", "1"], "recipes.files FILE --skip_bad_lines N"),
     ([*CRITEO, "--synthetic", "small"], "--synthetic: not allowed with argument --data"),
     ([*CRITEO, "--ids_per_lookup", "3"], "--ids_per_lookup is of made clicks: leave it out with --data"),

@@ -31,9 +31,9 @@ RECIPES = (*OF_RATINGS, *OF_CLICKS)
         (["--embedding_dim", "18"], "--embedding_dim 18 is not a multiple of 4"),
         (["--sharding", "grid"], "invalid choice: 'grid'"),
         (["--learning_rate", "-1"], "-1 is not above zero"),
-        (["--criteo", "x"], "--criteo is gone: give --data PATH"),
-        (["--ratings", "x"], "--ratings is gone: give --data PATH"),
-        (["--limit_samples", "9"], "--limit_samples is gone: give --limit_train_batches N"),
+        (["--criteo", "x"], "--criteo was removed: use --data PATH"),
+        (["--ratings", "x"], "--ratings was removed: use --data PATH"),
+        (["--limit_samples", "9"], "--limit_samples was removed: use --limit_train_batches N"),
         (["--data", "x", "--synthetic", "small"], "--synthetic: not allowed with argument --data"),
     ],
 )
@@ -103,7 +103,7 @@ def test_clicks_are_read_and_a_bad_line_is_told_with_its_number(name: str, tmp_p
         ids = [ids for (ids,) in (batch.sparse_features[key].to_dense()[place].tolist() for key in keys_of(batch))]
         assert ids == [int(f or "0", 16) % 5000 for f in line[14:]]
     for bad, fault in (
-        (fields[0][:-1], "39 fields where 40 are expected"),
+        (fields[0][:-1], "expected 40 fields, found 39"),
         (["2", *fields[0][1:]], "label '2' is neither 0 nor 1"),
         ([*fields[0][:-1], "xyz"], "C26 'xyz' is not a hash"),
         ([*fields[0][:5], "1.5", *fields[0][6:]], "I5 '1.5' is not an integer"),
@@ -118,7 +118,7 @@ def test_a_file_that_is_not_there_or_no_text_is_told(name: str, tmp_path: Path) 
     of_ratings = name in OF_RATINGS
     with pytest.raises(files.UserError, match=r"[Nn]o such file or directory"):
         data_of(name, "--data", str(tmp_path / "none"))
-    with pytest.raises(files.UserError, match="Is a directory" if of_ratings else "no Criteo data here"):
+    with pytest.raises(files.UserError, match="Is a directory" if of_ratings else "the folder has no Criteo data"):
         data_of(name, "--data", str(tmp_path))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(files.UserError, match="not a text file" if of_ratings else "not Criteo data"):

@@ -43,10 +43,10 @@ def test_calls_that_are_wrong_are_refused(job: Job, tmp_path: Path) -> None:
     log, store = f"file://{job.root}", str(store_of(job))
     for arguments, said in (
         ([], "scrub needs the job's log"),
-        ([log, "--no-log", "--store", store], "both a log and --no-log"),
+        ([log, "--no-log", "--store", store], "a log and --no-log exclude each other"),
         (["--no-log"], "--no-log needs the store"),
         (["--no-log", "--store", store, "--repair"], "--repair needs the job's log"),
-        ([log, "--store", store, "--job", "0" * 32], "the log is of job"),
+        ([log, "--store", store, "--job", "0" * 32], "the log belongs to job"),
         (["--no-log", "--store", store, "--job", "xyz"], "is not a job's id"),
     ):
         with pytest.raises(ConfigError, match=said) as told:
@@ -199,7 +199,7 @@ def test_a_store_that_may_only_be_read_is_scrubbed_and_keeps_no_place(
     done = invoke(f"file://{job.root}", "--store", str(store_of(job)))
     assert done.exit_code == 0, done.output
     assert "nothing is damaged" in done.stdout
-    assert "Warning: the place of this scrub is not kept: cannot write" in done.stderr
+    assert "Warning: the progress of this scrub cannot be saved: cannot write" in done.stderr
     assert list(store_of(job).glob(f"{SCRUB_DIR}/*/*")) == []
 
 

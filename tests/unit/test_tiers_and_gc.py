@@ -154,7 +154,7 @@ def test_the_command_names_what_it_passed_over_and_fails(job: TieredJob) -> None
     flip(job, 4)
     done = CliRunner().invoke(app, ["relay", *job.settings.uris, "--once"])
     assert done.exit_code == 1
-    assert "the outer tier does not get marker 1:4, and goes on: " in done.output
+    assert "marker 1:4 cannot be copied to the outer tier and is skipped: " in done.output
     assert outer(job)[-1] == "1:8"
 
 

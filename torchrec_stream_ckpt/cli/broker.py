@@ -50,7 +50,7 @@ def stop(directory: Dir, as_json: Json = False) -> None:
     if as_json:
         _print_json(broker.status(), stopped=stopped)
         return
-    typer.echo("broker stopped, its data stay" if stopped else "no broker runs in this folder")
+    typer.echo("broker stopped; its data remain" if stopped else "no broker runs in this folder")
 
 
 @app.command()

@@ -46,12 +46,14 @@ def open_job(job: Job, *, warn: bool = True) -> Iterator[Job]:
             lineage = job.control.refresh()  # a CLAIM is durable before the first row
             if not (lineage.claims or lineage.unsigned):
                 raise CorruptionError(
-                    f"{rows.what} rows, but {rows.control}, which says which job wrote them, is gone or empty",
-                    hint=f"put it back: stream-ckpt recover {job.uri} --store {job.store or 'URL'}",
+                    f"{rows.what} rows, but {rows.control}, which names the job that wrote them, is missing or empty",
+                    hint=f"run stream-ckpt recover {job.uri} --store {job.store or 'URL'}",
                     path=rows.place,
                 )
         if job.log.incarnation() is None:
-            raise MarkerNotFoundError("there is no log here", hint="check the URI; a job makes its log", uri=job.uri)
+            raise MarkerNotFoundError(
+                "there is no log here", hint="check the URI; a job creates its log when it starts", uri=job.uri
+            )
         job.control.refresh()
         if warn:
             _warn(job)
@@ -81,7 +83,7 @@ def check_named_store(job: Job) -> None:
     if not held:
         raise MarkerNotFoundError(
             "the store holds nothing of this job",
-            hint=f"check --store, or leave it out: the job keeps its markers in {printable(kept)}",
+            hint=f"check --store, or omit it: the job keeps its markers in {printable(kept)}",
             store=job.objects.url,
             job=job.lineage.job.hex(),
         )
@@ -108,7 +110,9 @@ def parse_job(text: str) -> bytes:
         ConfigError: it is not a job's id.
     """
     if not re.fullmatch(r"[0-9a-fA-F]{32}", text):
-        raise ConfigError(f"{text!r} is not a job's id", hint="give its 32 hex digits, as stream-ckpt show prints them")
+        raise ConfigError(
+            f"{text!r} is not a job's id", hint="pass its 32 hex digits, as printed by stream-ckpt show"
+        )
     return bytes.fromhex(text)
 
 
@@ -119,7 +123,7 @@ def check_same_job(named: str | None, lineage: Lineage) -> None:
         ConfigError: it names another job.
     """
     if named is not None and parse_job(named) != lineage.job:
-        raise ConfigError(f"--job is {named}, the log is of job {lineage.job.hex()}", hint="leave out one of them")
+        raise ConfigError(f"--job is {named}, but the log belongs to job {lineage.job.hex()}", hint="omit one of them")
 
 
 def check_log(uri: str | None, why: str, hint: str, *, no_log: bool) -> None:
@@ -131,7 +135,7 @@ def check_log(uri: str | None, why: str, hint: str, *, no_log: bool) -> None:
     if uri is None and not no_log:
         raise ConfigError(why, hint=hint)
     if uri is not None and no_log:
-        raise ConfigError("both a log and --no-log are given", hint="leave out --no-log as long as there is a log")
+        raise ConfigError("a log and --no-log exclude each other", hint="omit --no-log while the log exists")
 
 
 def console(pipe: int = 10_000) -> Console:

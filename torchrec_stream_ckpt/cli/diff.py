@@ -105,10 +105,10 @@ def _print(pair: tuple[Commit, Commit], found: list[TableDiff], dense: DenseDiff
         shown.add_row(name, *cells, states or "-", *([plain(each.note) or "-"] * noted))
     out.print(shown)
     if dense is None:
-        out.print("dense state differs; install torch to see which entries")
+        out.print("dense state differs; install torch to list the entries")
         return
     out.print(f"dense state: {len(dense.changed)} entries differ, {dense.same} do not")
     for name in dense.changed:
         out.print(f"  {plain(name)}")
     for name in dense.only:
-        out.print(f"  {plain(name)}: in one of them only")
+        out.print(f"  {plain(name)}: in one marker only")

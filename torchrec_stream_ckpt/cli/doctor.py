@@ -52,14 +52,16 @@ def _examine(job: Job) -> Iterator[Finding]:
     yield from job.log.examine()
     newest = job.lineage.newest
     if newest is None:
-        yield Finding("newest marker", "none was committed", Severity.WARNING, "let the job run to its first marker")
+        yield Finding(
+            "newest marker", "no marker is committed", Severity.WARNING, "let the job run to its first marker"
+        )
     else:
         standing = Survey(job).look(newest)
         yield Finding.of(
             "newest marker",
             f"{newest.id}, step {newest.step}: {standing.reason or 'can be restored'}",
             well=not standing.reason or bool(standing.trimmed),
-            hint="bring back what is missing; until then a job restores an older marker",
+            hint="bring back the missing data; until then a job restores an older marker",
             otherwise=Severity.BAD,
         )
         refused = refused_after(job.lineage, newest)
@@ -67,7 +69,7 @@ def _examine(job: Job) -> Iterator[Finding]:
             "refused markers",
             refused or f"none after {newest.id}",
             well=not refused,
-            hint="the trainer's log names what differs, see docs/troubleshooting.md; nothing newer can be restored",
+            hint="see the trainer's log for the difference (docs/troubleshooting.md); no newer marker can be restored",
         )
         if isinstance(parse_uri(job.uri), KafkaUri):
             yield _strays(newest)
@@ -102,16 +104,16 @@ def _second_copy(job: Job) -> Finding:
         now = job.log.incarnation()
         copied = Copied.load(objects, job.lineage.job, copied_log(now.id if now is not None else ""))
     except StreamCkptError as error:
-        return Finding(check, f"it cannot be read: {error.headline}", Severity.WARNING, error.hint or "see the store")
+        return Finding(check, f"cannot be read: {error.headline}", Severity.WARNING, error.hint or "check the store")
     if (lost := job.lost_tail()) is not None:
         return Finding(check, lost.headline, Severity.BAD, lost.hint)
     start = max(0, copied.last)
     missing = sum(offset > copied.last for offset, _ in job.log.read_control(start, garbage=job.control.signs))
     return Finding.of(
         check,
-        f"{len(copied.names)} objects in {objects.url}, {missing} records are not there",
+        f"{len(copied.names)} objects in {objects.url}, {missing} records are missing",
         well=missing <= _MAY_LACK,
-        hint="a trainer writes them at its next marker, or its log says why it cannot",
+        hint="let the trainer write them at its next marker, or read in its log why it cannot",
     )
 
 
@@ -122,14 +124,14 @@ def _taken_names(job: Job) -> Finding:
     try:
         refuses = refuses_taken_names(job.objects)
     except StreamCkptError as error:
-        return Finding(check, f"not known, the store was not asked: {error.headline}")
+        return Finding(check, f"unknown, because the store was not checked: {error.headline}")
     if refuses is None:
-        return Finding(check, "not known, nothing was written to the store")
+        return Finding(check, "unknown, because nothing was written to the store")
     return Finding.of(
         check,
-        f"{job.objects.url} refuses a name that is taken" if refuses else OVERWRITES,
+        f"{job.objects.url} refuses a name that exists" if refuses else OVERWRITES,
         well=refuses,
-        hint="let one materializer and one log write to this store; or use a server that knows If-None-Match",
+        hint="let only one materializer and one log write to this store, or use a server with If-None-Match",
     )
 
 
@@ -142,7 +144,7 @@ def _clock(job: Job) -> Finding:
         "clock",
         "no record is from the future" if ahead <= 1 else f"the log has records {ahead:.0f} s from the future",
         well=ahead <= 1,
-        hint="set the clocks of trainer and reader by NTP: only the ages shown are wrong",
+        hint="synchronize the clocks of trainer and reader by NTP; only the ages shown are wrong",
     )
 
 

@@ -83,14 +83,14 @@ def line(event: Event) -> str:
         "marker": lambda: _marker(fields),
         "head": lambda: _head(fields),
         "ended": lambda: _ended(fields),
-        "trouble": lambda: f"{fields['message']}\n  Try: {fields['hint']}\n  It is tried again until it works.",
+        "trouble": lambda: f"{fields['message']}\n  Try: {fields['hint']}\n  Retrying until it works.",
         "recovered": lambda: "it works again",
         "repaired": lambda: _repaired(fields),
         "unproved": lambda: _unproved(fields),
         "uncompared": lambda: f"marker {fields['marker']} cannot be compared with its proof: {fields['reason']}",
         "damaged": lambda: _damaged(fields),
         "scrubbed": lambda: _scrubbed(fields),
-        "passed_over": lambda: f"marker {fields['marker']} is passed over: {fields['reason']}",
+        "passed_over": lambda: f"marker {fields['marker']} is skipped: {fields['reason']}",
         "stop": lambda: f"stopped: {fields['markers']} markers folded, {fields['lag_markers']} not yet folded",
     }
     return "\n".join(printable(each) for each in text[event.event]().splitlines())
@@ -105,11 +105,11 @@ def _ended(fields: Mapping[str, Any]) -> str:
     why = f" ({fields['reason']})" if fields["reason"] else ""
     verb = "was" if fields["outcome"] == "preempted" else "has"
     said = f"the job {verb} {fields['outcome']} at step {fields['step']}{why}"
-    return said if fields["outcome"] == "finished" else f"{said}; another trainer may go on"
+    return said if fields["outcome"] == "finished" else f"{said}; another trainer may continue"
 
 
 def _repaired(fields: Mapping[str, Any]) -> str:
-    kept = f"\n  What was there is kept as {fields['aside']}." if fields["aside"] else ""
+    kept = f"\n  The old content is kept as {fields['aside']}." if fields["aside"] else ""
     return f"{fields['name']} was damaged ({fields['reason']}); it was repaired from {fields['source']}{kept}"
 
 
@@ -117,8 +117,8 @@ def _unproved(fields: Mapping[str, Any]) -> str:
     more = fields["blocks"] - len(fields["first"])
     named = "; ".join(fields["first"]) + (f"; and {more} more" if more else "")
     return (
-        f"{fields['blocks']} blocks of marker {fields['marker']} are not as they were in the tables: {named}\n"
-        "  A trainer that runs sends them again. If none runs, restore an older marker."
+        f"{fields['blocks']} blocks of marker {fields['marker']} differ from the tables: {named}\n"
+        "  A running trainer sends them again. Without one, restore an older marker."
     )
 
 
@@ -130,7 +130,7 @@ def _damaged(fields: Mapping[str, Any]) -> str:
 
 
 def _scrubbed(fields: Mapping[str, Any]) -> str:
-    left = f"{fields['damaged']} are damaged and lost" if fields["damaged"] else "nothing is damaged"
+    left = f"{fields['damaged']} objects are damaged and lost" if fields["damaged"] else "nothing is damaged"
     read = f"{fields['objects']} objects, {size(fields['bytes'])} in {duration(fields['took_s'])}"
     return f"the whole store was read: {read}; {left}"
 
@@ -140,4 +140,4 @@ def _head(fields: Mapping[str, Any]) -> str:
     if not fields["problem"]:
         return f"HEAD is {at}"
     hint = f"\n  Try: {fields['hint']}" if fields["hint"] else ""
-    return f"HEAD is {at}: {fields['problem']}{hint}\n  It is tried again; until then restores read the store."
+    return f"HEAD is {at}: {fields['problem']}{hint}\n  Retrying; until then restores read the store."

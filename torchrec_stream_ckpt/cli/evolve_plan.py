@@ -84,8 +84,8 @@ def plan_evolution(
     """
     if schema is None and save is None:
         raise ConfigError(
-            "there is no model to compare the marker with",
-            hint="give --schema FILE, or write the marker's own with --save FILE",
+            "a model to compare the marker with is required",
+            hint="pass --schema FILE, or write the marker's own schema with --save FILE",
         )
     declared = Changes.load(changes) if changes is not None else NO_CHANGES
     here = ModelSchema.load(schema) if schema is not None else None
@@ -121,7 +121,8 @@ def _with_dense(job: Job, commit: Commit, saved: ModelSchema) -> tuple[ModelSche
         from torchrec_stream_ckpt.dense.saved_dense import SavedDense
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"--dense needs {error.name}, which is not installed", hint="leave out --dense: tables need no torch"
+            f"--dense needs {error.name}, which is not installed",
+            hint="install torch, or omit --dense: tables need no torch",
         ) from None
     files = job.dense_of(commit)
     files.verify(commit)

@@ -32,8 +32,8 @@ def fence_trainer(
     """
     if not yes and not sys.stdin.isatty():
         raise ConfigError(
-            "a fence asks before it ends a trainer, and there is no terminal: nothing was fenced",
-            hint="give --yes to skip the question",
+            "nothing was fenced, because fence asks for confirmation and there is no terminal",
+            hint="pass --yes to skip the question",
         )
     with options.open(warn=False) as job:
         job.log.preflight()
@@ -41,8 +41,8 @@ def fence_trainer(
         fenced = job.lineage.newest_generation
         if job.lineage.claims[fenced].mac and not job.control.signs:
             raise ConfigError(
-                "this job has a commit key: its trainer ignores a fence that is not signed with it",
-                hint="give it with --commit-key-file",
+                "this job has a commit key, so its trainer ignores an unsigned fence",
+                hint="pass the key with --commit-key-file",
             )
         answers = _check_end(job)
         if not yes:
@@ -62,10 +62,10 @@ def fence_trainer(
         return
     typer.echo(
         f"generation {fenced} is fenced by generation {claim.generation}: its trainer stops at its next marker; "
-        + (f"the next job restores marker {claim.parent}" if claim.parent else "no marker was ever committed")
+        + (f"the next job restores marker {claim.parent}" if claim.parent else "this job has no committed marker")
     )
     if not copied:
-        typer.echo("the fence is not in the second copy of the control records: the next trainer adds it")
+        typer.echo("the second copy of the control records lacks the fence; the next trainer adds it")
 
 
 def _check_end(job: Job) -> bool:

@@ -68,9 +68,9 @@ def follow_stream(
     Reads as an inference replica does (torchrec_stream_ckpt.follow), and changes nothing. Needs no torch.
     """
     if serve is not None and mode != "markers":
-        raise ConfigError("a serving stream is made of markers", hint="leave out --mode")
+        raise ConfigError("--serve requires a follower of markers", hint="omit --mode rows")
     if serve is not None and str(parse_uri(serve)) == str(parse_uri(options.uri)):
-        raise ConfigError("the trainer's own log cannot take a serving stream", hint="give --serve another URI")
+        raise ConfigError("a serving stream cannot be written to the trainer's log", hint="pass another URI to --serve")
     follower = follow(
         options.uri,
         store=options.store,

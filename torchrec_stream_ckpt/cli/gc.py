@@ -106,8 +106,8 @@ def collect_garbage(
     """
     check_log(
         uri,
-        "gc needs the job's log: without it, gc could delete a marker on which a running trainer stands",
-        "give the log's URI; --no-log only if the log is gone and no trainer runs on this job",
+        "gc needs the job's log, to keep the marker that a running trainer needs",
+        "pass the log's URI; use --no-log only if the log is lost and no trainer runs on this job",
         no_log=no_log,
     )
     rules = GcRules(
@@ -123,7 +123,9 @@ def collect_garbage(
         jobs = _jobs(objects, lineage, job)
         run = partial(_run, objects, lineage, dry_run=dry_run)
         if named and len(jobs) > 1:
-            raise ConfigError("--give-up is for one job, the store holds several", hint="name it: --job HEX")
+            raise ConfigError(
+                "--give-up applies to one job, but the store holds several", hint="name the job: --job HEX"
+            )
         if not named:
             plans = [run(each, rules, None) for each in jobs]
         else:
@@ -143,11 +145,11 @@ def collect_garbage(
     for plan in plans:
         typer.echo(plan.describe(every=is_verbose()) if dry_run or idle else _done(plan))
     if dry_run and any(plan.dropping for plan in plans):
-        typer.echo("no rows were read: a run reads the markers that it keeps, and keeps more if it finds damage")
+        typer.echo("no rows were read; a real run reads the markers that it keeps, and keeps more if they are damaged")
     if idle:
-        typer.echo("nothing was deleted: say what to keep, such as --keep-all-for 24h --then-every 10")
+        typer.echo("nothing was deleted: name the markers to keep, such as --keep-all-for 24h --then-every 10")
     elif check_store_url(store).folder is None and not dry_run:
-        typer.echo("gc does not see broken uploads: let a lifecycle rule of the bucket abort them")
+        typer.echo("gc does not see interrupted uploads: abort them with a lifecycle rule of the bucket")
     _check_merged(plans)
 
 
@@ -194,7 +196,7 @@ def _opened(uri: str | None, access: Access) -> Iterator[Job | None]:
 def _named(texts: Sequence[str], *, force: bool) -> list[MarkerId | str]:
     """Return the markers of ``--give-up``, and the word for all lost markers."""
     if force and not texts:
-        raise ConfigError("--force is for markers that are named", hint="name them: --give-up MARKER, or omit --force")
+        raise ConfigError("--force requires named markers", hint="name markers with --give-up MARKER, or omit --force")
     return [text if text == _LOST else MarkerId.parse(text) for text in texts]
 
 

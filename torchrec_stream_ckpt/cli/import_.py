@@ -87,9 +87,7 @@ def import_checkpoint(
     import only checkpoints that you trust. No code in files of torch.save is run.
     """
     if changes is not None and schema is None:
-        raise ConfigError(
-            "--changes lists the differences of a model, and no model is given", hint="name it with --schema FILE"
-        )
+        raise ConfigError("--changes requires the model that it describes", hint="pass the model with --schema FILE")
     try:
         from torchrec_stream_ckpt.extras.interchange.contents import ImportSource, states_of
         from torchrec_stream_ckpt.extras.interchange.importing import IntoModel
@@ -138,7 +136,9 @@ def import_checkpoint(
 def _renaming(text: str) -> tuple[str, str]:
     pattern, separator, new = text.rpartition("=")
     if not separator or not pattern or not new:
-        raise ConfigError(f"--rename {text} is not PATTERN=NEW", hint=r"for example --rename 'module\.(.+)=\1'")
+        raise ConfigError(
+            f"--rename must be PATTERN=NEW, got {text}", hint=r"write for example --rename 'module\.(.+)=\1'"
+        )
     return pattern, new
 
 
@@ -146,7 +146,8 @@ def _opened(url: str, of_rank_0: tuple[str, ...]) -> Checkpoint:
     scheme, separator, rest = url.partition("://")
     if not separator or scheme not in ("dcp", "torch") or not rest or not url.isprintable():
         raise ConfigError(
-            f"{url!r} is not a checkpoint that can be imported", hint="--from dcp://DIR, torch://FILE or torch://DIR"
+            f"{url!r} does not name a checkpoint that can be imported",
+            hint="pass --from dcp://DIR, torch://FILE or torch://DIR",
         )
     path = Path(rest).absolute()
     if scheme == "torch":
@@ -156,7 +157,9 @@ def _opened(url: str, of_rank_0: tuple[str, ...]) -> Checkpoint:
     from torchrec_stream_ckpt.extras.interchange.dcp_checkpoint import DcpCheckpoint
 
     if of_rank_0:
-        raise ConfigError("--of-rank0 is for files of ranks", hint="leave it out: DCP keeps one value of each tensor")
+        raise ConfigError(
+            "--of-rank0 applies only to one file per rank", hint="omit it, because DCP saves one value of each tensor"
+        )
     return DcpCheckpoint(path)
 
 
@@ -168,17 +171,17 @@ def _print(imported: Imported, changes: Path | None) -> None:
     )
     if imported.unfinished is not None:
         typer.echo(
-            f"an import had begun in this log and not ended (generation {imported.unfinished}): this one has begun anew"
+            f"an earlier import into this log did not finish (generation {imported.unfinished}); this one started over"
         )
     if imported.without_states:
         typer.echo(
-            f"weights alone, without states: {', '.join(imported.without_states)}; a restore has to declare their "
-            "optimizer, and begins its states anew"
+            f"weights without states: {', '.join(imported.without_states)}; a restore must declare their optimizer, "
+            "and resets its states"
         )
-    typer.echo(f"not in such a checkpoint, and left as the job makes it: {', '.join(imported.lost)}")
+    typer.echo(f"not in the checkpoint, so the job's own is used: {', '.join(imported.lost)}")
     if imported.not_taken:
-        typer.echo(f"not taken over: {', '.join(imported.not_taken)}")
+        typer.echo(f"not imported: {', '.join(imported.not_taken)}")
     for line in imported.becomes:
         typer.echo(f"in that model: {line}")
     if changes is not None:
-        typer.echo(f"the changes are made by the restore: checkpointer.restore(changes=Changes.load({str(changes)!r}))")
+        typer.echo(f"to make the changes, restore with checkpointer.restore(changes=Changes.load({str(changes)!r}))")

@@ -59,7 +59,7 @@ def list_markers(
     conditions = [Condition.parse(each) for each in where or ()]
     picked = bool(conditions or sort)
     if picked and tree:
-        raise ConfigError("--tree shows how markers stand on each other", hint="leave out --where and --sort")
+        raise ConfigError("--tree shows the lineage of all markers", hint="omit --where and --sort")
     with options.open(glance=newest is not None and not picked) as job:
         if picked:
             chosen = _pick(job, conditions, sort, newest)
@@ -193,7 +193,7 @@ def _why_not(row: dict[str, Any], no: str) -> str:
 def _print_newest(job: Job) -> None:
     """Print facts about the newest generation that the list of markers does not show."""
     if job.lineage.unsigned:
-        console().print(f"{job.lineage.unsigned} records are not signed with the commit key, and do not count")
+        console().print(f"{job.lineage.unsigned} records are not signed with the commit key and are ignored")
     newest, marker = job.lineage.newest_generation, job.lineage.commits.newest
     if (ended := ended_of(job.lineage)) is not None:
         console().print(f"the trainer of generation {newest} has ended: {plain(ended.said(time.time()))}")
@@ -201,18 +201,18 @@ def _print_newest(job: Job) -> None:
         return
     if unfinished_import(job.lineage) is not None:
         console().print(
-            f"generation {newest} is an import that has not ended: if it was killed, run it again, and it begins anew"
+            f"generation {newest} is an unfinished import: if it was killed, run it again, and it starts over"
         )
     elif job.lineage.claims[newest].world:
         console().print(f"generation {newest} has committed no marker")
     else:
-        console().print(f"generation {newest} is a fence: an operator has ended the trainer of the one before")
+        console().print(f"generation {newest} is a fence: an operator ended the trainer of the previous generation")
 
 
 def _origin(claim: Claim) -> str:
     """Return the origin of a generation's first rows, if it is not the marker on which the generation is based."""
     source = claim.changes.source if claim.changes is not None else None
-    return f"it began in marker {source[1]} of job {source[0]}" if source else "the model changed: no table"
+    return f"started from marker {source[1]} of job {source[0]}" if source else "the model changed: no table"
 
 
 def _print_tree(job: Job, rows: dict[str, dict[str, Any]]) -> None:

@@ -218,13 +218,13 @@ def materialize_log(
     one. Needs no torch.
     """
     if once and until_closed:
-        raise ConfigError("--once ends now, --until-closed when the job is finished", hint="leave out one of the two")
+        raise ConfigError("--once and --until-closed exclude each other", hint="omit one of the two")
     policy = Policy(rebase=rebase, compact=compact)
     rate = parse_rate(scrub_bytes_per_s) if scrub_bytes_per_s is not None else None
     if rate is not None and once:
         raise ConfigError(
-            "--scrub-bytes-per-s scrubs while the command waits, and --once does not wait",
-            hint="omit --scrub-bytes-per-s; run stream-ckpt scrub",
+            "--scrub-bytes-per-s scrubs while the command waits, but --once does not wait",
+            hint="omit --scrub-bytes-per-s, and run stream-ckpt scrub",
         )
     with contextlib.ExitStack() as closing:
         job = access.job(uri, dense)

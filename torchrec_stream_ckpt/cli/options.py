@@ -152,7 +152,7 @@ class MarkerOptions(JobOptions):
             ConfigError: it was given twice.
         """
         if self.place is not None and self.marker is not None:
-            raise ConfigError("MARKER was given twice", hint="leave out --marker", marker=self.marker)
+            raise ConfigError("MARKER was given twice", hint="omit --marker", marker=self.marker)
         return self.marker if self.place is None else self.place
 
 

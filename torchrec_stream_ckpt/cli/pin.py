@@ -35,7 +35,7 @@ def pin_marker(
         return
     typer.echo(f"marker {commit.id} is pinned: gc keeps it")
     if problem:
-        repair = "let stream-ckpt materialize, or scrub --repair, repair it"
+        repair = "repair it with stream-ckpt materialize or scrub --repair"
         typer.echo(f"Warning: the store alone cannot restore it now: {printable(problem)}; {repair}", err=True)
 
 

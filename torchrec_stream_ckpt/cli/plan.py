@@ -106,8 +106,8 @@ def plan_job(
     if uri is not None:
         if tables or rows or dim or batch_size or touched_rows_per_second:
             raise ConfigError(
-                "a job's log says which tables it has and how fast they change",
-                hint="leave out --tables, --rows, --dim, --batch-size and --touched-rows-per-second, or URI",
+                "tables and rates come from the log of the job at URI",
+                hint="omit --tables, --rows, --dim, --batch-size and --touched-rows-per-second, or omit URI",
             )
         with access.open_job(uri, store) as job:
             work = workload_of_job(job, asked)
@@ -138,7 +138,7 @@ def _radix(compact: str) -> int:
     """Return the number of pieces that a span merges; raises ConfigError for values that ``materialize`` rejects,
     too."""
     if compact not in COMPACTS:
-        raise ConfigError(f"--compact is {compact!r}", hint=f"use {', '.join(COMPACTS)}")
+        raise ConfigError(f"--compact must be one of {', '.join(COMPACTS)}, got {compact!r}")
     return COMPACTS[compact]
 
 
@@ -151,7 +151,7 @@ def _deployment(
     log: str, replication: int, trim_every: str, rebase: float, keep_all_for: str, then_every: str | None
 ) -> Deployment:
     if log not in LOGS:
-        raise ConfigError(f"--log is {log!r}", hint="use kafka or file")
+        raise ConfigError(f"--log must be kafka or file, got {log!r}")
     if then_every is not None and then_every.isdigit():
         raise ConfigError("--then-every must be a time here, not a count", hint="write --then-every 1d")
     keep_all_s = None if keep_all_for == "ever" else parse_duration(keep_all_for)

@@ -85,13 +85,16 @@ class Asked:
         rates = self.rates
         if (rates.touched_rows_per_s is None) == (rates.batch_size is None):
             raise ConfigError(
-                "say how fast rows change, in one way",
-                hint="--touched-rows-per-second 2e6, or --batch-size 65536 --ids 20 --zipf 1.05 --steps-per-second 10",
+                "exactly one rate of changed rows is required",
+                hint="pass --touched-rows-per-second 2e6, or --batch-size 65536 --ids 20 --zipf 1.05",
             )
         if rates.touched_rows_per_s is not None:
             _positive("--growth", rates.growth)
             if rates.growth > 1:
-                raise ConfigError("--growth is at most 1", hint="1: no row is touched twice; Zipf ids: about 0.8")
+                raise ConfigError(
+                    f"--growth must be at most 1, got {rates.growth}",
+                    hint="pass 1 if no row repeats, about 0.8 for Zipf ids",
+                )
             return spread(tables, rates.touched_rows_per_s, drain_s, rates.growth)
         assert rates.batch_size is not None
         loads = []
@@ -125,15 +128,15 @@ def workload_of_job(job: Job, asked: Asked) -> Workload:
     commits = next((found for _, found in sorted(by_generation.items(), reverse=True) if len(found) > 1), None)
     if commits is None:
         raise ConfigError(
-            "no generation of this log has two markers, so it gives no rate",
-            hint="let the job run on, or give --tables, --rows, --dim and a rate instead of the URI",
+            "no generation of this log has two markers, from which a rate could be computed",
+            hint="let the job run longer, or pass --tables, --rows, --dim and a rate instead of the URI",
             uri=job.uri,
         )
     first, last = commits[0], commits[-1]
     seconds = last.time_s - first.time_s
     if seconds <= 0 or last.step <= first.step:
         raise ConfigError(
-            f"markers {first.id} and {last.id} have the same time", hint="let the job run on", uri=job.uri
+            f"markers {first.id} and {last.id} have the same time or step", hint="let the job run longer", uri=job.uri
         )
     sent = last.rows - first.rows
     steps_per_s = _or(asked.steps_per_s, (last.step - first.step) / seconds)
@@ -160,12 +163,12 @@ def parse_tables(
     """
     if tables is not None and not tables.isdigit():
         if rows is not None or dim is not None:
-            raise ConfigError("the file says rows and dim of each table", hint="leave out --rows and --dim")
+            raise ConfigError("the file contains rows and dim of each table", hint="omit --rows and --dim")
         return _read_tables(Path(tables), dtype, optimizer)
     if rows is None or dim is None:
         raise ConfigError(
-            "say which tables the job has",
-            hint="--tables 26 --rows 4e7 --dim 128 --optimizer rowwise_adagrad, or --tables FILE.json, or a job's URI",
+            "the tables of the job are required",
+            hint="pass --tables 26 --rows 4e7 --dim 128 --optimizer rowwise_adagrad, --tables FILE.json, or a URI",
         )
     count = 1 if tables is None else int(tables)
     return _planned({"rows": rows, "dim": dim, "dtype": dtype, "optimizer": optimizer, "count": count}, "t", "--tables")
@@ -177,17 +180,23 @@ def _read_tables(path: Path, dtype: str, optimizer: str) -> list[PlannedTable]:
             raw = json.loads(file.read(_MAX_FILE_BYTES))
     except OSError as error:
         raise ConfigError(
-            f"cannot read the tables: {error.strerror}", hint="--tables wants a number or a JSON file", path=path
+            f"the file of tables cannot be read: {error.strerror}",
+            hint="pass --tables a number or a JSON file",
+            path=path,
         ) from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"this is not JSON: {error}", hint=f"write it as {EXAMPLE}", path=path) from None
+        raise ConfigError(f"the file is not JSON: {error}", hint=f"write it as {EXAMPLE}", path=path) from None
     if not isinstance(raw, list) or not raw or not all(isinstance(entry, dict) for entry in raw):
-        raise ConfigError("a list of tables is expected", hint=f"write it as {EXAMPLE}", path=path)
+        raise ConfigError("the file must be a list of tables", hint=f"write it as {EXAMPLE}", path=path)
     found = []
     for position, entry in enumerate(raw):
         found += _planned({"dtype": dtype, "optimizer": optimizer} | entry, f"t{position}", f"{path}, table {position}")
         if len(found) > _MAX_TABLES:
-            raise ConfigError(f"more than {_MAX_TABLES:,} tables", hint="group like ones: a larger dim", path=path)
+            raise ConfigError(
+                f"the file has more than {_MAX_TABLES:,} tables",
+                hint="merge similar tables into one with a larger dim",
+                path=path,
+            )
     return found
 
 
@@ -196,16 +205,20 @@ def _planned(entry: dict[str, Any], name: str, where: str) -> list[PlannedTable]
     for key, value in entry.items():
         kinds = _FIELDS.get(key)
         if kinds is None or not isinstance(value, kinds) or isinstance(value, bool):
-            raise ConfigError(f"{key}={value!r} is not known of a table", hint=f"write it as {EXAMPLE}", where=where)
+            raise ConfigError(
+                f"{key}={value!r} is not a valid field of a table", hint=f"write it as {EXAMPLE}", where=where
+            )
     for key in ("rows", "dim"):
         if key not in entry or not 1 <= entry[key] <= 2**62 or entry[key] != int(entry[key]):
-            raise ConfigError(f"a table needs {key}, a positive whole number", hint=f"as in {EXAMPLE}", where=where)
+            raise ConfigError(
+                f"a table needs {key}, a positive whole number", hint=f"write it as {EXAMPLE}", where=where
+            )
     count = entry.get("count", 1)
     if not 1 <= count <= _MAX_TABLES:
-        raise ConfigError(f"count must be from 1 to {_MAX_TABLES:,}, it is {count}", where=where)
+        raise ConfigError(f"count must be from 1 to {_MAX_TABLES:,}, got {count}", where=where)
     if entry["dtype"] not in DTYPE_BYTES:
         raise ConfigError(
-            f"dtype {entry['dtype']!r} is not known", hint=f"use one of {', '.join(DTYPE_BYTES)}", where=where
+            f"the dtype {entry['dtype']!r} is unknown", hint=f"use one of {', '.join(DTYPE_BYTES)}", where=where
         )
     optimizer = str(entry["optimizer"])
     spec = TableSpec(
@@ -221,7 +234,7 @@ def _planned(entry: dict[str, Any], name: str, where: str) -> list[PlannedTable]
     except ValueError as error:
         raise ConfigError(str(error), hint="split its columns", where=where) from None
     if entry.get("zipf", 0.0) < 0:
-        raise ConfigError("zipf must not be negative", where=where)
+        raise ConfigError(f"zipf must be at least 0, got {entry['zipf']}", where=where)
     return [PlannedTable(spec, entry.get("ids"), entry.get("zipf"))] * count
 
 
@@ -236,13 +249,16 @@ def parse_assumptions(pairs: Sequence[str]) -> UnitCosts:
     for pair in pairs:
         name, _, text = pair.partition("=")
         if name not in names:
-            raise ConfigError(f"there is no assumption {name!r}", hint=f"use one of {', '.join(names)}")
+            raise ConfigError(f"{name!r} is not a known assumption", hint=f"use one of {', '.join(names)}")
         changed[name] = _value(name, text)
     costs = UnitCosts(**changed)
     if costs.use > 1:
-        raise ConfigError("use is a fraction of 1", hint="--assume use=0.6")
+        raise ConfigError(f"use must be at most 1, got {costs.use}", hint="pass a fraction, such as --assume use=0.6")
     if costs.imbalance < 1:
-        raise ConfigError("imbalance is at least 1: the busiest rank over the mean", hint="--assume imbalance=1.2")
+        raise ConfigError(
+            f"imbalance must be at least 1, got {costs.imbalance}",
+            hint="pass the busiest rank's load over the mean, such as 1.2",
+        )
     return costs
 
 
@@ -257,7 +273,7 @@ def _value(name: str, text: str) -> float:
     may_be_zero = "bytes_per_s" not in name and name.endswith(("_s", "_per_row", "_per_byte", "_per_id"))
     if value < 0 or value == float("inf") or (value == 0 and not may_be_zero):
         form = "2GB or 2e9" if "bytes" in name and "per_byte" not in name else "a number, such as 2e-9"
-        raise ConfigError(f"--assume {name}={text!r} is not a value for it", hint=f"write {form}")
+        raise ConfigError(f"--assume {name}={text!r} is not a valid value", hint=f"write {form}")
     return value
 
 
@@ -267,5 +283,5 @@ def _or(value: Any, default: Any) -> Any:
 
 def _positive(name: str, value: float) -> float:
     if not 0 < value < float("inf"):
-        raise ConfigError(f"{name} must be positive, it is {value}")
+        raise ConfigError(f"{name} must be positive, got {value}")
     return value

@@ -72,8 +72,8 @@ def _store_of(outer: str, kafka_options: str | None) -> str | None:
     with contextlib.closing(Job.open(outer, kafka_options=kafka_options)) as job:
         if job.log.incarnation() is None:
             raise MarkerNotFoundError(
-                "there is no log at OUTER",
-                hint="check the URI; a job makes its outer log when it starts with both: --stream_ckpt INNER "
+                "OUTER has no log",
+                hint="check the URI; a job creates its outer log when it starts with --stream_ckpt INNER "
                 "--stream_ckpt OUTER",
                 uri=outer,
             )
@@ -111,8 +111,10 @@ def _line(event: Event) -> str:
     fields = event.fields
     text: dict[str, Callable[[], str]] = {
         "marker": lambda: f"marker {fields['marker']}, step {fields['step']}: on the outer tier",
-        "passed": lambda: f"the outer tier does not get marker {fields['marker']}, and goes on: {fields['message']}",
-        "trouble": lambda: f"{fields['message']} (it is tried again until it works)",
+        "passed": lambda: (
+            f"marker {fields['marker']} cannot be copied to the outer tier and is skipped: {fields['message']}"
+        ),
+        "trouble": lambda: f"{fields['message']} (retrying until it works)",
         "recovered": lambda: "it works again",
         "stop": lambda: f"stopped: {size(fields['frames_bytes'])} of frames copied",
     }

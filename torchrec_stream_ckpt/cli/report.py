@@ -55,4 +55,6 @@ def _write(out: Path, text: str) -> None:
         os.replace(new, out)
     except OSError as error:
         new.unlink(missing_ok=True)
-        raise ConfigError(f"cannot write the page: {error.strerror}", hint="name another --out", path=out) from None
+        raise ConfigError(
+            f"the page cannot be written: {error.strerror}", hint="name another file with --out", path=out
+        ) from None

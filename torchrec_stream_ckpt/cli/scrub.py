@@ -104,14 +104,16 @@ def scrub_store(
 def _check(uri: str | None, store: str | None, *, no_log: bool, repair: bool) -> None:
     check_log(
         uri,
-        "scrub needs the job's log: it says what the store should hold",
-        "give the log's URI; if the log is gone: --no-log --store URL",
+        "scrub needs the job's log, which lists the objects of the store",
+        "pass the log's URI; if the log is lost, pass --no-log --store URL",
         no_log=no_log,
     )
     if no_log and store is None:
-        raise ConfigError("--no-log needs the store", hint="name it: --store URL")
+        raise ConfigError("--no-log needs the store", hint="name it with --store URL")
     if no_log and repair:
-        raise ConfigError("--repair needs the job's log: it has the lost data", hint="give its URI, or omit --repair")
+        raise ConfigError(
+            "--repair needs the job's log, which has the lost data", hint="pass its URI, or omit --repair"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +158,12 @@ class _Result:
         if self.left and not repaired:
             lines.append("  to repair them: the same command with --repair")
         if any(each.unrepaired for each in self.damage):
-            lines.append("  to repair the rest: give the rights to write and replace, and scrub again")
+            lines.append("  to repair the rest: grant the rights to write and replace, and scrub again")
         if self.unnamed:
             more = f"{self.unnamed} more were damaged when an earlier scrub of this pass read them"
             lines.append(f"  {more}, and are not named here: --anew reads everything again")
         if not self.place.ended:
-            lines.append("  the same command goes on from here")
+            lines.append("  the same command continues from here")
         return "\n".join(lines)
 
 
@@ -248,7 +250,9 @@ class _Run:
                     scrubber.kept.save()
                 raise
         if scrubber.kept.unkept is not None:
-            typer.echo(f"Warning: the place of this scrub is not kept: {scrubber.kept.unkept.headline}", err=True)
+            typer.echo(
+                f"Warning: the progress of this scrub cannot be saved: {scrubber.kept.unkept.headline}", err=True
+            )
         return _Result(lineage.job, objects.url, scrubber.place, tuple(found), scrubber.unnamed)
 
 
@@ -273,7 +277,7 @@ def _scrub_job(run: _Run, job: Job, access: Access, uri: str, named: str | None)
     if not check_store(objects) or not has_job(objects, job.lineage.job):
         raise MarkerNotFoundError(
             "the store holds nothing of this job",
-            hint="check --store, or put markers there: stream-ckpt materialize URI --store URL",
+            hint="check --store, or fill it with stream-ckpt materialize URI --store URL",
             store=objects.url,
         )
     with run.opened(objects, job.lineage.job, (uri, job.log)) as engine:

@@ -64,7 +64,7 @@ def trim_job(
     nothing is deleted, and an error names the first marker that would be lost.
     """
     if place is not None and upto != "latest":
-        raise ConfigError("MARKER was given twice", hint="leave out --upto", marker=upto)
+        raise ConfigError("MARKER was given twice", hint="omit --upto", marker=upto)
     wanted = place or upto
     with options.open(warn=False) as job, options.objects() as objects:
         with closing(job.copying(objects)) as copying:
@@ -109,7 +109,7 @@ def _check(job: Job, objects: Objects, upto: str, *, verify: bool, dry_run: bool
     if not job.lineage.commits or not check_store(objects):
         raise MarkerNotFoundError(
             "the store holds no marker of this job",
-            hint="put them there first: stream-ckpt materialize URI --store URL",
+            hint="fill the store first with stream-ckpt materialize URI --store URL",
             store=objects.url,
         )
     holdings = Holdings.load(objects, job.lineage)
@@ -146,7 +146,7 @@ def _remember(read_back: ReadBack) -> None:
     try:
         read_back.save()
     except StoreUnavailableError as error:
-        typer.echo(f"Warning: the store does not remember what was read: {error.headline}", err=True)
+        typer.echo(f"Warning: the store cannot record which data was read: {error.headline}", err=True)
 
 
 def _not_awaited(job: Job, holdings: Holdings, marker: MarkerId | None) -> MarkerId | None:
@@ -168,9 +168,9 @@ def _not_awaited(job: Job, holdings: Holdings, marker: MarkerId | None) -> Marke
     until = f"has this generation up to marker {copied}" if copied.marker else "has no marker of this generation"
     instead = f", or trim up to another marker: --upto {there}" if there is not None else ""
     raise ConfigError(
-        f"the outer tier {until}: it would lose log data that was not copied to it",
-        hint=f"let stream-ckpt relay INNER OUTER --once finish first{instead}; a job that goes on without its outer "
-        "tier deletes relay.lock and outer/ in the log's folder",
+        f"the outer tier {until}, so a trim would lose log data that was not copied to it",
+        hint=f"run stream-ckpt relay INNER OUTER --once first{instead}; for a job that continues without its outer "
+        "tier, delete relay.lock and outer/ in the log's folder",
         marker=marker,
         uri=job.uri,
     )

@@ -51,7 +51,7 @@ def verify_markers(
     the store.
     """
     if all_markers and options.chosen is not None:
-        raise ConfigError("--all verifies every marker", hint="leave out MARKER, or --all", marker=options.chosen)
+        raise ConfigError("--all verifies every marker", hint="omit MARKER or --all", marker=options.chosen)
     with options.open() as job:
         said: list[Verified | MarkerVerdict | _NotRead]
         if all_markers:
@@ -182,7 +182,7 @@ def _record(said: Verified | MarkerVerdict | _NotRead, *, accept: bool) -> dict[
 
 def _unproved(block: UnprovedBlock) -> dict[str, str | None]:
     return {
-        "message": "rows are not as they were in the table at a cut",
+        "message": "rows differ from the table at a cut",
         "table": block.table,
         "state": block.state,
         "rows": f"{block.begin}-{block.end - 1}",
@@ -226,10 +226,12 @@ def _describe(said: Verified | MarkerVerdict | _NotRead) -> str:
     parts.append(f"{result.dense_files} dense files ({size(result.dense_bytes)})")
     parts.append(f"{100 * result.proved:.1f}% of its rows compared with proofs")
     if result.uncompared:
-        parts.append(f"not all row-wise state of {', '.join(result.uncompared)}: it came in several column splits")
+        parts.append(
+            f"not all row-wise state of {', '.join(result.uncompared)}, which was sent in several column splits"
+        )
     if result.read_around:
         parts.append(f"read around damage in the store: {printable('; '.join(result.read_around))}")
     if result.unproved is not None:
-        lines = [f"marker {result.marker} was read ({', '.join(parts)}), and is not as it was proved:"]
+        lines = [f"marker {result.marker} was read ({', '.join(parts)}), but differs from its proof:"]
         return "\n".join((*lines, *(f"  {printable(str(block))}" for block in result.unproved.blocks)))
     return f"marker {result.marker} is whole: {', '.join(parts)}"

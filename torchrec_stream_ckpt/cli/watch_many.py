@@ -38,7 +38,7 @@ class Watched:
     def __init__(self, name: str, options: JobOptions, rate: float | None) -> None:
         self.name, self.uri = name, options.uri
         self.seen: Look | None = None
-        self.trouble = "not looked at so far"
+        self.trouble = "not yet checked"
         """Why there is no look, or no newer one; empty if all is well."""
         self._options, self._rate = options, bytes_per_s(options.uri, rate)
 
