@@ -170,7 +170,7 @@ def parse_text(paths: Sequence[Path], skip_bad_lines: int) -> Iterator[tuple[byt
 def refused(path: Path, bad_lines: int) -> str:
     skipped = f" ({bad_lines - 1} bad lines were skipped before it)" if bad_lines > 1 else ""
     convert = f"python -m torchrec_stream_ckpt.recipes.files {path.name} --out FOLDER --skip_bad_lines {bad_lines}"
-    return f"{skipped}\n  Try: correct the line, or leave it out: {convert}"
+    return f"{skipped}\n  Try: correct the line, or omit it: {convert}"
 
 
 def log_counts(counts: np.ndarray) -> np.ndarray:
@@ -196,14 +196,14 @@ def text_format(path: Path) -> TextFormat:
     if is_empty:
         raise UserError(f"{path}: the file is empty")
     if first.startswith(b"PK\x03\x04"):
-        raise UserError(f"{path}: a zip archive; unpack it first")
+        raise UserError(f"{path}: unpack the zip archive first")
     columns = first.decode("latin-1").lower().split(",")
     if columns in (KAGGLE_COLUMNS, ["id", *KAGGLE_COLUMNS]):
         return TextFormat(b",", has_header=True, has_id=columns[0] == "id")
     if b"\t" in first and b"\0" not in first:
         return TextFormat(b"\t", has_header=False, has_id=False)
     if {"label", "i1", "c1"} & set(columns):
-        raise UserError(f"{path}:1: the header must be [Id,]Label,I1..I13,C1..C26; it is {show(first)}")
+        raise UserError(f"{path}:1: the header must be [Id,]Label,I1..I13,C1..C26, got {show(first)}")
     raise UserError(
         f"{path}:1: not Criteo data: no tabs, and not a header [Id,]Label,I1..I13,C1..C26; the line is {show(first)}"
     )
@@ -243,15 +243,15 @@ def convert(path: Path, out: Path, skip_bad_lines: int = 0) -> int:
     """
     triples, text = find_criteo(path)
     if triples:
-        raise UserError(f"{path}: these are arrays already: give them to --data")
+        raise UserError(f"{path}: the files are arrays already: pass them to --data")
     building, samples = out.with_name(f"{out.name}.tmp"), 0
     try:
         building.mkdir(parents=True)
     except FileExistsError:
-        raise UserError(f"{building}: a conversion runs, or was stopped: remove it first") from None
+        raise UserError(f"{building}: a conversion is running or was interrupted: remove the folder first") from None
     if out.exists():
         building.rmdir()
-        raise UserError(f"--out {out}: it exists already")
+        raise UserError(f"--out {out} already exists")
     for part, arrays in enumerate(read_text(text, skip_bad_lines)):
         for name, array in zip(("dense", "sparse", "labels"), arrays, strict=True):
             np.save(building / f"part_{part}_{name}.npy", array)

@@ -60,7 +60,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.stream_ckpt.startswith("kafka://") and args.store is None:
         parser.error("--stream_ckpt kafka://... needs --store URL for the dense state")
     if args.verify and args.mode == "rows":
-        parser.error("--verify compares with markers: --mode rows has newer rows over them")
+        parser.error("--verify compares with markers: omit --mode rows, whose rows are newer")
     return args
 
 

@@ -63,7 +63,7 @@ def load_recipe(name: str) -> ModuleType:
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     if not (hasattr(module, "parse_args") and hasattr(module, "build")):
-        raise UserError(f"--recipe {name}: it has no parse_args() and build()")
+        raise UserError(f"--recipe {name}: the recipe needs parse_args() and build()")
     return module
 
 
@@ -225,9 +225,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         recipe = load_recipe(own.recipe)
         args = recipe.parse_args(flags)
         if args.stream is None or args.restore == "none":
-            fail("it restores: give --stream_ckpt URI, and --restore latest or GENERATION:MARKER")
+            fail("pass --stream_ckpt URI and --restore latest or GENERATION:MARKER")
         if len(args.stream_ckpt) > 1:
-            fail("a proof is of one tier: give --stream_ckpt once")
+            fail("a proof applies to one tier: pass --stream_ckpt once")
         if "RANK" not in os.environ:
             fail("start it with torchrun: torchrun --standalone --nproc_per_node 3 recipes/resume_resharded.py ...")
         recipe.configure_logging(int(os.environ["RANK"]))

@@ -109,7 +109,7 @@ def sizes(text: str) -> list[int]:
 def sharding(text: str) -> str:
     """Parse one of SHARDINGS, or the name of a JSON file (an argparse type)."""
     if text not in SHARDINGS and not text.endswith(".json"):
-        raise argparse.ArgumentTypeError(f"'{text}' is none of {', '.join(SHARDINGS)}, nor the name of a .json file")
+        raise argparse.ArgumentTypeError(f"'{text}' is not one of {', '.join(SHARDINGS)} or the name of a .json file")
     return text
 
 
@@ -161,9 +161,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def complete(args: argparse.Namespace) -> str | None:
     """Fill in the defaults of the preset. Returns what is wrong with the combination of flags; None if nothing is."""
     if args.data is not None and args.ids_per_lookup is not None:
-        return "--ids_per_lookup is of made clicks: leave it out with --data"
+        return "--ids_per_lookup applies only to made clicks: omit it with --data"
     if args.num_embeddings is not None and args.num_embeddings_per_feature is not None:
-        return "give --num_embeddings or --num_embeddings_per_feature, not both"
+        return "pass --num_embeddings or --num_embeddings_per_feature, not both"
 
     preset = PRESETS["criteo" if args.data is not None else args.synthetic or "thesis"]
     for flag in (
@@ -187,8 +187,8 @@ def complete(args: argparse.Namespace) -> str | None:
         return f"--sharding {args.sharding} halves tables: --embedding_dim {args.embedding_dim} is not a multiple of 8"
     if args.dense_arch_layer_sizes[-1] != args.embedding_dim:
         return (
-            f"--dense_arch_layer_sizes ends in {args.dense_arch_layer_sizes[-1]}: it must end in the embedding "
-            f"dimension, {args.embedding_dim}"
+            f"--dense_arch_layer_sizes must end in the embedding dimension, {args.embedding_dim}, but ends in "
+            f"{args.dense_arch_layer_sizes[-1]}"
         )
     if len(args.over_arch_layer_sizes) < 2 or args.over_arch_layer_sizes[-1] != 1:
         return "--over_arch_layer_sizes must have at least two numbers and end in 1"
@@ -307,7 +307,9 @@ def read_sharding(path: Path, tables: Sequence[str], world: int) -> dict[str, tu
         )
         is_list = isinstance(ranks, list) and (kind == "row_wise" or bool(ranks))
         if not is_list or not all(isinstance(rank, int) and 0 <= rank < world for rank in ranks):
-            raise UserError(f"--sharding {path}: {table}: {json.dumps(entry)} is no sharding for {world} ranks")
+            raise UserError(
+                f"--sharding {path}: {table}: {json.dumps(entry)} is not a valid sharding for {world} ranks"
+            )
         found[table] = (kind, where)
     return found
 

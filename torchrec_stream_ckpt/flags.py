@@ -177,11 +177,11 @@ def _parser_of(setting: Setting) -> Callable[[str], Any]:
 
 
 def config_from(args: argparse.Namespace, *, on_signal: Literal["mark"] | None = None) -> StreamConfig | None:
-    """Return the settings of the flags; None without ``--stream_ckpt``.
+    """Return the settings of the flags; None if ``--stream_ckpt`` is missing.
 
     Values without a flag come from the environment (``STREAM_CKPT_STORE`` for ``--store``, ``STREAM_CKPT_URI`` for
     ``--stream_ckpt``), then from the file of ``--stream_config``. The call also sets the effective values of missing
-    flags in ``args``. ``args.source`` becomes the source of ``--warm_start``, None without it.
+    flags in ``args``. ``args.source`` becomes the source of ``--warm_start``; None if that is missing.
 
     Args:
         args: Result of a parser with ``add_flags``.

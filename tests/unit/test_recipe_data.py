@@ -181,13 +181,15 @@ def test_a_conversion_overwrites_nothing_and_has_its_name_once_it_is_whole(tmp_p
     with pytest.raises(SystemExit, match=r"train\.txt:101: .*\n  Try: .* --skip_bad_lines 1"):
         files.main([str(path), "--out", str(out)])
     assert not out.exists()
-    with pytest.raises(SystemExit, match=r"arrays\.tmp: a conversion runs, or was stopped: remove it first"):
+    with pytest.raises(
+        SystemExit, match=r"arrays\.tmp: a conversion is running or was interrupted: remove the folder first"
+    ):
         files.main([str(path), "--out", str(out)])
     (tmp_path / "arrays.tmp").rmdir()
     files.main([str(path), "--out", str(out), "--skip_bad_lines", "1"])
-    with pytest.raises(SystemExit, match="it exists already"):
+    with pytest.raises(SystemExit, match="already exists"):
         files.main([str(path), "--out", str(out)])
-    with pytest.raises(SystemExit, match="these are arrays already"):
+    with pytest.raises(SystemExit, match="the files are arrays already"):
         files.main([str(out), "--out", str(tmp_path / "more")])
 
 

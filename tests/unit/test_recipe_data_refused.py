@@ -121,7 +121,7 @@ REFUSED = [
     ("empty.txt", b"", "the file is empty"),
     ("prose.txt", b"Dear reader,\n", "not Criteo data"),
     ("data.csv", b"Id,Label,I1\n", r"the header must be \[Id,\]Label,I1\.\.I13,C1\.\.C26"),
-    ("train.zip", b"PK\x03\x04....", "a zip archive; unpack it first"),
+    ("train.zip", b"PK\x03\x04....", "unpack the zip archive first"),
     ("noise.bin", bytes(range(256)), "not Criteo data"),
     ("part.npy", b"\x93NUMPY", r"not one of \*_dense\.npy"),
     ("a_dense.npy", b"\x93NUMPY", "the .npy file cannot be read"),

@@ -40,7 +40,7 @@ WRONG = [
     (["--criteo_path=x"], "--criteo_path was removed: use --data PATH"),
     (["--skip_bad_lines", "1"], "recipes.files FILE --skip_bad_lines N"),
     ([*CRITEO, "--synthetic", "small"], "--synthetic: not allowed with argument --data"),
-    ([*CRITEO, "--ids_per_lookup", "3"], "--ids_per_lookup is of made clicks: leave it out with --data"),
+    ([*CRITEO, "--ids_per_lookup", "3"], "--ids_per_lookup applies only to made clicks: omit it with --data"),
     ([*CRITEO, "--num_embeddings_per_feature", "1,2"], "--num_embeddings_per_feature needs 26 numbers, not 2"),
     (["--num_embeddings", "5", "--num_embeddings_per_feature", "5"], "not both"),
     (["--batch_size", "0"], "0 is too small: pass at least 1"),
@@ -50,12 +50,12 @@ WRONG = [
     (["--learning_rate", "fast"], "'fast' is not a number"),
     (["--num_embeddings_per_feature", "5,,5"], "'' is not a whole number"),
     (["--embedding_dim", "63"], "not a multiple of 4"),
-    (["--embedding_dim", "32"], "--dense_arch_layer_sizes ends in 64: it must end in the embedding dimension, 32"),
+    (["--embedding_dim", "32"], "--dense_arch_layer_sizes must end in the embedding dimension, 32, but ends in 64"),
     (["--embedding_dim", "12", "--sharding", "mixed"], "not a multiple of 8"),
     (["--over_arch_layer_sizes", "1"], "--over_arch_layer_sizes must have at least two numbers and end in 1"),
     (["--over_arch_layer_sizes", "8,2"], "and end in 1"),
     (["--optimizer", "adam"], "invalid choice: 'adam'"),
-    (["--sharding", "diagonal"], "'diagonal' is none of auto, table_wise, row_wise, column_wise, mixed"),
+    (["--sharding", "diagonal"], "'diagonal' is not one of auto, table_wise, row_wise, column_wise, mixed"),
     (["--store", "file:///x"], "--store needs --stream_ckpt"),
     (["--restore", "latest"], "--restore needs --stream_ckpt"),
     (["--marker_every", "5"], "--marker_every needs --stream_ckpt"),
@@ -142,7 +142,7 @@ def test_a_sharding_file_names_every_table(tmp_path: Path) -> None:
     assert recipe.read_sharding(path, ["a", "b", "c"], 2) == wanted
     with pytest.raises(recipe.UserError, match="must name exactly the tables a, b"):
         recipe.read_sharding(path, ["a", "b"], 2)
-    with pytest.raises(recipe.UserError, match=r"b: \{\"table_wise\": 1\} is no sharding for 1 ranks"):
+    with pytest.raises(recipe.UserError, match=r"b: \{\"table_wise\": 1\} is not a valid sharding for 1 ranks"):
         recipe.read_sharding(path, ["a", "b", "c"], 1)
 
 
@@ -162,7 +162,7 @@ def test_a_sharding_file_names_every_table(tmp_path: Path) -> None:
 def test_a_sharding_that_makes_no_sense_is_refused(entry: object, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"a": entry}))
-    with pytest.raises(recipe.UserError, match=r"a: .* is no sharding for 2 ranks"):
+    with pytest.raises(recipe.UserError, match=r"a: .* is not a valid sharding for 2 ranks"):
         recipe.read_sharding(path, ["a"], 2)
 
 

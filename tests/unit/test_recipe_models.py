@@ -190,11 +190,11 @@ def test_a_proof_needs_a_recipe_and_something_to_restore(capsys: pytest.CaptureF
     for argv, message in (
         ([], "the following arguments are required: --recipe"),
         (["--recipe", "train_nothing"], "--recipe train_nothing: no such file"),
-        (["--recipe", str(tmp_path / "mine.py")], "it has no parse_args() and build()"),
-        (["--recipe", "train_pnn"], "give --stream_ckpt URI, and --restore latest or GENERATION:MARKER"),
-        (["--recipe", "train_pnn", "--stream_ckpt", "file://x", "--restore", "none"], "give --stream_ckpt URI"),
+        (["--recipe", str(tmp_path / "mine.py")], "the recipe needs parse_args() and build()"),
+        (["--recipe", "train_pnn"], "pass --stream_ckpt URI and --restore latest or GENERATION:MARKER"),
+        (["--recipe", "train_pnn", "--stream_ckpt", "file://x", "--restore", "none"], "pass --stream_ckpt URI"),
         (["--recipe", "train_pnn", "--batch_size", "0"], "0 is too small: pass at least 1"),
-        (["--recipe", "train_pnn", *TWO_TIERS], "a proof is of one tier: give --stream_ckpt once"),
+        (["--recipe", "train_pnn", *TWO_TIERS], "a proof applies to one tier: pass --stream_ckpt once"),
     ):
         with pytest.raises(SystemExit) as error:
             resume.main(argv)

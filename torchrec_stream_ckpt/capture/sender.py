@@ -148,7 +148,7 @@ class Sender:
         return buffers
 
     def _buffer(self, drain: Drain, num_bytes: int, *, wait: bool) -> FrameBuffer | None:
-        """Return memory for a frame. Returns None if there is none for this drain."""
+        """Return memory for a frame. Returns None if this drain has used its memory."""
         assert self.ring is not None
         if drain.saving:
             return self.ring.borrow(num_bytes)

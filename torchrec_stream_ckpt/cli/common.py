@@ -110,9 +110,7 @@ def parse_job(text: str) -> bytes:
         ConfigError: it is not a job's id.
     """
     if not re.fullmatch(r"[0-9a-fA-F]{32}", text):
-        raise ConfigError(
-            f"{text!r} is not a job's id", hint="pass its 32 hex digits, as printed by stream-ckpt show"
-        )
+        raise ConfigError(f"{text!r} is not a job's id", hint="pass its 32 hex digits, as printed by stream-ckpt show")
     return bytes.fromhex(text)
 
 

@@ -103,7 +103,7 @@ def given(kernels: Iterable[FusedKernel], optimizers: Mapping[str, torch.optim.O
 
 
 def told(code: Mapping[str, str], marker: Mapping[str, str]) -> str:
-    """Describe the differences, with both values each. Empty if there are none."""
+    """Describe the differences, with both values each. Empty if all are equal."""
     different = [name for name in sorted(code) if name in marker and code[name] != marker[name]]
     return "; ".join(f"{name} {marker[name]}, not {code[name]}" for name in different)
 

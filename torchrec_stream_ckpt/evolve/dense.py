@@ -46,7 +46,7 @@ def resolve_dense(saved: ModelSchema, here: ModelSchema, changes: Changes = NO_C
 def compare_dense(
     saved: ModelSchema, here: ModelSchema, found: Findings, imported: States | None = None
 ) -> DenseEvolution:
-    """Resolve like :func:`resolve_dense`, but add problems to ``found``; the result is valid only if there are none.
+    """Resolve like :func:`resolve_dense`, but add problems to ``found``; the result is valid only without any.
 
     If ``imported`` gives the states of an imported marker, its optimizers and objects are ignored.
     """
@@ -269,7 +269,7 @@ class _Optimizers:
         return OptimizerOutcome(here.key, here.kind, saved.kind, groups, BY_RULE if None in groups else EXACT)
 
     def _difference(self, saved: DenseOptimizer | None, here: DenseOptimizer) -> str:
-        """Describe the difference; empty if there is none in the parameters that both models have."""
+        """Describe the difference; empty if the parameters that both models have are in the same groups."""
         if saved is None:
             return f"only this job has it ({here.kind})"
         if saved.kind != here.kind:

@@ -265,7 +265,7 @@ class _Tables:
         return kept
 
     def _lost(self, source: int, kept: RowMap) -> str:
-        """Describe the trained rows that would be dropped; empty if there are none."""
+        """Describe the trained rows that would be dropped; empty if none would be dropped."""
         going = self._saved.tables[source].rows - kept.count
         if not going or self._trained_rows is None:
             return f"{going} rows would be dropped, which may be trained" if going else ""
@@ -312,7 +312,7 @@ def _dropped(spec: TableSpec, index: int) -> TableOutcome:
 
 
 def _position(state: StateSpec, among: Sequence[StateSpec]) -> int | None:
-    """Return the position of the state with the same name, dtype and kind of shape; None if there is none."""
+    """Return the position of the state with the same name, dtype and kind of shape; None if no state matches."""
     return among.index(state) if state in among else None
 
 

@@ -17,7 +17,7 @@ _MAX_BYTES = 64 * 2**20
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Describe known names that are similar to a wrong one; empty if there are none."""
+    """Describe known names that are similar to a wrong one; empty if no name is similar."""
     names = sorted(set(known))
     ends = [each for each in names if name and each.endswith(f".{name}")]  # a table's own name, not its path
     found = ends[:3] or difflib.get_close_matches(name, names, 3, 0.6)

@@ -282,7 +282,7 @@ class Follower:
             yield update
 
     def _read_on(self, lineage: Lineage, at: Commit) -> Update | None:
-        """Read the rows that the tail has now; returns None if there are none."""
+        """Read the rows that the tail has now; returns None if the tail has no new rows."""
         assert self._tail is not None
         rows = self._tail.read()
         schema = lineage.claims[at.generation].schema

@@ -24,7 +24,7 @@ def astray(lineage: Lineage, target: MarkerId, at: MarkerId, towards: MarkerId |
         lineage: The control partition.
         target: The marker to go to.
         at: The marker that the replica holds.
-        towards: Another marker of which the replica may hold some rows; None if there is none.
+        towards: Another marker of which the replica may hold some rows; None if it holds rows of ``at`` only.
     """
     leading = lineage.leading_to(target)
     if at not in leading:

@@ -113,7 +113,7 @@ class FollowedJob:
         return lineage
 
     def newest_offered(self, lineage: Lineage, passed: Set[MarkerId] = frozenset()) -> Commit | None:
-        """Return the newest marker that was neither given up nor passed over; None if there is none."""
+        """Return the newest marker that was neither given up nor passed over; None if no marker is left."""
         newest = lineage.newest
         catalog = load_catalog(self.objects(newest), lineage) if newest is not None else None
         left = (each for each in reversed(lineage.commits.values()) if each.id not in passed)

@@ -43,11 +43,11 @@ class FollowStats:
     unproved: int = 0
     """Number of blocks of rows that differed from their marker's proof, each counted when it was found."""
     doubted: int = 0
-    """Number of these blocks that the tables still hold. Nothing is served until there are none."""
+    """Number of these blocks that the tables still hold. Nothing is served until it is 0."""
     uncompared: int = 0
     """Number of markers applied without a comparison, because they have no proof, or it cannot be read."""
     ended: End | None = None
-    """The END record of the job's trainer, as of the last look; None while there is none."""
+    """The END record of the job's trainer, as of the last look; None while the trainer has written no END."""
     heard_s: float = field(default_factory=time.time)
     """When the log last answered."""
     _recent: deque[tuple[float, int]] = field(default_factory=deque)

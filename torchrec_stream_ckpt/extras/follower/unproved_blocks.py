@@ -28,7 +28,7 @@ class _Doubt:
     missing: npt.NDArray[np.bool_] | None = None
     """Cells that have not been sent again, shape (rows, dim); None if the block is settled."""
     by: MarkerId | None = None
-    """The newest marker whose rows or proof have settled a part of the block; None if there is none."""
+    """The newest marker whose rows or proof have settled a part of the block; None if no marker has."""
 
     def reopen(self) -> None:
         self.missing, self.by = np.ones((self.named.end - self.named.begin, self.dim), np.bool_), None
@@ -127,7 +127,7 @@ class Doubts:
 
     @property
     def unproved(self) -> Unproved | None:
-        """All doubted blocks; None if there are none."""
+        """All doubted blocks; None if no block is in doubt."""
         names = {table: name for table, name in self._names.items() if self._open.get(table)}
         if not names:
             return None

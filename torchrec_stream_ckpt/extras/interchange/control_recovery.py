@@ -154,7 +154,7 @@ def put_back(log: Log, control: Control, objects: Objects, uri: str, known: Know
 
 
 def taken_away(log: Log, lineage: Lineage, objects: Objects) -> Trim | None:
-    """Return a TRIM for rows that the log lacks, no record mentions, and the store holds; None if there are none.
+    """Return a TRIM for rows that the log lacks, no record mentions, and the store holds; None if no row is missing.
 
     The TRIM that deleted them may be lost with the end of the control partition. Without a TRIM, no new marker could be
     committed, because the rows that it depends on would seem lost.
@@ -182,7 +182,7 @@ def taken_away(log: Log, lineage: Lineage, objects: Objects) -> Trim | None:
 
 
 def _newest_held(holdings: Holdings, generation: int) -> MarkerId | None:
-    """Return the newest marker of a generation of which the store alone has all rows; None if there is none."""
+    """Return the newest marker of a generation of which the store alone has all rows; None if it has no such marker."""
     markers = (marker for marker in reversed(holdings.lineage.commits) if marker.generation == generation)
     return next((marker for marker in markers if holdings.look(marker).reach == marker), None)
 

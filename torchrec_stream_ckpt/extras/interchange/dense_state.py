@@ -183,7 +183,7 @@ def compare_dense(dense: DenseStore, commit: Commit, proof: Proof | None, proofs
     Args:
         dense: Store of the files.
         commit: The marker's COMMIT.
-        proof: The proof of its rank 0 for replicated tables; None if there is none.
+        proof: The proof of its rank 0 for replicated tables; None if the marker has no such proof.
         proofs: Proofs of entries, by rank.
 
     Raises:

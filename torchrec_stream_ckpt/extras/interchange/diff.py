@@ -38,7 +38,7 @@ class TableDiff:
     """Rows that differ, by state. None if a state holds one value a row under two different column splits, so that no
     comparison is possible."""
     note: str = ""
-    """Changes of the model between the markers that concern this table; empty if there are none."""
+    """Changes of the model between the markers that concern this table; empty if the model did not change for it."""
 
 
 @dataclass(frozen=True, slots=True)

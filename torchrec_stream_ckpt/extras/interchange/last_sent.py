@@ -35,7 +35,7 @@ class LastSent:
         }
 
     def of(self, table: int) -> Places:
-        """Return the place of the last marker that sent a row of each block of a table; -1 if there is none."""
+        """Return the place of the last marker that sent a row of each block of a table; -1 if no marker sent one."""
         return self.met.begin(self._shards[table], None)
 
     def frame(self, schema: Schema, shards: tuple[TableShard, ...], header: Header, payload: memoryview) -> None:

@@ -82,7 +82,7 @@ def find_marker(
     """Find the marker, or the newest complete one, judging by names and directories; raises as :func:`find`.
 
     Raises:
-        MarkerNotFoundError: there is none.
+        MarkerNotFoundError: no marker is committed, or none is complete.
     """
     if isinstance(job, Job) and job.log.incarnation() is not None:
         newest = job.control.refresh().newest  # if the caller has named no store, this marker names it

@@ -40,7 +40,7 @@ def older_proofs(rows: MarkerRows) -> Iterator[WeightProof]:
                 sent.chunks(piece, rows.chunks(picked))
     circle = Circle(windows)
     of: dict[int, Places] = {}
-    """For each table and block, the place of the marker whose proof holds for it; -1 if there is none."""
+    """For each table and block, the place of the marker whose proof holds for it; -1 if no proof does."""
     for index, table in rows.schema.live:
         if table.rows and table.id is not None:
             at = sent.of(index)

@@ -48,7 +48,7 @@ class Shards:
     places: dict[tuple[int, ...], tuple[tuple[int, ...], int]]
     """Sizes and rank of each shard of all ranks, by its offsets."""
     dtype: torch.dtype | None
-    """Dtype in its own metadata; None if there is none."""
+    """Dtype in its own metadata; None if the metadata have no dtype."""
 
 
 def read_file(path: Path) -> Mapping[str, Any]:

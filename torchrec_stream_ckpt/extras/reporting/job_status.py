@@ -167,14 +167,14 @@ class Look:
     """Age of the newest marker in seconds: the time lost if the job died now. None if there is no marker."""
     restore: Restore | None
     proved: Proved | None
-    """Proofs of the markers of the newest marker's generation. None if there are none or they are not known."""
+    """Proofs of the markers of the newest marker's generation. None if no marker has a proof, or if that is unknown."""
     backlog: Backlog | None
     """None if no store is known, or nothing was written there."""
     alerts: tuple[Alert, ...]
     ended: Ended | None = None
     """None while a trainer may be running, or if it has died without a last report."""
     compared: ProofStanding | None = None
-    """Comparison with proofs by the materializer. None if there is none."""
+    """Comparison with proofs by the materializer. None if it has compared nothing."""
 
 
 def look(
@@ -235,7 +235,7 @@ def look(
 
 
 def ended_of(lineage: Lineage, generation: int | None = None) -> Ended | None:
-    """Return how a generation has ended, as reported by its trainer. None without a report.
+    """Return how a generation has ended, as reported by its trainer. None if it has reported no end.
 
     Args:
         lineage: The control partition.

@@ -78,7 +78,7 @@ class Tiered(TieredJob):
 
     @property
     def relay_pid(self) -> int | None:
-        """(rank 0) Process id of the relay; None if there is none."""
+        """(rank 0) Process id of the relay; None if no relay runs."""
         return self._relay.pid if self._relay is not None else None
 
     def _let_go(self, timeout_s: float) -> bool:
