@@ -323,5 +323,5 @@ def restore_from(args: argparse.Namespace, checkpointer: Restorable) -> Restored
 def _said(restored: Restored | None) -> Restored | None:
     """Log the report of a changed model, and return the restored state."""
     if restored is not None and restored.evolved is not None:
-        log.info("the model changed:\n%s", "\n".join(restored.evolved.lines()))
+        log.info("the model has changed:\n%s", "\n".join(restored.evolved.lines()))
     return restored

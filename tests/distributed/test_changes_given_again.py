@@ -64,7 +64,7 @@ def test_an_id_map_that_is_edited_after_the_change_moves_no_row_twice(
     changed = warm.run(2, moved, TWO, settings, None, first, (MARK, "train", MARK))
     newest = max(changed[0][2])
     before = tree(directory)
-    both = r"rows: 'part0.t1' has an id map(.|\n)*name the marker, and give the changes another label"
+    both = r"rows: 'part0.t1' has an id map(.|\n)*name the marker and give the changes another label"
     with pytest.raises(RankFailed, match=both):
         warm.run(2, moved, TWO, settings, None, edited, ())
     assert tree(directory) == before

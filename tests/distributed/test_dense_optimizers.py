@@ -78,7 +78,7 @@ def test_parameters_in_another_order_keep_their_own_state(kind: str, pool: Pool,
         assert unequal({**before["groups"][0], "params": []}, {**group, "params": []}) == []
         return
     assert "keeps one state for all of them" in found
-    assert "parameter 0 of its group 0 is 'over.0.weight' in the marker and 'over.2.bias' here" in found
+    assert "parameter 0 of group 0 is 'over.0.weight' in the marker and 'over.2.bias' in this job" in found
     assert f"restore(changes=Changes(dense=DenseChanges(optimizer={dict.fromkeys(OVER[::-1], 'fresh')!r})))" in found
     (found,) = pool.run(1, turned, kind, uri, True)
     assert unequal(before["weights"], found["weights"]) == []

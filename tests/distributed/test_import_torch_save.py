@@ -215,7 +215,7 @@ def test_a_file_of_a_rank_that_is_missing_or_of_another_job_is_named(
 ) -> None:
     folder, _ = saved
     to = f"--to=file://{tmp_path}/log"
-    with pytest.raises(CorruptionError, match=r"t_\w+\.weight is not whole: 1 of its \d shards .*which rank 1 had"):
+    with pytest.raises(CorruptionError, match=r"t_\w+\.weight is incomplete: 1 of its \d shards .*which rank 1 had"):
         run("import", f"--from=torch://{folder}/ranks/rank0.pt", to, *KEYS)
     mixed = tmp_path / "mixed"
     mixed.mkdir()

@@ -116,4 +116,4 @@ def test_the_command_fails_when_the_newest_marker_cannot_be_restored(tmp_path: P
     log.append_control(commit(1, 1).to_frame())
     done = CliRunner().invoke(app, ["doctor", f"file://{tmp_path}"])
     assert done.exit_code == 1
-    assert "Try: bring back what is missing" in done.output
+    assert "Try: bring back the missing data" in done.output

@@ -139,7 +139,7 @@ def test_tables_whose_load_broke_off_twice_hold_the_marker_row_for_row(
                 error = breaks(patch, 1)
                 with pytest.raises(error):
                     tables.advance()
-            with pytest.raises(ReplicaNotReadyError, match="half way"):
+            with pytest.raises(ReplicaNotReadyError, match="was interrupted"):
                 held(tables)
         (update,) = tables.advance()
         assert update.kind is LOAD

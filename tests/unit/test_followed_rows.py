@@ -191,7 +191,7 @@ def test_what_breaks_off_while_rows_are_taken_back_is_not_served_and_loaded_over
                 tables.advance()
             for _ in range(2):
                 assert tables.advance() == []
-                with pytest.raises(ReplicaNotReadyError, match="half way"):
+                with pytest.raises(ReplicaNotReadyError, match="was interrupted"):
                     held(tables)
         marker = job.commit()
         (update,) = tables.advance()

@@ -356,7 +356,7 @@ def test_a_marker_that_the_log_has_lost_is_named_to_a_replica_that_holds_it(job:
     end = job.commit().ranks[0].end
     eager.catch_up()
     cut_tail(job, end - 1)
-    with pytest.raises(StreamLostError, match="its tail was lost"):
+    with pytest.raises(StreamLostError, match="so its end was lost"):
         eager.catch_up()
 
 

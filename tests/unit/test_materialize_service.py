@@ -166,7 +166,7 @@ def test_until_closed_ends_with_a_finished_job_and_with_no_other(job: Job) -> No
         "the job was preempted at step 7 (SIGTERM); another trainer may continue"
     )
     status, _, said_ = command(f"file://{job.root}", "--once", "--until-closed")
-    assert (status, "leave out one of the two" in said_) == (1, True)
+    assert (status, "omit one of the two" in said_) == (1, True)
 
 
 def test_until_closed_ends_with_a_job_that_finished_without_a_marker(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def _mismatch(ranks: Sequence[Held], one: int, other: int, title: str, more: int
     where = _leaf(ranks[one].leaves.get(title, {}), ranks[other].leaves.get(title, {}), one, other)
     rest = f", and {more} more" if more else ""
     return ReplicaMismatchError(
-        f"ranks {one} and {other} have different values of {kind}{title}{where}{rest}", hint=hint
+        f"ranks {one} and {other} hold different values of {kind}{title}{where}{rest}", hint=hint
     )
 
 

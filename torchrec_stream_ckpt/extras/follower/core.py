@@ -100,7 +100,7 @@ class Follower:
             first: A marker to load before newer ones, if possible; None for no preference.
         """
         if why != self._anew:
-            log.warning("loading all rows again: %s", why)
+            log.warning("all rows are loaded again: %s", why)
         self._anew = why
         if first is not None:
             self._aim.load_first(first)
@@ -189,7 +189,7 @@ class Follower:
                     self._aim.pass_over({target.id} | self._source.given_up(lineage, self._at))
                 elif not self._aim.skip(target.id):
                     raise
-                log.warning("skipped marker %s: %s", target.id, error.headline)
+                log.warning("marker %s is passed over: %s", target.id, error.headline)
         if self.mode == "rows" and self._at is not None and self._is_whole:
             yield from self._follow_rows(lineage, self._at)
 

@@ -100,7 +100,9 @@ class _RowsOnDemand:
     def of(self, table: int, read: Callable[[TableReader], V]) -> V:
         """Return the result of ``read`` for a table. If the nearest tier is damaged, the other tier is read."""
         if self.closed:
-            raise ConfigError("this marker was closed", hint="read its rows inside the with statement, or open it again")
+            raise ConfigError(
+                "this marker was closed", hint="read its rows inside the with statement, or open it again"
+            )
         while True:
             try:
                 return read(self._reader(table))
