@@ -242,7 +242,7 @@ def _read_run_flags(args: argparse.Namespace) -> None:
             try:
                 setattr(args, name, text.split() if flag.action == "append" else flag.parse(text))
             except argparse.ArgumentTypeError as error:
-                raise ConfigError(f"environment variable {variable}: {error}") from None
+                raise ConfigError(f"the environment variable {variable}: {error}") from None
 
 
 def _given_without_stream(args: argparse.Namespace) -> str | None:
@@ -256,13 +256,13 @@ def _wrong_together(args: argparse.Namespace) -> str | None:
     wrong = [
         (args.kafka_options and not kafka, "--kafka_options needs --stream_ckpt kafka://..."),
         (args.store_options and "://" not in (args.store or ""), "--store_options needs --store s3://..."),
-        (args.standby and args.restore, "--standby takes over from the newest marker: leave out --restore"),
+        (args.standby and args.restore, "--standby takes over from the newest marker: omit --restore"),
         (args.warm_start_store and not args.warm_start, "--warm_start_store needs --warm_start URI"),
-        (args.warm_start and args.restore, "--warm_start names the marker to begin in: leave out --restore"),
-        (args.warm_start and args.standby, "--standby takes over a job that has begun: leave out --warm_start"),
-        (args.changes and args.standby, "--standby needs the trainer's model: leave out --changes"),
-        (args.changes and nothing, "--changes are made of a marker: leave them out with --restore none"),
-        (args.accept_unproved and nothing, "--accept_unproved is about restored rows: leave out --restore none"),
+        (args.warm_start and args.restore, "--warm_start names the marker to begin in: omit --restore"),
+        (args.warm_start and args.standby, "--standby takes over a running job: omit --warm_start"),
+        (args.changes and args.standby, "--standby needs the trainer's model: omit --changes"),
+        (args.changes and nothing, "--changes apply to a restored marker: omit them with --restore none"),
+        (args.accept_unproved and nothing, "--accept_unproved applies to restored rows: omit --restore none"),
     ]
     files = {name: getattr(args, name) for name, setting in SETTINGS.items() if setting.spec.metavar == "FILE"}
     wrong += [

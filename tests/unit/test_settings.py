@@ -210,7 +210,7 @@ def test_config_says_what_holds_and_where_it_came_from(file: Path, monkeypatch: 
     assert said["variables"] == {
         "STREAM_CKPT_BROKER_START_PORT": "stream-ckpt broker start --port",
         "STREAM_CKPT_LIST_NEWEST": "stream-ckpt list --newest",
-        "STREAM_CKPT_OTHER": "this variable is not used",
+        "STREAM_CKPT_OTHER": "nothing reads it",
         "STREAM_CKPT_STANDBY": "--standby of training scripts",
         "STREAM_CKPT_WIDTH": "--width of each verb",
     }

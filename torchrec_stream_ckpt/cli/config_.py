@@ -92,7 +92,4 @@ def _others() -> Iterator[tuple[str, str]]:
         if (reader := readers_of(variable)) is not None:
             yield variable, reader
         else:
-            yield (
-                variable,
-                "this variable is not used" + (f": did you mean {near[variable]}?" if variable in near else ""),
-            )
+            yield variable, "nothing reads it" + (f": did you mean {near[variable]}?" if variable in near else "")
