@@ -224,7 +224,7 @@ def test_changes_that_cannot_be_made_are_refused_before_anything_starts(
     flag = ("--changes", str(file))
     for argv, message in (
         (flag, "--changes needs --stream_ckpt"),
-        (("--stream_ckpt", "file://x", *flag, "--restore", "none"), "leave them out with --restore none"),
+        (("--stream_ckpt", "file://x", *flag, "--restore", "none"), "omit them with --restore none"),
         (("--stream_ckpt", "file://x", *flag, "--standby", "5"), "--standby needs the trainer's model"),
     ):
         with pytest.raises(ConfigError, match=message):
