@@ -214,7 +214,7 @@ class Follower:
         if self._at is not None:
             why = self._anew
             if not why and changed:
-                why = f"the model changed at generation {target.generation}: {changed}"
+                why = f"the model has changed at generation {target.generation}: {changed}"
             if not why:
                 why = yield from self._change(lineage, self._at, target, schema)
             if not why:

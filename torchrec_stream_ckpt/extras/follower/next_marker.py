@@ -62,7 +62,7 @@ def changed_tables(lineage: Lineage, at: MarkerId, held: Schema, target: MarkerI
     changed = "; ".join(in_words(lineage.claims[at.generation].schema, schema))
     if changed and not may_change:
         raise SchemaMismatchError(
-            f"the model changed after marker {at}: {changed}",
+            f"the model has changed after marker {at}: {changed}",
             hint="follow again with at_change='load' (--at-change load), and give the replica's model the tables of "
             "the new one",
             marker=target,
