@@ -190,9 +190,9 @@ def test_every_new_name_is_synced_in_its_folder(store: FolderObjects, monkeypatc
         ("writev", errno.ENOSPC, "gc"),
         ("writev", errno.EDQUOT, "gc"),
         ("writev", errno.EIO, "repair the disk"),
-        ("open", errno.EACCES, "right"),
+        ("open", errno.EACCES, "permission"),
         ("open", errno.EROFS, "mount"),
-        ("rename", errno.EACCES, "right"),
+        ("rename", errno.EACCES, "permission"),
     ],
 )
 def test_a_disk_that_takes_nothing_is_said_with_what_to_do(
@@ -250,7 +250,7 @@ def test_links_are_no_objects(store: FolderObjects, tmp_path: Path) -> None:
     assert store.size("a/link") is None
     with pytest.raises(CorruptionError, match="is a link to another place"):
         store.read("a/link")
-    with pytest.raises(CorruptionError, match="is not a plain file"):
+    with pytest.raises(CorruptionError, match="is not a regular file"):
         store.read("a/pipe")
 
 

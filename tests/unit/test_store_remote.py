@@ -29,7 +29,7 @@ def test_a_protocol_that_nobody_knows_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("url", ["sftp://host/x", "hdfs://host/x", "ftp://host/x", "http://host/x"])
 def test_a_protocol_that_shows_half_an_upload_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="half written"):
+    with pytest.raises(ConfigError, match="incomplete uploads"):
         open_store(url)
 
 

@@ -145,7 +145,7 @@ def test_a_flipped_byte_is_caught(tmp_path: Path, back: int) -> None:
 def test_ids_that_are_not_the_directory_s_are_caught(tmp_path: Path) -> None:
     """Their checksum is right: whoever wrote the segment has told the directory something else."""
     base = Base(tmp_path, [[0, 1, 2]], [TableShard(0, 0, 10, 0, 4)], ids_within=[0, 2, 1])
-    with pytest.raises(CorruptionError, match="ids are not those that the directory names"):
+    with pytest.raises(CorruptionError, match="ids differ from its directory entry"):
         base.read()
     with pytest.raises(CorruptionError, match="10 rows of this shard are missing from all sources"):
         base.targets[base.shards[0]].finish("t")

@@ -410,5 +410,5 @@ def chunk_layout(entry: ChunkEntry, schema: Schema, where: str) -> RowLayout:
     if layout.offsets(entry.rows)[1] != entry.num_bytes:
         raise CorruptionError("chunk's length does not match its rows", **place)
     if not 0 <= entry.first <= entry.last < table.rows:
-        raise CorruptionError(f"chunk's ids [{entry.first}, {entry.last}] are outside [0, {table.rows})", **place)
+        raise CorruptionError("chunk's ids differ from its directory entry", **place)
     return layout
