@@ -127,9 +127,7 @@ class FollowedTables:
     ) -> None:
         number, count = shard
         if not 0 <= number < count:
-            raise ConfigError(
-                f"shard must be between 0 and {count - 1} for {count} shards, got {number}", hint="count shards from 0"
-            )
+            raise ConfigError(f"shard {number} of {count} does not exist", hint="count shards from 0")
         self._follower = follower
         self._into = dict(into) if into is not None else None
         self._shard = shard
