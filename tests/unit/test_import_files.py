@@ -140,14 +140,14 @@ def named(name: str, value: Any) -> dict[str, Any]:
         (named(WEIGHT, torch.ones(24)), ROWWISE, "is not a matrix"),
         (named(WEIGHT, torch.ones(6, 4).to(torch.complex64)), ROWWISE, "has the dtype complex64"),
         (named(WEIGHT, torch.ones(6, 4).to_sparse()), ROWWISE, "cannot be imported: a Tensor"),
-        (named("t_user.momentum1", torch.ones(5)), ROWWISE, r"has size \(5,\), the table \(6, 4\)"),
+        (named("t_user.momentum1", torch.ones(5)), ROWWISE, r"has size \(5,\), but the table has \(6, 4\)"),
         (named("t_user.momentum1", 3), ROWWISE, "momentum1 is not a tensor"),
         (state(), (*ROWWISE, "--data-parallel=zz"), "--data-parallel zz: the checkpoint has no such table"),
         (state(), (*ROWWISE, f"--step={10**22}"), f"--step must be .* got {10**22}"),
         (state(), (*ROWWISE, f"--step={2**63}"), f"--step must be .* got {2**63}"),
         (state(), ("--optimizer=exact_sgd", *ROWWISE[1:]), "exact_sgd keeps nothing, but the checkpoint has momentum1"),
-        (state(), ("--optimizer=exact_adagrad", *ROWWISE[1:]), "keeps sum for each weight, .* one value for each row"),
-        (named("t_user.momentum1", torch.ones(6, 4)), ROWWISE, "keeps sum for each row, .* one value for each weight"),
+        (state(), ("--optimizer=exact_adagrad", *ROWWISE[1:]), "keeps sum for each weight, .* one per row"),
+        (named("t_user.momentum1", torch.ones(6, 4)), ROWWISE, "keeps sum for each row, .* one per weight"),
     ],
 )
 def test_what_does_not_fit_is_named_before_a_byte_is_written(
