@@ -153,7 +153,7 @@ def test_a_log_that_waits_for_the_end_of_an_import_is_no_beginning(
     assert f"uri=file://{log}" in said
     pool.run(1, afresh, replace(config(log), fresh=True))
     assert run("list", f"file://{log}")["unfinished_import"] is None
-    with pytest.raises(ConfigError, match=r"not empty, its newest marker is 3:1"):
+    with pytest.raises(ConfigError, match=r"but this one has marker 3:1"):
         run(*arguments(folder, log))
 
 
