@@ -30,9 +30,8 @@ from torchrec_stream_ckpt.job.startup import Restoring
 from torchrec_stream_ckpt.loaders.tracked_loader import TrackedLoader
 from torchrec_stream_ckpt.ranks.collective import PEERS_S, Groups
 from torchrec_stream_ckpt.ranks.exclusive_calls import Calls, collective
-from torchrec_stream_ckpt.restore.finder import chosen
 from torchrec_stream_ckpt.restore.plan import RestorePlan
-from torchrec_stream_ckpt.restore.session import RestoreParts, Session
+from torchrec_stream_ckpt.restore.session import RestoreParts, Session, chosen
 from torchrec_stream_ckpt.save.commit_callbacks import Announcer
 from torchrec_stream_ckpt.save.generation_end import Ending, LastWord
 from torchrec_stream_ckpt.save.marker_notes import agreed

@@ -32,7 +32,7 @@ from tests import builders  # noqa: E402
 from tests.jobs_on_paper import PaperJob, tables  # noqa: E402
 from tests.synthetic import Job  # noqa: E402
 from torchrec_stream_ckpt.extras.interchange.rows import TableReader, open_rows  # noqa: E402
-from torchrec_stream_ckpt.find.locate import load_catalog, locate  # noqa: E402
+from torchrec_stream_ckpt.find.route import load_catalog, locate  # noqa: E402
 from torchrec_stream_ckpt.flags import positive, whole  # noqa: E402
 from torchrec_stream_ckpt.format.lineage import Lineage  # noqa: E402
 from torchrec_stream_ckpt.format.schema import Schema  # noqa: E402

@@ -11,7 +11,7 @@ import pytest
 
 from tests.builders import Stream, claim, commit
 from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
-from torchrec_stream_ckpt.find.locate import locate
+from torchrec_stream_ckpt.find.route import locate
 from torchrec_stream_ckpt.format.frame import parse_header
 from torchrec_stream_ckpt.log.api import Ack, Freed, Log, open_log
 from torchrec_stream_ckpt.log.control.partition import Control

@@ -25,7 +25,7 @@ from torchrec_stream_ckpt.extras.sizing import requests as model
 from torchrec_stream_ckpt.extras.sizing.bills import Share, store_shares
 from torchrec_stream_ckpt.extras.sizing.folds import fold_load
 from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, TableLoad, UnitCosts, Workload
-from torchrec_stream_ckpt.find.locate import load_catalog, locate
+from torchrec_stream_ckpt.find.route import load_catalog, locate
 from torchrec_stream_ckpt.format import segment
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.control.partition import Control

@@ -15,8 +15,7 @@ from tests.unit.snapshot_log import note
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.find import job as route_job
 from torchrec_stream_ckpt.find.find import find
-from torchrec_stream_ckpt.find.locate import locate
-from torchrec_stream_ckpt.find.route import Route, Shards
+from torchrec_stream_ckpt.find.route import Route, Shards, locate
 from torchrec_stream_ckpt.find.tiers import TierState
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import digest_files

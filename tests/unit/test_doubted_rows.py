@@ -152,7 +152,7 @@ def test_what_was_wrong_in_the_replica_alone_is_served_after_that_load(
     job.send(np.array([0, 300]))
     job.commit()
     with monkeypatch.context() as patched:
-        patched.setattr("torchrec_stream_ckpt.restore.row_writers.Plane.put", lambda *_: None)
+        patched.setattr("torchrec_stream_ckpt.restore.target.Plane.put", lambda *_: None)
         with pytest.raises(ProofMismatchError):
             tables.advance()
     commit(job, 500)

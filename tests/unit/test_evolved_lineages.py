@@ -31,7 +31,7 @@ from torchrec_stream_ckpt.extras.follower.updates import UpdateKind
 from torchrec_stream_ckpt.extras.interchange.dcp_reader import Region, fill
 from torchrec_stream_ckpt.extras.interchange.rows import TableReader, open_rows
 from torchrec_stream_ckpt.find import job as route_job
-from torchrec_stream_ckpt.find.locate import locate
+from torchrec_stream_ckpt.find.route import locate
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.files import FileLog

@@ -29,8 +29,7 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.proofs.seen_marks import Met
-from torchrec_stream_ckpt.restore.from_log import apply_log
-from torchrec_stream_ckpt.restore.from_store import apply_store
+from torchrec_stream_ckpt.restore.apply import apply_log, apply_store
 from torchrec_stream_ckpt.restore.plan import plan_reads, plan_restore
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.save.generation import fence_of

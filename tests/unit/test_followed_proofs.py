@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.extras.follower.updates import UpdateKind
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES
 from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.restore.row_writers import Plane
+from torchrec_stream_ckpt.restore.target import Plane
 
 LOST = np.arange(64, 70)
 """Rows of t_a, all of one block."""

@@ -18,7 +18,7 @@ from tests.stores import choose
 from tests.synthetic import PLAIN, ROWWISE, SCHEMA, WIDE, Image, image_of_log
 from tests.unit.warm_head import Warm, counted_builds, whole
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.find.locate import locate, warm
+from torchrec_stream_ckpt.find.route import locate, warm
 from torchrec_stream_ckpt.format import head as head_format
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.head import HeadState, SliceLayout, column_slices, head_slice_name

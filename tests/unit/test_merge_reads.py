@@ -24,7 +24,7 @@ from tests.unit.test_fold import fold, history, lineage_of
 from torchrec_stream_ckpt.errors import CorruptionError, ScratchUnavailableError, StoreUnavailableError
 from torchrec_stream_ckpt.extras.interchange import rows as rows_module
 from torchrec_stream_ckpt.extras.interchange.rows import TableReader, open_rows
-from torchrec_stream_ckpt.find.locate import locate
+from torchrec_stream_ckpt.find.route import locate
 from torchrec_stream_ckpt.format import segment as segment_module
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema

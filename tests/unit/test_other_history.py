@@ -16,7 +16,7 @@ from tests.unit.test_summaries import lying_history
 from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError
 from torchrec_stream_ckpt.extras.interchange.rows import open_rows
 from torchrec_stream_ckpt.find.holdings import Holdings
-from torchrec_stream_ckpt.find.locate import load_catalog, locate
+from torchrec_stream_ckpt.find.route import load_catalog, locate
 from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.maintain.gc.trim_check import check_synced
 from torchrec_stream_ckpt.maintain.head import HeadWriter

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs_on_paper import PaperJob, tables
-from torchrec_stream_ckpt.find.locate import load_catalog, locate
-from torchrec_stream_ckpt.find.route import Route
+from torchrec_stream_ckpt.find.route import Route, load_catalog, locate
 from torchrec_stream_ckpt.format import notes
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Manifest

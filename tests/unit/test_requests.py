@@ -23,7 +23,7 @@ from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, TableLoad, Uni
 from torchrec_stream_ckpt.extras.sizing.needs import plan
 from torchrec_stream_ckpt.extras.sizing.requests import Requests, fold_requests, marker_requests
 from torchrec_stream_ckpt.extras.sizing.touched import RateTouched
-from torchrec_stream_ckpt.find.locate import load_catalog, locate
+from torchrec_stream_ckpt.find.route import load_catalog, locate
 from torchrec_stream_ckpt.format import segment
 from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.maintain import fold, summarizer

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.builders import ROWWISE, claim, commit, table
 from torchrec_stream_ckpt.errors import ColumnResplitError, CorruptionError, MarkerNotFoundError, SchemaMismatchError
-from torchrec_stream_ckpt.find.locate import locate
+from torchrec_stream_ckpt.find.route import locate
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.restore.plan import Move, RestorePlan, check_schema, intersect, plan_restore

@@ -18,8 +18,7 @@ from tests.sampled import sampled
 from tests.stores import HeldObjects
 from tests.synthetic import Image, Job, images_of_all
 from torchrec_stream_ckpt.errors import CorruptionError, StoreUnavailableError
-from torchrec_stream_ckpt.find.locate import load_catalog, locate
-from torchrec_stream_ckpt.find.route import Route
+from torchrec_stream_ckpt.find.route import Route, load_catalog, locate
 from torchrec_stream_ckpt.format import segment
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
@@ -30,9 +29,8 @@ from torchrec_stream_ckpt.maintain import fold, merge
 from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.proofs.seen_marks import Met, blocks_of
-from torchrec_stream_ckpt.restore import from_store
-from torchrec_stream_ckpt.restore.from_log import apply_log
-from torchrec_stream_ckpt.restore.from_store import apply_store
+from torchrec_stream_ckpt.restore import apply
+from torchrec_stream_ckpt.restore.apply import apply_log, apply_store
 from torchrec_stream_ckpt.restore.plan import RestorePlan, plan_reads
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.store import reader
@@ -239,7 +237,7 @@ def test_every_marker_of_random_stores_is_what_all_its_frames_in_their_order_are
         monkeypatch.setattr(module, "SEGMENT_BYTES", (2**27, 3000)[seed % 2])
     monkeypatch.setattr(segment, "CHUNK_BYTES", int(rng.choice([1500, 4000])))
     monkeypatch.setattr(reader, "RANGE_BYTES", int(rng.choice([1, 5000, 2**24])))
-    monkeypatch.setattr(from_store, "WINDOW_BYTES", int(rng.choice([1, 2**28])))
+    monkeypatch.setattr(apply, "WINDOW_BYTES", int(rng.choice([1, 2**28])))
     job, policy = random_job(tmp_path / "log", rng), POLICIES[seed % len(POLICIES)]
     into, read_around = stored(job, policy), 0
     for commit, image in images_of_all(job.log, lineage_of(job)):
@@ -345,5 +343,5 @@ def test_restores_at_once_leave_torch_as_many_threads_as_it_had(tmp_path: Path, 
 def test_a_shard_that_is_next_to_nothing_beside_others_has_a_lane() -> None:
     shards = (TableShard(0, 0, 2**60, 0, 1), TableShard(0, 2**60, 1, 0, 1))
     plan = RestorePlan(MarkerId(1, 1), 0, 1, SCHEMA, shards, (), frozenset())
-    lanes = from_store._lanes(plan, 2)
+    lanes = apply._lanes(plan, 2)
     assert sum(window.rows for lane in lanes for window in lane) == 2**60 + 1

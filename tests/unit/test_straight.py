@@ -14,7 +14,7 @@ from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.rows import RowLayout
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import Chunk, SegmentId, SegmentKind, lay_out, parse_front
-from torchrec_stream_ckpt.restore.from_store import apply_store, read_runs
+from torchrec_stream_ckpt.restore.apply import apply_store, read_runs
 from torchrec_stream_ckpt.restore.plan import RestorePlan, intersect
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.store.catalog import Picked, Piece

@@ -33,7 +33,7 @@ from tests.unit.summarized_job import (
 )
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.extras.interchange.rows import open_rows
-from torchrec_stream_ckpt.find.locate import load_catalog, locate
+from torchrec_stream_ckpt.find.route import load_catalog, locate
 from torchrec_stream_ckpt.format import summary as summary_format
 from torchrec_stream_ckpt.format.control import Mark, TableScalars
 from torchrec_stream_ckpt.format.frame import Kind

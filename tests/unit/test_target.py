@@ -17,14 +17,14 @@ from tests.builders import JOB, SCHEMA
 from tests.golden import make_store
 from tests.stores import History, choose, fold, lose_rows
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.find.locate import locate
+from torchrec_stream_ckpt.find.route import locate
 from torchrec_stream_ckpt.format.manifest import Manifest
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
 from torchrec_stream_ckpt.format.rows import Array, RowsView
 from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.maintain.merge import merge
-from torchrec_stream_ckpt.restore import from_store
-from torchrec_stream_ckpt.restore.from_store import apply_store
+from torchrec_stream_ckpt.restore import apply
+from torchrec_stream_ckpt.restore.apply import apply_store
 from torchrec_stream_ckpt.restore.plan import Move, intersect, plan_reads
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.store.catalog import Catalog
@@ -251,7 +251,7 @@ def test_threads_restore_windows_of_a_table_as_one_does(
     history.generation(2, [4, 5, 6], "1:3")
     fold(tmp_path, policy)
     lose_rows(tmp_path)
-    monkeypatch.setattr(from_store, "WINDOW_BYTES", window_bytes)
+    monkeypatch.setattr(apply, "WINDOW_BYTES", window_bytes)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

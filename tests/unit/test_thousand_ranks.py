@@ -15,7 +15,7 @@ from tests.jobs_on_paper import PaperJob, tables
 from torchrec_stream_ckpt.cli import materialize as cli
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.find.holdings import Holdings
-from torchrec_stream_ckpt.find.locate import _READERS, load_catalog, locate
+from torchrec_stream_ckpt.find.route import _READERS, load_catalog, locate
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.maintain.compactor import Policy

@@ -26,8 +26,7 @@ from torchrec_stream_ckpt.errors import (
     TrimmedError,
 )
 from torchrec_stream_ckpt.find.job import Job
-from torchrec_stream_ckpt.find.locate import damage_of, ends_early, load_catalog, locate, warm
-from torchrec_stream_ckpt.find.route import Route
+from torchrec_stream_ckpt.find.route import Route, damage_of, ends_early, load_catalog, locate, warm
 from torchrec_stream_ckpt.find.tiers import OUTER, Place, Tiers, TierState
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.head import HeadState

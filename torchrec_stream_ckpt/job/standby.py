@@ -21,8 +21,7 @@ from torchrec_stream_ckpt.errors import (
     StoreUnavailableError,
     TrimmedError,
 )
-from torchrec_stream_ckpt.find.locate import locate
-from torchrec_stream_ckpt.find.route import Route, Shards
+from torchrec_stream_ckpt.find.route import Route, Shards, locate
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.end_note import Outcome
 from torchrec_stream_ckpt.format.lineage import Lineage

@@ -19,9 +19,8 @@ from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
 from torchrec_stream_ckpt.format.record import EVENT_S
 from torchrec_stream_ckpt.job.standby import Standby
 from torchrec_stream_ckpt.ranks.collective import PEERS_S
-from torchrec_stream_ckpt.restore.finder import Begun
 from torchrec_stream_ckpt.restore.plan import RestorePlan
-from torchrec_stream_ckpt.restore.session import RestoreParts, Session
+from torchrec_stream_ckpt.restore.session import Begun, RestoreParts, Session
 from torchrec_stream_ckpt.save.retry_policy import Patience, at_once
 from torchrec_stream_ckpt.save.stream import JOIN_S
 from torchrec_stream_ckpt.save.streaming import Streaming

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 from typing import TypeVar
 
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, OtherLogError
-from torchrec_stream_ckpt.find.locate import lost
+from torchrec_stream_ckpt.find.route import lost
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.interval import Interval

@@ -20,8 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
-from torchrec_stream_ckpt.find.locate import load_catalog, locate
-from torchrec_stream_ckpt.find.route import Route
+from torchrec_stream_ckpt.find.route import Route, load_catalog, locate
 from torchrec_stream_ckpt.find.strides import Strides
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.entry_digests import DenseProof

@@ -10,8 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
-from torchrec_stream_ckpt.find.locate import damage_of, instead_of_log, load_catalog, locate
-from torchrec_stream_ckpt.find.route import Route, Shards
+from torchrec_stream_ckpt.find.route import Route, Shards, damage_of, instead_of_log, load_catalog, locate
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.entry_digests import DenseProof
 from torchrec_stream_ckpt.format.frame import Kind

@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.extras.follower.updates import Changed
 from torchrec_stream_ckpt.extras.interchange.older_proofs import older_proofs
 from torchrec_stream_ckpt.extras.interchange.rows import MarkerRows, TableReader, TableWindow, open_rows
 from torchrec_stream_ckpt.find.job import Job
-from torchrec_stream_ckpt.find.locate import load_catalog
+from torchrec_stream_ckpt.find.route import load_catalog
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import RowsView

@@ -35,7 +35,7 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved
 from torchrec_stream_ckpt.proofs.weights import WeightProof
 from torchrec_stream_ckpt.restore.proof_check import compare_replicated
-from torchrec_stream_ckpt.restore.row_writers import Plane
+from torchrec_stream_ckpt.restore.target import Plane
 from torchrec_stream_ckpt.util.interpreter_exit import end_at_exit
 from torchrec_stream_ckpt.util.metrics import FOLLOWER_METRICS, labels_of, serve_metrics
 from torchrec_stream_ckpt.util.types import MarkerId, TableSpec

@@ -31,12 +31,10 @@ from torchrec_stream_ckpt.find.tiers import Tiers
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.proofs.seen_marks import Met
+from torchrec_stream_ckpt.restore.apply import apply_log, apply_store
 from torchrec_stream_ckpt.restore.damage_location import located
-from torchrec_stream_ckpt.restore.from_log import apply_log
-from torchrec_stream_ckpt.restore.from_store import apply_store
 from torchrec_stream_ckpt.restore.plan import Move, RestorePlan, plan_reads
-from torchrec_stream_ckpt.restore.row_writers import Unwanted
-from torchrec_stream_ckpt.restore.target import Target
+from torchrec_stream_ckpt.restore.target import Target, Unwanted
 from torchrec_stream_ckpt.util.options import Options
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard, TableSpec
 

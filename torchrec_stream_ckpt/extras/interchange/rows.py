@@ -21,8 +21,7 @@ import numpy.typing as npt
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, ScratchUnavailableError, TrimmedError
 from torchrec_stream_ckpt.extras.interchange.last_sent import LastSent
 from torchrec_stream_ckpt.find.job import Job
-from torchrec_stream_ckpt.find.locate import instead_of_log, load_catalog, locate
-from torchrec_stream_ckpt.find.route import Route
+from torchrec_stream_ckpt.find.route import Route, instead_of_log, load_catalog, locate
 from torchrec_stream_ckpt.find.tiers import Tiers
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.format.lineage import Lineage

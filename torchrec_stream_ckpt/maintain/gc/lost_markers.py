@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, StreamCkptError, TrimmedError
-from torchrec_stream_ckpt.find.locate import damage_of, locate
-from torchrec_stream_ckpt.find.route import check_there
+from torchrec_stream_ckpt.find.route import check_there, damage_of, locate
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import LogReader
