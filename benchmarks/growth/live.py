@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.wrapped import wrapped
 from torchrec_stream_ckpt import Changes, StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.util.config import PROOF_BYTES
 
+PROOF_BYTES: int = next(field.default for field in fields(StreamConfig) if field.name == "proof_bytes")
+"""Default of the setting."""
 RING_BYTES = 2**22
 """Ring of a trainer, and budget of its markers."""
 Measure = Callable[[str, Callable[[], Any]], Any]

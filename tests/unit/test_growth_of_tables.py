@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.proofs.compare import Check, shared_blocks
 from torchrec_stream_ckpt.proofs.seen_marks import Circle, Marks, agree
 from torchrec_stream_ckpt.restore.apply import set_scalars
 from torchrec_stream_ckpt.restore.coverage import Coverage
-from torchrec_stream_ckpt.restore.plan import RestorePlan
+from torchrec_stream_ckpt.restore.plan import Overlaps, RestorePlan
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard, TableSpec
 
 FEW, MANY = 16, 32
@@ -79,7 +79,22 @@ def lay_out_files(tables: int) -> None:
     assert len(names) == 2
 
 
-@pytest.mark.parametrize("act", [cover_columns, find_blocks, find_shared_blocks, lay_out_files, put_back_scalars])
+def split_columns(slices: int) -> None:
+    """Ask what other column slices of a table, each half as wide, have of each slice."""
+    overlaps = Overlaps(TableShard(0, 0, 8, 2 * number, 2) for number in range(2 * slices))
+    assert all(len(overlaps.moves(TableShard(0, 0, 8, 4 * number, 4))) == 2 for number in range(slices))
+
+
+def split_rows(ranks: int) -> None:
+    """The same for a table that is sharded by rows."""
+    overlaps = Overlaps(TableShard(0, 2 * number, 2, 0, 8) for number in range(2 * ranks))
+    assert all(len(overlaps.moves(TableShard(0, 4 * number, 4, 0, 8))) == 2 for number in range(ranks))
+
+
+ACTS = [cover_columns, find_blocks, find_shared_blocks, lay_out_files, put_back_scalars, split_columns, split_rows]
+
+
+@pytest.mark.parametrize("act", ACTS)
 def test_each_line_is_executed_as_often_for_each_table(act: Any) -> None:
     few, many = (lines_of(lambda tables=tables: act(tables)) for tables in (FEW, MANY))
     assert few

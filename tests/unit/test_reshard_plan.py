@@ -15,7 +15,7 @@ from torchrec_stream_ckpt.errors import ColumnResplitError, CorruptionError, Mar
 from torchrec_stream_ckpt.find.route import locate
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.restore.plan import Move, RestorePlan, check_schema, intersect, plan_restore
+from torchrec_stream_ckpt.restore.plan import Move, Overlaps, RestorePlan, check_schema, intersect, plan_restore
 from torchrec_stream_ckpt.util.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
 
 PLAIN = table("a_plain", 13, 6)
@@ -139,6 +139,16 @@ def test_streams_without_a_needed_row_are_not_read(written: Placement) -> None:
     assert all(read.moves for read in found.reads)
     holders = {rank for rank, shards in enumerate(written) if any(intersect(shard, target) for shard in shards)}
     assert {read.interval.end.rank for read in found.reads} == holders
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), *[st.integers(0, 9), st.integers(1, 6)] * 2), max_size=12), placements())
+def test_overlaps_are_those_of_all_pairs_in_their_order(odd: list[tuple[int, ...]], here: Placement) -> None:
+    """Also of shards that no sharder makes, which overlap each other in rows and columns."""
+    sources = [TableShard(*each) for each in odd]
+    for some, others in ((sources, [shard for each in here for shard in each]), (sources, sources)):
+        overlaps = Overlaps(others)
+        for source in some:
+            assert overlaps.moves(source) == [move for each in others if (move := intersect(source, each))]
 
 
 def test_shards_of_other_tables_have_nothing_in_common() -> None:

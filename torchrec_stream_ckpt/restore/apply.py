@@ -37,7 +37,7 @@ from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import check_hello, checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.model import FusedKernel
 from torchrec_stream_ckpt.proofs.seen_marks import Met, blocks_of
-from torchrec_stream_ckpt.restore.plan import Columns, Move, RestorePlan, by_slice, intersect, pick
+from torchrec_stream_ckpt.restore.plan import Columns, Move, Overlaps, RestorePlan, by_slice, pick
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.restore.views import View
 from torchrec_stream_ckpt.store.api import Objects, ReadsInto
@@ -88,7 +88,8 @@ def apply_rows(
     """
     met = Met(plan.path) if met is None else met
     targets = _targets(plan, kernels, met)
-    scalars = [each for each in plan.scalars if _concerns(each, plan.targets)]
+    overlaps = Overlaps(plan.targets)
+    scalars = [each for each in plan.scalars if overlaps.moves(_shard_of(each))]
     applied = 0
     for kernel in kernels:
         kernel.prepare_write()
@@ -111,9 +112,8 @@ def apply_rows(
     return applied
 
 
-def _concerns(record: TableScalars, targets: Sequence[TableShard]) -> bool:
-    shard = TableShard(record.table, record.row0, record.rows, record.col0, record.cols)
-    return any(intersect(shard, target) is not None for target in targets)
+def _shard_of(record: TableScalars) -> TableShard:
+    return TableShard(record.table, record.row0, record.rows, record.col0, record.cols)
 
 
 def _targets(plan: RestorePlan, kernels: list[FusedKernel], met: Met) -> dict[TableShard, Target]:

@@ -8,7 +8,7 @@ rectangles.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -62,6 +62,43 @@ def intersect(source: TableShard, target: TableShard) -> Move | None:
     rows = min(source.row0 + source.rows, target.row0 + target.rows) - row0
     cols = min(source.col0 + source.cols, target.col0 + target.cols) - col0
     return Move(source, target, row0, rows, col0, cols) if rows > 0 and cols > 0 else None
+
+
+class Overlaps:
+    """Shards, arranged so that those that overlap another one are found without looking at all of them.
+
+    Args:
+        shards: The shards, of any tables.
+    """
+
+    def __init__(self, shards: Iterable[TableShard]) -> None:
+        self._of_table = {table: _Line(some) for table, some in _by_table(shards).items()}
+
+    def moves(self, source: TableShard) -> list[Move]:
+        """Return the parts that ``source`` has in common with each of the shards, in their order."""
+        near = self._of_table[source.table].near(source) if source.table in self._of_table else ()
+        return [move for target in near if (move := intersect(source, target)) is not None]
+
+
+class _Line:
+    """Shards of one table, sorted by their first column, or by their first row if that tells more of them apart."""
+
+    def __init__(self, shards: Sequence[TableShard]) -> None:
+        self._shards = shards
+        by_rows = len({shard.row0 for shard in shards}) > len({shard.col0 for shard in shards})
+        self._extent: Callable[[TableShard], tuple[int, int]] = (
+            (lambda shard: (shard.row0, shard.rows)) if by_rows else (lambda shard: (shard.col0, shard.cols))
+        )
+        placed = sorted((self._extent(shard)[0], number) for number, shard in enumerate(shards))
+        self._begins, self._order = [begin for begin, _ in placed], [number for _, number in placed]
+        self._longest = max(self._extent(shard)[1] for shard in shards)
+
+    def near(self, source: TableShard) -> list[TableShard]:
+        """Return the shards that may overlap ``source``, in their order."""
+        begin, length = self._extent(source)
+        first = bisect_left(self._begins, begin - self._longest)
+        last = bisect_left(self._begins, begin + length)
+        return [self._shards[number] for number in sorted(self._order[first:last])]
 
 
 def by_slice(moves: Iterable[Move]) -> dict[Columns, list[Move]]:
@@ -318,18 +355,14 @@ def _store_reads(
     schema: Schema, pieces: Iterable[Piece], targets: Sequence[TableShard], bases: Mapping[int, int]
 ) -> tuple[tuple[Piece, ...], tuple[Move, ...]]:
     """Return (pieces with the chunks that are read, moves of their rows)."""
-    by_table = _by_table(targets)
+    overlaps = Overlaps(targets)
     moves: dict[Columns, list[Move]] = {}
     """Moves of all slices that any piece has; most pieces have the same slices."""
 
     def moves_of(slice_: Columns) -> list[Move]:
         if slice_ not in moves:
             table, col0, cols = slice_
-            moves[slice_] = [
-                move
-                for target in by_table.get(table, ())
-                if (move := intersect(TableShard(table, 0, schema.tables[table].rows, col0, cols), target)) is not None
-            ]
+            moves[slice_] = overlaps.moves(TableShard(table, 0, schema.tables[table].rows, col0, cols))
         return moves[slice_]
 
     def of_piece(piece: Piece, picked: Picked) -> Picked:
@@ -348,7 +381,8 @@ def _head_moves(
         for table, col0, cols in head.columns
         if head.marker.generation >= bases.get(table, 0)
     ]
-    return tuple(move for source in sources for target in targets if (move := intersect(source, target)) is not None)
+    overlaps = Overlaps(targets)
+    return tuple(move for source in sources for move in overlaps.moves(source))
 
 
 def pick(picked: Picked, moves: Mapping[Columns, Sequence[Move]]) -> Picked:
@@ -369,7 +403,7 @@ def _stream_reads(
     bases: Mapping[int, int],
 ) -> tuple[StreamRead, ...]:
     """Return the reads that have rows of these targets."""
-    by_table = _by_table(targets)
+    overlaps = Overlaps(targets)
     known: dict[tuple[int, int], tuple[Move, ...]] = {}
     reads = []
     for interval in needed:
@@ -377,19 +411,14 @@ def _stream_reads(
         layout = shards[generation]
         mine, place = layout[rank], (id(layout), rank)
         if place not in known:  # most generations have the same layout
-            known[place] = tuple(
-                move
-                for source in mine
-                for target in by_table.get(source.table, ())
-                if (move := intersect(source, target)) is not None
-            )
+            known[place] = tuple(move for source in mine for move in overlaps.moves(source))
         moves = tuple(move for move in known[place] if generation >= bases.get(move.source.table, 0))
         if moves:
             reads.append(StreamRead(interval, moves, mine))
     return tuple(reads)
 
 
-def _by_table(targets: Sequence[TableShard]) -> dict[int, list[TableShard]]:
+def _by_table(targets: Iterable[TableShard]) -> dict[int, list[TableShard]]:
     by_table: dict[int, list[TableShard]] = {}
     for target in targets:
         by_table.setdefault(target.table, []).append(target)
