@@ -41,7 +41,7 @@ def test_what_is_not_changes_is_refused_on_all_ranks(
     directory = shutil.copytree(trained[0], tmp_path / "log")
     before = tree(directory)
     said = warm.run(2, refused_kind, config(directory), only_first)
-    assert "changes is 'changes.toml'" in said[0]
+    assert "changes must be a Changes object, got 'changes.toml'" in said[0]
     assert all(said), "no rank goes on"
     assert tree(directory) == before
 

@@ -249,7 +249,7 @@ def _mark_on_two_threads(uri: str) -> tuple[Truths, list[str]]:
 def test_two_threads_that_mark_at_once_cut_one_marker(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
     ((truths, (refused,)),) = ranks.run(1, _mark_on_two_threads, uri)
-    assert refused.startswith("mark() was called while mark() is running, on this thread or on another one")
+    assert refused.startswith("mark() was called while mark() was running, on this thread or another one")
     (found,) = ranks.run(1, _restored, uri, list(truths))
     assert {marker: differences(truths[marker], found[marker]) for marker in truths} == {key: [] for key in truths}
 

@@ -59,11 +59,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "paranoid": ({}, "paranoid is False on rank 0 and True on rank 1"),
 }
 HANDED_OVER: dict[str, tuple[tuple[str | None, str | None], str]] = {
-    "one rank": (("stateful", None), "'x' in stateful on rank 0, not at all on rank 1"),
-    "the other rank": ((None, "stateful"), "'x' not at all on rank 0, in stateful on rank 1"),
-    "two kinds": (("stateful", "stateful_per_rank"), "'x' in stateful on rank 0, in stateful_per_rank on rank 1"),
-    "rank0 alone": (("stateful_rank0", "stateful"), "'x' in stateful_rank0 on rank 0, in stateful on rank 1"),
-    "rank0 on one": ((None, "stateful_rank0"), "'x' not at all on rank 0, in stateful_rank0 on rank 1"),
+    "one rank": (("stateful", None), "'x' is in stateful on rank 0 and not passed on rank 1"),
+    "the other rank": ((None, "stateful"), "'x' is not passed on rank 0 and in stateful on rank 1"),
+    "two kinds": (("stateful", "stateful_per_rank"), "'x' is in stateful on rank 0 and in stateful_per_rank on rank 1"),
+    "rank0 alone": (("stateful_rank0", "stateful"), "'x' is in stateful_rank0 on rank 0 and in stateful on rank 1"),
+    "rank0 on one": ((None, "stateful_rank0"), "'x' is not passed on rank 0 and in stateful_rank0 on rank 1"),
 }
 
 

@@ -268,7 +268,7 @@ def test_an_object_that_differs_is_named_with_both_values(tmp_path: Path) -> Non
     for said in warm.run(2, _objects, f"file://{tmp_path}", True):
         assert said.startswith(
             "ReplicaMismatchError: ranks 0 and 1 hold different values of the Stateful 'tracker' (Holder): "
-            "['held']['epoch'] is 0 on rank 0, 1 on rank 1"
+            "['held']['epoch'] is 0 on rank 0 and 1 on rank 1"
         )
         assert "stateful_rank0" in said
 

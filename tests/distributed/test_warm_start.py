@@ -179,7 +179,7 @@ def test_without_the_warm_start_that_was_broken_off_nothing_begins_from_nothing(
         for said in warm.run(2, plain, settings, TWO, changes, call):
             assert f"MarkerNotFoundError: a warm start from marker 1:2 of job {theirs} has begun in this log" in said
             assert f"uri=file://{tmp_path}/log, generation=1]" in said
-            assert "Try: give the same warm_start(...) again" in said
+            assert "Try: pass the same warm_start(...) again" in said
             assert "fresh=True" in said
     assert tree(tmp_path / "log") == before
     shutil.copytree(tmp_path / "log", tmp_path / "fresh")

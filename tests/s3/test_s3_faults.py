@@ -126,7 +126,7 @@ def test_a_request_deletes_many_objects_and_a_store_that_does_not_know_it_delete
             assert {entry.name for entry in store.list("")} == {"a/x", "a/z"}
             proxy.refuse("delete many", 501, "NotImplemented")
         proxy.refuse("delete", 403, "AccessDenied")
-        with pytest.raises(StoreUnavailableError, match="cannot delete it: the store does not allow it") as refused:
+        with pytest.raises(StoreUnavailableError, match="cannot delete it: permission denied by the store") as refused:
             delete_all(store, [["a/x"]], pool)
     assert refused.value.where["name"] == "a/x"
     store.close()

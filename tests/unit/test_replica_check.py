@@ -65,27 +65,27 @@ def test_a_frozen_parameter_is_called_so() -> None:
 
 def test_an_object_is_named_with_the_place_and_both_values() -> None:
     mine, other = held(TENSORS, item={"a": [1, 2], "b": 0}), held(TENSORS, item={"b": 0, "a": [1, 3]})
-    with pytest.raises(ReplicaMismatchError, match=r"of item: \['a'\]\[1\] is 2 on rank 0, 3 on rank 1"):
+    with pytest.raises(ReplicaMismatchError, match=r"of item: \['a'\]\[1\] is 2 on rank 0 and 3 on rank 1"):
         check_same([mine, other])
-    with pytest.raises(ReplicaMismatchError, match=r"of item: \['c'\] is nothing on rank 0, 1 on rank 1"):
+    with pytest.raises(ReplicaMismatchError, match=r"of item: \['c'\] is nothing on rank 0 and 1 on rank 1"):
         check_same([mine, held(TENSORS, item={"a": [1, 2], "b": 0, "c": 1})])
 
 
 @pytest.mark.parametrize(
     ("mine", "other", "said"),
     [
-        ({"a": [[1]]}, {"a": [(1,)]}, "item: ['a'][0] is list on rank 0, tuple on rank 1"),
-        ({"a": {}}, {"a": None}, "item: ['a'] is dict on rank 0, None on rank 1"),
+        ({"a": [[1]]}, {"a": [(1,)]}, "item: ['a'][0] is list on rank 0 and tuple on rank 1"),
+        ({"a": {}}, {"a": None}, "item: ['a'] is dict on rank 0 and None on rank 1"),
         (
             {"a": OrderedDict(x=1, y=2)},
             {"a": OrderedDict(y=2, x=1)},
-            "item: ['a'] is OrderedDict('x', 'y') on rank 0, OrderedDict('y', 'x') on rank 1",
+            "item: ['a'] is OrderedDict('x', 'y') on rank 0 and OrderedDict('y', 'x') on rank 1",
         ),
-        (OrderedDict(x=1), {"x": 1}, "item: it is OrderedDict('x') on rank 0, dict on rank 1"),
-        ({"a": deque([1], 2)}, {"a": deque([1])}, "['a'] is deque(maxlen=2) on rank 0, deque(maxlen=None) on rank 1"),
-        ({"a": {2, 1}}, {"a": {3, 1}}, "item: ['a'] is set(1, 2) on rank 0, set(1, 3) on rank 1"),
-        (3, 4, "item: it is 3 on rank 0, 4 on rank 1"),
-        ({"a": re.compile("x")}, {"a": re.compile("y")}, "item: ['a'][0] is 'x' on rank 0, 'y' on rank 1"),
+        (OrderedDict(x=1), {"x": 1}, "item: it is OrderedDict('x') on rank 0 and dict on rank 1"),
+        ({"a": deque([1], 2)}, {"a": deque([1])}, "['a'] is deque(maxlen=2) on rank 0 and deque(maxlen=None) on rank 1"),
+        ({"a": {2, 1}}, {"a": {3, 1}}, "item: ['a'] is set(1, 2) on rank 0 and set(1, 3) on rank 1"),
+        (3, 4, "item: it is 3 on rank 0 and 4 on rank 1"),
+        ({"a": re.compile("x")}, {"a": re.compile("y")}, "item: ['a'][0] is 'x' on rank 0 and 'y' on rank 1"),
     ],
 )
 def test_kinds_and_orders_of_containers_are_named_with_their_place(mine: Any, other: Any, said: str) -> None:
