@@ -223,6 +223,6 @@ def test_a_file_of_a_rank_that_is_missing_or_of_another_job_is_named(
     (mixed / "rank1.pt").symlink_to(whole[0] / "ranks" / "rank1.pt")
     with pytest.raises(ConfigError, match="sharded differently"):
         run("import", f"--from=torch://{mixed}", to, *KEYS)
-    with pytest.raises(UnsupportedError, match=r"momentum1 has size \(82,\), the table \(41, 32\)"):
+    with pytest.raises(UnsupportedError, match=r"momentum1 has size \(82,\), but the table has \(41, 32\)"):
         run("import", f"--from=torch://{folder}/model.pt", to, *KEYS)
     assert not (tmp_path / "log").exists()

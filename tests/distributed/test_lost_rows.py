@@ -157,7 +157,7 @@ def test_rows_that_no_hook_has_marked_are_found(tmp_path: Path) -> None:
     ranks.run(2, _train, f"file://{tmp_path}", True)
     found = _found(ranks.run(1, _restore, f"file://{tmp_path}", MARKERS))
     assert found
-    assert "as it was in the tables at a cut" in found[0] or "as they were in the tables at a cut" in found[0]
+    assert "of the live tables at a cut: " in found[0]
     assert "proved=1:" in found[0]
     assert "--accept-unproved" in found[0]
 

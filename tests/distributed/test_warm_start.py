@@ -273,7 +273,7 @@ def test_a_job_with_markers_of_its_own_begins_in_no_other_one(
     settings = config(tmp_path / "log")
     warm.run(2, begun, OLD, TWO, settings, f"file://{trained[0]}@1:1", None, EVENTS)
     for said in warm.run(2, refused, settings, f"file://{trained[0]}@1:2"):
-        assert "began in marker 1:1 of job" in said
+        assert "this job started from marker 1:1 of job" in said
         assert "not from 1:2, and has its own markers, up to 1:2" in said
 
 

@@ -52,7 +52,7 @@ def test_ranks_that_hold_different_values_are_told_which() -> None:
     assert not same(mine, mine, other)
     with pytest.raises(ReplicaMismatchError, match=r"ranks 0 and 2 hold different values of model\.b \(history"):
         check_same([mine, mine, other])
-    with pytest.raises(ReplicaMismatchError, match=r"values of model\.a .*, and of 1 more"):
+    with pytest.raises(ReplicaMismatchError, match=r"values of model\.a .*, and 1 more"):
         check_same([mine, held({**TENSORS, "model.a": torch.ones(3, 4), "optim.0.a.step": torch.tensor(4.0)})])
 
 

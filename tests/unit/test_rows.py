@@ -80,7 +80,7 @@ def test_layout_of_a_table_with_one_value_a_row() -> None:
 
 def test_more_states_than_a_frame_takes_are_refused() -> None:
     seven = [StateSpec(f"s{i}", "float32", True) for i in range(7)]
-    with pytest.raises(ValueError, match=r"7 optimizer states do not fit a frame \(6 do\)"):
+    with pytest.raises(ValueError, match=r"7 optimizer states do not fit a frame, which has space for 6"):
         RowLayout.of(table("t", 8, 4, "float32", *seven), 4)
 
 

@@ -68,7 +68,7 @@ class Unproved:
         named = "; ".join(str(block) for block in self.blocks[:_SAID])
         more = f"; and {self.count - _SAID} more" if self.count > _SAID else ""
         return ProofMismatchError(
-            f"{blocks_differ(self.count)} in the tables at a cut: {named}{more}",
+            f"{blocks_differ(self.count)} of the live tables at a cut: {named}{more}",
             hint="restore a marker before the one that proved them, or continue with these rows: restore(..., "
             "accept_unproved=True), on a command line --accept-unproved",
             marker=marker,
