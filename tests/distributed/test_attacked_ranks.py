@@ -255,4 +255,4 @@ def test_each_attack_is_found_within_one_round(
     else:
         shutil.copytree(whole(subject), folder)
     *_, last = _said(subject, folder, attack if attack in PLACED else "")
-    assert "in the tables at a cut" in last
+    assert "of the live tables at a cut" in last

@@ -123,7 +123,7 @@ WRONG = {
     "wrong password by PLAIN": Wrong("SASL_SSL", LOGIN, {"sasl.password": "wrong-horse", "sasl.mechanism": "PLAIN"}),
     "unknown user": Wrong("SASL_SSL", LOGIN, {"sasl.username": "stranger"}),
     "untrusted CA": Wrong(
-        "SASL_SSL", r"a CA that the CAs of this system .*Try: set ssl\.ca\.location", {"ssl.ca.location": ""}
+        "SASL_SSL", r"a CA that is not in the CAs of this system .*Try: set ssl\.ca\.location", {"ssl.ca.location": ""}
     ),
     "missing CA file": Wrong(
         "SASL_SSL", r"'ssl\.ca\.location': the file does not exist .*no\.pem", {"ssl.ca.location": "no.pem"}
