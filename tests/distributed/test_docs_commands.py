@@ -41,6 +41,7 @@ NOT_RUN = {
     r"^stream-ckpt recover ": "a log that was lost: tests/unit/test_recover.py",
     r"^stream-ckpt gc .*--give-up \d": "markers that are lost: tests/unit/test_giving_up.py",
     r"^stream-ckpt relay ": "a job of two tiers: tests/unit/test_tiers.py",
+    r"^stream-ckpt (materialize OUTER|trim INNER) ": "the same: tests/kafka/test_kafka_tiers_joined.py",
     r"^python benchmarks/|^make bench": "measures, for minutes to hours",
     r"^python -m (pytest|tests\.model_check)": "is a test itself",
     r"^python -m torchrec_stream_ckpt\.recipes\.files": "tests/unit/test_recipe_data.py, on each format of text",

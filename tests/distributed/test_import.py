@@ -157,7 +157,7 @@ def test_only_an_empty_log_is_imported_into(saved: tuple[str, Path, dict[str, An
     _, folder, _ = saved
     arguments = ["import", f"--from=dcp://{folder}", f"--to=file://{tmp_path}/log", *KEYS, *fused("rowwise")]
     run(*arguments)
-    with pytest.raises(ConfigError, match="not empty"):
+    with pytest.raises(ConfigError, match="an import requires an empty log"):
         run(*arguments)
 
 

@@ -129,5 +129,5 @@ def test_the_markers_of_a_store_come_back_in_new_topics(bootstrap: str, tmp_path
     assert len(list((tmp_path / "out").iterdir())) == len(SCHEMA.tables)
     log.append_control(lineage.claims[1].to_frame())
     log.close()
-    with pytest.raises(ConfigError, match="not empty"):
+    with pytest.raises(ConfigError, match="the log must be empty"):
         CliRunner().invoke(app, arguments, catch_exceptions=False)

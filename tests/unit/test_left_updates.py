@@ -128,7 +128,7 @@ def test_tables_are_not_served_with_rows_of_a_marker_that_was_left(
             patch.setattr(FollowedJob, "_sent", breaking)
             with pytest.raises(StoreUnavailableError):
                 tables.advance()
-        with pytest.raises(ReplicaNotReadyError, match="half way"):
+        with pytest.raises(ReplicaNotReadyError, match="interrupted"):
             held(tables)
         job.begin(older.id)
         job.touch(1)
