@@ -103,7 +103,7 @@ def test_numbers_that_left_something_in_the_store_are_not_used_again(lost: Path)
 def test_a_log_that_is_there_is_left_alone(lost: Path, tmp_path: Path) -> None:
     write_tables(tmp_path / "other", Schema((table("m.t", 4, 2, "float32", ROWWISE),)), short())
     before = (tmp_path / "other" / "control.log").read_bytes()
-    with pytest.raises(ConfigError, match="the log must be empty"):
+    with pytest.raises(ConfigError, match="the log is not empty"):
         run("recover", f"file://{tmp_path}/other", "--store", lost)
     assert (tmp_path / "other" / "control.log").read_bytes() == before
 
