@@ -82,7 +82,11 @@ def test_an_object_is_named_with_the_place_and_both_values() -> None:
             "item: ['a'] is OrderedDict('x', 'y') on rank 0 and OrderedDict('y', 'x') on rank 1",
         ),
         (OrderedDict(x=1), {"x": 1}, "item: it is OrderedDict('x') on rank 0 and dict on rank 1"),
-        ({"a": deque([1], 2)}, {"a": deque([1])}, "['a'] is deque(maxlen=2) on rank 0 and deque(maxlen=None) on rank 1"),
+        (
+            {"a": deque([1], 2)},
+            {"a": deque([1])},
+            "['a'] is deque(maxlen=2) on rank 0 and deque(maxlen=None) on rank 1",
+        ),
         ({"a": {2, 1}}, {"a": {3, 1}}, "item: ['a'] is set(1, 2) on rank 0 and set(1, 3) on rank 1"),
         (3, 4, "item: it is 3 on rank 0 and 4 on rank 1"),
         ({"a": re.compile("x")}, {"a": re.compile("y")}, "item: ['a'][0] is 'x' on rank 0 and 'y' on rank 1"),
