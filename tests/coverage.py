@@ -57,8 +57,8 @@ PITFALLS = {
     37: "a deep copy of a model takes patched methods of the original along",
 }
 OUTCOMES = ("exact", "limited", "refused", "unverified")
-FOLDED = (2, 3)
-"""Columns in which a line lists several values: plan and module."""
+FOLDED = (2, 3, 4, 1)
+"""Columns in which a line lists several values: plan, module, pipeline and kernel."""
 
 INTRO = """# Coverage
 
@@ -133,7 +133,7 @@ marker, equal those of the live job at the cut, bit for bit. *Refused* means by 
 [one rank](guarantees.md#on-a-gpu). *Not run* and *not tested* mean that nobody knows. For writes to tables outside the
 update see [guarantees.md](guarantees.md#limits-of-exactness). `make coverage` writes this page from the tests.
 
-Semicolons list plans or modules: every plan of a row is covered with every module of that row. Commas are part of one
+Semicolons separate the entries of a list: a row stands for every combination of its entries. Commas are part of one
 entry.
 """
 HEADINGS = {
