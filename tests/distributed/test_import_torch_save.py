@@ -156,7 +156,7 @@ def test_weights_alone_come_to_another_model_by_changes_that_the_refusal_has_nam
     log = tmp_path / "log"
     arguments = ["import", f"--from=torch://{folder}/weights.pt", f"--to=file://{log}", "--optimizer=none"]
     arguments.append(f"--schema={tmp_path}/model.json")
-    with pytest.raises(ConfigError, match=r"called 'module\.part0\.t_user' in the checkpoint") as refused:
+    with pytest.raises(ConfigError, match=r"named 'module\.part0\.t_user' in the checkpoint") as refused:
         run(*arguments)
     assert r"--rename 'module\.(.+)=\1'" in str(refused.value)
     arguments.append(r"--rename=module\.(.+)=\1")

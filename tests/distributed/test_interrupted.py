@@ -187,7 +187,7 @@ def test_a_marker_that_a_signal_handler_asks_for_inside_of_a_step_is_refused_and
     uri = f"file://{tmp_path}"
     ((truths, refused),) = ranks.run(1, _call_inside, uri, timeout_s=600)
     assert len(refused) > HANDLERS // 2  # some bytecodes are before or after the call itself, and some steps have fewer
-    assert all(said.startswith("mark() was called while step() is running") for said in refused)
+    assert all(said.startswith("mark() was called while step() was running") for said in refused)
     markers = [list(truths)[number] for number in (0, len(truths) // 2, -1)]
     (found,) = ranks.run(1, _restored, uri, markers)
     assert {marker: differences(truths[marker], found[marker]) for marker in markers} == {key: [] for key in markers}
@@ -216,7 +216,7 @@ def _close_inside(uri: str) -> tuple[Truths, list[str]]:
 def test_a_close_that_a_signal_handler_asks_for_inside_of_a_step_is_refused(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
     ((truths, refused),) = ranks.run(1, _close_inside, uri)
-    assert [said.split(",")[0] for said in refused] == ["close() was called while step() is running"] * 5
+    assert [said.split(",")[0] for said in refused] == ["close() was called while step() was running"] * 5
     (found,) = ranks.run(1, _restored, uri, list(truths))
     assert {marker: differences(truths[marker], found[marker]) for marker in truths} == {key: [] for key in truths}
 
