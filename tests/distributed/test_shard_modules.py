@@ -289,7 +289,7 @@ def _refusals(uri: str) -> dict[str, str]:
 def test_what_cannot_be_captured_without_dmp_is_refused_by_name(tmp_path: Path, pool: Pool) -> None:
     for said in pool.run(2, _refusals, f"file://{tmp_path}"):
         assert (
-            "Linear is not a DistributedModelParallel and contains no module sharded by shard_modules()"
+            "Linear is not a DistributedModelParallel and has no module sharded by shard_modules()"
             in said["not sharded"]
         )
         assert "Holder holds a DistributedModelParallel [module=inner]" in said["holds a DMP"]

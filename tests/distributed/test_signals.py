@@ -125,7 +125,7 @@ def _check_ends(folder: Path, seed: int, rounds: int, restored: int) -> None:
     for of_rank in found:
         for marker, step, lines, _ in of_rank:
             told = f"SIGTERM produced marker {marker} of step {step}; the job should stop"
-            assert [line for line in lines if "led to" in line] == [told]
+            assert [line for line in lines if "SIGTERM produced" in line] == [told]
             assert commits[marker].step == step
     for number in range(0, rounds, max(1, rounds // restored)):
         marker = found[0][number][0]
