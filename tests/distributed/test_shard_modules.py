@@ -292,7 +292,7 @@ def test_what_cannot_be_captured_without_dmp_is_refused_by_name(tmp_path: Path, 
             "Linear is not a DistributedModelParallel and has no module sharded by shard_modules()"
             in said["not sharded"]
         )
-        assert "Holder holds a DistributedModelParallel [module=inner]" in said["holds a DMP"]
+        assert "Holder contains a DistributedModelParallel [module=inner]" in said["holds a DMP"]
         assert "the dense parameter bottom.0.weight is in neither DDP nor FSDP2" in said["not replicated"]
         assert "without DMP, wrap the dense layers in DistributedDataParallel" in said["not replicated"]
         assert "several ranks hold the same rows" in said["groups"]

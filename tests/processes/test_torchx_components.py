@@ -87,7 +87,7 @@ def test_efa_devices_are_those_that_were_asked_for_or_those_of_the_named_resourc
     assert efa(gpu=8, efa=4) == {"vpc.amazonaws.com/efa": 4}
     assert efa(h="aws_p5.48xlarge") == {"vpc.amazonaws.com/efa": 32}
     assert efa(h="aws_p5.48xlarge", efa=16) == {"vpc.amazonaws.com/efa": 16}
-    with pytest.raises(ComponentValidationException, match="--efa must be .* got -1"):
+    with pytest.raises(ComponentValidationException, match=r"--efa must be .* got -1"):
         dlrm(efa=-1)
 
 

@@ -285,7 +285,7 @@ def test_what_a_fold_replaces_outlasts_another_gc_that_deletes_the_folds_segment
         assert {left} <= {entry.name for entry in runs[0].result(60).now} <= {left, late}
         assert history.objects.size(late) is None
         done = gc(history, rules(HOUR, newest=1), pool, now_s=1e6 + 2 * HOUR)
-    assert done.not_whole == (f"1:6 is not whole: {late} is gone",)
+    assert done.not_whole == (f"1:6 is not whole: {late} is missing",)
     assert not replaced & {entry.name for entry in done.now if not entry.name.startswith("dense/")}
     rows, _ = stores.rows_by_route(history.objects, history.lineage, MarkerId(1, 6))
     assert rows == history.rows[MarkerId(1, 6)]

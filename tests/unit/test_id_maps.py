@@ -102,7 +102,7 @@ def test_maps_at_different_iterations_are_not_merged() -> None:
     sources, (target,) = shards(2), shards(1)
     train(sources, 2)
     profile(sources[1], 3, 1, 2)
-    with pytest.raises(SchemaMismatchError, match=r"rows \[0, 24\) differ in _current_iter: \[2, 3\]"):
+    with pytest.raises(SchemaMismatchError, match=r"rows \[0, 24\) have different values of _current_iter: \[2, 3\]"):
         move(sources, target)
     assert target._current_iter == -1
 
