@@ -86,7 +86,7 @@ def test_what_deletes_is_refused_by_name_and_goes_on_once_it_may(
         stays = "2 markers are given up for good by this run" if command[0] == "gc" else "cannot delete it"
         assert stays in told.value.message
         assert str(store) in str(told.value.where)
-        assert "right" in told.value.hint
+        assert "permission" in told.value.hint
     objects = open_store(str(store))
     catalog = Catalog.load(objects, history.lineage.job)
     kept = catalog.markers - catalog.dropped

@@ -163,7 +163,7 @@ def test_incomplete_and_misshapen_triples_are_refused(tmp_path: Path) -> None:
     with pytest.raises(files.UserError, match="100 dense, 100 sparse rows and 99 labels"):
         open_loader(tmp_path)
     np.save(tmp_path / "a_sparse.npy", np.zeros((100, 25), dtype=np.int64))
-    with pytest.raises(files.UserError, match=r"a_sparse\.npy: shape \(100, 25\)"):
+    with pytest.raises(files.UserError, match=r"a_sparse\.npy: expected the shape \(samples, 26\), found \(100, 25\)"):
         open_loader(tmp_path)
     (tmp_path / "a_sparse.npy").unlink()
     with pytest.raises(files.UserError, match=r"a_sparse\.npy: no such file"):
