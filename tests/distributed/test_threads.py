@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import pytest
 import torch
 
 from tests import ranks
+from tests.inside import inside
 from tests.model import PLAN_1, Spec, Trainer, batch, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import UnsupportedError
+from torchrec_stream_ckpt.format.control import TableScalars
 
 pytestmark = pytest.mark.distributed
 
@@ -141,6 +144,29 @@ def _restored(uri: str) -> State:
 def _check(uri: str, name: str, paranoid: bool, seconds: float) -> None:
     (state,) = ranks.run(1, _run, uri, name, paranoid, seconds, timeout_s=seconds + 120)
     (found,) = ranks.run(1, _restored, uri)
+    assert differences(state, found) == []
+
+
+def _counted_in_between(uri: str) -> State:
+    """A forward of another thread is counted between the two reads of the kernels' iteration at the cut."""
+    job = trainer(PLAN)
+    with _attach(job, uri, paranoid=False) as checkpointer:
+        capture = inside(checkpointer).capture
+        freeze = capture.freeze
+
+        def early(*how: Any) -> tuple[TableScalars, ...]:
+            return tuple(replace(each, iteration=each.iteration - 1) for each in freeze(*how))
+
+        capture.freeze = early  # type: ignore[method-assign]
+        job.step()
+        checkpointer.step()
+        checkpointer.mark().result(60)
+        return truth(job)
+
+
+def test_a_lookup_between_the_reads_of_a_cut_damages_no_marker(tmp_path: Path) -> None:
+    (state,) = ranks.run(1, _counted_in_between, f"file://{tmp_path}")
+    (found,) = ranks.run(1, _restored, f"file://{tmp_path}")
     assert differences(state, found) == []
 
 

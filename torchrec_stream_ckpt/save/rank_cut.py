@@ -242,9 +242,13 @@ class Cuts:
                     if self._prover is not None:
                         proved = self._dense.prove(self._turns, compare=self._oracle is not None)
                     with self._capture.still():
-                        self._open = _Open(step, marker, seal, self._capture.freeze(drain, seal.fail))
+                        scalars = self._capture.freeze(drain, seal.fail)
+                        again = self._capture.scalars()
+                        # Lookups of other threads continue, so the iteration may have changed between the two reads.
+                        # MARK then has the second value, because the digest is of that one.
+                        self._open = _Open(step, marker, seal, scalars if scalars == again else again)
                         self._open.taken = taken = self._prover.take() if self._prover is not None else None
-                        self._open.dense = self._dense_proof(proved)
+                        self._open.dense = self._dense_proof(proved, again)
                 else:
                     seal.fail(self._no_space())
                 self._push(drain)
@@ -264,11 +268,12 @@ class Cuts:
         whole = self._oracle is not None or not self._coordinator.compared
         return Scope(marker, None if whole else self._compared_bytes)
 
-    def _dense_proof(self, proved: ProvedEntries | None) -> DenseProof | None:
-        """Return the proof of the dense state for MARK; reads the kernels' scalars again, only for their digest."""
+    @staticmethod
+    def _dense_proof(proved: ProvedEntries | None, scalars: tuple[TableScalars, ...]) -> DenseProof | None:
+        """Return the proof of the dense state for MARK. ``scalars`` were read a second time, for their digest."""
         if proved is None:
             return None
-        return DenseProof.of(proved.digests, scalars_digest(map(astuple, self._capture.scalars())))
+        return DenseProof.of(proved.digests, scalars_digest(map(astuple, scalars)))
 
     def _hand_over(self, cut: CutOrder, taken: Taken | None, proved: ProvedEntries | None) -> Future[Committed]:
         """(all ranks) Pass a cut to the commit thread, even if it was given up: all ranks must know."""
