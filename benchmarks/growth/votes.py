@@ -128,7 +128,7 @@ def _settle(coordinator: Coordinator, marker: int) -> None:
 def _differing(coordinator: Coordinator, marker: int) -> None:
     with contextlib.suppress(MarkerFailedError):
         _settle(coordinator, marker)
-    assert "hold different dense state" in str(coordinator.failure)
+    assert "the dense state of ranks 0 and " in str(coordinator.failure)
 
 
 VOTES = {"votes": Axis("ranks that vote", votes_of, 16, 1024, kind="votes")}
