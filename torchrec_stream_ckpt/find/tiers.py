@@ -101,9 +101,10 @@ class Joint:
 
     @classmethod
     def at(cls, outer: Commit, inner: Commit) -> Joint | None:
-        """Return the joint at a marker. Returns None if the streams of both logs differ there."""
-        streams = [[(end.rank, end.frames, end.chain) for end in commit.ranks] for commit in (outer, inner)]
-        return cls(outer.id, tuple(zip(outer.ranks, inner.ranks, strict=True))) if streams[0] == streams[1] else None
+        """Return the joint at a marker. Returns None if the logs have different markers of this name."""
+        if not outer.is_same_marker(inner):
+            return None
+        return cls(outer.id, tuple(zip(outer.ranks, inner.ranks, strict=True)))
 
     def after(self, commit: Commit) -> Commit:
         """Return a later COMMIT of the inner log with the ends of the joined streams."""
@@ -164,7 +165,7 @@ class Place:
 
     def objects(self, job: Job | Tiers) -> Objects:
         """Return the store that rows may come from."""
-        return (job.outer if self.outer_last is not None else self.nearest(job)).objects
+        return (job.outer if self.reads_outer_store else self.nearest(job)).objects
 
     def offered(self, catalog: Catalog | None) -> Catalog | None:
         """Return the catalog of :meth:`objects` with only the markers that are read from there."""

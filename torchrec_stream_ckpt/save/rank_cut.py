@@ -243,7 +243,7 @@ class Cuts:
                         proved = self._dense.prove(self._turns, compare=self._oracle is not None)
                     with self._capture.still():
                         scalars = self._capture.freeze(drain, seal.fail)
-                        again = self._capture.scalars()
+                        again = self._capture.scalars() if proved is not None else scalars
                         # Lookups of other threads continue, so the iteration may have changed between the two reads.
                         # MARK then has the second value, because the digest is of that one.
                         self._open = _Open(step, marker, seal, scalars if scalars == again else again)
