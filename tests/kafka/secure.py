@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,18 +80,33 @@ def rule(topic: str, operation: str) -> Any:
     return AclBinding(kind, topic, pattern, "User:trainer", "*", AclOperation[operation], deny)
 
 
+def _filter(binding: Any) -> Any:
+    from confluent_kafka.admin import AclBindingFilter
+
+    names = ("restype", "name", "resource_pattern_type", "principal", "host", "operation", "permission_type")
+    return AclBindingFilter(*(getattr(binding, name) for name in names))
+
+
+def _wait_for_rule(client: Any, binding: Any, present: bool) -> None:
+    """The controller answers before the broker, which decides by its own copy of the rules, has heard of a change."""
+    deadline = time.monotonic() + HANG_S
+    while bool(client.describe_acls(_filter(binding)).result(HANG_S)) is not present:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def forbid(client: Any, topic: str, operation: str) -> None:
-    for future in client.create_acls([rule(topic, operation)]).values():
-        future.result(10)
+    denied = rule(topic, operation)
+    for future in client.create_acls([denied]).values():
+        future.result(HANG_S)
+    _wait_for_rule(client, denied, present=True)
 
 
 def allow_again(client: Any, topic: str, operation: str) -> None:
-    from confluent_kafka.admin import AclBindingFilter
-
     denied = rule(topic, operation)
-    names = ("restype", "name", "resource_pattern_type", "principal", "host", "operation", "permission_type")
-    for future in client.delete_acls([AclBindingFilter(*(getattr(denied, name) for name in names))]).values():
-        assert len(future.result(10)) == 1
+    for future in client.delete_acls([_filter(denied)]).values():
+        assert len(future.result(HANG_S)) == 1
+    _wait_for_rule(client, denied, present=False)
 
 
 @dataclass(frozen=True)
