@@ -34,10 +34,7 @@ from torchrec_stream_ckpt.util.layout import (
     damaged_name,
     manifest_name,
     parse_claim_name,
-    parse_fold_name,
-    parse_fold_segment,
-    parse_manifest_name,
-    parse_store_segment,
+    parse_marker_object,
 )
 from torchrec_stream_ckpt.util.types import MarkerId
 
@@ -211,24 +208,19 @@ class Repairer:
         take_back_if_possible(self._objects, lineage.job, [CorruptionError(error.message, name=name)])
         if (claim := parse_claim_name(name)) is not None:
             return self._claim(lineage, name, claim[1], error)
-        part, manifest, segment = parse_fold_segment(name), parse_manifest_name(name), parse_store_segment(name)
-        fold = part[0] if part is not None else parse_fold_name(name)
-        marker = manifest[1] if manifest is not None else segment.marker if segment is not None else None
-        into = Replacing(self._objects)
+        found, into = parse_marker_object(name), Replacing(self._objects)
+        assert found is not None
         try:
-            if fold is not None:
-                marker = fold.end
-                source = self._fold(lineage, catalog, fold, into)
-            elif segment is not None:
-                source = self._interval(lineage, catalog, segment, into)
+            if found.fold is not None:
+                source = self._fold(lineage, catalog, found.fold, into)
+            elif found.segment is not None:
+                source = self._interval(lineage, catalog, found.segment, into)
             else:
-                assert manifest is not None
-                source = self._manifest(lineage, catalog, manifest[1], into)
+                source = self._manifest(lineage, catalog, found.marker, into)
         except OtherLogError:
             raise
         except CorruptionError as other:
-            assert marker is not None
-            raise lost(error, marker, other) from None
+            raise lost(error, found.marker, other) from None
         return self.done(Repair(name, error.headline, source, ", ".join(into.asides)))
 
     def done(self, repair: Repair) -> Repair:
@@ -315,17 +307,16 @@ def _object_of(error: CorruptionError) -> str | None:
     """Return the name of the claim, segment, fold or manifest of a store that ``error`` is about, if any."""
     said = str(error.where.get("name", error.where.get("path", "")))
     name = "/".join(PurePosixPath(said).parts[-3:])  # below the store: its folder, the job's folder, its own name
-    parsers = (parse_claim_name, parse_fold_name, parse_fold_segment, parse_store_segment, parse_manifest_name)
-    return name if any(parse(name) is not None for parse in parsers) else None
+    found = parse_marker_object(name)
+    return name if parse_claim_name(name) is not None or (found is not None and not found.dense_file) else None
 
 
 def _is_named(catalog: Catalog, name: str) -> bool:
     """Return whether a listed object of the store needs an object: a manifest is listed, or names the segment."""
     if (claim := parse_claim_name(name)) is not None:
         return any(marker.generation == claim[1] for marker in catalog.markers)
-    part, manifest, segment = parse_fold_segment(name), parse_manifest_name(name), parse_store_segment(name)
-    fold = part[0] if part is not None else parse_fold_name(name)
-    if fold is not None:
-        return (fold.start, fold.end) in catalog.folds
-    marker = manifest[1] if manifest is not None else segment.marker if segment is not None else None
-    return marker in catalog.markers
+    found = parse_marker_object(name)
+    assert found is not None
+    if found.fold is not None:
+        return (found.fold.start, found.fold.end) in catalog.folds
+    return found.marker in catalog.markers

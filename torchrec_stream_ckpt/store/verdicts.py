@@ -28,14 +28,8 @@ from torchrec_stream_ckpt.util.layout import (
     PROVED_DIR,
     READINGS_DIR,
     VERDICTS_DIR,
-    dense_name,
     is_reading,
-    manifest_name,
-    parse_dense_file,
-    parse_fold_name,
-    parse_fold_segment,
-    parse_manifest_name,
-    parse_store_segment,
+    parse_marker_object,
     parse_verdict_name,
     reading_name,
     verdict_name,
@@ -98,14 +92,8 @@ def _unit_of(error: CorruptionError) -> str | None:
     """Return the name under which a reading has the object that ``error`` is about. Returns None for other errors."""
     parts = PurePosixPath(str(error.where.get("name", error.where.get("path", "")))).parts
     for name in ("/".join(parts[-3:]), "/".join(parts[-4:])):  # relative to the store
-        if parse_manifest_name(name) is not None or parse_fold_name(name) is not None:
-            return name
-        if (part := parse_fold_segment(name)) is not None:
-            return part[0].name
-        if (segment := parse_store_segment(name)) is not None:
-            return manifest_name(segment.job, segment.marker)
-        if (dense := parse_dense_file(name)) is not None:
-            return dense_name(dense[0], dense[1])
+        if (found := parse_marker_object(name)) is not None:
+            return found.owner
     return None
 
 

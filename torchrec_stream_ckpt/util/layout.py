@@ -454,6 +454,39 @@ def parse_dense_file(name: str) -> tuple[bytes, MarkerId, str] | None:
     return (*found, match[4])
 
 
+@dataclass(frozen=True, slots=True)
+class MarkerObject:
+    """Parsed name of an object with rows or dense state of a marker, or of one that names such objects."""
+
+    job: bytes
+    marker: MarkerId
+    """Marker of the object. The rows of a fold end there."""
+    owner: str
+    """Name of the fold or manifest that names the segment, or of the folder of the dense file. Otherwise its own name.
+    """
+    fold: FoldName | None = None
+    """Fold that the object belongs to, if it does."""
+    segment: StoreSegment | None = None
+    """Parsed name of a segment that belongs to a manifest."""
+    dense_file: str = ""
+    """Name of a file of dense state, within its folder."""
+
+
+def parse_marker_object(name: str) -> MarkerObject | None:
+    """Parse the name of a segment, a fold, a manifest or a dense file. Returns None for any other name."""
+    part = parse_fold_segment(name)
+    if (fold := part[0] if part is not None else parse_fold_name(name)) is not None:
+        return MarkerObject(fold.job, fold.end, fold.name, fold)
+    if (segment := parse_store_segment(name)) is not None:
+        owner = manifest_name(segment.job, segment.marker)
+        return MarkerObject(segment.job, segment.marker, owner, segment=segment)
+    if (manifest := parse_manifest_name(name)) is not None:
+        return MarkerObject(*manifest, name)
+    if (dense := parse_dense_file(name)) is not None:
+        return MarkerObject(*dense[:2], dense_name(*dense[:2]), dense_file=dense[2])
+    return None
+
+
 def _marker_name(marker: MarkerId) -> str:
     return f"g{marker.generation:08d}-m{marker.marker:08d}"
 

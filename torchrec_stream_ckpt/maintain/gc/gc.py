@@ -51,11 +51,7 @@ from torchrec_stream_ckpt.util.layout import (
     FoldName,
     dropped_name,
     manifest_name,
-    parse_dense_file,
-    parse_fold_name,
-    parse_fold_segment,
-    parse_manifest_name,
-    parse_store_segment,
+    parse_marker_object,
     parse_verdict_name,
     pin_name,
 )
@@ -223,20 +219,19 @@ def _mark(holdings: Holdings, anchors: Iterable[MarkerId]) -> _Needed:
 def _is_garbage(name: str, stock: Stock, needed: _Needed, given_up: frozenset[MarkerId]) -> bool:
     """Return whether an object is no longer needed. Objects that this project did not write are never garbage."""
     catalog, lineage = stock.holdings.catalog, stock.holdings.lineage
-    if (manifest := parse_manifest_name(name)) is not None:
-        return manifest[1] in given_up and manifest[1] not in needed.markers
-    if (dense := parse_dense_file(name)) is not None:
-        return dense[1] in given_up or _never_came(dense[1], stock)
-    if (segment := parse_store_segment(name)) is not None:
-        marker = segment.marker
-        if marker in catalog.markers or marker in given_up:
-            return marker in given_up and marker not in needed.markers
-        return _never_came(marker, stock)
     if (verdict := parse_verdict_name(name)) is not None:
         return verdict[1].generation < lineage.newest_generation  # its trainer has ended
-    fold_segment = parse_fold_segment(name)
-    fold = fold_segment[0] if fold_segment is not None else parse_fold_name(name)
-    return fold is not None and _is_idle(fold, stock, needed)
+    found = parse_marker_object(name)
+    if found is None:
+        return False
+    if found.fold is not None:
+        return _is_idle(found.fold, stock, needed)
+    marker = found.marker
+    if found.dense_file:
+        return marker in given_up or _never_came(marker, stock)
+    if found.segment is None or marker in catalog.markers or marker in given_up:
+        return marker in given_up and marker not in needed.markers
+    return _never_came(marker, stock)
 
 
 def _never_came(marker: MarkerId, stock: Stock) -> bool:

@@ -36,11 +36,8 @@ from torchrec_stream_ckpt.util.layout import (
     dense_file_name,
     dense_name,
     manifest_name,
-    parse_fold_name,
-    parse_fold_segment,
-    parse_manifest_name,
+    parse_marker_object,
     parse_scrub_place,
-    parse_store_segment,
 )
 from torchrec_stream_ckpt.util.types import MarkerId
 
@@ -260,10 +257,9 @@ def remarks(job: bytes, damaged: Mapping[Stride, str]) -> tuple[str, ...]:
 
 def _rows_of(holdings: Holdings, name: str) -> Stretch | None:
     """Return the stretch of the path with the rows of an object, or of the objects it names. None without rows."""
-    part = parse_fold_segment(name)
-    fold = part[0] if part is not None else parse_fold_name(name)
-    if fold is not None:
-        return holdings.strides.stretch(fold.start, fold.end) if fold.end in holdings.lineage.commits else None
-    manifest, segment = parse_manifest_name(name), parse_store_segment(name)
-    marker: MarkerId | None = manifest[1] if manifest is not None else segment.marker if segment is not None else None
-    return holdings.strides.interval(marker) if marker in holdings.lineage.commits and marker is not None else None
+    found = parse_marker_object(name)
+    if found is None or found.dense_file or found.marker not in holdings.lineage.commits:
+        return None
+    if found.fold is not None:
+        return holdings.strides.stretch(found.fold.start, found.fold.end)
+    return holdings.strides.interval(found.marker)

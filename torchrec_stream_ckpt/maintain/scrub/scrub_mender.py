@@ -20,15 +20,7 @@ from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore, copy_dense
 from torchrec_stream_ckpt.store.identity import check_store
-from torchrec_stream_ckpt.util.layout import (
-    parse_dense_file,
-    parse_dropped_name,
-    parse_fold_name,
-    parse_fold_segment,
-    parse_manifest_name,
-    parse_store_segment,
-    parse_summary_name,
-)
+from torchrec_stream_ckpt.util.layout import parse_dropped_name, parse_marker_object, parse_summary_name
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.uris import check_store_url
 
@@ -74,8 +66,9 @@ class ScrubMender:
         catalog.forget()
         try:
             self._check_history(lineage, catalog)
-            if (dense := parse_dense_file(name)) is not None:
-                return self._dense(lineage.find(dense[1]), name, dense[2], error)
+            found = parse_marker_object(name)
+            if found is not None and found.dense_file:
+                return self._dense(lineage.find(found.marker), name, found.dense_file, error)
             if parse_dropped_name(name) is not None:
                 raise CorruptionError("nothing else says why the marker was given up", name=name)
             return self._repairer.mend(lineage, catalog, name, error)
@@ -129,13 +122,9 @@ class ScrubMender:
 
 def marker_of(name: str) -> MarkerId | None:
     """Return the marker that an object belongs to. None if it belongs to a generation."""
-    if (part := parse_fold_segment(name)) is not None:
-        return part[0].end
-    if (fold := parse_fold_name(name)) is not None:
-        return fold.end
-    if (segment := parse_store_segment(name)) is not None:
-        return segment.marker
+    if (found := parse_marker_object(name)) is not None:
+        return found.marker
     if (summary := parse_summary_name(name)) is not None:
         return summary.last
-    found = parse_manifest_name(name) or parse_dense_file(name) or parse_dropped_name(name)
-    return found[1] if found is not None else None
+    dropped = parse_dropped_name(name)
+    return dropped[1] if dropped is not None else None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
-from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, OtherLogError, StoreUnavailableError
+from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError, StoreUnavailableError
 from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -43,12 +43,9 @@ from torchrec_stream_ckpt.util.layout import (
     is_garbage_list,
     manifest_name,
     parse_claim_name,
-    parse_dense_file,
     parse_dropped_name,
-    parse_fold_name,
-    parse_fold_segment,
     parse_manifest_name,
-    parse_store_segment,
+    parse_marker_object,
     parse_summary_name,
 )
 from torchrec_stream_ckpt.util.types import MarkerId
@@ -118,7 +115,7 @@ class DensePart:
         """Bytes read."""
         return self.file.num_bytes
 
-    def read(self, objects: Objects) -> Iterator[int]:
+    def read(self, objects: Objects, table_name: Callable[[int], str] = str) -> Iterator[int]:
         """Read the file piece by piece, as :meth:`SegmentPart.read` does."""
         return read_dense_file(objects, self.name, self.file, PIECE_BYTES)
 
@@ -193,20 +190,18 @@ class ScrubReader:
 
     def __init__(self, objects: Objects, lineage: Lineage, catalog: Catalog) -> None:
         self._objects = objects
-        self._lineage = lineage
-        self._catalog = catalog
+        self.lineage = lineage
+        self.catalog = catalog
         self.heeds_lists = True
         """True if objects listed by gc count as unneeded."""
-        self._refs: tuple[str, dict[str, SegmentRef]] = ("", {})
-        """Segments that a fold or a manifest names: of the one read last."""
-        self._files: tuple[str, dict[str, DenseFile]] = ("", {})
-        """Dense files of the marker whose dense state was read last."""
+        self._parts: tuple[str, dict[str, Part]] = ("", {})
+        """Unit that was read last, and the segments or dense files that belong to it, by name."""
 
     # Listing.
 
     def units(self) -> list[str]:
         """Return the names of all units in order. Omits those that retention has put on a list of garbage."""
-        catalog, job = self._catalog, self._catalog.job
+        catalog, job = self.catalog, self.catalog.job
         found = {claim_name(job, generation) for generation in {marker.generation for marker in catalog.markers}}
         found |= {dropped_name(job, marker) for marker in self._dropped()}
         found |= {FoldName(job, end, start).name for start, end in catalog.folds}
@@ -216,7 +211,7 @@ class ScrubReader:
         return sorted(found - self.listed())
 
     def _dropped(self) -> set[MarkerId]:
-        names = (entry.name for entry in self._objects.list(f"{DROPPED_DIR}/{self._catalog.job.hex()}/"))
+        names = (entry.name for entry in self._objects.list(f"{DROPPED_DIR}/{self.catalog.job.hex()}/"))
         return {found[1] for name in names if (found := parse_dropped_name(name)) is not None}
 
     def _with_dense(self) -> set[MarkerId]:
@@ -225,18 +220,18 @@ class ScrubReader:
         These have a manifest, or their trainer has put their dense state here. For a marker without a manifest, the
         materializer may be copying it right now.
         """
-        names = (entry.name for entry in self._objects.list(f"{DENSE_DIR}/{self._catalog.job.hex()}/"))
-        here = {found[1] for name in names if (found := parse_dense_file(name)) is not None}
-        commits, home = self._lineage.commits, "" if self._objects.size(IDENTITY_FILE) is not None else None
+        names = (entry.name for entry in self._objects.list(f"{DENSE_DIR}/{self.catalog.job.hex()}/"))
+        here = {found.marker for name in names if (found := parse_marker_object(name)) is not None}
+        commits, home = self.lineage.commits, "" if self._objects.size(IDENTITY_FILE) is not None else None
         kept = {marker for marker in here & commits.keys() if commits[marker].store in (self._objects.url, home)}
-        return set((self._catalog.markers & commits.keys() | kept) - self._catalog.dropped)
+        return set((self.catalog.markers & commits.keys() | kept) - self.catalog.dropped)
 
     def listed(self) -> set[str]:
         """Return the names of unneeded objects that gc has listed. Ignores lists that cannot be read."""
         found: set[str] = set()
         if not self.heeds_lists:
             return found
-        for entry in self._objects.list(f"{GARBAGE_DIR}/{self._catalog.job.hex()}/"):
+        for entry in self._objects.list(f"{GARBAGE_DIR}/{self.catalog.job.hex()}/"):
             if is_garbage_list(entry.name):
                 try:
                     found |= {*Garbage.from_bytes(self._objects.read(entry.name), entry.name).names}
@@ -246,14 +241,14 @@ class ScrubReader:
 
     def names_of(self, unit: str) -> Sequence[str]:
         """Return the objects of a unit, first the one that names the others. Only that one if it cannot be read."""
+        is_dense = unit.startswith(f"{DENSE_DIR}/")
+        if not is_dense and parse_marker_object(unit) is None:
+            return [unit]
         try:
-            if unit.startswith(f"{DENSE_DIR}/"):
-                return list(self._dense(unit))
-            if parse_manifest_name(unit) is not None or parse_fold_name(unit) is not None:
-                return [unit, *self._named(unit)]
+            parts = self._parts_of(unit)
         except (CorruptionError, StoreUnavailableError):  # reading it reports whether the store is unavailable
             return [self._list_of(unit)]
-        return [unit]
+        return [*parts] if is_dense else [unit, *parts]
 
     def _list_of(self, unit: str) -> str:
         """Return the object that lists the objects of a unit."""
@@ -268,16 +263,14 @@ class ScrubReader:
             return True
         if self._objects.size(name) is not None:
             return False
-        if parse_summary_name(name) is not None:
-            return True
-        if (fold := parse_fold_segment(name)) is not None:
-            return self._objects.size(fold[0].name) is None
-        if (segment := parse_store_segment(name)) is not None:
-            return self._objects.size(manifest_name(segment.job, segment.marker)) is None
-        marker = parse_manifest_name(name) or parse_dense_file(name)
-        if marker is not None:
-            return self._objects.size(dropped_name(self._catalog.job, marker[1])) is not None
-        return parse_fold_name(name) is not None  # a lost fold cannot be distinguished from one that gc deleted
+        found = parse_marker_object(name)
+        if found is None:
+            return parse_summary_name(name) is not None
+        if not found.dense_file and found.owner != name:
+            return self._objects.size(found.owner) is None
+        if found.fold is not None:
+            return True  # a lost fold cannot be distinguished from one that gc deleted
+        return self._objects.size(dropped_name(self.catalog.job, found.marker)) is not None
 
     # Reading one object.
 
@@ -288,48 +281,45 @@ class ScrubReader:
             CorruptionError: the object is missing or damaged.
             StoreUnavailableError: the store does not answer.
         """
-        if (manifest := parse_manifest_name(name)) is not None:
-            return self._manifest(name, manifest[1])
-        if (fold := parse_fold_name(name)) is not None:
-            return self._fold(name, fold)
-        if (segment := parse_store_segment(name)) is not None:
-            return self._segment(name, manifest_name(segment.job, segment.marker), segment.marker)
-        if (part := parse_fold_segment(name)) is not None:
-            return self._segment(name, part[0].name, part[0].end)
-        if (dense := parse_dense_file(name)) is not None:
-            return self._dense_file(name, dense_name(dense[0], dense[1]))
+        part, found = self.part(name), parse_marker_object(name)
+        if part is not None:
+            assert found is not None
+            return part.read(self._objects, partial(self._table, found.marker))
+        if found is not None:
+            return self._fold(name, found.fold) if found.fold is not None else self._manifest(name, found.marker)
         if (claim := parse_claim_name(name)) is not None:
             return self._claim(name, claim[1])
         if (summary := parse_summary_name(name)) is not None:
             return self._summary(summary)
         return self._given_up(name)
 
-    def part(self, unit: str, name: str) -> Part | None:
-        """Return the part that a worker would read of a unit's object. None if only this reader can check it.
+    def part(self, name: str) -> Part | None:
+        """Return the part that is a whole segment or dense file, for this reader or a worker. None for other objects.
 
-        Workers never read the object that lists the unit's objects. If that object cannot be read, they read nothing of
-        the unit.
+        Raises:
+            CorruptionError: the object that should name it is damaged, or does not name it.
+            MarkerNotFoundError: the COMMIT of the marker was deleted.
+            StoreUnavailableError: the store does not answer.
         """
-        try:
-            if name == self._list_of(unit):
-                return None
-            if unit.startswith(f"{DENSE_DIR}/"):
-                file = self._dense(unit).get(name)
-                return DensePart(name, file) if file is not None else None
-            ref = self._named(unit).get(name)
-            return SegmentPart(self._catalog.job, ref) if ref is not None else None
-        except (CorruptionError, StoreUnavailableError, MarkerNotFoundError):
+        found = parse_marker_object(name)
+        if found is None or found.owner == name:
             return None
+        part = self._parts_of(found.owner).get(name)
+        if part is None and found.dense_file:
+            raise CorruptionError("its COMMIT names no such dense file", name=name)
+        if part is None:
+            raise CorruptionError("what should name this segment does not", name=name, named_by=found.owner)
+        return part
 
     def forget(self) -> None:
         """Forget the names cached from the store, because an object was rewritten."""
-        self._refs, self._files = ("", {}), ("", {})
+        self._parts = ("", {})
 
     def _manifest(self, name: str, marker: MarkerId) -> Iterator[int]:
         data = self._objects.read(name)
         manifest = Manifest.from_bytes(data, name)
-        _check_is((manifest.commit.job, manifest.commit.id), (self._catalog.job, marker), name)
-        known = self._lineage.commits.get(marker)
+        _check_is((manifest.commit.job, manifest.commit.id), (self.catalog.job, marker), name)
+        known = self.lineage.commits.get(marker)
         if known is not None and known != manifest.commit:
             raise OtherLogError(f"marker {marker} differs between store and log", name=name)
         yield len(data)
@@ -347,8 +337,8 @@ class ScrubReader:
         except CorruptionError as error:
             raise CorruptionError(error.message, name=name) from None
         found = (claim.job, claim.generation) if isinstance(claim, Claim) else None
-        _check_is(found, (self._catalog.job, generation), name)
-        known = self._lineage.claims.get(generation)
+        _check_is(found, (self.catalog.job, generation), name)
+        known = self.lineage.claims.get(generation)
         if known is not None and known.to_frame() != data:
             raise OtherLogError("the store holds another generation of this number than the log", name=name)
         yield len(data)
@@ -386,52 +376,37 @@ class ScrubReader:
         _check_is((dropped.commit.job, dropped.commit.id), of, name)
         yield len(data)
 
-    def _segment(self, name: str, owner: str, marker: MarkerId) -> Iterator[int]:
-        ref = self._named(owner).get(name)
-        if ref is None:
-            raise CorruptionError("what should name this segment does not", name=name, named_by=owner)
-        return SegmentPart(self._catalog.job, ref).read(self._objects, partial(self._table, marker))
-
-    def _dense_file(self, name: str, unit: str) -> Iterator[int]:
-        file = self._dense(unit).get(name)
-        if file is None:
-            raise CorruptionError("its COMMIT names no such dense file", name=name)
-        return DensePart(name, file).read(self._objects)
-
     def _table(self, marker: MarkerId, table: int) -> str:
-        claim = self._lineage.claims.get(marker.generation)
+        claim = self.lineage.claims.get(marker.generation)
         known = claim is not None and table < len(claim.schema.tables)
         return claim.schema.tables[table].name if claim is not None and known else str(table)
 
     # Contents of owners.
 
-    def _named(self, owner: str) -> dict[str, SegmentRef]:
-        """Return the segments that a manifest or a fold names."""
-        if self._refs[0] != owner:
-            self._catalog.forget()  # there may be many, and each is read once
-            manifest, fold = parse_manifest_name(owner), parse_fold_name(owner)
-            if manifest is not None:
-                ranks = self._catalog.manifest(manifest[1]).segments
-                refs = [ref for each in ranks for ref in each]
+    def _parts_of(self, unit: str) -> dict[str, Part]:
+        """Return the segments that a fold or a manifest names, or the dense files of a marker with their list first."""
+        if self._parts[0] != unit:
+            found, job = parse_marker_object(unit), self.catalog.job
+            if found is None:
+                commit = self._commit_of(unit)
+                files = [*([commit.dense_list.file] if commit.dense_list else []), *files_in(self._objects, commit)]
+                names = [dense_file_name(commit.job, commit.id, file.name) for file in files]
+                self._parts = unit, {name: DensePart(name, file) for name, file in zip(names, files, strict=True)}
             else:
-                assert fold is not None
-                refs = list(self._catalog.fold(fold.start, fold.end).segments)
-            self._refs = owner, {ref.name: ref for ref in refs}
-        return self._refs[1]
-
-    def _dense(self, unit: str) -> dict[str, DenseFile]:
-        """Return the dense files of a marker, including their list."""
-        if self._files[0] != unit:
-            commit = self._commit_of(unit)
-            files = [*([commit.dense_list.file] if commit.dense_list else []), *files_in(self._objects, commit)]
-            named = {dense_file_name(commit.job, commit.id, file.name): file for file in files}
-            self._files = unit, named
-        return self._files[1]
+                self.catalog.forget()  # there may be many, and each is read once
+                fold = found.fold
+                refs = (
+                    self.catalog.fold(fold.start, fold.end).segments
+                    if fold is not None
+                    else self.catalog.manifest(found.marker).refs
+                )
+                self._parts = unit, {ref.name: SegmentPart(job, ref) for ref in refs}
+        return self._parts[1]
 
     def _commit_of(self, unit: str) -> Commit:
-        found = parse_dense_file(f"{unit}/{_SOME_FILE}")
+        found = parse_marker_object(f"{unit}/{_SOME_FILE}")
         assert found is not None
-        return self._lineage.find(found[1])
+        return self.lineage.find(found.marker)
 
 
 def _check_is(found: object, said: object, name: str) -> None:

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from torchrec_stream_ckpt.errors import (
@@ -45,8 +45,7 @@ from torchrec_stream_ckpt.util.layout import (
     SCRUB_DIR,
     dropped_name,
     manifest_name,
-    parse_fold_name,
-    parse_fold_segment,
+    parse_marker_object,
     parse_scrub_place,
     scrub_place_name,
 )
@@ -176,7 +175,7 @@ _PATIENCE_S = 0.2
 """Seconds between checks for a stop while waiting for tasks."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ScrubStep:
     """One object of a unit, or a part of it."""
 
@@ -185,106 +184,87 @@ class ScrubStep:
     """Number of objects of the unit that are done after this step."""
     name: str
     part: Part | None
-    """Part that a worker reads. None if there is nothing to read."""
+    """Part that a worker reads. None if there is nothing left to read."""
     ends: bool
     """True if this is the last part of the object."""
 
 
-@dataclass(slots=True)
-class ScrubBatch:
-    """Steps whose parts form one task."""
-
-    steps: list[ScrubStep] = field(default_factory=list)
-    future: Future[tuple[int | None, ...]] | None = None
-    """Result of the task. None if there is nothing to read."""
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return tuple(step.part for step in self.steps if step.part is not None)
-
-
 class ReadAhead:
-    """Batches given to workers, in order.
+    """Steps given to workers in batches, one task each, in order.
 
     Args:
-        engine: Runs the tasks.
+        engine: Runs the tasks. None if the scrub reads every object itself.
         task_bytes: Bytes that a task reads, approximately.
     """
 
-    def __init__(self, engine: Engine, task_bytes: int) -> None:
+    def __init__(self, engine: Engine | None, task_bytes: int) -> None:
         self._engine = engine
         self._task_bytes = task_bytes
-        self._gathered = ScrubBatch()
+        self._gathered: list[ScrubStep] = []
         self._gathered_bytes = 0
-        self._begun: deque[ScrubBatch] = deque()
-        self._restarts = engine.restarts
-
-    @property
-    def is_full(self) -> bool:
-        """True if no worker would begin another batch at once."""
-        return len(self._begun) >= 2 * self._engine.workers
+        self._begun: deque[tuple[list[ScrubStep], Future[tuple[int | None, ...]]]] = deque()
+        self._restarts = engine.restarts if engine is not None else 0
 
     @property
     def is_busy(self) -> bool:
         """True if there are batches whose results were not processed."""
         return bool(self._begun)
 
-    def done(self, unit: str, done: int, name: str) -> int:
-        """Add an object that the scrub has read itself. Returns the same as :meth:`add`."""
-        return self._take(ScrubStep(unit, done, name, None, ends=True))
+    @property
+    def is_due(self) -> bool:
+        """True if a batch is to be processed now: it is done, or no worker would begin another one at once."""
+        is_full = self._engine is not None and len(self._begun) >= 2 * self._engine.workers
+        return is_full or (bool(self._begun) and self._begun[0][1].done())
 
-    def add(self, unit: str, done: int, part: Part) -> int:
-        """Add an object to read. Returns the bytes of the tasks that begin with it."""
-        parts = parts_of(part, self._task_bytes)
-        last = len(parts) - 1
-        return sum(
-            self._take(ScrubStep(unit, done, each.name, each, place == last)) for place, each in enumerate(parts)
-        )
+    def add(self, unit: str, done: int, name: str, part: Part | None) -> int:
+        """Add an object, with the part to read of it, if any. Returns the bytes of the tasks that begin with it."""
+        parts = parts_of(part, self._task_bytes) if part is not None else (None,)
+        num_bytes = 0
+        for number, each in enumerate(parts, 1):
+            self._gathered.append(ScrubStep(unit, done, name, each, number == len(parts)))
+            self._gathered_bytes += each.num_bytes if each is not None else 0
+            if self._gathered_bytes >= self._task_bytes or not (self._begun or self._gathered_bytes):
+                num_bytes += self.flush()
+        return num_bytes
 
     def flush(self) -> int:
         """Begin a task with the gathered parts, however few they are. Returns their bytes."""
-        batch, num_bytes = self._gathered, self._gathered_bytes
-        self._gathered, self._gathered_bytes = ScrubBatch(), 0
-        if batch.steps:
-            if parts := batch.parts:
-                batch.future = self._engine.submit(ScrubTask(parts))
-            self._begun.append(batch)
+        steps, num_bytes = self._gathered, self._gathered_bytes
+        self._gathered, self._gathered_bytes = [], 0
+        if parts := tuple(step.part for step in steps if step.part is not None):
+            assert self._engine is not None
+            self._begun.append((steps, self._engine.submit(ScrubTask(parts))))
+        elif steps:
+            nothing: Future[tuple[int | None, ...]] = Future()
+            nothing.set_result(())
+            self._begun.append((steps, nothing))
         return num_bytes
 
-    def _take(self, step: ScrubStep) -> int:
-        self._gathered.steps.append(step)
-        self._gathered_bytes += step.part.num_bytes if step.part is not None else 0
-        due = self._gathered_bytes >= self._task_bytes or not (self._begun or self._gathered_bytes)
-        return self.flush() if due else 0
-
-    def oldest(self) -> tuple[ScrubBatch, tuple[int | None, ...]] | None:
+    def oldest(self) -> tuple[list[ScrubStep], tuple[int | None, ...]] | None:
         """Return the first batch with the bytes of each of its parts. None if it is not done.
 
         Raises:
             StreamCkptError: a worker cannot open the store, or several workers have died in succession.
         """
-        batch = self._begun[0]
-        if batch.future is not None and not batch.future.done():
-            self._engine.wait([batch.future], _PATIENCE_S)
-            if not batch.future.done():
+        steps, future = self._begun[0]
+        if not future.done():
+            assert self._engine is not None
+            self._engine.wait([future], _PATIENCE_S)
+            if not future.done():
                 return None
         self._begun.popleft()
-        return batch, batch.future.result() if batch.future is not None else ()
-
-    def is_ready(self) -> bool:
-        """Return whether :meth:`oldest` would return without waiting."""
-        return bool(self._begun) and (self._begun[0].future is None or self._begun[0].future.done())
+        return steps, future.result()
 
     def read_again(self) -> int:
         """Return the most bytes that workers have read again since the last call because other workers died."""
-        died, self._restarts = self._engine.restarts - self._restarts, self._engine.restarts
+        died = self._engine.restarts - self._restarts if self._engine is not None else 0
+        self._restarts += died
         return died * self._task_bytes
 
     def close(self) -> None:
         """Cancel tasks that have not begun."""
-        for batch in self._begun:
-            if batch.future is not None:
-                batch.future.cancel()
+        for _, future in self._begun:
+            future.cancel()
         self._begun.clear()
 
 
@@ -383,99 +363,79 @@ class Scrubber:
         again = self._begin(anew=anew)
         lineage, catalog = self._lineage(), Catalog.load(self._objects, self._job)
         reader = ScrubReader(self._objects, lineage, catalog)
-        self._look_for_gaps(reader, lineage, catalog)
+        self._look_for_gaps(reader)
         for name in again:
             if name not in self._failed:
-                yield from self._one(reader, lineage, catalog, name)
-        first, engine = self.place.unit, self._engine
+                yield from self._one(reader, name)
+        first = self.place.unit
         for stretch in self._stretches(reader):
-            units = [unit for unit in stretch if unit >= first]
-            if engine is not None and _is_worth_it(engine, self._bytes_per_s):
-                yield from self._read_ahead(reader, lineage, catalog, units, engine)
-            else:
-                for unit in units:
-                    yield from self._unit(reader, lineage, catalog, unit)
+            yield from self._units(reader, [unit for unit in stretch if unit >= first])
         self._end()
 
     def _stretches(self, reader: ScrubReader) -> Iterator[list[str]]:
         """Yield all units. Omits objects listed by gc only while the folds that replace them are whole."""
         units = reader.units()
         yield [unit for unit in units if unit < MANIFESTS_DIR]
-        if any(parse_fold_name(name) or parse_fold_segment(name) for name in self._failed):
+        failed = (parse_marker_object(name) for name in self._failed)
+        if any(found is not None and found.fold is not None for found in failed):
             reader.heeds_lists = False  # they may be of a gc that died before it had read the folds
             units = reader.units()
         yield [unit for unit in units if unit >= MANIFESTS_DIR]
 
-    def _unit(self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, unit: str) -> Iterator[int]:
-        """Read the rest of a unit."""
-        done = self.place.done if unit == self.place.unit else 0
-        try:
-            names, number = reader.names_of(unit), 0
-        except MarkerNotFoundError:  # a trim deleted its COMMIT: the marker was given up meanwhile
-            return
-        while number < len(names):
-            name = names[number]
-            if number >= done and name not in self._failed:
-                yield from self._one(reader, lineage, catalog, name)
-                _has_read()
-            if number == 0:
-                names = reader.names_of(unit)  # the first object names the others, and may have been repaired
-            number += 1
-            if number > done:
-                self._advance(unit, number)
+    def _units(self, reader: ScrubReader, units: Sequence[str]) -> Iterator[int]:
+        """Read the rest of units: segments and dense files by tasks if these are worth it, other objects here.
 
-    def _read_ahead(
-        self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, units: Sequence[str], engine: Engine
-    ) -> Iterator[int]:
-        """Read units by tasks. Objects that name others are read here. A task's bytes are yielded when it begins."""
-        ahead = ReadAhead(engine, TASK_BYTES)
+        A task's bytes are yielded when it begins.
+        """
+        engine = self._engine
+        workers = engine if engine is not None and _is_worth_it(engine, self._bytes_per_s) else None
+        ahead = ReadAhead(workers, TASK_BYTES)
         self._doubted = set()
         try:
             for unit in units:
                 done = self.place.done if unit == self.place.unit else 0
                 try:
                     names, number = reader.names_of(unit), 0
-                except MarkerNotFoundError:  # as in _unit
+                except MarkerNotFoundError:  # a trim deleted its COMMIT: the marker was given up meanwhile
                     continue
                 while number < len(names):
-                    name = names[number]
+                    name, part = names[number], None
                     number += 1
-                    part = reader.part(unit, name)
-                    if number <= done or name in self._failed:
-                        yield ahead.done(unit, max(done, number), name)
-                    elif part is not None:
-                        yield ahead.add(unit, number, part)
-                    else:
-                        yield from self._one(reader, lineage, catalog, name)
-                        yield ahead.done(unit, number, name)
+                    if number > done and name not in self._failed:
+                        part = _part_for_worker(reader, name) if workers is not None else None
+                        if part is None:
+                            yield from self._one(reader, name)
+                    if num_bytes := ahead.add(unit, max(done, number), name, part):
+                        yield num_bytes
                     if number == 1:
-                        names = reader.names_of(unit)
-                    while ahead.is_full or ahead.is_ready():
-                        yield from self._take_note(reader, lineage, catalog, ahead)
+                        names = reader.names_of(unit)  # the first object names others, and may have been repaired
+                    while ahead.is_due:
+                        yield from self._take_note(reader, ahead)
             yield ahead.flush()
             while ahead.is_busy:
-                yield from self._take_note(reader, lineage, catalog, ahead)
+                yield from self._take_note(reader, ahead)
         finally:
             ahead.close()
 
-    def _take_note(self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, ahead: ReadAhead) -> Iterator[int]:
+    def _take_note(self, reader: ScrubReader, ahead: ReadAhead) -> Iterator[int]:
         """Process the result of the oldest task if it is done. Reads objects that a worker doubts, which decides."""
-        found = ahead.oldest()
-        yield ahead.read_again()
+        found, num_bytes = ahead.oldest(), ahead.read_again()
+        if num_bytes or found is None:
+            yield num_bytes
         if found is None:
             return
-        batch, results = found
+        steps, results = found
         read = iter(results)
-        for step in batch.steps:
-            num_bytes = next(read) if step.part is not None else 0
-            if num_bytes is not None:
-                is_whole = step.part is not None and step.ends and step.name not in self._doubted
-                self._count(num_bytes, objects=int(is_whole))
-            elif step.name not in self._doubted:
-                self._doubted.add(step.name)
-                yield from self._one(reader, lineage, catalog, step.name)
+        for step in steps:
+            if step.part is not None:
+                if (num_bytes_read := next(read)) is not None:
+                    is_whole = step.ends and step.name not in self._doubted
+                    self._count(num_bytes_read, objects=int(is_whole))
+                elif step.name not in self._doubted:
+                    self._doubted.add(step.name)
+                    yield from self._one(reader, step.name)
             if step.ends:
-                _has_read()
+                failpoint("scrub.read")
                 self._advance(step.unit, step.done)
 
     def _begin(self, *, anew: bool) -> tuple[str, ...]:
@@ -490,7 +450,7 @@ class Scrubber:
         self.kept.place = ScrubPlace(number, time.time(), whole_s=last.whole_s, damaged=last.damaged, more=last.more)
         return last.damaged
 
-    def _one(self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, name: str) -> Iterator[int]:
+    def _one(self, reader: ScrubReader, name: str) -> Iterator[int]:
         """Read an object. Repair it if it is damaged."""
         try:
             try:
@@ -500,7 +460,7 @@ class Scrubber:
                 yield from self._read(reader, name)
         except CorruptionError as error:
             if not reader.is_needless(name):
-                self._damaged(reader, lineage, catalog, name, error)
+                self._damaged(reader, name, error)
         except StoreUnavailableError as error:
             check_store(self._objects)
             self._note(Damage(name, marker_of(name), "", error.headline))
@@ -518,23 +478,22 @@ class Scrubber:
         place = self.place
         self.kept.place = replace(place, num_bytes=place.num_bytes + num_bytes, objects=place.objects + objects)
 
-    def _look_for_gaps(self, reader: ScrubReader, lineage: Lineage, catalog: Catalog) -> None:
+    def _look_for_gaps(self, reader: ScrubReader) -> None:
+        lineage, catalog = reader.lineage, reader.catalog
         for marker in lost_manifests(self._objects, lineage, catalog):
             name = manifest_name(self._job, marker)
             error = MissingObjectError("the manifest of a marker between others is gone", name=name)
-            self._damaged(reader, lineage, catalog, name, error)
+            self._damaged(reader, name, error)
         catalog.refresh()
         for marker in markers_without_a_way(lineage, catalog):
             what, lost = "no pieces of the store lead to this marker", "what led to it is gone"
             self._note(Damage(manifest_name(self._job, marker), marker, "", what, lost=lost))
 
-    def _damaged(
-        self, reader: ScrubReader, lineage: Lineage, catalog: Catalog, name: str, error: CorruptionError
-    ) -> None:
+    def _damaged(self, reader: ScrubReader, name: str, error: CorruptionError) -> None:
         damage = Damage(name, marker_of(name), str(error.where.get("table", "")), error.headline)
         if self._mender is not None:
             try:
-                repair = self._mender.mend(lineage, catalog, name, error)
+                repair = self._mender.mend(reader.lineage, reader.catalog, name, error)
                 reader.forget()
                 for _ in reader.read(name):  # read the repaired object back
                     pass
@@ -587,8 +546,12 @@ class Scrubber:
         return max(0, len(self._failed) - MAX_DAMAGED)
 
 
-def _has_read() -> None:
-    failpoint("scrub.read")
+def _part_for_worker(reader: ScrubReader, name: str) -> Part | None:
+    """Return the part of an object that a worker can read. None if the scrub must read the object itself."""
+    try:
+        return reader.part(name)
+    except (CorruptionError, StoreUnavailableError, MarkerNotFoundError):  # reading the object reports it
+        return None
 
 
 def _is_worth_it(engine: Engine, bytes_per_s: float | None) -> bool:
