@@ -72,7 +72,7 @@ test-all: test-tools compiled ## Run all tests in their long form, the slow ones
 test-kafka: kafka-tools host-tools compiled ## Run only the tests that need a broker (PYTEST_ARGS=...)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -m 'kafka and not slow' $(PYTEST_ARGS)
 
-test-slow: test-tools compiled ## Run the tests that take more than a minute each, a broker that stands still for one; property tests on new examples (PYTEST_ARGS=...)
+test-slow: test-tools compiled ## Run the tests that `make test` leaves out: those of more than a minute, cells like others; property tests on new examples (PYTEST_ARGS=...)
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -m slow $(PYTEST_ARGS)
 	@STREAM_CKPT_RANDOM=1 OMP_NUM_THREADS=1 $(PY) -m pytest -m hypothesis tests/unit
 

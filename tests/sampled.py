@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import TypeVar
+
+import pytest
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -14,6 +16,11 @@ U = TypeVar("U")
 def sampled(whole: T, sample: T) -> T:
     """``whole`` in the long form, ``sample`` otherwise."""
     return whole if "STREAM_CKPT_RANDOM" in os.environ else sample
+
+
+def marks_of(cell: T, sample: Container[T]) -> list[pytest.MarkDecorator]:
+    """A cell that is not of the sample is left to the long form: ``slow``, so that docs/coverage.md still names it."""
+    return [] if cell in sample else [pytest.mark.slow]
 
 
 def paired(first: Iterable[T], second: Iterable[U]) -> list[tuple[T, U]]:

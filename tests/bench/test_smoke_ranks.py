@@ -54,6 +54,7 @@ def test_killed_savers_and_their_times(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_training_logs_are_the_same_bytes_with_and_without_checkpoints(tmp_path: Path) -> None:
     """And what checkpoints add is measured with the near tier and without it. All numbers of ranks share one broker."""
     report = run("tiers/ranks.py", "--quick --ranks 1 2", tmp_path)
@@ -132,7 +133,8 @@ def test_a_spare_takes_over_and_a_restart_restores(tmp_path: Path) -> None:
     assert report["medians"]["spare_to_first_step_s"] > report["medians"]["spare_to_restored_s"]
 
 
-@pytest.mark.parametrize("workload", ["synthetic", pytest.param("criteo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", ["synthetic", "criteo"])
 def test_whole_runs_and_recoveries(workload: str, tmp_path: Path) -> None:
     report = run("thesis/run.py", f"--quick --workload {workload}", tmp_path)
     points = {f"every {number}" for number in (1, 2, 3)} | {"every 1, without fsync", "recovery", "recovery, cold"}

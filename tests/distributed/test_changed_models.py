@@ -24,7 +24,7 @@ from torchrec_stream_ckpt.evolve.changes import Changes
 
 pytestmark = pytest.mark.distributed
 
-EXAMPLES = int(os.environ.get("STREAM_CKPT_EVOLVE_EXAMPLES", "6"))
+EXAMPLES = int(os.environ.get("STREAM_CKPT_EVOLVE_EXAMPLES", "3"))
 
 
 @pytest.mark.parametrize("seed", range(EXAMPLES))

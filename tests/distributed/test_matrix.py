@@ -18,6 +18,7 @@ from tests.laps import FAMILIES, MODULES, SPLIT, WHOLE, Lap, cell_model, compare
 from tests.model import differences
 from tests.pool import Pool
 from tests.random_zoo import Scenario, scenarios
+from tests.sampled import marks_of
 from tests.zoo import MARK
 from tests.zoo_models import OPTIMIZERS, POINTWISE, Table
 
@@ -26,12 +27,15 @@ pytestmark = pytest.mark.distributed
 EXAMPLES = int(os.environ.get("STREAM_CKPT_MATRIX_EXAMPLES", "2"))
 PHASES = [Phase.generate] if EXAMPLES < 10 else [Phase.generate, Phase.shrink]
 HEALTH = list(HealthCheck)
+# Without the one that TorchRec shards in three ways only: test_sharders.py.
+KINDS = [kind for kind in MODULES if kind != "fused"]
 CELLS = [
     (kind, optimizer, family)
-    for kind, optimizer in product(MODULES, OPTIMIZERS)
-    if kind != "fused"  # which TorchRec shards in three ways only: test_sharders.py
+    for kind, optimizer in product(KINDS, OPTIMIZERS)
     for family in cell_model(kind, optimizer)[1]
 ]
+SAMPLE = {(kind, optimizer) for kind, optimizer in zip(KINDS, OPTIMIZERS, strict=True)}
+"""Each kind of module and each optimizer once; ``make test-all`` runs all pairs."""
 _laps: dict[tuple[str, str], Lap] = {}
 
 
@@ -48,7 +52,14 @@ def test_every_cell_has_a_test() -> None:
 @pytest.mark.pitfall(12, 13, 22, 25, 28)
 @pytest.mark.parametrize(
     ("kind", "optimizer", "family"),
-    [pytest.param(*cell, marks=covers(cell[1], FAMILIES[cell[2]], cell[0]), id="-".join(cell)) for cell in CELLS],
+    [
+        pytest.param(
+            *cell,
+            marks=[covers(cell[1], FAMILIES[cell[2]], cell[0]), *marks_of(cell[:2], SAMPLE)],
+            id="-".join(cell),
+        )
+        for cell in CELLS
+    ],
 )
 def test_a_cell_is_exact(
     kind: str, optimizer: str, family: str, pool: Pool, tmp_path_factory: pytest.TempPathFactory
@@ -86,7 +97,16 @@ def moves(optimizer: str) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize(
     "optimizer",
-    [pytest.param(name, marks=covers(name, f"each into each other{bounds(name)}", "ebc")) for name in OPTIMIZERS],
+    [
+        pytest.param(
+            name,
+            marks=[
+                covers(name, f"each into each other{bounds(name)}", "ebc"),
+                *marks_of(name, ("adagrad", "rowwise_adagrad")),
+            ],
+        )
+        for name in OPTIMIZERS
+    ],
 )
 def test_every_plan_family_becomes_every_other(optimizer: str, pool: Pool, tmp_path: Path) -> None:
     turns = moves(optimizer)
@@ -104,7 +124,10 @@ def test_every_plan_family_becomes_every_other(optimizer: str, pool: Pool, tmp_p
 
 # Random models, plans and world sizes.
 
-WORLDS = list(product((1, 2, 3, 4), (1, 2, 3, 4)))
+WORLDS = [
+    pytest.param(*pair, marks=marks_of(sum(pair) % 2, (1,)))  # each number of ranks twice on either side
+    for pair in product((1, 2, 3, 4), (1, 2, 3, 4))
+]
 
 
 @pytest.mark.covers(

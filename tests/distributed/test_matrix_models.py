@@ -21,6 +21,7 @@ from tests.laps import EVERYTHING, FAMILIES, cell_model, config, covers, lap, on
 from tests.model import differences
 from tests.pool import Pool
 from tests.ranks import RankFailed
+from tests.sampled import marks_of
 from tests.zoo_models import OPTIMIZERS, Model, Part, Place, Plan, Table
 
 pytestmark = pytest.mark.distributed
@@ -54,6 +55,14 @@ def counter(mode: CounterWeightDecayMode) -> dict[str, Any]:
     }
 
 
+LIKE_OTHERS = {
+    *(f"batch size by feature, {name}" for name in OPTIMIZERS if name != "rowwise_adagrad"),
+    *("batch size by feature and rank, rowwise_adagrad", "batch size by feature, weighted"),
+    *("fp16, ebc, sgd", "fp16, ebc, adagrad", "fp16, ec, sgd", "fp16, ec, rowwise_adagrad"),
+    *("fp16 without stochastic rounding", "int32 ids, sequences", "max_norm"),
+    *("weight decay decoupled", "weight decay by counter, adagradw"),
+}
+"""Models that differ in one value from one that `make test` runs: `make test-all` runs them too."""
 CELL_FAMILIES = tuple(FAMILIES)
 SEQUENCES = ("tw", "rw", "cw")
 MODELS: dict[str, tuple[Model, tuple[str, ...], str]] = {
@@ -164,8 +173,13 @@ def model_cell(name: str) -> pytest.MarkDecorator:
     return covers(model.optimizer, plan, model.parts[0].kind, what)
 
 
+MODEL_CELLS = [
+    pytest.param(name, marks=[model_cell(name), *marks_of(name, MODELS.keys() - LIKE_OTHERS)]) for name in MODELS
+]
+
+
 @pytest.mark.pitfall(4, 7, 23, 26, 27)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=model_cell(name)) for name in MODELS])
+@pytest.mark.parametrize("name", MODEL_CELLS)
 def test_a_model_is_exact(name: str, pool: Pool, tmp_path: Path) -> None:
     model, families, _ = MODELS[name]
     plans = plan(families, 4, 2, 0), plan(families, 2, 1, 1), plan(families, 3, 1, 2)
@@ -178,7 +192,13 @@ def test_a_model_is_exact(name: str, pool: Pool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "optimizer",
-    [pytest.param(name, marks=covers(name, "column-wise, shards of uneven width", "ebc")) for name in OPTIMIZERS],
+    [
+        pytest.param(
+            name,
+            marks=[covers(name, "column-wise, shards of uneven width", "ebc"), *marks_of(name, ("rowwise_adagrad",))],
+        )
+        for name in OPTIMIZERS
+    ],
 )
 def test_column_shards_of_uneven_width_are_exact(optimizer: str, pool: Pool, tmp_path: Path) -> None:
     model = one("ebc", Table("t", 40, 32, ("a", "b")), Table("u", 33, 64, ("c",)), optimizer=optimizer)

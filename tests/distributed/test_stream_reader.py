@@ -15,6 +15,7 @@ from tests.dcp_readers import How
 from tests.laps import FAMILIES, MODULES, config, plan
 from tests.model import PLAN_1, PLAN_2, PLAN_2_OTHER, PLAN_3, Spec, differences
 from tests.pool import Pool
+from tests.sampled import marks_of
 from tests.zoo import MARK
 from tests.zoo_models import OPTIMIZERS, Model, Part, Table
 from torchrec_stream_ckpt import StreamConfig
@@ -54,8 +55,15 @@ def all_families(kind: str, optimizer: str) -> tuple[Model, tuple[str, ...]]:
 
 
 CELLS = [
-    *(pytest.param("ebc", optimizer, id=f"ebc-{optimizer}") for optimizer in OPTIMIZERS),
-    *(pytest.param(kind, "rowwise_adagrad", id=kind) for kind in MODULES if kind != "ebc"),
+    *(
+        pytest.param("ebc", optimizer, id=f"ebc-{optimizer}", marks=marks_of(optimizer, ("rowwise_rmsprop_ar",)))
+        for optimizer in OPTIMIZERS
+    ),
+    *(
+        pytest.param(kind, "rowwise_adagrad", id=kind, marks=marks_of(kind, ("ec", "fp")))
+        for kind in MODULES
+        if kind != "ebc"
+    ),
 ]
 
 
