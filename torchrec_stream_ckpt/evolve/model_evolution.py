@@ -43,8 +43,8 @@ def check_not_repeated(changes: Changes, made: Iterable[ClaimChanges]) -> None:
     if said:
         lines = "\n".join(f"  {each}" for each in sorted(said))
         raise ChangesError(
-            f"these changes were already made before the newest marker, and would be made again:\n{lines}",
-            hint="remove these changes; or, to make them again, name the marker and give the changes another label",
+            f"these changes were already made before the newest marker, and would be applied twice:\n{lines}",
+            hint="remove these changes; or, to apply them again, name the marker and give the changes another label",
         )
 
 

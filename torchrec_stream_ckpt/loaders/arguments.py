@@ -39,7 +39,7 @@ def true_or_false(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(
             f"{name} must be True or False, got {value!r:.100} ({type(value).__name__})",
-            hint=f"pass {name}=True or leave it out",
+            hint=f"pass {name}=True or omit it",
         )
     return value
 

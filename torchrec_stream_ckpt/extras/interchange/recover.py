@@ -179,7 +179,7 @@ def _what_is_there(log: Log, records: list[ControlRecord]) -> int:
         expected = records[count] if count < len(records) else None
         if expected is None or (found != expected and (expected.mac or replace(found, mac="") != expected)):
             raise ConfigError(
-                "the log must be empty, because recover cannot tell lost records from records that never existed",
+                "the log must be empty: recover cannot distinguish lost records from records that never existed",
                 hint="recover into a new folder or new topics; a job with an intact log needs no recovery",
             )
         count += 1
