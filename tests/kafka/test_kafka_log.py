@@ -177,14 +177,6 @@ def test_secrets_are_struck_out() -> None:
     assert "hunter2" not in str(reasons.unavailable(KafkaUri("h:1", "j"), "read", "said hunter2"))
 
 
-def test_a_compacted_topic_is_named_with_the_setting() -> None:
-    told = Reasons({}).unavailable(
-        KafkaUri("h:1", "j"), "write j.data/0", "Broker: Broker failed to validate record (INVALID_RECORD)"
-    )
-    assert "the topic has cleanup.policy=compact" in told.message
-    assert "cleanup.policy=delete" in told.hint
-
-
 def test_a_complaint_that_repeats_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     reasons = Reasons({})
     with caplog.at_level(logging.INFO):

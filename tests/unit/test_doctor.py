@@ -63,7 +63,10 @@ def test_a_setting_that_endangers_rows_is_named_with_the_command_that_mends_it(
 
 def test_copies_that_are_few_or_behind_are_named() -> None:
     found = not_well(list(examine_topic("job.data", SAFE, [(1, 1), (1, 1)], RIGHTS)))
-    assert found.keys() == {"job.data: replication"}  # one copy cannot have two in sync: said once
+    assert found.keys() == {"job.data: replication", "job.data: min.insync.replicas"}
+    needed = found["job.data: min.insync.replicas"]  # one copy cannot have two in sync: the broker accepts nothing
+    assert (needed.found, needed.verdict) == ("2", Severity.BAD)
+    assert "--add-config min.insync.replicas=1" in needed.hint
     found = not_well(list(examine_topic("job.data", SAFE, [(3, 3), (3, 2)], RIGHTS)))
     assert found["job.data: in sync"].found == "1 of 2 partitions are behind"
 

@@ -67,7 +67,8 @@ ONE_WAY_BUT_FOR = {("log", "log/kafka")}
 """``open_log`` opens a log of either kind; otherwise no two districts lead to each other."""
 
 CLIENT_OF_KAFKA = {
-    f"log/kafka/{role}.py" for role in ("brokers", "client", "control_topic", "log", "producer", "reader", "topics")
+    f"log/kafka/{role}.py"
+    for role in ("brokers", "client", "clocks", "control_topic", "log", "producer", "reader", "topics")
 }
 
 # What may import torch: everything else must run where it is not installed.

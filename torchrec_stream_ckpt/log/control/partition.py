@@ -354,7 +354,7 @@ class Control:
 
 def _gave_up(commit: Commit, sent: bool, failure: str) -> CommitUnknownError | MarkerFailedError:
     kind = CommitUnknownError if sent else MarkerFailedError
-    said = "it is unknown whether it arrived" if sent else "the log cannot be reached"
+    said = "it is unknown whether it arrived" if sent else "the log has not accepted it"
     return kind(
         f"COMMIT: {said} ({failure})",
         hint="run stream-ckpt list once the log answers again",

@@ -19,6 +19,7 @@ import confluent_kafka.admin as ck_admin
 
 from torchrec_stream_ckpt.errors import CorruptionError, LogUnavailableError
 from torchrec_stream_ckpt.log.kafka.client import make_client, outcome, plain
+from torchrec_stream_ckpt.log.kafka.codes import Refusal, refusal_of
 from torchrec_stream_ckpt.log.kafka.probe import find_cause, knock
 from torchrec_stream_ckpt.log.kafka.reasons import DESTROYED_HINT, Reasons
 from torchrec_stream_ckpt.log.kafka.settings import admin_settings
@@ -31,21 +32,6 @@ _EACH_TIMEOUT_S = 3.0
 """Timeout of each broker in seconds, if all of several are asked."""
 PROBE_AFTER_S = 2.0
 PROPAGATION_S = 3.0
-
-# Errors about a partition's ends shortly after creation, or while it has no leader.
-_NO_LEADER = frozenset(
-    {
-        ck.KafkaError.LEADER_NOT_AVAILABLE,
-        ck.KafkaError.NOT_LEADER_FOR_PARTITION,
-        ck.KafkaError.FENCED_LEADER_EPOCH,
-        ck.KafkaError.UNKNOWN_LEADER_EPOCH,
-        ck.KafkaError.OFFSET_NOT_AVAILABLE,
-        ck.KafkaError.REPLICA_NOT_AVAILABLE,
-        ck.KafkaError.KAFKA_STORAGE_ERROR,
-        ck.KafkaError.UNKNOWN_TOPIC_OR_PART,
-        ck.KafkaError._NOENT,
-    }
-)
 
 
 class Edge(NamedTuple):
@@ -218,7 +204,7 @@ class Brokers:
                 if self._are_of_the_newest(topic, edges):
                     return edges
                 self._ask_others(doing, deadline)
-            elif error.code() in _NO_LEADER and time.monotonic() < deadline:
+            elif refusal_of(error.name()) is Refusal.RETRIABLE and time.monotonic() < deadline:
                 time.sleep(0.1)
                 self.describe()  # otherwise the client keeps asking the leader that it knows
             else:

@@ -4,7 +4,8 @@ Offsets are Kafka's own. Exactness does not depend on Kafka's transactions, but 
 This module ensures that no frame is dropped, reordered or skipped without an error. The other modules of the package
 have one role each: `brokers` finds leaders and ends of partitions, `topics` creates topics, `producer` sends, `reader`
 reads, `presence` checks acknowledged data, `control_topic` keeps control records, `client` makes clients, `settings`
-configures them, `reasons` and `probe` explain why there is no answer, and `health` judges settings.
+configures them, `codes` sorts their errors, `reasons` and `probe` explain why there is no answer, `health` judges
+settings, and `clocks` compares clocks.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from torchrec_stream_ckpt.errors import CommitUnknownError, LogUnavailableError,
 from torchrec_stream_ckpt.log.api import Ack
 from torchrec_stream_ckpt.log.kafka.brokers import Brokers
 from torchrec_stream_ckpt.log.kafka.client import CLIENT_ERRORS, make_client, plain, surfacing
+from torchrec_stream_ckpt.log.kafka.codes import Refusal, refusal_of
 from torchrec_stream_ckpt.log.kafka.probe import knock, leader_in
 from torchrec_stream_ckpt.log.kafka.reasons import LOST_HINT, Reasons
 from torchrec_stream_ckpt.log.kafka.settings import CONTROL_TIMEOUT_S
@@ -24,17 +25,6 @@ QUEUE_FULL_TIMEOUT_S = 5.0
 _STATISTICS_MS = 2000
 _COPIES_S = 1.0
 
-# The broker refused these records, so they are certainly not in the log.
-_REFUSED = frozenset(
-    {
-        "MSG_SIZE_TOO_LARGE",
-        "TOPIC_AUTHORIZATION_FAILED",
-        "CLUSTER_AUTHORIZATION_FAILED",
-        "INVALID_RECORD",
-        "_UNKNOWN_TOPIC",
-        "_UNKNOWN_PARTITION",
-    }
-)
 # A broker that knows less of this producer than it acknowledged has lost the partition's tail or its own state.
 _FORGOTTEN = ("OUT_OF_ORDER_SEQUENCE_NUMBER", "UNKNOWN_PRODUCER_ID")
 
@@ -153,7 +143,7 @@ def append(sender: KafkaSender, record: bytes) -> int:
         except LogUnavailableError as failure:
             raise _unknown(failure.message) from None
         for error, offset in reports:
-            if error is not None and error.name() in _REFUSED:
+            if error is not None and refusal_of(error.name()) is Refusal.REFUSED:
                 raise sender.failed("write", error)
             if error is not None:
                 raise _unknown(f"{sender.reason().message}; {plain(error)}; waiting for {sender.waits_for()}")

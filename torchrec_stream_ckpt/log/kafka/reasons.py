@@ -21,6 +21,11 @@ DESTROYED_HINT = (
 SECURITY_GRACE_S = 1.5
 _SECRET_WORDS = ("password", "secret", "token", "key.pem", "jaas", "oauthbearer.config", "credentials")
 
+_SEVERAL = (
+    "the topic is compacted, or the times of several records are too far from the broker's clock (or it has another "
+    "reason, which only the broker's log names)"
+)
+_SEVERAL_HINT = "run {doctor}: it names the setting, compares the clocks and prints the command that mends it"
 # (part of the code or text, rank, meaning, what to try). The highest rank is the true reason.
 _MEANINGS = (
     (
@@ -52,12 +57,17 @@ _MEANINGS = (
     ),
     ("_RESOLVE", 2, "the broker's name does not resolve", "check HOST in the URI"),
     ("refused", 2, "connection refused", "start the broker, or correct HOST:PORT in the URI"),
-    ("UNKNOWN_TOPIC", 1, "the topic does not exist", "check whether a user deleted it; a new job needs a new name"),
+    (
+        "UNKNOWN_TOPIC",
+        1,
+        "the topic does not exist, or this broker does not know it",
+        "check if a user deleted it (a new job needs a new name), or if this broker is cut off from the others",
+    ),
     (
         "_UNKNOWN_PARTITION",
         1,
-        "the topic does not exist",
-        "check whether a user deleted it; a new job needs a new name",
+        "the topic does not exist, or has too few partitions",
+        "check whether a user deleted it or created it again; a new job needs a new name",
     ),
     (
         "AUTHORIZATION_FAILED",
@@ -66,10 +76,45 @@ _MEANINGS = (
         "grant this user READ, WRITE, DESCRIBE and DESCRIBE_CONFIGS on the job's topics, and CREATE for a new job",
     ),
     (
-        "INVALID_RECORD",
+        "INVALID_TIMESTAMP",
         1,
-        "the broker rejects records without a key because the topic has cleanup.policy=compact",
-        "set cleanup.policy=delete on the topic: stream-ckpt doctor prints the command",
+        "the time of the record is too far from the broker's clock (message.timestamp.before.max.ms and "
+        "message.timestamp.after.max.ms of the topic bound that)",
+        "set the clocks right by NTP, or let the broker stamp the records: {doctor} compares the clocks and prints "
+        "the command",
+    ),
+    ("INVALID_RECORD", 1, _SEVERAL, _SEVERAL_HINT),
+    ("_INVALID_DIFFERENT_RECORD", 1, _SEVERAL, _SEVERAL_HINT),
+    (
+        "MSG_SIZE_TOO_LARGE",
+        1,
+        "the record is larger than max.message.bytes of the topic or message.max.bytes of this client",
+        "set the first to 1048588 ({doctor} prints the command), and omit the second from the client's options",
+    ),
+    ("RECORD_LIST_TOO_LARGE", 1, "the records are larger than segment.bytes of the topic", "run {doctor}"),
+    (
+        "NOT_ENOUGH_REPLICAS",
+        1,
+        "fewer copies are in sync than min.insync.replicas requires",
+        "bring the other brokers back; {doctor} shows whether the topic has enough copies at all",
+    ),
+    (
+        "POLICY_VIOLATION",
+        1,
+        "a policy of the cluster does not allow it",
+        "ask the cluster's administrators; topics that they create for the job need the settings in docs/operations.md",
+    ),
+    (
+        "collides with existing topic",
+        1,
+        "Kafka takes '.' and '_' in the names of topics for the same character, and another job has this name",
+        "give the job another name in the URI",
+    ),
+    (
+        "INVALID_REPLICATION_FACTOR",
+        1,
+        "the cluster has fewer brokers than default.replication.factor",
+        "bring the other brokers back, or create the topics with fewer replicas",
     ),
     ("_TRANSPORT", 1, "no connection to the broker", "check that the broker runs and can be reached from here"),
 )
@@ -150,6 +195,7 @@ class Reasons:
         what = f"{meaning} ({error})" if meaning else error
         if self._rank and any(word in error for word in _VAGUE):
             what, hint = self._what, self._hint
+        hint = hint.replace("{doctor}", f"stream-ckpt doctor {uri}")
         hint = hint or "check that the broker runs and can be reached from here"
         return LogUnavailableError(f"Kafka at {uri.brokers}: cannot {doing}: {self.redact(what)}", hint=hint)
 

@@ -11,6 +11,8 @@ from torchrec_stream_ckpt.util.uris import KafkaUri
 
 # For both topics: they must keep their records until we trim them, and accept a whole frame with its framing.
 TOPIC_SETTINGS = {"retention.ms": "-1", "retention.bytes": "-1", "cleanup.policy": "delete"}
+# For the topics that we make. The broker stamps their records, so it refuses none because of our clock.
+NEW_TOPIC_SETTINGS = TOPIC_SETTINGS | {"message.timestamp.type": "LogAppendTime"}
 LEAST_MESSAGE_BYTES = MAX_FRAME_BYTES + 1000
 CONTROL_TIMEOUT_S = 15.0
 

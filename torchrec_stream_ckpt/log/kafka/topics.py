@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import confluent_kafka as ck
 import confluent_kafka.admin as ck_admin
@@ -12,8 +12,9 @@ import confluent_kafka.admin as ck_admin
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
 from torchrec_stream_ckpt.log.api import Finding, Incarnation
 from torchrec_stream_ckpt.log.kafka.brokers import ANSWER_TIMEOUT_S, PROPAGATION_S, Brokers
-from torchrec_stream_ckpt.log.kafka.health import NEEDED_RIGHTS, acl_command, examine_topic
-from torchrec_stream_ckpt.log.kafka.settings import LEAST_MESSAGE_BYTES, TOPIC_SETTINGS, alter_command
+from torchrec_stream_ckpt.log.kafka.clocks import compare_clocks
+from torchrec_stream_ckpt.log.kafka.health import NEEDED_RIGHTS, Ahead, TimeBounds, acl_command, demands, examine_topic
+from torchrec_stream_ckpt.log.kafka.settings import NEW_TOPIC_SETTINGS, alter_command
 
 
 def incarnation(brokers: Brokers) -> Incarnation | None:
@@ -26,10 +27,11 @@ def incarnation(brokers: Brokers) -> Incarnation | None:
 
 
 def prepare(brokers: Brokers, partitions: int) -> Incarnation:
-    """Create the topics or add partitions. Refuses topics whose settings would lose rows.
+    """Create the topics or add partitions. Refuses topics whose settings would lose rows or refuse records.
 
     Raises:
-        ConfigError: a topic has a retention, is compacted, or does not accept a whole frame.
+        ConfigError: a topic has a retention, is compacted, or does not accept a whole frame, or one with the time of
+            this host's clock; the error names all such settings of the topic.
         LogUnavailableError: the brokers do not answer, or do not permit it.
     """
     preflight(brokers)
@@ -40,8 +42,8 @@ def prepare(brokers: Brokers, partitions: int) -> Incarnation:
     if control is not None and len(control.partitions) != 1:
         raise ConfigError("the control topic must have one partition", topic=uri.control_topic)
     prepared = _await_partitions(brokers, partitions)
-    for topic in (uri.data_topic, uri.control_topic):
-        _check_settings(brokers, topic)
+    for topic in _look(brokers, brokers.describe()):
+        _check_settings(topic)
     return prepared
 
 
@@ -71,11 +73,10 @@ def examine(brokers: Brokers) -> Iterator[Finding]:
     """Yield findings about the brokers, both topics, and this user's permissions."""
     (cluster,) = brokers.ask("describe the cluster", lambda admin: {"": admin.describe_cluster()}).values()
     yield Finding("brokers", f"{len(cluster.nodes)} in cluster {cluster.cluster_id}")
-    for name, description in brokers.describe(rights=True).items():
-        settings = {key: entry.value for key, entry in _settings(brokers, name).items()}
-        replicas = [(len(each.replicas), len(each.isr)) for each in description.partitions]
-        rights = {each.name for each in description.authorized_operations or ()}
-        yield from examine_topic(name, settings, replicas, rights)
+    topics = brokers.describe(rights=True)
+    for topic in _look(brokers, topics):
+        rights = {each.name for each in topics[topic.name].authorized_operations or ()}
+        yield from examine_topic(topic.name, topic.settings, topic.replicas, rights, topic.ahead)
 
 
 def _check_rights(brokers: Brokers, topic: str, description: Any, needed: Collection[str]) -> None:
@@ -91,7 +92,7 @@ def _check_rights(brokers: Brokers, topic: str, description: Any, needed: Collec
 
 
 def _try_creating(brokers: Brokers, topic: str) -> None:
-    new = ck_admin.NewTopic(topic, 1, -1, config=TOPIC_SETTINGS)
+    new = ck_admin.NewTopic(topic, 1, -1, config=NEW_TOPIC_SETTINGS)
     doing = f"create topic {topic}"
     answers = brokers.ask(doing, lambda admin: admin.create_topics([new], validate_only=True))
     _check_created(brokers, doing, answers, ck.KafkaError.TOPIC_ALREADY_EXISTS)
@@ -102,7 +103,7 @@ def _create(brokers: Brokers, topic: str, topics: Mapping[str, Any], partitions:
     known = topics.get(topic)
     if known is None:
         # Replication factor -1: the cluster's own default.
-        new = ck_admin.NewTopic(topic, partitions, -1, config=TOPIC_SETTINGS)
+        new = ck_admin.NewTopic(topic, partitions, -1, config=NEW_TOPIC_SETTINGS)
         answers = brokers.ask(f"create topic {topic}", lambda admin: admin.create_topics([new]))
         tolerated = ck.KafkaError.TOPIC_ALREADY_EXISTS
     elif len(known.partitions) < partitions:
@@ -136,30 +137,47 @@ def _await_partitions(brokers: Brokers, partitions: int) -> Incarnation:
         time.sleep(0.05)
 
 
-def _settings(brokers: Brokers, topic: str) -> Any:
+class _Topic(NamedTuple):
+    """A topic as it is now."""
+
+    name: str
+    settings: dict[str, str]
+    replicas: list[tuple[int, int]]
+    """(replicas, those in sync) of each partition."""
+    ahead: list[Ahead]
+    """Differences between this host's clock and the brokers', as far as they are known."""
+
+
+def _look(brokers: Brokers, topics: Mapping[str, Any]) -> list[_Topic]:
+    """Read the settings of the topics that exist, and compare the clocks if a topic bounds the times of records."""
+    data = brokers.uri.data_topic
+    names = sorted(topics, key=lambda name: name != data)
+    settings = {name: _settings(brokers, name) for name in names}
+    bounds = [TimeBounds.of(settings[name]) for name in names]
+    ahead = compare_clocks(brokers, topics[data], bounds) if data in topics else []
+    return [
+        _Topic(name, settings[name], [(len(each.replicas), len(each.isr)) for each in topics[name].partitions], ahead)
+        for name in names
+    ]
+
+
+def _settings(brokers: Brokers, topic: str) -> dict[str, str]:
     """Return the topic's settings. Waits for a broker that does not know a new topic yet."""
     resource = ck_admin.ConfigResource(ck_admin.ConfigResource.Type.TOPIC, topic)
     deadline = time.monotonic() + PROPAGATION_S
     while True:
         (answer,) = brokers.ask("read the topic's settings", lambda admin: admin.describe_configs([resource])).values()
         if not isinstance(answer, ck.KafkaError):
-            return answer
+            return {name: entry.value for name, entry in answer.items()}
         if answer.code() != ck.KafkaError.UNKNOWN_TOPIC_OR_PART or time.monotonic() > deadline:
             raise brokers.unavailable(f"read the settings of topic {topic}", answer)
         time.sleep(0.1)
 
 
-def _check_settings(brokers: Brokers, topic: str) -> None:
-    answer = _settings(brokers, topic)
-    for name, wanted in TOPIC_SETTINGS.items():
-        if answer[name].value != wanted:
-            raise ConfigError(
-                f"topic '{topic}' has {name}={answer[name].value}, which would lose rows: it must be {wanted}",
-                hint=alter_command(topic, f"{name}={wanted}"),
-            )
-    if int(answer["max.message.bytes"].value) < LEAST_MESSAGE_BYTES:
+def _check_settings(topic: _Topic) -> None:
+    copies = min(count for count, _ in topic.replicas)
+    if bad := [each for each in demands(topic.settings, copies, topic.ahead) if not each.well]:
         raise ConfigError(
-            f"topic '{topic}' has max.message.bytes={answer['max.message.bytes'].value}, which is too small for "
-            "a frame",
-            hint="set it to 1048588, Kafka's default",
+            f"topic '{topic.name}' has " + ", ".join(f"{each.setting}={each.found} ({each.why})" for each in bad),
+            hint=alter_command(topic.name, ",".join(each.right for each in bad)),
         )
