@@ -75,7 +75,7 @@ def train(flags: Sequence[str], on_step: Callable[[StepEvent], None], steps: int
                 on_step(StepEvent(step, model, optimizer, loader, restored, checkpointer, loss.detach()))
                 if checkpointer.should_stop:
                     raise SystemExit(128 + signal.SIGTERM)
-            checkpointer.mark().result()
+            checkpointer.mark(meta={"final": "yes"}).result()  # if this step has a marker, that one gets it
 
 
 # --------------------------------------------------------------------------------- the truth, by plain TorchRec code

@@ -196,7 +196,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
                     if checkpointer is not None and checkpointer.should_stop:
                         raise SystemExit(128 + signal.SIGTERM)
         if checkpointer is not None:
-            checkpointer.mark().result()
+            checkpointer.mark(meta={"final": "yes"}).result()  # if this step has a marker, that one gets it
     log.info("done: step %d, %d epochs", step, args.epochs)
 
 

@@ -393,7 +393,7 @@ def train(args: argparse.Namespace, device: torch.device, loader: GlobalBatches[
                     dist.all_reduce(loss)
                     log.info("step %d, epoch %d: loss %.6f", step, epoch, loss.item() / world)
         if checkpointer is not None:
-            checkpointer.mark().result()
+            checkpointer.mark(meta={"final": "yes"}).result()  # if this step has a marker, that one gets it
     log.info("done: step %d, %d epochs", step, args.epochs)
 
 

@@ -4,7 +4,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchrec_stream_ckpt.errors import TORCH_HINT, StreamCkptError
+from torchrec_stream_ckpt.errors import TORCH_HINT, ReplicaNotReadyError, StreamCkptError
 from torchrec_stream_ckpt.util.config import Source, StreamConfig, Takeover
 from torchrec_stream_ckpt.util.moved import MovedFinder
 from torchrec_stream_ckpt.util.types import Committed, MarkerId, MarkerReport, Restored
@@ -40,6 +40,7 @@ __all__ = [
     "MarkerReport",
     "ModelSchema",
     "OpenMarker",
+    "ReplicaNotReadyError",
     "Restored",
     "RowChange",
     "Source",

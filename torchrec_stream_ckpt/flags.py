@@ -315,13 +315,18 @@ def restore_from(args: argparse.Namespace, checkpointer: Restorable) -> Restored
         return _said(checkpointer.warm_start(args.source, changes=args.changes, accept_unproved=accept))
     marker = None if args.restore == "latest" else args.restore
     restored = checkpointer.restore(marker, changes=args.changes, once=True, accept_unproved=accept)
-    if restored is None:
+    if restored is None and _is_rank_0():
         log.info("no committed marker in %s: starting afresh", " and ".join(args.stream_ckpt))
     return _said(restored)
 
 
+def _is_rank_0() -> bool:
+    """Return whether this process logs what all ranks know."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def _said(restored: Restored | None) -> Restored | None:
     """Log the report of a changed model, and return the restored state."""
-    if restored is not None and restored.evolved is not None:
+    if restored is not None and restored.evolved is not None and _is_rank_0():
         log.info("the model has changed:\n%s", "\n".join(restored.evolved.lines()))
     return restored

@@ -110,6 +110,14 @@ def _alone(folder: Path, marker: MarkerId) -> tuple[float, list[str]]:
     return verified.proved, [str(block) for block in blocks]
 
 
+def test_show_names_a_data_parallel_table_although_no_schema_has_it(whole: Path) -> None:
+    shown = json.loads(CliRunner().invoke(app, ["show", f"file://{whole}", str(NEWEST), "--json"]).stdout)
+    assert [each["name"] for each in shown["tables"]] == ["part0.t_cw", "part0.t_rw", "part0.t_tw"]
+    assert shown["data_parallel"] == [{"name": "part0.t_dp", "rows": 70, "dim": 4}]
+    said = CliRunner().invoke(app, ["show", f"file://{whole}", str(NEWEST)]).output
+    assert "data-parallel: part0.t_dp, 70 rows, 4 columns: every rank has it, as dense state" in said
+
+
 def _assert_whole(folder: Path) -> None:
     """Nothing is damaged; a reader of all markers compares no less than a reader of each alone."""
     for marker, record in _verify(folder).items():

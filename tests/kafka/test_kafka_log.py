@@ -181,8 +181,24 @@ def test_a_complaint_that_repeats_is_logged_once(caplog: pytest.LogCaptureFixtur
     reasons = Reasons({})
     with caplog.at_level(logging.INFO):
         for number in range(50):
-            reasons.log(logging.ERROR, "%s [%s] %s", "FAIL", "client", f"refused (after {number}ms in state CONNECT)")
+            reasons.log(logging.ERROR, "%s [%s] %s", "GETPID", "client", f"slow (after {number}ms in state CONNECT)")
     assert len(caplog.records) == 1
+
+
+def test_a_failed_connection_is_named_by_our_error_and_not_logged_before_it(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        Reasons({}).log(logging.ERROR, "%s [%s] %s", "FAIL", "client", "connect to 127.0.0.1:9 failed: refused")
+    assert caplog.records == []
+
+
+def test_a_job_name_that_kafka_does_not_tell_from_another_is_refused_with_the_reason() -> None:
+    told = Reasons({}).unavailable(
+        KafkaUri("h:1", "a.b"),
+        "create topic a.b.data",
+        "Topic 'a.b.data' collides with existing topics: a_b.data (TOPIC_EXCEPTION)",
+    )
+    assert "a job whose name differs only in '.' and '_'" in told.message
+    assert "choose another job name" in told.hint
 
 
 @pytest.mark.parametrize(

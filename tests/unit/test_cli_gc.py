@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from tests import stores
 from tests.stores import History, choose
+from tests.unit.copied_job import keep
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.find.job import Job
@@ -143,6 +144,28 @@ def test_a_pin_keeps_a_marker_until_it_is_taken_away(history: History) -> None:
         run("pin", uri, "1:1", "--store", str(history.root))
     with pytest.raises(MarkerNotFoundError, match="marker 2:4 is not in the store"):
         run("pin", uri, "2:4", "--store", str(history.root / "elsewhere"))
+
+
+def test_gc_trim_and_pin_take_the_store_of_the_job(history: History) -> None:
+    uri = f"file://{history.root}"
+    assert "marker 1:1 is pinned" in run("pin", uri, "1:1")
+    assert "would delete" in run("trim", uri, "--dry-run")
+    said = run("gc", uri, "--newest", "1", "--grace", "0s", "--dry-run")
+    assert "keep 2 markers: 1:1, 2:4" in said
+    assert "1 leftover pin file" in said
+    with pytest.raises(ConfigError, match="--no-log requires the store"):
+        run("gc", "--no-log", "--newest", "1")
+
+
+def test_gc_refuses_the_log_of_yesterday_as_trim_does(history: History) -> None:
+    """A log put back from a copy lacks the newest records: they may keep what this log does not need."""
+    yesterday = (history.root / "control.log").read_bytes()
+    history.generation(3, [5], "2:4")
+    keep(history.root)
+    (history.root / "control.log").write_bytes(yesterday)
+    for verb in (("gc", "--newest", "1"), ("trim",)):
+        with pytest.raises(CorruptionError, match="the end of the log's control partition was lost"):
+            run(verb[0], f"file://{history.root}", *verb[1:])
 
 
 def test_a_pin_of_a_marker_whose_rows_are_gone_says_so(history: History) -> None:

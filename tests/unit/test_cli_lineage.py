@@ -8,6 +8,7 @@ import pty
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from typer.testing import CliRunner
 from tests.builders import claim, commit, end
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import CorruptionError, FencedError, MarkerNotFoundError
-from torchrec_stream_ckpt.format.frame import HEADER_LEN, json_frame
+from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, changed_elsewhere
+from torchrec_stream_ckpt.format.frame import CHANGED_VERSION, HEADER_LEN, json_frame
+from torchrec_stream_ckpt.format.schema import canonical
 from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.util.types import MarkerId
@@ -177,3 +180,31 @@ def test_a_log_that_no_trainer_opened_cannot_be_fenced(tmp_path: Path) -> None:
     FileLog(tmp_path).prepare(1)
     with pytest.raises(MarkerNotFoundError, match="no trainer ever opened"):
         run("fence", f"file://{tmp_path}", "--yes")
+
+
+def test_a_change_of_the_dense_model_alone_is_named_in_the_tree_and_by_show(tmp_path: Path) -> None:
+    changed = canonical({"dense": {"fresh": ["top.0.bias"], "reshaped": ["a", "b"]}, "stateful_added": ["ema"]})
+    log = FileLog(tmp_path)
+    log.prepare(1)
+    on = MarkerId(1, 1)
+    second = replace(claim(2, parent=on), changes=ClaimChanges.of(changed), version=CHANGED_VERSION)
+    for record in (claim(1), commit(1, 1), second, commit(2, 2)):
+        log.append_control(record.to_frame())
+    log.close()
+    said = "dense, 1 fresh, 2 reshaped; stateful, 1 added"
+    assert f"the model changed: {said}" in run("list", f"file://{tmp_path}", "--tree")
+    assert f"generation 2 changed the model of 1:1: {said}" in run("show", f"file://{tmp_path}", "2:2")
+    assert changed_elsewhere(None) == changed_elsewhere(ClaimChanges.of(b"[[[")) == "not its tables"
+
+
+def test_a_tree_continues_long_lines_below_their_beginning(tmp_path: Path) -> None:
+    log = FileLog(tmp_path)
+    log.prepare(1)
+    note = (("note", "one long text of many words " * 8),)
+    for record in (claim(1), replace(commit(1, 1), meta=note), commit(1, 2)):
+        log.append_control(record.to_frame())
+    log.close()
+    done = CliRunner().invoke(app, ["list", f"file://{tmp_path}", "--tree"], env={"COLUMNS": "80"})
+    lines = done.output.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith("    │   ") and "long text" in line for line in lines)

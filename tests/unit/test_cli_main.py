@@ -147,6 +147,15 @@ def test_no_help_turns_a_word_between_colons_into_a_picture() -> None:
     assert "best:auc:max" in run("show", "--help").output
 
 
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if verb != "broker"])
+def test_the_help_cuts_no_option_at_80_columns(verb: str) -> None:
+    command = typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]
+    said = runner.invoke(app, [verb, "--help"], env={"COLUMNS": "80"}).output
+    assert max(map(len, said.splitlines())) <= 80
+    names = [name for each in command.params for name in (*each.opts, *each.secondary_opts) if name.startswith("--")]
+    assert [name for name in names if name not in said] == []
+
+
 def test_the_help_says_what_statuses_mean() -> None:
     said = " ".join(run("--help").output.split())
     assert all(f"{number}: {meaning}" in said for number, meaning in STATUSES.items())

@@ -62,7 +62,7 @@ def log_of(monkeypatch: pytest.MonkeyPatch, ends: dict[str, tuple[int, int]]) ->
         return {each: Edge(0, *ends[asked]) for each in partitions}
 
     monkeypatch.setattr(Brokers, "edges", edges)
-    monkeypatch.setattr(kafka_brokers, "knock", lambda place: (True, "it can be reached from here"))
+    monkeypatch.setattr(kafka_brokers, "knock", lambda place: (True, "its port accepts connections"))
     return KafkaLog(KafkaUri(f"{OLD},{AWAY},{NEW}", "job"), {})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -120,3 +121,16 @@ def test_the_command_fails_when_the_newest_marker_cannot_be_restored(tmp_path: P
     done = CliRunner().invoke(app, ["doctor", f"file://{tmp_path}"])
     assert done.exit_code == 1
     assert "Try: bring back the missing data" in done.output
+
+
+def test_doctor_and_list_agree_about_what_can_be_restored(tmp_path: Path) -> None:
+    """The first segment of a job without a store is gone: no older marker can be restored either."""
+    job = folded_job(tmp_path / "log")
+    shutil.rmtree(store_of(job))
+    first = min(job.root.glob("data/p00000/*.seg"))
+    first.unlink()
+    rows = json.loads(CliRunner().invoke(app, ["list", f"file://{job.root}", "--json"]).stdout)["markers"]
+    assert [row["restorable"] for row in rows] == [False] * 4
+    arguments = ["doctor", f"file://{job.root}", "--store", str(job.root), "--json"]
+    found = {each["check"]: each for each in json.loads(CliRunner().invoke(app, arguments).stdout)}
+    assert "without it no marker can be restored" in found["newest marker"]["hint"]

@@ -231,12 +231,18 @@ def test_changes_that_cannot_be_made_are_refused_before_anything_starts(
             config_from(parse(*argv))
 
 
-def test_a_first_start_says_that_it_restores_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_first_start_says_that_it_restores_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     args = parse("--stream_ckpt", "file://x")
     config_from(args)
     with caplog.at_level("INFO"):
         assert restore_from(args, Recorder(None)) is None
     assert caplog.messages == ["no committed marker in file://x: starting afresh"]
+    monkeypatch.setenv("RANK", "1")
+    with caplog.at_level("INFO"):
+        assert restore_from(args, Recorder(None)) is None
+    assert len(caplog.messages) == 1  # rank 0 says it for all
 
 
 def test_the_flags_alone_load_nothing_heavy() -> None:

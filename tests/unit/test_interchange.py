@@ -229,3 +229,23 @@ def test_sent_needs_an_ancestor(tmp_path: Path) -> None:
     assert set(found["sent"].values()) == {0}
     with pytest.raises(StreamCkptError):
         run("diff", f"file://{tmp_path}", "1:1", "2:7", "--sent")
+
+
+@pytest.mark.parametrize(
+    ("names", "target", "said"),
+    [
+        (["n" * 300], "parquet", "the table name is too long for a file"),
+        (["__metadata__"], "safetensors", "cannot hold a tensor named __metadata__"),
+        (["a", "a.exp_avg"], "safetensors", "two tensors would have the name a.exp_avg"),
+    ],
+)
+def test_a_name_that_the_format_cannot_hold_is_refused_before_anything_is_written(
+    tmp_path: Path, names: list[str], target: str, said: str
+) -> None:
+    schema = Schema(tuple(table(name, 4, 2, "float32", MOMENT) for name in names))
+    ones = np.ones((4, 2), np.float32)
+    write_tables(tmp_path / "log", schema, [(ones, (ones,)) for _ in names])
+    with pytest.raises(ConfigError, match=said) as told:
+        run("export", f"file://{tmp_path}/log", "--to", f"{target}://{tmp_path}/out", "--states")
+    assert told.value.hint
+    assert {path.name for path in tmp_path.iterdir()} == {"log"}

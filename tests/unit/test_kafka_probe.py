@@ -110,7 +110,7 @@ def test_the_leader_of_a_partition_is_named_and_knocked_at() -> None:
         leader = leader_in(statistics(2, uri.brokers), "job.data", 3)
         assert str(leader) == f"broker 2 at {uri.brokers}"
         assert leader is not None
-        assert knock(leader.place) == (True, "it can be reached from here")
+        assert knock(leader.place) == (True, "its port accepts connections")
     assert knock(leader.place) == (False, "it cannot be reached from here: Connection refused")
 
 

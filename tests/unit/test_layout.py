@@ -39,6 +39,15 @@ def test_file_uris_read_and_print_the_same(uri: str) -> None:
     assert str(parsed) == uri
 
 
+def test_localhost_and_the_home_folder_are_not_folders_of_these_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ann")
+    for place, path in (("localhost/a/b", "/a/b"), ("~/a", "/home/ann/a"), ("~", "/home/ann")):
+        assert str(parse_uri(f"file://{place}")) == f"file://{path}"
+        assert str(check_store_url(f"file://{place}")) == f"file://{path}"
+    assert str(check_store_url("~/a")) == "file:///home/ann/a"
+    assert str(parse_uri("file:///a/~/b")) == "file:///a/~/b"
+
+
 def test_a_relative_file_uri_is_below_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert parse_uri("file://log/job") == FileUri(tmp_path / "log" / "job")

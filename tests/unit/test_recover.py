@@ -225,7 +225,7 @@ def test_rows_that_only_the_log_had_are_not_said_to_be_elsewhere(
     run("recover", f"file://{history.root}", "--store", history.root)
     (trim,) = history.lineage.trims
     assert trim.markers == (MarkerId(1, 2),)
-    with pytest.raises(CorruptionError, match="committed up to byte 2944"):
+    with pytest.raises(CorruptionError, match="no segment with bytes 2176 to 2944 is there"):
         run("verify", f"file://{history.root}", "--marker", "1:3")
 
 

@@ -20,8 +20,8 @@ from tests.stores import lose_rows
 from torchrec_stream_ckpt.cli.common import open_job
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.cli.watch import Watcher
-from torchrec_stream_ckpt.cli.watching import line, view
-from torchrec_stream_ckpt.extras.reporting.job_status import Look, look
+from torchrec_stream_ckpt.cli.watching import facts, line, view
+from torchrec_stream_ckpt.extras.reporting.job_status import Ended, Look, look
 from torchrec_stream_ckpt.find.job import Job
 from torchrec_stream_ckpt.format.proof import Window
 from torchrec_stream_ckpt.log.control.partition import Control
@@ -257,3 +257,16 @@ def test_without_a_terminal_it_prints_what_is_new(job: PaperJob, watching: subpr
     while not ("marker 3:10, step 80" in said and "over: late\n" in said):  # it may look between CLAIM and COMMIT, too
         said += watching.stdout.readline()
         assert len(said.splitlines()) <= 3
+
+
+def test_the_loss_is_said_in_words_and_a_finished_job_has_none(job: PaperJob) -> None:
+    def loss(now: Look) -> str:
+        return dict(facts(now)).get("loss") or dict(facts(now))["if it dies now"]
+
+    now = seen(job, since_s=60.0)
+    assert loss(now) == "1.0 min are lost"
+    assert now.newest is not None
+    ended = Ended("finished", "", now.newest.step, now.time_s)
+    assert loss(replace(now, ended=ended)) == "nothing to lose"
+    assert loss(replace(now, ended=replace(ended, step=now.newest.step + 12))) == "lost: 12 steps after it"
+    assert loss(replace(now, newest=None, loss_s=None)) == "all is lost"

@@ -56,12 +56,13 @@ def _examine(job: Job) -> Iterator[Finding]:
             "newest marker", "no marker is committed", Severity.WARNING, "let the job run to its first marker"
         )
     else:
-        standing = Survey(job).look(newest)
+        survey = Survey(job)
+        standing = survey.look(newest)
         yield Finding.of(
             "newest marker",
             f"{newest.id}, step {newest.step}: {standing.reason or 'can be restored'}",
             well=not standing.reason or bool(standing.trimmed),
-            hint="bring back the missing data; until then a job restores an older marker",
+            hint=f"bring back the missing data; {_until_then(job, survey)}" if standing.reason else "",
             otherwise=Severity.BAD,
         )
         refused = refused_after(job.lineage, newest)
@@ -82,6 +83,14 @@ def _examine(job: Job) -> Iterator[Finding]:
             yield _taken_names(job)
     yield _clock(job)
     yield Finding("versions", ", ".join(_versions()))
+
+
+def _until_then(job: Job, survey: Survey) -> str:
+    """Name the newest marker that can be restored although the newest one cannot, as ``list`` shows it."""
+    for commit in reversed(job.lineage.commits.values()):
+        if not survey.look(commit).reason:
+            return f"until then {commit.id} is the newest marker that can be restored"
+    return "without it no marker can be restored"
 
 
 def _strays(newest: Commit) -> Finding:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from torchrec_stream_ckpt.cli.common import check_log, check_same_job, parse_job, print_json
-from torchrec_stream_ckpt.cli.options import Access, Json, StoreNamed, is_verbose
+from torchrec_stream_ckpt.cli.options import Access, Json, Store, is_verbose
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.find.job import Job
 from torchrec_stream_ckpt.format.control import Commit
@@ -37,11 +37,11 @@ _LOST = "lost"
 
 def collect_garbage(
     access: Access,
-    store: StoreNamed,
     uri: Annotated[
         str | None,
         typer.Argument(help="The job's log: it knows which generations have begun. Not with --no-log.", metavar="URI"),
     ] = None,
+    store: Store = None,
     no_log: Annotated[
         bool,
         typer.Option("--no-log", help="The log is gone, and no trainer runs on this job: use the store alone."),
@@ -118,7 +118,7 @@ def collect_garbage(
         compact=compact,
     )
     named = _named(give_up or (), force=force)
-    with access.open_objects(store) as objects, _opened(uri, access) as opened:
+    with _opened(uri, store, access) as (objects, opened):
         lineage = opened.lineage if opened is not None else None
         jobs = _jobs(objects, lineage, job)
         run = partial(_run, objects, lineage, dry_run=dry_run)
@@ -148,7 +148,7 @@ def collect_garbage(
         typer.echo("no rows were read; a real run reads the markers that it keeps, and keeps more if they are damaged")
     if idle:
         typer.echo("nothing was deleted: name the markers to keep, such as --keep-all-for 24h --then-every 10")
-    elif check_store_url(store).folder is None and not dry_run:
+    elif check_store_url(objects.url).folder is None and not dry_run:
         typer.echo("gc does not see interrupted uploads: abort them with a lifecycle rule of the bucket")
     _check_merged(plans)
 
@@ -185,12 +185,18 @@ def _planned(objects: Objects, stock: Stock, rules: GcRules) -> GcPlan:
 
 
 @contextlib.contextmanager
-def _opened(uri: str | None, access: Access) -> Iterator[Job | None]:
-    if uri is None:
-        yield None
+def _opened(uri: str | None, store: str | None, access: Access) -> Iterator[tuple[Objects, Job | None]]:
+    """Open the store, which the job names if the caller does not, and the log unless it is gone."""
+    if uri is not None:
+        with access.open_job(uri, store, warn=False) as job:
+            with contextlib.closing(job.copying(job.objects)) as copying:
+                copying.check_copy()  # what a lost part of the log keeps, such as a new generation's base, must stay
+            yield job.objects, job
         return
-    with access.open_job(uri) as job:
-        yield job
+    if store is None:
+        raise ConfigError("--no-log requires the store, which only the log names", hint="name it: --store URL")
+    with access.open_objects(store) as objects:
+        yield objects, None
 
 
 def _named(texts: Sequence[str], *, force: bool) -> list[MarkerId | str]:

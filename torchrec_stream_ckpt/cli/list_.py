@@ -19,6 +19,7 @@ from torchrec_stream_ckpt.extras.reporting.job_status import compared_in_words, 
 from torchrec_stream_ckpt.find.best import Condition, meeting, numbers_of, ordered, said_of
 from torchrec_stream_ckpt.find.job import Job
 from torchrec_stream_ckpt.find.survey import Survey
+from torchrec_stream_ckpt.format.claim_changes import changed_elsewhere
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.imported import is_import, unfinished_import
 from torchrec_stream_ckpt.format.lineage import changed_tables
@@ -212,7 +213,9 @@ def _print_newest(job: Job) -> None:
 def _origin(claim: Claim) -> str:
     """Return the origin of a generation's first rows, if it is not the marker on which the generation is based."""
     source = claim.changes.source if claim.changes is not None else None
-    return f"started from marker {source[1]} of job {source[0]}" if source else "the model changed: no table"
+    if source:
+        return f"started from marker {source[1]} of job {source[0]}"
+    return f"the model changed: {changed_elsewhere(claim.changes)}"
 
 
 def _print_tree(job: Job, rows: dict[str, dict[str, Any]]) -> None:

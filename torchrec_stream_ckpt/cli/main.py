@@ -116,7 +116,7 @@ def _command(verb: str) -> Any:
     module, _, name = VERBS[verb].partition(":")
     found = getattr(import_module(f"torchrec_stream_ckpt.cli.{module}"), name)
     if not isinstance(found, typer.Typer):
-        one = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        one = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         context = {"ignore_unknown_options": verb == "config"}  # its flags are those of scripts
         one.command(verb, context_settings=context)(as_command(found))
         found = one
@@ -192,7 +192,10 @@ class _Group(TyperGroup):
         return list(VERBS)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        lazy, self.commands = self.commands, {verb: TyperCommand(verb, help=said) for verb, said in SAYS.items()}
+        lazy, self.commands = (
+            self.commands,
+            {verb: TyperCommand(verb, help=said, short_help=said) for verb, said in SAYS.items()},
+        )
         try:
             super().format_help(ctx, formatter)
         finally:
@@ -220,6 +223,7 @@ app = typer.Typer(
     "--store of every verb.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich's tables cut the names of options on a narrow terminal
 )
 
 

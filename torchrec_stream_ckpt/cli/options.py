@@ -156,22 +156,6 @@ class MarkerOptions(JobOptions):
         return self.marker if self.place is None else self.place
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredJobOptions(Access):
-    """A job, and a store that has to be named."""
-
-    uri: Uri
-    store: StoreNamed
-
-    def open(self, *, warn: bool = True) -> AbstractContextManager[Job]:
-        """Open the job's log, read as of now."""
-        return self.open_job(self.uri, self.store, warn=warn)
-
-    def objects(self) -> AbstractContextManager[Objects]:
-        """Open the store."""
-        return self.open_objects(self.store)
-
-
 # --------------------------------------------------------------------------------------------------- for the command
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from torchrec_stream_ckpt.cli.common import print_json
-from torchrec_stream_ckpt.cli.options import Json, StoredJobOptions
+from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.errors import printable
 from torchrec_stream_ckpt.find.holdings import Holdings
 from torchrec_stream_ckpt.store.catalog import Catalog
@@ -17,16 +17,13 @@ Marker = Annotated[str, typer.Argument(help="GENERATION:MARKER, latest, or best:
 
 
 def pin_marker(
-    options: StoredJobOptions,
+    options: JobOptions,
     marker: Marker,
     json: Json = False,
 ) -> None:
     """Keep a marker in the store, whatever the retention says."""
-    with (
-        options.open() as job,
-        options.objects() as objects,
-    ):
-        commit = job.find(marker)
+    with options.open() as job:
+        commit, objects = job.find(marker), job.objects
         pin(objects, commit.job, commit.id)
         problem = Holdings.load(objects, job.lineage).look(commit.id).problem
     if json:
@@ -40,16 +37,13 @@ def pin_marker(
 
 
 def unpin_marker(
-    options: StoredJobOptions,
+    options: JobOptions,
     marker: Marker,
     json: Json = False,
 ) -> None:
     """Undo a pin: retention may give the marker up again."""
-    with (
-        options.open() as job,
-        options.objects() as objects,
-    ):
-        commit = job.find(marker)
+    with options.open() as job:
+        commit, objects = job.find(marker), job.objects
         unpin(objects, commit.job, commit.id)
         given_up = commit.id in Catalog.load(objects, commit.job).dropped
     if json:

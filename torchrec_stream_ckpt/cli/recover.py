@@ -9,12 +9,14 @@ from typing import Annotated
 import typer
 
 from torchrec_stream_ckpt.cli.common import parse_job, print_json
-from torchrec_stream_ckpt.cli.options import Json, StoredJobOptions
+from torchrec_stream_ckpt.cli.options import Access, Json, StoreNamed, Uri
 from torchrec_stream_ckpt.extras.interchange.recover import recover
 
 
 def recover_log(
-    options: StoredJobOptions,
+    access: Access,
+    uri: Uri,
+    store: StoreNamed,
     job: Annotated[
         str | None, typer.Option(help="The job's id, if the store holds several jobs.", metavar="HEX")
     ] = None,
@@ -28,14 +30,14 @@ def recover_log(
     ones.
     """
     chosen = parse_job(job) if job is not None else None
-    with closing(options.job(options.uri, options.store)) as opened:
-        found = recover(opened.log, opened.control, opened.objects, options.uri, chosen)
+    with closing(access.job(uri, store)) as opened:
+        found = recover(opened.log, opened.control, opened.objects, uri, chosen)
     if json:
-        print_json({"uri": options.uri, **asdict(found)})
+        print_json({"uri": uri, **asdict(found)})
         return
     newest = found.offered[-1] if found.offered else "none"
     typer.echo(
-        f"job {found.job}: {len(found.offered)} markers, newest {newest}, are in {options.uri} again"
+        f"job {found.job}: {len(found.offered)} markers, newest {newest}, are in {uri} again"
         + (f" ({found.given_up} had been given up)" if found.given_up else "")
     )
     typer.echo(f"start the job with store={found.store}; it goes on as generation {found.next_generation}")

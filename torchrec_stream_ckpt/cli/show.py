@@ -8,12 +8,18 @@ from typing import Any
 from torchrec_stream_ckpt.cli.common import check_named_store, console, in_words, plain, print_json, short_names, table
 from torchrec_stream_ckpt.cli.options import Json, MarkerOptions
 from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.extras.interchange.names import TorchRecName
+from torchrec_stream_ckpt.extras.reporting.job_status import proof_in_log
 from torchrec_stream_ckpt.find.job import Job
 from torchrec_stream_ckpt.find.survey import Survey
+from torchrec_stream_ckpt.format.claim_changes import changed_elsewhere
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense_files import DenseFile
-from torchrec_stream_ckpt.format.lineage import changed_tables
+from torchrec_stream_ckpt.format.lineage import changed_tables, previous_commit
 from torchrec_stream_ckpt.util.units import age, clock, size
+
+_MOST_READ_BYTES = 64 * 2**20
+"""Most bytes of a rank that are read to name the data-parallel tables."""
 
 
 def show_marker(
@@ -44,10 +50,36 @@ def _record(job: Job, commit: Commit) -> dict[str, Any]:
         "incarnation": claim.incarnation,
         "changes": _changes(job, commit),
         "tables": [asdict(table) | {"base_generation": bases[index]} for index, table in claim.schema.live],
+        "data_parallel": [
+            {"name": name, "rows": rows, "dim": dim} for name, (rows, dim) in _data_parallel(job, commit).items()
+        ],
         "ranks": [asdict(end) for end in commit.ranks],
         "dense": job.dense_of(commit).place(commit),
         "dense_files": [asdict(file) for file in _dense_files(job, commit)],
     }
+
+
+def _data_parallel(job: Job, commit: Commit) -> dict[str, tuple[int, int]]:
+    """Return (rows, columns) of the tables that TorchRec keeps on every rank, by name, judging by the marker's proof.
+
+    They are dense parameters, and in no schema. A generation has the same ones at all of its markers, so this reads the
+    newest one, which holds few rows. Returns nothing if the log no longer holds it, if it has no proof, or if it is the
+    generation's first one, which may hold all rows, and is large.
+
+    Raises:
+        LogUnavailableError: the log does not answer.
+    """
+    log, lineage = job.log, job.lineage
+    newest = lineage.find(lineage.newest_of(commit.generation))
+    is_first = previous_commit(lineage, newest.id) is None
+    if is_first and newest.ranks[0].num_bytes > _MOST_READ_BYTES:
+        return {}
+    proof = proof_in_log(log, lineage, newest)
+    parsed = {
+        TorchRecName.parse(each.name.removeprefix("model.")): (each.rows, each.cols)
+        for each in (proof.replicated if proof is not None else ())
+    }
+    return {name.spec_name.removeprefix("."): shape for name, shape in parsed.items() if name is not None}
 
 
 def _changes(job: Job, commit: Commit) -> list[dict[str, Any]]:
@@ -58,6 +90,7 @@ def _changes(job: Job, commit: Commit) -> list[dict[str, Any]]:
             "generation": claim.generation,
             "parent": str(claim.parent) if claim.parent is not None else None,
             "tables": changed_tables(job.lineage, claim),
+            "elsewhere": changed_elsewhere(claim.changes),
             "digest": claim.changes.digest if claim.changes is not None else None,
             "declared": claim.changes.text if claim.changes is not None else None,
             "origin": claim.changes.origin if claim.changes is not None else None,
@@ -73,8 +106,8 @@ def _said(change: dict[str, Any]) -> str:
         job, _, marker = change["origin"].partition(" ")
         changed = ", by declared changes" if change["declared"] != "{}" else ""
         return f"generation {change['generation']} began in marker {marker} of job {job}{changed}"
-    tables = "; ".join(change["tables"]) or "no table"
-    return f"generation {change['generation']} changed the model of {change['parent'] or 'no marker'}: {tables}"
+    changed = "; ".join(change["tables"]) or change["elsewhere"]
+    return f"generation {change['generation']} changed the model of {change['parent'] or 'no marker'}: {changed}"
 
 
 def _dense_files(job: Job, commit: Commit) -> tuple[DenseFile, ...]:
@@ -150,6 +183,9 @@ def _print(job: Job, commit: Commit) -> None:
             str(each["base_generation"]),
         )
     out.print(tables)
+    for each in record["data_parallel"]:
+        shape = f"{each['rows']:,} rows, {each['dim']} columns"
+        out.print(f"data-parallel: {plain(each['name'])}, {shape}: every rank has it, as dense state", soft_wrap=True)
     ranks = table("rank", "partition", "begin", "end", "frames", "rows", "bytes")
     for end in commit.ranks:
         cells = (end.rank, end.partition, end.begin, end.end, end.frames)

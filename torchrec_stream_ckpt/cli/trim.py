@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from torchrec_stream_ckpt.cli.common import print_json
-from torchrec_stream_ckpt.cli.options import Json, StoredJobOptions
+from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.errors import (
     CommitUnknownError,
     ConfigError,
@@ -41,7 +41,7 @@ _READERS = 8
 
 
 def trim_job(
-    options: StoredJobOptions,
+    options: JobOptions,
     place: Annotated[
         str | None,
         typer.Argument(
@@ -66,7 +66,8 @@ def trim_job(
     if place is not None and upto != "latest":
         raise ConfigError("MARKER was given twice", hint="omit --upto", marker=upto)
     wanted = place or upto
-    with options.open(warn=False) as job, options.objects() as objects:
+    with options.open(warn=False) as job:
+        objects = job.objects
         with closing(job.copying(objects)) as copying:
             copying.check_copy()  # the store may know markers that the log has lost
             synced, gone, num_bytes = _check(job, objects, wanted, verify=verify, dry_run=dry_run)

@@ -9,7 +9,13 @@ from rich.text import Text
 
 from torchrec_stream_ckpt.cli.common import in_words, plain
 from torchrec_stream_ckpt.errors import printable
-from torchrec_stream_ckpt.extras.reporting.job_status import Look, MarkerRow, RankRow, compared_in_words
+from torchrec_stream_ckpt.extras.reporting.job_status import (
+    Look,
+    MarkerRow,
+    RankRow,
+    compared_in_words,
+    lost_in_words,
+)
 from torchrec_stream_ckpt.format.proof import Proved
 from torchrec_stream_ckpt.util.units import clock, duration, size
 
@@ -54,7 +60,7 @@ def _head(uri: str, seen: Look) -> RenderableType:
     lines.add_column(style="dim", no_wrap=True)
     lines.add_column(no_wrap=True, ratio=1)
     for name, value in remarks(seen):
-        lines.add_row(name.ljust(len(cells[1][0])), plain(value))
+        lines.add_row(name.ljust(max(len(each) for each, _ in cells[:half])), plain(value))
     title = Text(printable(uri), style="bold", overflow="ellipsis", no_wrap=True)
     return Panel(
         Group(grid, lines), title=title, title_align="left", subtitle=clock(seen.time_s), subtitle_align="right"
@@ -73,14 +79,14 @@ def facts(seen: Look) -> list[tuple[str, str]]:
     )
     return [
         ("newest marker", f"{newest.marker}, step {newest.step:,}" if newest is not None else "none yet"),
-        ("age = loss now", _since(seen)),
+        ("its age", _since(seen)),
+        _loss(seen),
         ("generation", f"{seen.generation}, {what}" if seen.generation else "none"),
         ("markers", f"{seen.markers:,}" + (f", every {duration(seen.interval_s)}" if seen.interval_s else "")),
         ("steps a second", f"{seen.steps_per_s:.2f}" if seen.steps_per_s is not None else "-"),
         ("restore", f"{duration(restore.seconds)} from {restore.source}" if restore is not None else "-"),
         ("it reads", size(restore.num_bytes) if restore is not None else "-"),
         ("proved", _proved(seen.proved) if seen.proved is not None else "-"),
-        *([("ended", "no")] if seen.ended is None else []),
         *([("compared", compared_in_words(seen.compared, seen.time_s))] if seen.compared is not None else []),
         ("store", f"{backlog.markers} behind, {size(backlog.num_bytes)}" if backlog is not None else "not folded"),
     ]
@@ -98,9 +104,16 @@ def remarks(seen: Look) -> list[tuple[str, str]]:
 def _since(seen: Look) -> str:
     """Return the age of the newest marker, and its time: the time of day, or the day."""
     if seen.loss_s is None or seen.newest is None:
-        return "all of it"
+        return "-"
     when = clock(seen.newest.time_s, "%H:%M:%S" if seen.loss_s < _DAY_S else "%Y-%m-%d")
     return f"{duration(seen.loss_s)} ({when})"
+
+
+def _loss(seen: Look) -> tuple[str, str]:
+    """Say in words what is lost if the trainer dies now, or what was lost when it ended."""
+    if seen.ended is None:
+        return "if it dies now", f"{duration(seen.loss_s)} are lost" if seen.loss_s is not None else "all is lost"
+    return "loss", lost_in_words(seen)
 
 
 def _said(seen: Look) -> MarkerRow | None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -105,6 +106,26 @@ class TableChange(Enum):
     DROPPED = "dropped"
     RENAMED = "renamed"
     CHANGED = "changed"
+
+
+def changed_elsewhere(changes: ClaimChanges | None) -> str:
+    """Describe declared changes that concern no table: ``dense, 1 fresh, 2 reshaped; stateful, 1 added``.
+
+    Returns text that says so if the declaration is not known.
+    """
+    try:
+        declared = json.loads(changes.text) if changes is not None and changes.text is not None else None
+    except (ValueError, RecursionError):  # the log holds any text
+        declared = None
+    if not isinstance(declared, dict):
+        return "not its tables"
+    stateful = {name: declared.get(f"stateful_{name}") for name in ("added", "dropped")}
+    said = []
+    for part, counts in (("dense", declared.get("dense")), ("stateful", stateful)):
+        values = counts.items() if isinstance(counts, dict) else ()
+        found = [f"{len(names)} {name}" for name, names in values if isinstance(names, list | dict) and names]
+        said += [", ".join([part, *found])] if found else []
+    return "; ".join(said) or "not its tables"
 
 
 def goes_on(before: TableSpec, now: TableSpec) -> bool:

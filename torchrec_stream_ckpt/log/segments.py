@@ -159,9 +159,16 @@ def pieces(root: Path, span: LogSpan, names: SegmentNames) -> list[tuple[Path, i
     for _, _, begin, end in found:
         position = end if begin <= position else position
     if position < span.end:
+        later = [begin for _, _, begin, _ in found if begin > position]
+        if later:
+            what = f"bytes {position} to {min(later)} of the log are missing, but were committed: no segment has them"
+        elif found:
+            what = f"the log ends at byte {position}, but was committed up to byte {span.end}"
+        else:
+            what = f"no segment with bytes {position} to {span.end} is there, but they were committed"
         cut_short = all(end < span.end for _, _, _, end in found)
         raise (StreamLostError if cut_short else CorruptionError)(
-            f"the log ends at byte {position}, but was committed up to byte {span.end}",
+            what,
             hint="restore an older marker, or restore the missing segment from a copy",
             generation=span.generation,
             path=folder,

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +56,7 @@ from torchrec_stream_ckpt.format.record import PIN, Meta
 from torchrec_stream_ckpt.log.worker import Worker
 from torchrec_stream_ckpt.ranks.collective import Team
 from torchrec_stream_ckpt.save.event_time import with_event_time
+from torchrec_stream_ckpt.save.failed_markers import FailureLog, hint_for, why_not_saved
 from torchrec_stream_ckpt.save.generation import Generation
 from torchrec_stream_ckpt.save.refusal_notes import note_refused
 from torchrec_stream_ckpt.store.api import Objects
@@ -216,7 +216,6 @@ T = TypeVar("T")
 PHASES = {1: "cut", 2: "dense state", 3: "votes", 4: "outcome"}
 PHASE_S = 5.0
 """Seconds that each phase may take longer than the previous one: the ranks do not begin at the same instant."""
-SAY_EVERY_S = 60.0  # between two log lines about replicas that differ, which every marker detects
 _NO_ANSWER_HINT = "run stream-ckpt list once the log answers again"
 
 
@@ -314,7 +313,7 @@ class Coordinator:
         """True if a marker of this generation has confirmed that ranks hold the same dense state."""
         self.refused = False
         """True if the last marker failed because replicas differ, and no earlier one found them equal."""
-        self._said_s = -math.inf
+        self._failures = FailureLog()
 
     def begin(self, cut: CutOrder) -> Future[Committed]:
         """(all ranks, training thread) Commit ``cut`` in the background; the previous one must have settled."""
@@ -363,8 +362,10 @@ class Coordinator:
         except Exception as error:  # a peer or its connection died: every error must be reported from this thread
             failure = self._failure(cut, error)
         else:
+            unsaid = self._failures.committed()
             if self._team.rank == 0:
-                log.info("marker %d:%d committed (step %d)", generation, cut.marker, cut.step)
+                after = f"; {unsaid} more markers before it had failed" if unsaid else ""
+                log.info("marker %d:%d committed (step %d)%s", generation, cut.marker, cut.step, after)
             future.set_result(Committed(generation, cut.marker, cut.step))
             if self._look_again is not None:
                 self._found_again += self._look_again.look()
@@ -377,9 +378,8 @@ class Coordinator:
         self.failure = failure
         differs = isinstance(failure, ReplicaMismatchError)
         self.refused = differs and not self.compared
-        if not differs or time.monotonic() - self._said_s >= SAY_EVERY_S:
-            self._said_s = time.monotonic() if differs else -math.inf
-            log.warning("marker %d:%d failed: %s", generation, cut.marker, failure)
+        if (said := self._failures.failed(failure)) is not None:
+            log.warning("marker %d:%d failed: %s", generation, cut.marker, said)
             if differs and self._team.rank == 0:
                 self._decider.submit(partial(note_refused, self._generation, failure))
         future.set_exception(failure)
@@ -476,7 +476,7 @@ class Coordinator:
                 raise TimeoutError(f"it takes longer than {self._timeout_s:.0f} s, or a rank is missing")
             files = saving.result()
         except Exception as error:  # DCP raises what its storage and peers raise
-            return vote(f"dense state was not saved: {type(error).__name__}: {error}")
+            return vote(f"dense state was not saved: {why_not_saved(error, self._generation.dense.url)}")
         publisher = self._generation.publisher
         if publisher.lost is not None:
             return vote(publisher.lost.headline, lost=publisher.lost)
@@ -541,7 +541,9 @@ class Coordinator:
                 raise vote.lost
         reasons = [f"rank {rank}: {vote.reason}" for rank, vote in enumerate(votes) if vote.reason]
         if reasons:
-            raise MarkerFailedError("; ".join(reasons), generation=generation, marker=votes[0].marker)
+            raise MarkerFailedError(
+                "; ".join(reasons), hint=hint_for(reasons), generation=generation, marker=votes[0].marker
+            )
 
     # The outcome thread.
 

@@ -67,7 +67,7 @@ def without_login(uri: str) -> str:
 
 
 def parse_uri(uri: str) -> FileUri | KafkaUri:
-    """Read ``file://DIR`` (relative or absolute) or ``kafka://HOST:PORT[,HOST:PORT...]/JOB``."""
+    """Read ``file://DIR`` (relative, absolute or ``~/DIR``) or ``kafka://HOST:PORT[,HOST:PORT...]/JOB``."""
     scheme, separator, rest = uri.partition("://")
     shown = without_login(uri)
     if not separator or scheme not in ("file", "kafka"):
@@ -77,7 +77,7 @@ def parse_uri(uri: str) -> FileUri | KafkaUri:
             raise ConfigError(f"'{shown}' does not name a directory", hint=_URI_HINT)
         if "\0" in rest:
             raise ConfigError(f"{uri!r} is not a path because it has a NUL", hint="remove it")
-        return FileUri(Path(rest).absolute())
+        return FileUri(_folder(rest))
     if "@" in rest:
         raise ConfigError(f"'{shown}' holds a login", hint=_LOGIN_HINT)
     brokers, _, job = rest.partition("/")
@@ -92,6 +92,12 @@ def parse_uri(uri: str) -> FileUri | KafkaUri:
             f"'{job}' is not a job name", hint="use letters, digits, '.', '_' and '-', at most 200 of them"
         )
     return KafkaUri(brokers, job)
+
+
+def _folder(path: str) -> Path:
+    """Return the folder of a file URI: ``localhost/x`` is ``/x`` (RFC 8089), and ``~/x`` lies in the home folder."""
+    path = path.removeprefix("localhost") if path.startswith("localhost/") else path
+    return (Path(path).expanduser() if path == "~" or path.startswith("~/") else Path(path)).absolute()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +129,7 @@ def check_store_url(store: str) -> StoreUrl:
     if not separator or scheme == "file":
         if not rest and (separator or not store):
             raise ConfigError(f"'{store}' does not name a folder for a store", hint=_STORE_HINT)
-        return StoreUrl("file", str(Path(rest if separator else store).absolute()))
+        return StoreUrl("file", str(_folder(rest if separator else store)))
     place = rest.rstrip("/")
     if ":" in place.partition("/")[0].rpartition("@")[0]:
         raise ConfigError(

@@ -9,12 +9,15 @@ from urllib.parse import quote
 
 import numpy as np
 
+from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.extras.interchange.names import state_names
 from torchrec_stream_ckpt.extras.interchange.rows import TableReader, TableWindow
 from torchrec_stream_ckpt.format.rows import Array
 
 _WIDENED = ("bfloat16", "float16")
 """Dtypes written as float32, which holds each of their values: few readers of Parquet know half precision."""
+_MAX_NAME = 255
+"""Longest name of a file, in bytes, on the file systems of Linux."""
 
 
 def write_parquet(
@@ -38,20 +41,35 @@ def write_parquet(
 
     Returns:
         Names of the files.
+
+    Raises:
+        ConfigError: a table's name is too long for a file. Nothing was written.
     """
     import pyarrow
     import pyarrow.parquet
 
     names = []
     for reader in readers:
-        names.append(f"{quote(reader.spec.name, safe='')}.parquet")
+        names.append(_file_name(reader.spec.name))
+    for reader, name in zip(readers, names, strict=True):
         more = {"table": reader.spec.name, "dtype": reader.spec.dtype, "optimizer": reader.spec.optimizer}
-        with _Closing(pyarrow.parquet, folder / names[-1]) as sink:
+        with _Closing(pyarrow.parquet, folder / name) as sink:
             for row0, rows in list(reader.windows()) or [(0, 0)]:  # a table without rows has a schema, too
                 columns = dict(_columns(pyarrow, reader, reader.read(row0, rows), states=states))
                 sink.write(pyarrow.table(columns).replace_schema_metadata({**about, **more}))
                 progress(rows * reader.row_bytes)
     return names
+
+
+def _file_name(table: str) -> str:
+    name = f"{quote(table, safe='')}.parquet"
+    if len(name) > _MAX_NAME:
+        raise ConfigError(
+            f"the table name is too long for a file: its file name has {len(name)} characters, at most {_MAX_NAME}",
+            hint="leave the table out with --tables, or export to safetensors:// or dcp://",
+            table=table,
+        )
+    return name
 
 
 class _Closing:

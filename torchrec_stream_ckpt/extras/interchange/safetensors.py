@@ -9,16 +9,18 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.extras.interchange.names import state_names
 from torchrec_stream_ckpt.extras.interchange.rows import TableReader, TableWindow
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.format.rows import Array
 
+METADATA = "__metadata__"
 INDEX = "model.safetensors.index.json"
 _DTYPES = {
     "float32": "F32",
@@ -77,8 +79,12 @@ def write_safetensors(
 
     Returns:
         Names of the files.
+
+    Raises:
+        ConfigError: a table has a name that the format cannot hold. Nothing was written.
     """
     tensors = {reader.spec.name: _tensors(reader, states=states) for reader in readers}
+    _check_names(tensors)
     shards = list(_shards([tensor for each in tensors.values() for tensor in each], shard_bytes))
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     places: dict[str, _Slot] = {}
@@ -98,6 +104,26 @@ def write_safetensors(
     }
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return [*names, INDEX]
+
+
+def _check_names(tensors: Mapping[str, Sequence[_Tensor]]) -> None:
+    """Check that all tensors have names of their own: ``a.b`` may be a table, or a state of table ``a``."""
+    tables: dict[str, str] = {}
+    for table, each in tensors.items():
+        for tensor in each:
+            if tensor.name == METADATA:
+                raise ConfigError(
+                    f"a safetensors file cannot hold a tensor named {METADATA}: the format reserves the name",
+                    hint="leave the table out with --tables, or export to dcp:// or parquet://",
+                    table=table,
+                )
+            other = tables.setdefault(tensor.name, table)
+            if other != table:
+                raise ConfigError(
+                    f"two tensors would have the name {tensor.name}: one of table {other}, one of table {table}",
+                    hint="export one of them alone with --tables, use --no-states, or export to dcp:// or parquet://",
+                    table=table,
+                )
 
 
 def _tensors(reader: TableReader, *, states: bool) -> list[_Tensor]:
@@ -133,7 +159,7 @@ def _shards(tensors: Sequence[_Tensor], shard_bytes: int) -> Iterator[list[_Tens
 
 def _begin(file: BinaryIO, shard: Sequence[_Tensor], about: dict[str, str]) -> dict[str, _Slot]:
     """Write the header, and extend the file to its final length."""
-    entries: dict[str, object] = {"__metadata__": about}
+    entries: dict[str, object] = {METADATA: about}
     offsets, end = [], 0
     for tensor in shard:
         offsets.append(end)

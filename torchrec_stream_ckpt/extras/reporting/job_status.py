@@ -15,7 +15,7 @@ from torchrec_stream_ckpt.find.holdings import Holdings
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.end_note import Outcome
 from torchrec_stream_ckpt.format.lineage import Lineage, previous_commit
-from torchrec_stream_ckpt.format.proof import Proved
+from torchrec_stream_ckpt.format.proof import Proof, Proved
 from torchrec_stream_ckpt.format.record import REFUSED
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import read_mark, read_stream
@@ -33,16 +33,25 @@ def window_width(log: LogReader, lineage: Lineage, commit: Commit) -> int | None
     Raises:
         LogUnavailableError: the log does not answer.
     """
-    previous = previous_commit(lineage, commit.id)
-    if previous is None:
+    if previous_commit(lineage, commit.id) is None:
         return None
-    end, after = commit.ranks[0], previous.ranks[0]
+    proof = proof_in_log(log, lineage, commit)
+    return proof.width if proof is not None else None
+
+
+def proof_in_log(log: LogReader, lineage: Lineage, commit: Commit) -> Proof | None:
+    """Read the proof in rank 0's MARK of a marker. Returns None if it has none, or if the log no longer holds it.
+
+    Raises:
+        LogUnavailableError: the log does not answer.
+    """
+    previous = previous_commit(lineage, commit.id)
+    end, after = commit.ranks[0], previous.ranks[0] if previous is not None else None
     try:
         *_, (header, frame) = read_stream(log, commit, end, after)
-        proof = read_mark(header, frame, commit, end).proof
+        return read_mark(header, frame, commit, end).proof
     except (CorruptionError, TrimmedError):  # another alert reports it
         return None
-    return proof.width if proof is not None else None
 
 
 def compared_in_words(standing: ProofStanding, now_s: float) -> str:
@@ -243,6 +252,16 @@ def ended_of(lineage: Lineage, generation: int | None = None) -> Ended | None:
     """
     end = lineage.ends.get(generation if generation is not None else lineage.newest_generation)
     return Ended(str(end.outcome), end.reason, end.step, end.time_s) if end is not None else None
+
+
+def lost_in_words(seen: Look) -> str:
+    """Say what is lost: if the trainer dies now, or by the way in which it has ended."""
+    if seen.ended is None:
+        return "lost, if the job dies now" if seen.loss_s is not None else "all of it is lost, if the job dies now"
+    steps = seen.ended.step - (seen.newest.step if seen.newest is not None else 0)
+    if steps > 0:
+        return f"lost: {steps:,} steps after it"
+    return "nothing to lose"
 
 
 def refused_after(lineage: Lineage, newest: Commit) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torchrec_stream_ckpt.extras.reporting import sections
 from torchrec_stream_ckpt.extras.reporting.history import History, Stalls
-from torchrec_stream_ckpt.extras.reporting.job_status import Look, compared_in_words
+from torchrec_stream_ckpt.extras.reporting.job_status import Look, compared_in_words, lost_in_words
 from torchrec_stream_ckpt.extras.reporting.sections import series, values
 from torchrec_stream_ckpt.extras.reporting.svg import text_of
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -125,7 +125,7 @@ def _cards(report: Report) -> str:
         (
             "Its age",
             duration(look.loss_s) if look.loss_s is not None else "-",
-            "lost, if the job died then",
+            lost_in_words(look),
         ),
         ("Markers", f"{look.markers:,}", f"in {generations:,} generation{'s' * (generations != 1)}"),
         (

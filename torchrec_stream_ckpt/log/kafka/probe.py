@@ -82,7 +82,7 @@ def knock(place: str) -> tuple[bool, str]:
         socket.create_connection(address_of(place), _KNOCK_S).close()
     except OSError as error:
         return False, f"it cannot be reached from here: {error.strerror or error}"
-    return True, "it can be reached from here"
+    return True, "its port accepts connections"
 
 
 def _compare(address: tuple[str, int], options: Mapping[str, str]) -> Cause | None:

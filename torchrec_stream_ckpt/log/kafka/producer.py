@@ -89,7 +89,7 @@ class KafkaSender:
         return self._reasons.unavailable(self._uri, f"write {self._topic}/{self._partition}", "no answer")
 
     def waits_for(self) -> str:
-        """Describe the partition's leader, as the client knows it, and whether it can be reached."""
+        """Describe the partition's leader, as the client knows it, and whether it accepts connections and answers."""
         leader = leader_in(self._statistics, self._topic, self._partition)
         if leader is None:
             return f"a leader of {self._topic}[{self._partition}], of the brokers {self._uri.brokers}"
@@ -99,8 +99,8 @@ class KafkaSender:
     def _copies(self) -> str:
         try:
             found = self._producer.list_topics(self._topic, _COPIES_S).topics[self._topic].partitions[self._partition]
-        except (*CLIENT_ERRORS, KeyError):
-            return ""
+        except (*CLIENT_ERRORS, KeyError):  # a stopped process still accepts connections: its kernel does
+            return f"; the broker has answered nothing for {_COPIES_S:.0f} s"
         return f"; {len(found.isrs)} of {len(found.replicas)} copies are in sync"
 
     def close(self) -> None:

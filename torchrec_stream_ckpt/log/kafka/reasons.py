@@ -116,6 +116,12 @@ _MEANINGS = (
         "the cluster has fewer brokers than default.replication.factor",
         "bring the other brokers back, or create the topics with fewer replicas",
     ),
+    (
+        "collides with existing topic",
+        1,
+        "this cluster has a job whose name differs only in '.' and '_', which Kafka does not tell apart",
+        "choose another job name in the URI, one that also differs in a letter, digit or '-'",
+    ),
     ("_TRANSPORT", 1, "no connection to the broker", "check that the broker runs and can be reached from here"),
 )
 _FINAL_RANK = 4
@@ -159,9 +165,12 @@ class Reasons:
             self._since = time.monotonic()
 
     def log(self, level: int, pattern: str, *arguments: object) -> None:
-        """Handle the client's ``logger`` calls. A refused connection is retried ten times a second, but logged once."""
+        """Handle the client's ``logger`` calls. Failed connections are debug lines, because our errors name them.
+
+        Others are logged once. A refused connection is retried ten times a second.
+        """
         text = self.redact(pattern % arguments)
-        if "will be ignored by this" in text or text.endswith("retrying"):
+        if text.startswith(("FAIL ", "ERROR ")) or "will be ignored by this" in text or text.endswith("retrying"):
             # Producers and consumers share one set of options. A fresh broker lets a producer try twice.
             level = logging.DEBUG
         # Remove the duration, so that repeated messages are equal.

@@ -13,6 +13,7 @@ from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.find.best import Best
 from torchrec_stream_ckpt.maintain.compactor import Span
 from torchrec_stream_ckpt.store.api import Entry
+from torchrec_stream_ckpt.util.layout import PINS_DIR
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.units import parse_duration, size
 
@@ -101,8 +102,14 @@ def of_kinds(entries: Sequence[Entry]) -> str:
     """Format the number of objects, their bytes, and the count of each kind: each kind has its folder in a store."""
     kinds = Counter(entry.name.partition("/")[0] for entry in entries)
     num_bytes = sum(entry.num_bytes for entry in entries)
-    named = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    named = ", ".join(_of_kind(count, kind) for kind, count in kinds.items())
     return f"{len(entries)} objects ({size(num_bytes)}): {named}"
+
+
+def _of_kind(count: int, kind: str) -> str:
+    if kind == PINS_DIR:  # what an attempt to pin leaves behind; the pin itself is another object, and stays
+        return f"{count} leftover pin file{'s' * (count != 1)}"
+    return f"{count} {kind}"
 
 
 def _awaited(markers: Sequence[MarkerId]) -> str:
