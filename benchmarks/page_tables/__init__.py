@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import cases, costs, goals, growth, papers, scale, scaleout, store, thesis
+from . import cases, costs, goals, growth, papers, quoted, scale, scaleout, store, thesis
 from .results import Table
 
 TABLES: dict[str, Callable[..., Table]] = {
+    "across": cases.across,
     "age": costs.age,
     "all-steps": costs.all_steps,
     "any-marker": store.any_marker,
@@ -24,6 +25,7 @@ TABLES: dict[str, Callable[..., Table]] = {
     "figure-15": papers.figure_15,
     "figure-15-times": papers.figure_15_times,
     "figure-17": papers.figure_17,
+    "incrcp-front": papers.incrcp_front,
     "first-loads": store.first_loads,
     "four": costs.four,
     "goals": goals.table,
@@ -41,8 +43,9 @@ TABLES: dict[str, Callable[..., Table]] = {
     "scaleout-day": scaleout.day,
     "short": costs.short,
     "store-goals": store.store_goals,
+    "thesis-quoted-recoveries": quoted.thesis_recovered,
+    "thesis-quoted-runs": quoted.thesis_runs,
+    "thesis-quoted-saves": quoted.thesis_saves,
     "thesis-recoveries": thesis.recoveries,
     "thesis-runs": thesis.runs,
-    "thesis-size-recoveries": thesis.size_recoveries,
-    "thesis-sizes": thesis.sizes,
 }

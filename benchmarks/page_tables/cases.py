@@ -26,6 +26,24 @@ def points(page: Path, case: str, variant: str = "") -> Table:
     return found
 
 
+def across(page: Path, case: str, variant: str = "") -> Table:
+    """One row a point, one column a variant: median; times as fast as the point's baseline (range)."""
+    result = newest(case, variant)
+    names = list(dict.fromkeys(name for point in result.points() for name in point.variants))
+    found = [[result.said(page), *map(code, names)]]
+    for point in result.points():
+        cells = []
+        for name in names:
+            row = point.variants.get(name)
+            cell = "" if row is None else f"{three(row['median'])} {point.unit}" if "median" in row else "not measured"
+            if row is not None and "ratio" in row and name != point.baseline:
+                least, most = row["ratio_range"]
+                cell += f"; {three(row['ratio'])} ({three(least)}-{three(most)})"
+            cells.append(cell)
+        found.append([point.name, *cells])
+    return found
+
+
 def goals(page: Path, case: str, variant: str = "") -> Table:
     return costs.judged(page, newest(case, variant))
 

@@ -10,7 +10,7 @@ from .results import Table, code, newest, three
 
 
 def _figure(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = newest("recovery", "quarter").found["figures"][name]
+    found: dict[str, Any] = newest("recovery", "tenth").found["figures"][name]
     return found
 
 
@@ -19,18 +19,18 @@ def _two(values: Iterable[float]) -> list[str]:
 
 
 def figure_13(page: Path) -> Table:
-    found = [["R", "written", "read back", "read at marker 10", "at 25", "at 50"]]
+    found = [["R", "written", "read back", "read: average", "at marker 10", "at 25", "at 50"]]
     by_ratio = {**_figure("13")["R"], "this library's store, by default": _figure("13")["store, by default"]}
     for name, row in by_ratio.items():
-        parts = (row["written_of_naive"], row["read_back_of_naive"], *row["restored_of_naive"].values())
-        found.append([name, *_two(parts)])
+        parts = (row["written_of_naive"], row["read_back_of_naive"], row["average_of_naive"])
+        found.append([name, *_two([*parts, *row["restored_of_naive"].values()])])
     return found
 
 
 def figure_14a(page: Path) -> Table:
-    found = [["filters", "written", "read back", "read at marker 50", "chunks read in vain"]]
+    found = [["filters", "written", "read back", "read: average", "chunks read in vain"]]
     for name, row in _figure("14a").items():
-        parts = (row["written_of_naive"], row["read_back_of_naive"], row["restored_of_naive"]["50"])
+        parts = (row["written_of_naive"], row["read_back_of_naive"], row["average_of_naive"])
         found.append([name, *_two(parts), str(row["asked"]["by_ratio"])])
     return found
 
@@ -75,6 +75,48 @@ def figure_15_times(page: Path) -> Table:
                 cells = [f"{three(x['whole_ms'])} ({1 / x['whole_naive_ratio']:.2f})" if x else "" for x in each]
                 found.append([f"{workload}, {state}: {code(scheme)}", *cells])
     return found
+
+
+def front(variant: str) -> dict[str, Any]:
+    """What ``recovery/front.py`` has counted at one size."""
+    return newest("recovery", f"front-{variant}").found
+
+
+def picks(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Some of the front that read no more than the default at markers 50, 100 and 150.
+
+    They are: what the default's settings reach for 15% more rows than it writes; what any policy reaches for at most
+    half of what IncrCP writes with a base every 100; and the cheapest with the average of a base every 50.
+    """
+    default, (often, seldom) = (
+        found["store"][found["default"]],
+        (found["others"][f"IncrCP, a base every {number}"] for number in (50, 100)),
+    )
+    kept = [(name, found["store"][name]) for name in found["no_worse"]]
+
+    def best(most: float, *, plain: bool = False) -> str:
+        return max(
+            (row["average"], name) for name, row in kept if row["written"] <= most and not (plain and "then" in name)
+        )[1]
+
+    names = [best(1.15 * default["written"], plain=True), best(seldom["written"] / 2)]
+    names.append(next(name for name, row in kept if row["average"] >= often["average"]))
+    return {name: found["store"][name] for name in names}
+
+
+def incrcp_front(page: Path, variant: str) -> Table:
+    """Averages over all markers, others' layouts and the store's."""
+    found = front(variant)
+    base, most = found["base"], found["others"]["Check-N-Run"]["stored"]
+    rows = {**found["others"], f"store, default: {found['default']}": found["store"][found["default"]]}
+    rows |= {f"store: {name}": row for name, row in picks(found).items()}
+    head = ["", "average", "with bases", "written", "stored", "stored / Check-N-Run's, first base in both"]
+    table = [[*head, "read at 50", "at 100", "at 150"]]
+    for name, row in rows.items():
+        parts = [row[key] for key in ("average", "with_bases", "written", "stored")]
+        share = f"{100 * (base + row['stored']) / (base + most):.0f}%"
+        table.append([name, *_two(parts), share, *_two(row["read_at"].values())])
+    return table
 
 
 def figure_17(page: Path) -> Table:

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from .goals import OURS, check
 from .results import ALL, VERDICT, NotFiledError, Point, Result, Table, code, newest, three
 
-SIZES = {"sizes": ("synthetic-10k", "synthetic-25k", "synthetic-50k")}
-SIZES["kafka"] = ("synthetic-10k",)
-"""The variant under which results are filed -> its jobs, on one rank."""
 SERVICE = "thesis, loading service"
 RECOVERED = ("torch.load + copy", "torch.load, mmap + copy", SERVICE)
 
 
 def runs(page: Path) -> Table:
     """Its two jobs."""
-    return _runs(page, thesis())
-
-
-def sizes(page: Path) -> Table:
-    """Its smaller tables, and all of its synthetic ones over a broker."""
-    return _runs(page, _sized())
-
-
-def _runs(page: Path, jobs: Iterable[tuple[Result, str]]) -> Table:
     head = [
         "job, ranks, a checkpoint every N epochs",
         "none",
@@ -38,7 +26,7 @@ def _runs(page: Path, jobs: Iterable[tuple[Result, str]]) -> Table:
     ]
     head += ["added by `torch.save`, thesis, ours", "ours <= 10% of `torch.save`'s", "result"]
     found = [head]
-    for result, job in jobs:
+    for result, job in thesis():
         points = [point for point in result.points() if point.name.startswith(f"{job}, every ")]
         if not points:
             found.append(_not_measured(result, job, page, len(head)))
@@ -107,29 +95,7 @@ def thesis() -> Iterator[tuple[Result, str]]:
             yield newest("thesis", workload), f"{workload}, {ranks}"
 
 
-def size_recoveries(page: Path) -> Table:
-    """Those of the smaller tables, in milliseconds."""
-    found = [["job", *map(code, RECOVERED), "ours: log", "store", "HEAD", "result"]]
-    for result, job in _sized():
-        for state in ("", ", cold"):
-            name = f"{job}, recovery{state}"
-            if not result.has(name) and ALL in result.left_out:
-                found.append(_not_measured(result, job + state, page, len(found[0])))
-                continue
-            point = result.point(name)
-            ways = (*RECOVERED, *(f"{OURS}, {source}" for source in ("log", "store", "HEAD")))
-            cells = [three(point.median(way)) if point.has(way) else "not measured" for way in ways]
-            found.append([job + state, *cells, result.link(page, result.path.stem[11:])])
-    return found
-
-
 def _not_measured(result: Result, job: str, page: Path, columns: int) -> list[str]:
     """The row of a job without figures."""
     why = result.left_out.get(ALL, "no such point")
     return [job, f"not measured: {why}", *[""] * (columns - 3), result.link(page, result.path.stem[11:])]
-
-
-def _sized() -> Iterator[tuple[Result, str]]:
-    for variant, jobs in SIZES.items():
-        for job in jobs:
-            yield newest("thesis", variant), f"{job}, 1 rank"

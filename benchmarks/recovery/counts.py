@@ -81,20 +81,39 @@ def differential(workload: Workload, markers: Sequence[int], *, resets: bool) ->
 
 
 def incrcp(
-    workload: Workload, markers: Sequence[int], ratio: float, reset_every: int = 0, filters: Filters = ALL
+    workload: Workload,
+    markers: Sequence[int],
+    ratio: float,
+    reset_every: int = 0,
+    filters: Filters = ALL,
+    *,
+    by_rule: bool = False,
 ) -> Counted:
-    """IncrCP's two-dimensional lists; ``reset_every``: a new base after so many chunks, as in the authors' runs."""
+    """IncrCP's two-dimensional lists.
+
+    Args:
+        workload: The job.
+        markers: Whose restores are counted.
+        ratio: R.
+        reset_every: A new base after so many chunks, as in the authors' runs.
+        filters: Those that are asked.
+        by_rule: A new base by the paper's rule (4.5): writing it and reading it back takes less than writing the
+            increment, reading the base and reading what came after it, which the last two recoveries foretell.
+    """
     found, lists, since = Counted(), Lists[Ids](ratio, filters), 0
+    recoveries: list[int] = []
     changed = np.zeros(workload.rows, np.bool_)
     extracted: list[Extracted] = []
     own: list[int] = []
     bundles = Bundles()
     for interval, ids in enumerate(workload.touched[1:], 1):
         since += 1
-        if reset_every and since > reset_every:
+        foretold = 2 * recoveries[-1] - recoveries[-2] if len(recoveries) > 1 else 0
+        pays = by_rule and workload.rows < len(ids) + foretold  # the base is read in both cases
+        if pays or (reset_every and since > reset_every):
             _read(found, lists, extracted, bundles, own, markers)
             lists.clear()
-            extracted, own, since = [], [], 0
+            extracted, own, since, recoveries = [], [], 0, []
             found.dead += bundles.dead
             bundles = Bundles()
             found.bases += 1
@@ -121,6 +140,9 @@ def incrcp(
             lists.put(table, Chunk.of(interval, keys, keys))
         changed[ids] = False
         own.append(interval)
+        if by_rule:
+            chunks = (lists.left(table, one) for table in lists.tables() for one in own)
+            recoveries.append(sum(len(chunk.where) for chunk in chunks if chunk is not None))
         found.written += len(ids)
         found.stored += len(ids)
     _read(found, lists, extracted, bundles, own, markers)

@@ -50,8 +50,7 @@ from common import (  # noqa: E402
 from data import uniform_ids, zipf_ids  # noqa: E402
 from design import END, IDS, Pipeline, QuickQueue, raw, received  # noqa: E402
 from job import Job, build, features, join_group  # noqa: E402
-from run import BATCH, QUICK_BATCH  # noqa: E402
-from setting import SHAPES, shape_of  # noqa: E402
+from setting import BATCH, QUICK_BATCH, SHAPES, shape_of  # noqa: E402
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
 from torchrec_stream_ckpt.format.frame import Header, Kind  # noqa: E402

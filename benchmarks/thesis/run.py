@@ -2,11 +2,12 @@
 
     python benchmarks/thesis/run.py [--workload synthetic criteo] [--log kafka] [--epochs 60] [--quick] [--out FILE]
 
-A run is epochs of three steps, with a checkpoint after every first, second or third epoch; it is over when its last
-checkpoint is durable. ``synthetic``: 8 tables x 80,000 x 64 (``synthetic-10k``, ``-25k`` and ``-50k``: so many rows a
-table), global batch 2048, 100 uniform ids a lookup (``--ids``). ``criteo``: 26 tables with the proportions of Criteo
-Kaggle, a million rows x 64, global batch 2048, one Zipf id each. Row-wise Adagrad, Adam for the dense layers, one
-thread a rank, gloo.
+A run is epochs, with a checkpoint after every first, second or third one; it is over when its last checkpoint is
+durable. ``synthetic``: 8 tables x 80,000 x 64, global batch 2048, 100 uniform ids a lookup (``--ids``), epochs of three
+steps; ``synthetic-10k``, ``-25k`` and ``-50k`` have the thesis' data sizes, which are samples of an epoch: 5, 13 and 25
+steps over the same tables. ``criteo``: 26 tables with the proportions of Criteo Kaggle, a million rows x 64, the same
+batch, one Zipf id each. Row-wise Adagrad (the thesis: SGD, which has no state), Adam for the dense layers, one thread a
+rank, gloo.
 
 ``none``         no checkpoints
 ``torch.save``   each rank saves its tables and states and the dense state, with fsync, while training waits
@@ -70,9 +71,8 @@ from data import uniform_ids, zipf_ids  # noqa: E402
 from design import Pipeline  # noqa: E402
 from job import build, slowest, spread  # noqa: E402
 from recoveries import FROM, LOAD  # noqa: E402
-from setting import SHAPES, Setting, State, attach, shape_of  # noqa: E402
+from setting import SHAPES, Setting, State, attach, batches, shape_of  # noqa: E402
 
-STEPS, BATCH, QUICK_BATCH = 3, 2048, 64
 EVERY = (1, 2, 3)
 NONE, AGAIN, SAVE, THESIS, OURS = "none", "none again", "torch.save", "thesis", "ours"
 
@@ -87,11 +87,11 @@ class Runs:
         self.job = build(shape)
         self.base_s = 0.0
         """How long the last run of ours has taken to send all that it began with."""
-        self._bags = (QUICK_BATCH if setting.quick else BATCH) // world
+        self._bags = [max(1, samples // world) for samples in batches(setting.workload, setting.quick)]
         synthetic = setting.workload != "criteo"
-        count = self._bags * (setting.ids if synthetic else 1)
+        ids = setting.ids if synthetic else 1
         make = uniform_ids if synthetic else zipf_ids
-        self._batches = [make(shape.rows, count, 1000 * rank + step) for step in range(STEPS)]
+        self._batches = [make(shape.rows, bags * ids, 1000 * rank + step) for step, bags in enumerate(self._bags)]
         self.shared = folder
         self._own = folder / f"rank-{rank}"
         self._own.mkdir(exist_ok=True)
@@ -106,8 +106,8 @@ class Runs:
 
     def _train(self, behind_step: Callable[[int], object], behind_epoch: Callable[[int], object]) -> None:
         for epoch in range(1, self.setting.epochs + 1):
-            for step in range(STEPS):
-                self.job.train(self._batches[step], self._bags)
+            for step, bags in enumerate(self._bags):
+                self.job.train(self._batches[step], bags)
                 behind_step(step)
             behind_epoch(epoch)
 
@@ -261,7 +261,7 @@ def main() -> None:
     parser = arguments(__doc__, rounds=5)
     parser.add_argument("--workload", nargs="+", choices=tuple(SHAPES), default=["synthetic", "criteo"])
     parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2])
-    parser.add_argument("--epochs", type=at_least(3), default=60, help="of three steps (default: %(default)s)")
+    parser.add_argument("--epochs", type=at_least(3), default=60, help="of a run (default: %(default)s)")
     parser.add_argument("--ids", type=at_least(1), default=100, help="a lookup of synthetic (default: %(default)s)")
     parser.add_argument("--log", choices=("file", "kafka"), default="file", help="of the thesis' chunks and of ours")
     add_fsync(parser)
@@ -279,7 +279,10 @@ def main() -> None:
 def measure_all(args: argparse.Namespace, report: Report, bootstrap: str) -> None:
     for workload in args.workload:
         table_bytes = shape_of(workload, args.quick).table_bytes
-        check_memory((2 << 30) + 14 * table_bytes, f"{workload}: the tables, six copies of them, and recoveries")
+        ids = args.ids * len(SHAPES[workload].rows) * 8 if workload != "criteo" else 0
+        epoch_bytes = 2 * ids * sum(batches(workload, args.quick))
+        needed = (2 << 30) + 14 * table_bytes + epoch_bytes
+        check_memory(needed, f"{workload}: the tables, six copies of them, an epoch's ids, and recoveries")
         # A run's chunks and a run's log lie side by side; a broker deletes those of the runs before a minute late.
         runs = (4 if bootstrap else 2) * args.epochs
         check_disk((1 << 28) + (8 + runs) * table_bytes, f"{workload}: two runs of {args.epochs} checkpoints")

@@ -11,13 +11,17 @@ from job import Job, Shape
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 
+SYNTHETIC = Shape((80_000,) * 8, dense_optimizer="adam")
+SAMPLES = {"synthetic-10k": 10_000, "synthetic-25k": 25_000, "synthetic-50k": 50_000}
+"""The thesis' data sizes: samples of an epoch, over the same tables (DLRM's --data-size)."""
 SHAPES = {
-    "synthetic": Shape((80_000,) * 8, dense_optimizer="adam"),
-    "synthetic-10k": Shape((10_000,) * 8, dense_optimizer="adam"),
-    "synthetic-25k": Shape((25_000,) * 8, dense_optimizer="adam"),
-    "synthetic-50k": Shape((50_000,) * 8, dense_optimizer="adam"),
+    "synthetic": SYNTHETIC,
+    **dict.fromkeys(SAMPLES, SYNTHETIC),
     "criteo": Shape(CRITEO_ROWS, dense_optimizer="adam"),
 }
+STEPS = 3
+"""Of an epoch of the other workloads."""
+BATCH, QUICK_BATCH = 2048, 64
 RING_BYTES = 512 << 20
 QUICK_ROWS = 20
 """With ``--quick``: one row of so many."""
@@ -50,6 +54,13 @@ class State:
         tables = {name: each for name, each in job.tensors.items() if each.dim() == 2}
         dense = {name: each for name, each in job.model.state_dict().items() if not hasattr(each, "local_shards")}
         return cls(tables, dense | {name: each for name, each in job.tensors.items() if each.dim() == 1})
+
+
+def batches(workload: str, quick: bool) -> list[int]:
+    """Samples of each step of an epoch, over all ranks; the last one has what is left, as in DLRM."""
+    batch = QUICK_BATCH if quick else BATCH
+    samples = SAMPLES.get(workload, STEPS * BATCH) * batch // BATCH
+    return [min(batch, samples - begin) for begin in range(0, samples, batch)]
 
 
 def shape_of(workload: str, quick: bool) -> Shape:

@@ -1,0 +1,221 @@
+"""Others' numbers on the pages of ``docs/papers``: each stands in the file of quotations, or follows from it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_pages import ROOT, check, check_sentences, newest, page
+
+from page_tables import quoted as tables  # isort: skip
+from page_tables.papers import front, picks  # isort: skip
+from quotations import MOST_WORDS, numbers, papers, plain, quoted, wrong  # isort: skip
+
+AT = ("50", "100", "150")
+PERCENT = {
+    "thesis": [26.8, 5.3],
+}
+"""By page: what the cells of others' columns have by arithmetic; tests below compute it."""
+
+
+def test_a_quotation_is_short_and_has_its_numbers() -> None:
+    for name, paper in papers().items():
+        assert {"title", "machine", "pages"} < set(paper)
+        for quote in paper["quotes"].values():
+            assert set(quote) == {"numbers", "where", "sentence"}
+            assert len(quote["sentence"].split()) <= MOST_WORDS
+            assert set(map(float, quote["numbers"])) <= set(numbers(quote["sentence"])), (name, quote)
+
+
+def test_a_sentence_that_its_text_lacks_is_found(tmp_path: Path) -> None:
+    for name, paper in papers().items():
+        sentences = (each["sentence"] for each in paper["quotes"].values())
+        (tmp_path / f"{name}.txt").write_text("\n".join(sentences).replace("x faster", "$\\times$ faster"))
+    assert list(wrong(tmp_path)) == []
+    (tmp_path / "pymm.txt").write_text("")
+    assert len(list(wrong(tmp_path))) == len(papers()["pymm"]["quotes"])
+    assert plain("becomes  $3.8\\times$\tfaster , <i>X</i>") == "becomes 3.8x faster, X"
+
+
+def theirs(name: str) -> Iterator[str]:
+    """Cells of a page's columns of others' numbers."""
+    rows: list[list[str]] = []
+    for line in [*page(f"docs/papers/{name}.md").splitlines(), ""]:
+        if line.startswith("|"):
+            rows.append([cell.strip() for cell in line.strip("|").split("|")])
+            continue
+        for place, head in enumerate(rows[0] if rows else ()):
+            if re.match(r"theirs\b", head):
+                yield from (row[place] for row in rows[2:] if len(row) > place)
+        rows = []
+
+
+@pytest.mark.parametrize("name", list(papers()))
+def test_each_number_of_theirs_is_quoted(name: str) -> None:
+    known = {each for quote in papers()[name]["quotes"].values() for each in numbers(quote["sentence"])}
+    known |= set(PERCENT.get(name, ()))
+    by_arithmetic = {"thesis": (tables.thesis_runs, tables.thesis_saves, tables.thesis_recovered)}.get(name, ())
+    written = {cell for each in by_arithmetic for row in each(ROOT / "page.md")[1:] for cell in row}
+    cells = [cell for cell in theirs(name) if cell not in written]
+    missing = {(each, cell) for cell in cells for each in numbers(without_names(cell)) if not near(each, known)}
+    assert missing == set()
+
+
+def without_names(cell: str) -> str:
+    """A cell without code, links, and the names of figures, tables and sizes."""
+    return re.sub(r"`[^`]*`|\]\([^)]*\)|(?:figure|table|section)s? [\d.]+\w?", "", cell)
+
+
+def near(value: float, known: Iterable[float]) -> bool:
+    """Whether it is one of them, in seconds, milliseconds or microseconds."""
+    return any(abs(value - unit * each) <= 1e-9 * abs(value) for each in known for unit in (1, 1e3, 1e6))
+
+
+def test_what_the_thesis_page_says_of_the_thesis() -> None:
+    ours = [own / base for *_, base, own in tables.recoveries()]
+    ratios = [
+        own / base
+        for synthetic, _ in tables.RECOVERED.values()
+        for _, base, own in (quoted("thesis", f"{synthetic} {size}") for size in tables.SIZES)
+    ]
+    criteo = [own / base for base, own in (quoted("thesis", "6.8"), quoted("thesis", "6.10"))]
+    save = next(tables.saves())[1]
+    (rows,), (dim,) = ({quoted("thesis", "tables")[1]}, {quoted("thesis", "dimension")[0]})
+    tables_mb = quoted("thesis", "tables")[0] * rows * dim * 4 / 1e6
+    measured = newest("thesis", "parts-synthetic").point("table 4.4").median("torch.save, all") / 1e3
+    more = [
+        100 * (streaming / alone - 1)
+        for alone, streaming in (quoted("thesis", f"4.1 {job}") for job in ("synthetic", "criteo"))
+    ]
+    said: dict[str, Iterable[float]] = {
+        r"takes ([\d.]+) to ([\d.]+) times as long as `torch.load`, the thesis' ([\d.]+) to ([\d.]+) times": [
+            min(ours),
+            max(ours),
+            min(ratios),
+            max(ratios),
+        ],
+        r"\(synthetic\) and ([\d.]+) \(Criteo\)\.": [max(criteo)],
+        r"takes ([\d.]+) s a call \((\d+) MB, (\d+) MB/s\)": [save, tables_mb, tables_mb / save],
+        r"here the call takes ([\d.]+) s on 2 EPYC": [measured],
+        r"streaming has (\d+) times less to save": [10 * round(save / measured / 10)],
+        r"\(([\d.]+)% more\); Criteo": [more[0]],
+        r"43\.148 \(([\d.]+)% more\)": [more[1]],
+        r"figure of (\d+)% \((\d+)% for Criteo\)": quoted("thesis", "claim, one GPU"),
+        r"batch (\d+), (\d+) epochs \(Criteo: (\d)\)": [*quoted("thesis", "batch"), *quoted("thesis", "epochs")],
+    }
+    check_sentences("docs/papers/thesis.md", said)
+    check(["26.8", "5.3"], more)
+    synthetic = newest("thesis", "synthetic").facts
+    for ranks in ("1 rank", "2 ranks"):  # the page says that its design adds less
+        for every in tables.EVERY:
+            added = synthetic[f"synthetic, {ranks}, every {every}: seconds added"]
+            assert added["thesis"] < added["ours"]
+    assert "8 x 80,000 x 64" in page("docs/papers/thesis.md")
+
+
+def test_what_the_incrcp_page_says() -> None:
+    large = front("tenth")
+    default = large["store"][large["default"]]
+    often, seldom = (large["others"][f"IncrCP, a base every {number}"] for number in (50, 100))
+    chain = large["others"]["Check-N-Run"]
+    base = large["base"]
+    plain, mixed, as_often = picks(large).items()
+    said: dict[str, Iterable[float]] = {
+        r"writes ([\d.]+) times all increments by default, IncrCP ([\d.]+) to ([\d.]+) times, Check-N-Run ([\d.]+)": [
+            default["written"],
+            seldom["written"],
+            often["written"],
+            chain["written"],
+        ],
+        r"the default reads ([\d.]+) times less than naive; IncrCP counts ([\d.]+) to ([\d.]+) times": [
+            default["average"],
+            seldom["average"],
+            often["average"],
+        ],
+        r"here and reports ([\d.]+) to ([\d.]+)\.": sorted(quoted("incrcp", "10 average")[1:])[::2],
+        r"([\d.]+) times less than naive on the HDD, ([\d.]+) on flash and ([\d.]+) on 3D": quoted(
+            "incrcp", "10 average"
+        )[1:],
+        r"takes ([\d.]+), ([\d.]+) and ([\d.]+) times as long as Check": quoted("incrcp", "10 against Check-N-Run"),
+        r"naive is (\d+), ([\d.]+) and ([\d.]+)% faster": [*quoted("incrcp", "11"), *quoted("incrcp", "11, XPoint")],
+        r"IncrCP stores (\d+), (\d+) and (\d+)% of what": quoted("incrcp", "12"),
+        r"included. Ours by default: (\d+)%": [100 * (base + default["stored"]) / (base + chain["stored"])],
+        r"recovery is (\d+)% faster than naive's": quoted("incrcp", "16 recovery"),
+        r"blocking copy takes (\d+) times as long, and IncrCP's (\d+)% longer": [
+            *quoted("incrcp", "16 G2C"),
+            *quoted("incrcp", "16 naive"),
+        ],
+        r"on (\d) nodes, with a checkpoint every (\d+) steps": quoted("incrcp", "16 job"),
+        r"always the (\d+)th checkpoint, at intervals of (\d+) to (\d+) steps": [
+            *quoted("incrcp", "17 at"),
+            *quoted("incrcp", "17")[:4:3],
+        ],
+        r"reads ([\d.]+) times less than naive for ([\d.]+) times the increments": [
+            plain[1]["average"],
+            plain[1]["written"],
+        ],
+        r"reaches ([\d.]+) times for (\d+)% of what IncrCP writes with a base every 100": [
+            mixed[1]["average"],
+            100 * mixed[1]["written"] / seldom["written"],
+        ],
+        r"a base every 50 costs (\d+)% of what IncrCP writes": [100 * as_often[1]["written"] / often["written"]],
+    }
+    check_sentences("docs/papers/incrcp.md", said)
+    for name in (plain[0], mixed[0], as_often[0]):
+        assert f"`{name}`" in page("docs/papers/incrcp.md")
+    assert large["others"]["IncrCP, bases by its rule"]["bases"] == default["bases"] == 0  # the page says so
+    worst = [each["read_at"][at] / default["read_at"][at] for _, each in (plain, mixed, as_often) for at in AT]
+    assert max(worst) <= 1.05
+    assert often["stored"] < default["stored"]
+    for row in newest("recovery", "tenth").found["figures"]["17"].values():
+        own, theirs, chain = (row[name] for name in ("store, by default", "IncrCP", "Check-N-Run"))
+        assert own["written"] < min(theirs["written"], chain["written"]) / 2
+        assert chain["restored"]["10"] < theirs["restored"]["10"] < own["restored"]["10"]
+
+
+def test_what_the_pages_on_dense_state_say_of_others() -> None:
+    deepfreeze: dict[str, Iterable[float]] = {
+        r"\(theirs: (\d+) on (\d) nodes\)": [quoted("deepfreeze", "ResNet, blocked")[2], 8],
+        r"nodes of (\d+) cores": quoted("deepfreeze", "machine"),
+        r"iterations of ([\d.]+) to ([\d.]+) s and a checkpoint every (\d+): (\d+) to (\d+) s": [
+            low := min(quoted("deepfreeze", "iterations, CANDLE")),
+            high := max(quoted("deepfreeze", "iterations, ResNet")),
+            every := quoted("deepfreeze", "cadence")[0],
+            10 * int(low * every / 10),
+            round(high * every),
+        ],
+    }
+    check_sentences("docs/papers/deepfreeze.md", deepfreeze)
+    dense = newest("dense")
+    blocked = {(size, ranks): dense.point(f"{size} MB, {ranks} ranks") for size in (100, 600) for ranks in (2, 4)}
+    ratios = {key: point.variants["ours"]["ratio"] for key, point in blocked.items()}
+    said = {
+        r"with 600 MB on 2 ranks `mark\(\)` blocks ([\d.]+) times less": [ratios[600, 2]],
+        r"with 100 MB it blocks ([\d.]+) times less on 2 ranks and ([\d.]+) on 4": [ratios[100, 2], ratios[100, 4]],
+    }
+    check_sentences("docs/papers/deepfreeze.md", said)
+    cells = (line.split("|")[1:3] for line in page("docs/papers/deepfreeze.md").splitlines() if " | " in line)
+    rows = {first.strip(): numbers(rest) for first, rest in cells}
+
+    def of(*names: str) -> list[float]:
+        """Against Keras-Default, VELOC-Single, VELOC-Sharded; a quotation begins with the nodes, if at all."""
+        found = [quoted("deepfreeze", name) for name in names]
+        sharded, single, keras = [*found[0][-2:], *found[1][:1]] if len(found) > 1 else found[0]
+        return [keras, single, sharded]
+
+    wanted = {
+        "blocked, CANDLE NT3, 600 MB in 9 tensors, 8 nodes": of("CANDLE, blocked", "CANDLE, blocked, Keras"),
+        "runtime overhead, CANDLE NT3": of("CANDLE, runtime", "CANDLE, runtime, Keras"),
+        "blocked, ResNet-50, 100 MB in 27 tensors, 8 nodes": of("ResNet, blocked"),
+        "runtime overhead, ResNet-50": [
+            *quoted("deepfreeze", "ResNet, runtime"),
+            quoted("deepfreeze", "ResNet, runtime, Sharded")[0],
+        ],
+        "blocked, ResNet-50, 1 node": of("ResNet, blocked, 1 node"),
+    }
+    sizes = [*quoted("deepfreeze", "size, CANDLE")[1:], *quoted("deepfreeze", "size, ResNet")[1:]]
+    assert sizes == [9, 600, 27, 100]
+    assert {first: rows[first] for first in wanted} == wanted
