@@ -19,7 +19,8 @@ from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.util.layout import dense_name
 from torchrec_stream_ckpt.util.types import MarkerId
-from torchrec_stream_ckpt.verify.verify import Verified, verify_marker
+from torchrec_stream_ckpt.verify.verdicts import Verified
+from torchrec_stream_ckpt.verify.verify import verify_marker
 
 
 def go_on(job: Job) -> None:

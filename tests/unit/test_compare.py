@@ -12,18 +12,15 @@ from hypothesis import strategies as st
 
 from tests.proved_job import (
     COL_CUTS,
-    DIM,
     ROW_CUTS,
     ROWS,
     SCHEMA,
     TABLES,
-    Frame,
     Job,
     Values,
     blocks,
     deal,
     digests_of,
-    frame,
     grid,
 )
 from tests.sampled import sampled
@@ -32,8 +29,7 @@ from torchrec_stream_ckpt.find.route import Path
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Proof, Window
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.proofs.compare import Check, Tally, shared_blocks
-from torchrec_stream_ckpt.proofs.rowsums import RowSums
-from torchrec_stream_ckpt.proofs.seen_marks import NEVER, Circle, Marks, Met, agree, blocks_of
+from torchrec_stream_ckpt.proofs.seen_marks import NEVER, Circle, Marks, agree, blocks_of
 from torchrec_stream_ckpt.proofs.unproved import name_blocks
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard, TableSpec
 
@@ -249,55 +245,3 @@ def test_many_blocks_that_differ_are_counted_and_their_tables_sent_again_whole()
     assert (unproved.count, len(unproved.blocks)) == (1500, 1000)
     assert unproved.rows(big) == (("t", 0, 64 * 1500),)
     assert "and 1492 more" in unproved.error(MarkerId(1, 1)).message
-
-
-@settings(max_examples=sampled(30, 15))
-@given(data=st.data(), rows=ROW_CUTS, cols=COL_CUTS, seed=st.integers(0, 99))
-def test_a_reader_of_frames_checks_what_is_proved_without_holding_a_table(
-    data: st.DataObject, rows: list[int], cols: list[int], seed: int
-) -> None:
-    job = Job(deal(grid(rows, cols), data.draw(st.integers(1, 3)), seed))
-    frames = [frame(job, shard, range(shard.row0, shard.row0 + shard.rows), 0) for s in job.ranks for shard in s]
-    for number in range(data.draw(st.integers(1, 4))):
-        touched = data.draw(st.lists(st.integers(0, ROWS - 1), max_size=3, unique=True))
-        job.train(touched, number + 1)
-        frames += [frame(job, shard, touched, number) for shards in job.ranks for shard in shards]
-        job.mark(data.draw(st.integers(POSITIONS // 8, POSITIONS)))
-    assert len(summed(job, frames, 2**30)[1]) == 0
-    cells = sum((min(ROWS, b * 64 + 64) - b * 64) * DIM for _, b, _ in provable(job, states=True))
-    assert summed(job, frames, 2**30)[0] == pytest.approx(cells / (4 * ROWS * DIM))
-    shard, view, place = frames[data.draw(st.integers(0, len(frames) - 1))]
-    if not len(view.ids):
-        return
-    section, at = data.draw(st.integers(0, 1)), data.draw(st.integers(0, len(view.ids) - 1))
-    array = (view.weights, *view.states)[section]
-    array.view(f"u{array.itemsize}")[at] ^= 1
-    row = int(view.ids[at])
-    newest = job.sent[shard.table][row] == place
-    expected = {(shard.table, row // 64, section)} & provable(job, states=True) if newest else set()
-    assert summed(job, frames, 2**30)[1] == expected
-
-
-def test_memory_bounds_the_share_that_a_reader_of_frames_checks() -> None:
-    job = Job([tuple(grid([], []))])
-    frames = [frame(job, shard, range(ROWS), 0) for shard in job.ranks[0]]
-    job.mark(POSITIONS)
-    shares = [summed(job, frames, num_bytes)[0] for num_bytes in (0, 8 * ROWS, 2**20)]
-    assert shares[0] == 0 < shares[1] < shares[2] == 1
-
-
-def summed(job: Job, frames: Sequence[Frame], memory_bytes: int) -> tuple[float, set[tuple[int, int, int]]]:
-    """(share that a reader of frames checks, what differs)."""
-    met = Met(job.path)
-    shards = [shard for held in job.ranks for shard in held]
-    slices = {table: {(s.col0, s.cols) for s in shards if s.table == table} for table in range(2)}
-    sums = RowSums(SCHEMA, met, slices, shards, memory_bytes)
-    for shard, view, place in frames:
-        sums.rows(shard.table, shard.col0, shard.cols, view, place)
-    for place, said in enumerate(job.marks):
-        for rank, proof in enumerate(said):
-            met.marks.add(place, rank, job.ranks[rank], proof)
-    compared = sums.compare()
-    names = {table.name: number for number, table in enumerate(TABLES)}
-    differing = compared.unproved.blocks if compared.unproved is not None else ()
-    return compared.share, {(names[each.table], each.begin // 64, int(each.state != "weights")) for each in differing}

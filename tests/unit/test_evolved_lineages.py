@@ -31,7 +31,7 @@ from torchrec_stream_ckpt.extras.follower.updates import UpdateKind
 from torchrec_stream_ckpt.extras.interchange.dcp_reader import Region, fill
 from torchrec_stream_ckpt.extras.interchange.rows import TableReader, open_rows
 from torchrec_stream_ckpt.find import job as route_job
-from torchrec_stream_ckpt.find.route import locate
+from torchrec_stream_ckpt.find.route import load_catalog, locate
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.files import FileLog
@@ -159,7 +159,7 @@ def test_every_marker_is_verified_and_proved(tmp_path: Path, seed: int, stored: 
     objects = materialize(job, Policy(rebase=0.7, compact="span2")) if stored else None
     if stored:
         stores.lose_rows(job.root)
-    verifier = Verifier(job.log, lineage, objects=objects)
+    verifier = Verifier(job.log, lineage, catalog=load_catalog(objects, lineage))
     commits = list(lineage.commits.values())
     verifier.read(commits)
     for commit in commits:

@@ -21,8 +21,8 @@ from torchrec_stream_ckpt.proofs.unproved import Unproved
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard
 from torchrec_stream_ckpt.verify.ledger import Ledger
 
-Place = tuple[int, int, int]
-"""(table, block, section)."""
+COPIES = 3
+"""More than the trees of these tests need at once."""
 
 
 @dataclass
@@ -76,7 +76,7 @@ def lineage_of(root: Node) -> Lineage:
 
 
 def outcomes(root: Node, memory_bytes: int = 2**26) -> dict[MarkerId, tuple[float, Unproved | None]]:
-    ledger, found = Ledger(lineage_of(root), memory_bytes), {}
+    ledger, found = Ledger(lineage_of(root), COPIES, memory_bytes=memory_bytes * (1 + COPIES)), {}
 
     def visit(node: Node, before: Node | None) -> None:
         if before is None:
@@ -91,10 +91,10 @@ def outcomes(root: Node, memory_bytes: int = 2**26) -> dict[MarkerId, tuple[floa
         found[node.marker] = compared.share, compared.unproved
         for number, child in enumerate(node.children):
             if number + 1 < len(node.children):
-                ledger.journal.begin()
+                ledger.fork()
             visit(child, node)
             if number + 1 < len(node.children):
-                ledger.journal.back()
+                ledger.back()
 
     visit(root, None)
     return found
@@ -215,15 +215,20 @@ def test_memory_bounds_the_share_that_is_compared() -> None:
     assert shares[0] == 0 < shares[1] < shares[2] == 1
 
 
-def test_a_branch_that_is_too_large_to_be_taken_back_is_not_compared_and_harms_no_other() -> None:
+def test_copies_for_branches_share_the_memory_and_the_next_ledger_takes_other_blocks() -> None:
     root = first([], [], POSITIONS)
-    for generation in (2, 3):
-        node = then(root, generation, list(range(ROWS)), POSITIONS, [])
-        then(node, generation, [5], POSITIONS)
-    enough = 2 * 2 * 9 * 2 * 64 * 8  # two tables of two sections, in one half
-    found = {marker: share for marker, (share, _) in outcomes(root, enough).items()}
-    assert found[MarkerId(1, 1)] == found[MarkerId(3, 2)] == found[MarkerId(3, 3)] == 1
-    assert found[MarkerId(2, 3)] < 1
+
+    def compared(copies: int, rotation: int = 0) -> float:
+        ledger = Ledger(lineage_of(root), copies, rotation, 9 * 2 * 2 * ROWS)  # two tables of two sections
+        ledger.begin(SCHEMA)
+        for shard, view, _ in root.frames:
+            ledger.rows(shard.table, shard.col0, shard.cols, view)
+        ledger.judge(root.marker, [Said(*each) for each in zip(root.job.ranks, root.job.marks[-1], strict=True)])
+        return ledger.outcome().checked
+
+    whole = compared(0)
+    assert whole > compared(1) > compared(3) > 0
+    assert compared(1) + compared(1, 1) >= whole, "the other half"
 
 
 @pytest.mark.parametrize("change", [-1, 1])

@@ -102,7 +102,7 @@ def test_no_window_of_it_is_compared(history: History, store: Store, pool: Execu
 
 
 def test_verify_names_it(history: History, store: Store) -> None:
-    verifier = Verifier(history.log, history.lineage, objects=store)  # type: ignore[arg-type]
+    verifier = Verifier(history.log, history.lineage, catalog=load_catalog(store, history.lineage))  # type: ignore[arg-type]
     commits = [history.lineage.find(marker) for marker in (NEWEST, MarkerId(2, 29))]
     verifier.read(commits)
     dense = open_dense(str(history.root))

@@ -13,16 +13,16 @@ from torchrec_stream_ckpt.cli.common import print_json, progress_bar
 from torchrec_stream_ckpt.cli.options import Json, MarkerOptions
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, TrimmedError, printable
 from torchrec_stream_ckpt.find.job import Job
+from torchrec_stream_ckpt.find.route import load_catalog
 from torchrec_stream_ckpt.find.survey import Survey
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.interval import intervals
 from torchrec_stream_ckpt.proofs.unproved import UnprovedBlock
-from torchrec_stream_ckpt.restore.damage_location import located
 from torchrec_stream_ckpt.store.verdicts import leave_verdict, take_back_if_possible
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.units import size
-from torchrec_stream_ckpt.verify.verdicts import MarkerVerdict, Verifier
-from torchrec_stream_ckpt.verify.verify import CompareDense, Verified, verify_marker
+from torchrec_stream_ckpt.verify.verdicts import CompareDense, MarkerVerdict, Verified, Verifier
+from torchrec_stream_ckpt.verify.verify import verify_marker
 
 
 def verify_markers(
@@ -111,7 +111,8 @@ def _verdicts(job: Job, *, quiet: bool, log_alone: bool) -> Iterator[MarkerVerdi
     with progress_bar(quiet=quiet) as progress:
         task = progress.add_task("verifying", total=None)
         objects = None if log_alone else job.objects
-        verifier = Verifier(job.log, job.lineage, lambda count: progress.advance(task, count), objects, _compare())
+        catalog = load_catalog(objects, job.lineage)
+        verifier = Verifier(job.log, job.lineage, lambda count: progress.advance(task, count), catalog, _compare())
         survey = Survey(job)
         given_up = {} if log_alone else {each.id: day for each in commits if (day := survey.given_up(each)) is not None}
         wanted = [commit for commit in commits if commit.id not in given_up]
@@ -149,8 +150,7 @@ def _verify(job: Job, commit: Commit, *, quiet: bool, log_alone: bool) -> Verifi
             )
         except CorruptionError as error:
             found.append(error)
-            read = intervals(job.lineage, commit.id)
-            raise located(error, job.log, read, job.lineage.claims[commit.generation].schema) from None
+            raise
         finally:
             if objects is not None:
                 _take_back(job, found)

@@ -268,7 +268,7 @@ class Route:
         for commit, after in generations(self.lineage, self.marker, self.reach):
             claim = self.lineage.claims[commit.generation]
             if self.stored is not None and after is not None:
-                found[commit.generation] = _layout(claim, self.notes)
+                found[commit.generation] = layout_of(claim, self.notes)
             else:
                 found[commit.generation] = known.get(commit.generation) or _in_log(log, claim, commit)
         return replace(self, lineage=towards(self.lineage, self.marker, self.since), shards=found)
@@ -278,7 +278,7 @@ class Route:
         stored, generation = self.stored, self.commit.generation
         if stored is None or stored.generation != generation or generation in self.shards:
             return self.shards
-        return {**self.shards, generation: _layout(self.claim, self.notes)}
+        return {**self.shards, generation: layout_of(self.claim, self.notes)}
 
     @property
     def own_shards(self) -> list[TableShard]:
@@ -352,7 +352,7 @@ def _in_log(log: LogReader, claim: Claim, commit: Commit) -> Sequence[tuple[Tabl
     return tuple(held_by(log, claim, commit, end) for end in commit.ranks)
 
 
-def _layout(claim: Claim, notes: Sequence[Notes]) -> Sequence[tuple[TableShard, ...]]:
+def layout_of(claim: Claim, notes: Sequence[Notes]) -> Sequence[tuple[TableShard, ...]]:
     """Return the shards of the ranks from the store, after a check against the CLAIM or, without it, the tables."""
     held = tuple(each.shards for each in notes)
     if claim.layout is not None and claim.layout[:] == held:

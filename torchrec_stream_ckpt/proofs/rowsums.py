@@ -5,7 +5,7 @@ There is one number for each row, section and column slice. A newer version of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from torchrec_stream_ckpt.format.proof import (
     BLOCK_ROWS,
-    POSITIONS,
     Digests,
     Ints,
     Window,
@@ -28,74 +27,14 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.proofs.compare import Check
 from torchrec_stream_ckpt.proofs.seen_marks import NEVER, Circle, Met, agree
 from torchrec_stream_ckpt.proofs.unproved import Compared, name_blocks
-from torchrec_stream_ckpt.util.types import TableShard, TableSpec
+from torchrec_stream_ckpt.util.types import TableSpec
 
-MEMORY_BYTES = 2 * 2**30
-"""Most memory for the numbers. If all blocks would take more, only a share of them is checked."""
 _CHUNK_WORDS = 1 << 16
 """Words added up at a time, so that they stay in a cache."""
 _NO_KEY = np.ones(1, np.int64)
 
 Slice = tuple[int, int]
 """(first column, columns)."""
-
-
-class RowSums:
-    """The numbers of all tables, or of a share of their blocks.
-
-    Args:
-        schema: Schema as the marker's generation claimed it, with ids.
-        met: Records which marker last sent a row of each block.
-        slices: By table, all column slices in which rows arrive, of any generation.
-        shards: Shards of the ranks of the marker's own generation.
-        memory_bytes: Most memory for the numbers.
-        window: The blocks to check, whatever memory they take. If None, as many as the memory allows.
-    """
-
-    def __init__(
-        self,
-        schema: Schema,
-        met: Met,
-        slices: Mapping[int, Iterable[Slice]],
-        shards: Iterable[TableShard],
-        memory_bytes: int = MEMORY_BYTES,
-        window: Window | None = None,
-    ) -> None:
-        self._schema, self._met = schema, met
-        own: dict[int, set[Slice]] = {}
-        for shard in shards:
-            own.setdefault(shard.table, set()).add((shard.col0, shard.cols))
-        tables = {
-            table: TableSums(spec, sorted(slices.get(table, ())), sorted(own.get(table, ())))
-            for table, spec in enumerate(schema.tables)
-            if spec.id is not None and spec.rows
-        }
-        wanted = sum(each.num_bytes for each in tables.values())
-        width = POSITIONS if wanted <= memory_bytes else int(POSITIONS * memory_bytes / wanted)
-        marker = met.path.chain[-1].marker
-        chosen = window or Window(marker * width % POSITIONS, width)  # the next marker has another one
-        self._tables = tables if chosen.width else {}
-        for table, each in self._tables.items():
-            sent = each.allocate(chosen)
-            for col0, cols in each.own:
-                met.sent[TableShard(table, 0, each.spec.rows, col0, cols)] = sent
-
-    def rows(self, table: int, col0: int, cols: int, rows: RowsView, place: int) -> None:
-        """Add rows that are newer than all previous ones.
-
-        Args:
-            table: Index in the schema.
-            col0: First column of their slice.
-            cols: Number of columns of it.
-            rows: Each row once.
-            place: Place of the marker for which they were sent, or whose state they have.
-        """
-        if table in self._tables and len(rows.ids):
-            self._tables[table].take(col0, cols, rows, place)
-
-    def compare(self) -> Compared:
-        """Compare all rows, once they and all MARKs have arrived."""
-        return compare_sums(self._schema, self._met, lambda table, *each: self._tables[table].digests(*each))
 
 
 def compare_sums(schema: Schema, met: Met, digests: Callable[[int, Slice, Ints], Digests]) -> Compared:
@@ -176,7 +115,14 @@ class TableSums:
         return self._sent
 
     def take(self, col0: int, cols: int, rows: RowsView, place: int) -> None:
-        """Add at least one row, as in ``RowSums.rows``."""
+        """Add at least one row, each once, that are newer than all previous ones.
+
+        Args:
+            col0: First column of their slice.
+            cols: Number of columns of it.
+            rows: The rows.
+            place: Place of the marker for which they were sent, or whose state they have.
+        """
         ids, arrays = rows.ids, (rows.weights, *rows.states)
         slots = self._slot[ids // BLOCK_ROWS - self._first]
         if int(slots.min()) < 0:

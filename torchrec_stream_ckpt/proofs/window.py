@@ -20,7 +20,7 @@ from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Window
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.proofs.rowsums import RowSums, Slice
+from torchrec_stream_ckpt.proofs.rowsums import Slice, TableSums, compare_sums
 from torchrec_stream_ckpt.proofs.seen_marks import Met, common_window
 from torchrec_stream_ckpt.proofs.shares import SHARE_BYTES, ShareFound, WindowShare, compare_shares, cut_window
 from torchrec_stream_ckpt.proofs.unproved import Compared
@@ -217,22 +217,6 @@ def met_at(path: Path, notes: Sequence[Notes]) -> Met:
     return met
 
 
-def window_sums(
-    schema: Schema, path: Path, notes: Sequence[Notes], slices: dict[int, set[Slice]], window: Window
-) -> RowSums:
-    """Return numbers of the rows that one marker proves, to be compared with its proof.
-
-    Args:
-        schema: Schema of its generation.
-        path: Path with only the marker.
-        notes: Reports of its ranks.
-        slices: By table, the column slices in which rows arrive.
-        window: The window that they prove.
-    """
-    own = [shard for each in notes for shard in each.shards]
-    return RowSums(schema, met_at(path, notes), slices, _with_rows(own), window=window)
-
-
 def _with_rows(shards: Iterable[TableShard]) -> list[TableShard]:
     return [shard for shard in shards if shard.rows and shard.cols]
 
@@ -271,16 +255,27 @@ def check_head(lineage: Lineage, head: Head) -> WindowCheck:
     slices: dict[int, set[Slice]] = {}
     for index, col0, cols in state.columns:
         slices.setdefault(index, set()).add((col0, cols))
-    sums, num_bytes = window_sums(schema, Path.at(lineage, state.marker), state.notes, slices, window), 0
+    own: dict[int, set[Slice]] = {}
+    for shard in _with_rows(shard for each in state.notes for shard in each.shards):
+        own.setdefault(shard.table, set()).add((shard.col0, shard.cols))
+    sums, met, num_bytes = dict[int, TableSums](), met_at(Path.at(lineage, state.marker), state.notes), 0
+    for index, table in schema.live:
+        if table.id is not None and table.rows and window.width:
+            sums[index] = TableSums(table, sorted(slices.get(index, ())), sorted(own.get(index, ())))
+            sent = sums[index].allocate(window)
+            met.sent |= {TableShard(index, 0, table.rows, *columns): sent for columns in sums[index].own}
     for each in state.slices:
         table = schema.tables[each.table]
-        if table.id is None:
+        if each.table not in sums:
             continue
+        assert table.id is not None
         blocks = window.blocks(table.id, 0, table.rows)
         ids = (blocks[:, None] * BLOCK_ROWS + np.arange(BLOCK_ROWS)).ravel()
         ids = ids[ids < table.rows]
         weights, *states = (array[ids] for array in head.arrays(each, schema).arrays)
-        sums.rows(each.table, each.col0, each.cols, RowsView(ids, weights, tuple(states)), 0)
+        if len(ids):
+            sums[each.table].take(each.col0, each.cols, RowsView(ids, weights, tuple(states)), 0)
         num_bytes += weights.nbytes + sum(array.nbytes for array in states)
-    compared = replace(sums.compare(), total=cells_of(schema, window))
+    compared = compare_sums(schema, met, lambda index, *each: sums[index].digests(*each))
+    compared = replace(compared, total=cells_of(schema, window))
     return WindowCheck(state.marker, window, compared, num_bytes)

@@ -1,18 +1,16 @@
 """Record which blocks fit their proofs while a reader goes from marker to marker, the oldest first.
 
 A block is compared once, at the marker that proves it. It holds the same rows at each later marker until one of them is
-sent again. Where markers branch, the changes of a branch are reverted before its sibling is read.
+sent again. Where markers branch, a copy of the ledger is kept until one branch is read, for its sibling.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from torchrec_stream_ckpt.find.route import Path
 from torchrec_stream_ckpt.format.claim_changes import goes_on
@@ -21,55 +19,16 @@ from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Digests, In
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.proofs.compare import MAX_NAMED, Differing, Flags, Tally
-from torchrec_stream_ckpt.proofs.rowsums import MEMORY_BYTES, Slice, plain_sums
+from torchrec_stream_ckpt.proofs.rowsums import Slice, plain_sums
 from torchrec_stream_ckpt.proofs.seen_marks import Circle, Said, digests_of
 from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved, UnprovedBlock, name_blocks
 from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
 
+MEMORY_BYTES = 2 * 2**30
+"""Most memory for the sums. If all blocks would take more, only a share of them is checked."""
+_BLOCK_BYTES = 64
+"""Bytes for a block without its rows, at least."""
 _ROWS = np.arange(BLOCK_ROWS)
-
-
-class Journal:
-    """Changes of arrays that can be reverted.
-
-    Args:
-        limit_bytes: Bytes that it keeps, approximately.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._undo: list[tuple[Callable[[], object], int]] = []
-        self._begun: list[int] = []
-        self._num_bytes = 0
-
-    def is_full(self) -> bool:
-        """Return whether no more rows should be changed before :meth:`back`."""
-        return self._num_bytes >= self._limit_bytes
-
-    def set(self, array: npt.NDArray[Any], index: Any, values: object) -> None:
-        """Set ``array[index] = values``."""
-        if self._begun:
-            old = array[index].copy()
-            self.did(partial(array.__setitem__, index, old), old.nbytes + getattr(index, "nbytes", 0))
-        array[index] = values
-
-    def did(self, undo: Callable[[], object], num_bytes: int = 0) -> None:
-        """Record a change that ``undo`` reverts."""
-        if self._begun:
-            self._undo.append((undo, num_bytes))
-            self._num_bytes += num_bytes
-
-    def begin(self) -> None:
-        """Begin a section of changes that :meth:`back` reverts. Sections nest."""
-        self._begun.append(len(self._undo))
-
-    def back(self) -> None:
-        """Revert all changes since the newest :meth:`begin`."""
-        begun = self._begun.pop()
-        while len(self._undo) > begun:
-            undo, num_bytes = self._undo.pop()
-            undo()
-            self._num_bytes -= num_bytes
 
 
 @dataclass(slots=True)
@@ -90,15 +49,18 @@ class _Table:
     the latest when slices change.
     """
 
-    def __init__(self, spec: TableSpec, memory_bytes: int, journal: Journal) -> None:
-        self.spec, self._journal = spec, journal
-        self._memory_bytes = memory_bytes
+    def __init__(self, spec: TableSpec, memory_bytes: int, rotation: int) -> None:
+        self.spec = spec
+        self._memory_bytes, self._rotation = memory_bytes, rotation
         self._per_row = np.array([False, *(state.per_row for state in spec.states)])
         self._parts: dict[Slice, _Part] = {}
         self._slices: frozenset[Slice] = frozenset()
         """Column slices that the settled values of row-wise states belong to."""
         self._slots: Ints | None = None
         count = -(-spec.rows // BLOCK_ROWS)
+        self.is_held = count * _BLOCK_BYTES <= memory_bytes
+        """False if its blocks alone would not fit the memory. Nothing is compared then."""
+        count *= self.is_held
         self.cells = np.diff(np.minimum(np.arange(count + 1) * BLOCK_ROWS, spec.rows)) * spec.dim
         """Number of cells of each block, in one section."""
         self.open = np.zeros((count, self.sections), np.bool_)
@@ -108,8 +70,6 @@ class _Table:
         """Number of the marker whose proof was compared, by block."""
         self.fresh = np.zeros(count, np.bool_)
         """True if a row of the block arrived in the step that is being read."""
-        self._lost = np.zeros(count, np.bool_)
-        """True if the journal was full when a row of the block arrived."""
         self.checked = self.differing = 0
         self.resplit = False
         """True if row-wise states arrived in other column slices before."""
@@ -124,7 +84,8 @@ class _Table:
         parts = -(-self.spec.dim // cols)
         row_bytes = self.sections * 9 + (parts * (8 * self.sections + 1) if parts > 1 else 0)
         width = min(POSITIONS, self._memory_bytes * POSITIONS // (row_bytes * len(self.open) * BLOCK_ROWS))
-        chosen = Window(0, width).blocks(0, 0, self.spec.rows) if width else np.empty(0, np.int64)
+        window = Window(self._rotation * width % POSITIONS, width)
+        chosen = window.blocks(0, 0, self.spec.rows) if width else np.empty(0, np.int64)
         slots = np.full(len(self.open), -1, np.int64)
         slots[chosen] = np.arange(len(chosen))
         rows = (chosen[:, None] * BLOCK_ROWS + _ROWS).ravel()
@@ -140,9 +101,7 @@ class _Table:
         self.fresh[blocks] = True
         self._judged(blocks, np.zeros((len(blocks), self.sections), np.bool_), self.bad[blocks])
         chosen = np.flatnonzero(self._slots[rows.ids // BLOCK_ROWS] >= 0)
-        if self._journal.is_full():
-            self._journal.set(self._lost, blocks, True)
-        elif len(chosen):
+        if len(chosen):
             ids = rows.ids[chosen]
             places = self._slots[ids // BLOCK_ROWS] * BLOCK_ROWS + ids % BLOCK_ROWS
             arrays = [array[chosen] for array in (rows.weights, *rows.states)]
@@ -153,31 +112,25 @@ class _Table:
             self.settle()
         if slice_ == (0, self.spec.dim):
             self._belong(frozenset({slice_}))
-            self._journal.set(self._sums, places, sums)
-            self._journal.set(self._known, places, True)
+            self._sums[places] = sums
+            self._known[places] = True
             return
-        part = self._parts.get(slice_) or self._new_part(slice_)
-        self._journal.set(part.values, places, sums)
-        self._journal.set(part.written, places, True)
-
-    def _new_part(self, slice_: Slice) -> _Part:
-        part = _Part(np.zeros_like(self._sums), np.zeros(len(self._sums), np.bool_))
-        self._parts[slice_] = part
-        self._journal.did(partial(self._parts.pop, slice_), part.values.nbytes)
-        return part
+        part = self._parts.get(slice_)
+        if part is None:
+            part = _Part(np.zeros_like(self._sums), np.zeros(len(self._sums), np.bool_))
+            self._parts[slice_] = part
+        part.values[places] = sums
+        part.written[places] = True
 
     def _belong(self, slices: frozenset[Slice]) -> None:
         """Assign the settled values of row-wise states to these slices. Values of other slices become unknown."""
         if slices != self._slices:
-            self._journal.did(partial(setattr, self, "_slices", self._slices))
             self._slices = slices
             if self._per_row.any():
                 places = np.flatnonzero(self._known[:, self._per_row].any(1))
                 places = places[self._rows_at(places) < self.spec.rows]
-                if len(places):
-                    self._journal.did(partial(setattr, self, "resplit", self.resplit))
-                    self.resplit = True
-                self._journal.set(self._known, places, self._known[places] & ~self._per_row)
+                self.resplit |= len(places) > 0
+                self._known[places] = self._known[places] & ~self._per_row
 
     def _rows_at(self, places: Ints) -> Ints:
         """Return the rows of the table whose sums are at these places."""
@@ -192,9 +145,8 @@ class _Table:
         places = np.flatnonzero(np.logical_or.reduce([part.written for part in self._parts.values()]))
         sums, known = self._at(places, frozenset(self._parts))
         self._belong(frozenset(self._parts))
-        self._journal.set(self._sums, places, sums)
-        self._journal.set(self._known, places, known)
-        self._journal.did(partial(setattr, self, "_parts", self._parts))
+        self._sums[places] = sums
+        self._known[places] = known
         self._parts = {}
 
     def _at(self, places: Ints, own: frozenset[Slice]) -> tuple[Ints, Flags]:
@@ -225,7 +177,7 @@ class _Table:
         """
         if self._slots is None:
             return
-        here = np.flatnonzero((self._slots[blocks] >= 0) & ~self._lost[blocks])
+        here = np.flatnonzero(self._slots[blocks] >= 0)
         blocks, expected = blocks[here], expected[here]
         if not len(blocks):
             return
@@ -236,20 +188,15 @@ class _Table:
         found = sums.reshape(-1, BLOCK_ROWS, self.sections).sum(1).view(np.uint64)
         open_ = np.logical_and.reduce(known.reshape(-1, BLOCK_ROWS, self.sections), 1)
         self._judged(blocks, open_, open_ & (found != expected))
-        self._journal.set(self.place, blocks, number)
+        self.place[blocks] = number
 
     def _judged(self, blocks: Ints, open_: Flags, bad: Flags) -> None:
         bad = bad & open_
         cells = self.cells[blocks]
-        before = self.checked, self.differing
-        self._journal.did(partial(self._count, *before))
-        checked = ((open_.astype(np.int64) - self.open[blocks]).sum(1) * cells).sum()
-        self._count(before[0] + int(checked), before[1] + int(bad.sum()) - int(self.bad[blocks].sum()))
-        self._journal.set(self.open, blocks, open_)
-        self._journal.set(self.bad, blocks, bad)
-
-    def _count(self, checked: int, differing: int) -> None:
-        self.checked, self.differing = checked, differing
+        self.checked += int(((open_.astype(np.int64) - self.open[blocks]).sum(1) * cells).sum())
+        self.differing += int(bad.sum()) - int(self.bad[blocks].sum())
+        self.open[blocks] = open_
+        self.bad[blocks] = bad
 
 
 def _overlap(one: Slice, other: Slice) -> bool:
@@ -261,12 +208,14 @@ class Ledger:
 
     Args:
         lineage: The control partition.
-        memory_bytes: Maximum bytes of the sums and the journal of a branch. If all blocks would take more, only a share
-            of them is checked.
+        copies: Number of copies that are kept at once, at most.
+        rotation: Number that determines which share of the blocks is checked, if not all of them fit.
+        memory_bytes: Maximum bytes of the sums and their copies. If all blocks would take more, only a share of them is
+            checked.
     """
 
-    def __init__(self, lineage: Lineage, memory_bytes: int = MEMORY_BYTES) -> None:
-        self._lineage, self._memory_bytes = lineage, memory_bytes
+    def __init__(self, lineage: Lineage, copies: int = 0, rotation: int = 0, memory_bytes: int = MEMORY_BYTES) -> None:
+        self._lineage, self._memory_bytes, self._rotation = lineage, memory_bytes // (1 + copies), rotation
         self._numbers = {marker: number for number, marker in enumerate(lineage.commits)}
         self._markers = list(lineage.commits)
         self._windows: dict[MarkerId, Window] = {}
@@ -275,18 +224,17 @@ class Ledger:
         """A marker that blocks do not fit, its path and its circle."""
         self._schema = Schema(())
         self._tables: list[_Table] = []
-        self.journal = Journal(memory_bytes // 2)
+        self._copies: list[tuple[Schema, list[_Table]]] = []
 
     def begin(self, schema: Schema) -> None:
         """Begin a generation that builds on no other one: nothing is known of its tables."""
-        self.journal = Journal(self._memory_bytes // 2)
         self._schema, self._names, self._proving = schema, {}, None
         self._tables = [self._new_table(spec, schema) for spec in schema.tables]
 
     def _new_table(self, spec: TableSpec, schema: Schema) -> _Table:
         """Create a table with its share of the memory."""
         mine, *cells = (each.rows * (1 + len(each.states)) for each in (spec, *schema.tables))
-        return _Table(spec, self._memory_bytes // 2 * mine // max(1, sum(cells)), self.journal)
+        return _Table(spec, self._memory_bytes * mine // max(1, sum(cells)), self._rotation)
 
     def turn(self, schema: Schema) -> None:
         """Begin a generation that builds on the one before.
@@ -294,8 +242,6 @@ class Ledger:
         It may hold the tables in other slices, give them ids, and have other tables at their indices. Nothing is known
         of those.
         """
-        self.journal.did(partial(setattr, self, "_schema", self._schema))
-        self.journal.did(partial(setattr, self, "_tables", self._tables))
         before, self._schema = self._schema.tables, schema
         for table in self._tables:
             table.settle()
@@ -305,6 +251,14 @@ class Ledger:
             for index, spec in enumerate(schema.tables)
         ]
 
+    def fork(self) -> None:
+        """Keep a copy of all tables, to read one branch after the other. Forks nest."""
+        self._copies.append((self._schema, deepcopy(self._tables)))
+
+    def back(self) -> None:
+        """Return to the copy that was kept last."""
+        self._schema, self._tables = self._copies.pop()
+
     def read_on(self) -> None:
         """Begin the next interval, or piece of a store."""
         for table in self._tables:
@@ -312,7 +266,7 @@ class Ledger:
 
     def rows(self, table: int, col0: int, cols: int, rows: RowsView) -> None:
         """Add rows that are newer than all previous ones, each once."""
-        if len(rows.ids):
+        if len(rows.ids) and self._tables[table].is_held:
             self._tables[table].take(col0, cols, rows)
 
     def judge(self, marker: MarkerId, said: Sequence[Said], *, within: bool = False) -> None:
@@ -343,7 +297,7 @@ class Ledger:
 
     def outcome(self) -> Compared:
         """Return the result for the rows of the current marker."""
-        total = sum(int(table.cells.sum()) * table.sections for table in self._tables)
+        total = self._schema.cells
         checked = sum(table.checked for table in self._tables)
         if not any(table.differing for table in self._tables):
             return Compared(checked, total)

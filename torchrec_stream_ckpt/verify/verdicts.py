@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
-from torchrec_stream_ckpt.find.route import Route, load_catalog, locate
+from torchrec_stream_ckpt.find.route import Route, layout_of, locate
 from torchrec_stream_ckpt.find.strides import Strides
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.entry_digests import DenseProof
@@ -29,21 +29,82 @@ from torchrec_stream_ckpt.format.interval import Interval, intervals_of
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.notes import Notes
+from torchrec_stream_ckpt.format.proof import Proof
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import Front, check_tables, decode_chunk
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import check_hello, checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.proofs.seen_marks import Said
-from torchrec_stream_ckpt.proofs.unproved import Compared
+from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved
 from torchrec_stream_ckpt.restore.coverage import Coverage, rows_of_frame
 from torchrec_stream_ckpt.restore.damage_location import Placing, in_segments
-from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.catalog import Catalog, Piece
+from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.reader import NOTES_READS, load_front, open_segments, read_chunks
 from torchrec_stream_ckpt.util.types import MarkerId, RankEnd, TableShard
 from torchrec_stream_ckpt.verify.ledger import Ledger
-from torchrec_stream_ckpt.verify.verify import READERS, CompareDense, Verified, dense_of
+
+READERS = 4
+"""Number of threads that read the store and compare checksums."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Counts and results of a marker that was read and found whole."""
+
+    marker: MarkerId
+    generations: int
+    streams: int
+    frames: int
+    rows: int
+    num_bytes: int
+    dense_files: int
+    dense_bytes: int
+    reach: MarkerId | None = None
+    """Last marker whose rows were read from the store. None if all rows were read from the log."""
+    segments: int = 0
+    """Number of segments of the store."""
+    stored_rows: int = 0
+    stored_bytes: int = 0
+    """Bytes of chunks."""
+    proved: float = 0.0
+    """Share of all rows that were compared with proofs of markers. Weights and states count separately."""
+    unproved: Unproved | None = None
+    """Rows that differ from their proof."""
+    uncompared: tuple[str, ...] = ()
+    """Tables whose row-wise states arrived in several column splits, and are partly not compared."""
+    read_around: tuple[str, ...] = ()
+    """Descriptions of damaged objects of the store whose rows were read from elsewhere."""
+
+
+CompareDense = Callable[[DenseStore, Commit, Proof | None, Mapping[int, DenseProof]], Compared]
+"""Compares a marker's dense files with its proofs: that of rank 0 for replicated tables, and those of all ranks."""
+
+
+def dense_of(
+    said: Said | None,
+    proofs: Mapping[int, DenseProof],
+    dense: DenseStore,
+    commit: Commit,
+    compare_dense: CompareDense | None,
+) -> Compared:
+    """Compare the dense state of a marker with the proofs of its ranks.
+
+    Args:
+        said: Proof of rank 0 on replicated tables.
+        proofs: Proofs of ranks on their entries.
+        dense: Place of the files.
+        commit: COMMIT of the marker.
+        compare_dense: Compares dense state. None to compare nothing.
+
+    Raises:
+        CorruptionError: an entry differs from the cut; names it, and the rank that proved it.
+    """
+    proof = said.proof if said is not None and said.proof is not None and said.proof.replicated else None
+    if compare_dense is None or (proof is None and not proofs):
+        return Compared()
+    return compare_dense(dense, commit, proof, proofs)
+
 
 _KEPT = 1024
 """Number of markers whose notes are kept."""
@@ -199,6 +260,15 @@ def _downward(tree: Mapping[Step | None, list[Step]]) -> Iterator[Step]:
         wanted += tree.get(step, ())
 
 
+def _forks(tree: Mapping[Step | None, list[Step]]) -> int:
+    """Return the most branches on the way to a step that are read before the heaviest one at their fork."""
+    sides = dict.fromkeys(tree.get(None, ()), 0)
+    for step in _downward(tree):
+        for number, following in enumerate(tree.get(step, ())):
+            sides[following] = sides[step] + (number > 0)
+    return max(sides.values(), default=0)
+
+
 @dataclass(frozen=True, slots=True)
 class MarkerVerdict:
     """Result of checking one marker."""
@@ -264,8 +334,9 @@ class Verifier:
         log: The job's log.
         lineage: Its control partition.
         progress: Called with the bytes of each chunk and frame.
-        objects: The store that a restore takes rows from. None for the log alone.
+        catalog: Catalog of the store that a restore takes rows from. None for the log alone.
         compare_dense: Compares dense state. None to skip it.
+        route: Route to the only marker that is read. None to choose pieces of the store by their names.
     """
 
     def __init__(
@@ -273,16 +344,24 @@ class Verifier:
         log: LogReader,
         lineage: Lineage,
         progress: Callable[[int], None] = lambda _: None,
-        objects: Objects | None = None,
+        catalog: Catalog | None = None,
         compare_dense: CompareDense | None = None,
+        route: Route | None = None,
     ) -> None:
         self._log = Placing(log)
         self._lineage = lineage
         self._progress = progress
         self._compare_dense = compare_dense
-        self._catalog: Catalog | None = load_catalog(objects, lineage)
+        self._catalog = catalog
+        self._rotation = route.marker.marker if route is not None else 0
         self._ledger = Ledger(lineage)
-        self._steps = Steps(lineage, self._catalog)
+        self._opened: Mapping[MarkerId, Sequence[Picked]] = {}
+        """Segments whose directories were read, by the end of their piece."""
+        if catalog is not None and route is not None:
+            self._opened = {piece.end: piece.opened for piece in route.pieces}
+            folds = {(piece.start, piece.end) for piece in route.pieces} & catalog.folds
+            catalog = replace(catalog, markers=self._opened.keys() & catalog.markers, folds=folds)
+        self._steps = Steps(lineage, catalog)
         self._ways: dict[Step, _Way] = {}
         self._compared: dict[Step, tuple[Compared, tuple[str, ...], Said | None, dict[int, DenseProof]]] = {}
         """Results for the rows, tables whose row-wise states are not compared, and proofs of ranks on dense state."""
@@ -299,14 +378,15 @@ class Verifier:
             StoreUnavailableError, LogUnavailableError: the store or the log does not answer.
         """
         tree = self._steps.tree(commit.id for commit in commits if self._is_there(commit.id))
+        self._ledger = Ledger(self._lineage, _forks(tree), self._rotation)
         wanted: list[tuple[Step | None, bool]] = [(step, False) for step in tree.get(None, ())]
         while wanted:
             step, is_side = wanted.pop()
             if step is None:
-                self._ledger.journal.back()
+                self._ledger.back()
                 continue
             if is_side:
-                self._ledger.journal.begin()
+                self._ledger.fork()
                 wanted.append((None, False))
             self._ways[step] = self._read(step, self._steps.before(step))
             wanted += [(each, number > 0) for number, each in enumerate(tree.get(step, ()))]
@@ -331,30 +411,34 @@ class Verifier:
             StoreUnavailableError: the store does not answer.
             TrimmedError: the log was trimmed, and the marker needs the deleted data.
         """
-        marker = commit.id
-        refused = self._refused.get(marker)
+        refused = self._refused.get(commit.id)
         if isinstance(refused, TrimmedError) and not Route(self._lineage, commit).wrote_to(self._log.incarnation()):
             raise refused  # its dense state is where its rows are
-        damage: list[CorruptionError] = []
+        damage: tuple[CorruptionError, ...] = ()
         try:
             dense.verify(commit)
         except CorruptionError as error:
-            damage.append(type(error)(error.message, hint=error.hint, **{"marker": str(marker), **error.where}))
+            where = {"marker": str(commit.id), **error.where}
+            damage = (type(error)(error.message, hint=error.hint, **where),)
+        if damage and isinstance(refused, TrimmedError):
+            return MarkerVerdict(commit.id, damage, None)
+        found = self.rows_verdict(commit, None if damage else dense)
+        return replace(found, damage=(*damage, *found.damage), verified=None) if damage else found
+
+    def rows_verdict(self, commit: Commit, dense: DenseStore | None) -> MarkerVerdict:
+        """Return the verdict of :meth:`verdict` on rows alone, and on entries of ``dense`` that have proofs."""
+        marker, refused = commit.id, self._refused.get(commit.id)
         if isinstance(refused, TrimmedError):
-            if not damage:
-                raise refused
-            return MarkerVerdict(marker, tuple(damage), None)
-        if refused is not None:
-            return MarkerVerdict(marker, (*damage, refused), None)
+            raise refused
         step = self._steps.to(marker)
-        damage += self._ways[step].damage
-        if damage:
-            return MarkerVerdict(marker, tuple(damage), None)
+        if damage := (refused,) if refused is not None else self._ways[step].damage:
+            return MarkerVerdict(marker, damage, None)
         compared, uncompared, said, proofs = self._compared[step]
-        try:
-            compared += dense_of(said, proofs, dense, commit, self._compare_dense)
-        except CorruptionError as error:
-            return MarkerVerdict(marker, (error,), None)
+        if dense is not None:
+            try:
+                compared += dense_of(said, proofs, dense, commit, self._compare_dense)
+            except CorruptionError as error:
+                return MarkerVerdict(marker, (error,), None)
         return MarkerVerdict(marker, (), self._verified(commit, step, compared, uncompared))
 
     def num_bytes(self, commits: Iterable[Commit]) -> int:
@@ -472,8 +556,10 @@ class Verifier:
         objects, schema, told = self._catalog.objects, reading.schema, self._told
         assert told is not None
         try:
-            with ThreadPoolExecutor(READERS) as pool:
-                segments = open_segments(objects, self._steps.piece(step).segments, self._catalog.job, pool)
+            segments = self._opened.get(step.marker)
+            if segments is None:
+                with ThreadPoolExecutor(READERS) as pool:
+                    segments = open_segments(objects, self._steps.piece(step).segments, self._catalog.job, pool)
             if step.marker in self._catalog.markers:
                 notes = told.of(step.marker, {picked.ref.name: picked.front for picked in segments})
                 self._heard(step.marker, notes)
@@ -512,9 +598,9 @@ class Verifier:
                 self._ledger.judge(marker, said, within=True)
 
     def _heard(self, marker: MarkerId, notes: Sequence[Notes]) -> None:
-        """Keep the shards from notes, because HELLOs may be missing from a trimmed log."""
-        for rank, each in enumerate(notes):
-            self._shards.setdefault((marker.generation, rank), each.shards)
+        """Keep the shards from notes, because HELLOs may be missing from a trimmed log. Raises CorruptionError."""
+        for rank, shards in enumerate(layout_of(self._lineage.claims[marker.generation], notes)):
+            self._shards.setdefault((marker.generation, rank), shards)
 
 
 def _without_rows(said: Said | None) -> Said | None:
