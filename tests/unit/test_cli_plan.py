@@ -35,7 +35,7 @@ def asked(*arguments: str) -> dict[str, Any]:
 
 
 def test_the_table_names_every_need_and_every_assumption() -> None:
-    said = run(*TABLES, *RATE, "--ranks", "64")
+    said = run(*TABLES, *RATE, "--ranks", "64", "--all")
     for piece in ("26 tables, 1,040,000,000 rows", "brokers", "partitions", "65", "lost, mean", "restore, HEAD"):
         assert piece in said
     for piece in ("disk_bytes_per_s=5e+08", "imbalance=1.2", "a model, not a measurement", "after 30.0 d"):
@@ -78,7 +78,29 @@ def test_a_file_log_needs_no_brokers() -> None:
     found = asked(*TABLES, *RATE, "--log", "file")
     assert found["broker"] is None
     assert found["memory"]["ring_bytes"] == 64 * 2**20
-    assert "brokers" not in run(*TABLES, *RATE, "--log", "file")
+    assert "brokers" not in run(*TABLES, *RATE, "--log", "file", "--all")
+
+
+def test_a_plan_begins_with_six_lines_of_80_columns() -> None:
+    for options in ([], ["--all"], ["--log", "file", "--trim-every", "never"]):
+        lines = run(*TABLES, *RATE, *options).splitlines()
+        assert [line.split()[0] for line in lines[:6]] == ["log", "store", "memory", "step", "crash", "restore"]
+        assert max(map(len, lines[:6])) <= 80
+    assert len(run(*TABLES, *RATE).splitlines()) == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "bills"),
+    [
+        (["--store", "s3://bucket/job"], True),
+        ([], True),  # Kafka has no folder: the store may be anywhere
+        (["--store", "file:///store"], False),
+        (["--log", "file"], False),
+        (["--log", "file", "--store", "s3://bucket/job"], True),
+    ],
+)
+def test_only_an_object_store_has_a_bill(options: list[str], *, bills: bool) -> None:
+    assert ("an object store, a month" in run(*TABLES, *RATE, "--all", *options)) == bills
 
 
 @pytest.fixture

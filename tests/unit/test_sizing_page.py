@@ -42,7 +42,7 @@ def words(heading: str) -> list[str]:
 @cache
 def plan(*command: str) -> dict[str, str]:
     """Line -> what it needs."""
-    said = CliRunner().invoke(app, list(command), env={"COLUMNS": "200"})
+    said = CliRunner().invoke(app, [*command, "--all"], env={"COLUMNS": "200"})
     assert said.exit_code == 0, said.output
     cells = (line.split("│") for line in said.output.splitlines() if line.startswith("│"))
     return {row[1].strip(): row[2].strip() for row in cells}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -9,14 +10,14 @@ from typing import Annotated, Any
 import typer
 
 from torchrec_stream_ckpt.cli.common import console, print_json, table
-from torchrec_stream_ckpt.cli.options import Access, Json, Store
+from torchrec_stream_ckpt.cli.options import DAY_S, Access, Json, Store
 from torchrec_stream_ckpt.cli.plan_input import Asked, Rates, parse_assumptions, parse_tables, workload_of_job
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.extras.sizing.bills import Bill, Bills, Share
 from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, UnitCosts, Workload
 from torchrec_stream_ckpt.extras.sizing.needs import Plan, plan
 from torchrec_stream_ckpt.util.units import duration, parse_duration, parse_size, size
-from torchrec_stream_ckpt.util.uris import FileUri, parse_uri
+from torchrec_stream_ckpt.util.uris import FileUri, check_store_url, parse_uri
 
 LOGS = ("kafka", "file")
 COMPACTS = {"none": 0, "span2": 2, "span4": 4, "span8": 8, "span16": 16}
@@ -74,10 +75,15 @@ def plan_job(
         list[str] | None,
         typer.Option(help="Another value for an assumption, as it is printed: disk_bytes_per_s=2GB.", metavar="NAME=X"),
     ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Print all lines, how each is computed, and the assumptions.")
+    ] = False,
     store: Store = None,
     json: Json = False,
 ) -> None:
     """Compute what a job needs: network, brokers, disks, memory, and what a failure costs. A model, not a measurement.
+
+    Prints six lines; --all prints the others, --json all of them.
 
     Give tables and a rate, or the URI of a job that has committed two markers. docs/sizing.md has examples.
     """
@@ -111,6 +117,8 @@ def plan_job(
             )
         with access.open_job(uri, store) as job:
             work = workload_of_job(job, asked)
+            with contextlib.suppress(ConfigError):  # of a job without a marker, the store may be unknown
+                store = job.store_url_of(job.lineage.newest)
     else:
         specs = parse_tables(tables, None if rows is None else number(rows), dim, dtype, optimizer)
         work = asked.workload(specs)
@@ -119,8 +127,13 @@ def plan_job(
         print_json(
             {"workload": _record(work), "deployment": asdict(where), "assumptions": asdict(costs)} | asdict(result)
         )
+        return
+    out = console()
+    out.print("\n".join(six_lines(work, where, result)), highlight=False, soft_wrap=True)
+    if every:
+        _print_all(work, where, costs, result, has_bills=_is_object_store(store, where))
     else:
-        _print(work, where, costs, result)
+        out.print("A model, not a measurement. --all prints the rest, and how it is computed.")
 
 
 def number(text: str) -> float:
@@ -179,7 +192,28 @@ def _record(work: Workload) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------------- for people
 
 
-def _print(work: Workload, where: Deployment, costs: UnitCosts, result: Plan) -> None:
+def six_lines(work: Workload, where: Deployment, result: Plan) -> list[str]:
+    """Answer the six questions of a job that is planned; each line fits 80 columns."""
+    trims = "without trims" if where.trim_s is None else f"with a trim every {duration(where.trim_s)}"
+    held = dict(result.store_bytes)
+    restore = result.restore
+    said = {
+        "log": f"{size(round(result.log_growth_bytes_per_day))} a day; {size(round(result.log_bytes))} {trims}",
+        "store": f"{size(round(held[DAY_S]))} after a day, {size(round(held[max(held)]))} after {duration(max(held))}",
+        "memory": f"{size(round(result.memory.rank_bytes))} a rank, on top of training",
+        "step": f"{result.step_overhead_s * work.steps_per_s:.1%} longer, on a CPU; a GPU is not measured",
+        "crash": f"loses {duration(result.loss_mean_s)} of training, at worst {duration(result.loss_worst_s)}",
+        "restore": f"{duration(restore.cold_s)} from the store, and {duration(restore.restart_s)} for the processes",
+    }
+    return [f"{name:8} {value}" for name, value in said.items()]
+
+
+def _is_object_store(store: str | None, where: Deployment) -> bool:
+    """Return whether requests are paid for. Without a URL: True if the log has no folder in which a store could lie."""
+    return check_store_url(store).folder is None if store is not None else where.log == "kafka"
+
+
+def _print_all(work: Workload, where: Deployment, costs: UnitCosts, result: Plan, *, has_bills: bool) -> None:
     out = console()
     drains = "step" if work.drain_every == 1 else f"{work.drain_every} steps"
     out.print(
@@ -189,7 +223,7 @@ def _print(work: Workload, where: Deployment, costs: UnitCosts, result: Plan) ->
         soft_wrap=True,
     )
     shown = table("", "needs", "how", title="plan: a model, not a measurement")
-    for section, rows in _sections(work, where, costs, result).items():
+    for section, rows in _sections(work, where, costs, result, has_bills=has_bills).items():
         shown.add_section()
         for name, value, how in rows:
             shown.add_row(f"{section}: {name}", value, how)
@@ -202,12 +236,12 @@ def _print(work: Workload, where: Deployment, costs: UnitCosts, result: Plan) ->
 Rows = list[tuple[str, str, str]]
 
 
-def _sections(work: Workload, where: Deployment, costs: UnitCosts, result: Plan) -> dict[str, Rows]:
+def _sections(work: Workload, where: Deployment, costs: UnitCosts, result: Plan, *, has_bills: bool) -> dict[str, Rows]:
     return {
         "stream": _stream(work, result),
         "log": _log(where, result),
         "store": _store(work, where, result),
-        "an object store, a month": _bills(result.bills, costs),
+        **({"an object store, a month": _bills(result.bills, costs)} if has_bills else {}),
         "failure": _failure(result),
         "a rank": _rank(work, result),
     }
