@@ -20,7 +20,6 @@ from torchrec_stream_ckpt.capture.hook import Capture
 from torchrec_stream_ckpt.capture.staging import RowStager
 from torchrec_stream_ckpt.capture.touched import TouchedRows
 from torchrec_stream_ckpt.dense.dense_state import DenseState
-from torchrec_stream_ckpt.extras.tiers.job import Tiered
 from torchrec_stream_ckpt.find.job import Tier
 from torchrec_stream_ckpt.format.ring import FrameRing
 from torchrec_stream_ckpt.format.schema import Schema
@@ -30,6 +29,7 @@ from torchrec_stream_ckpt.restore.session import Session
 from torchrec_stream_ckpt.save.coordinator import Coordinator
 from torchrec_stream_ckpt.save.rank_cut import Cuts
 from torchrec_stream_ckpt.save.stream import Stream
+from torchrec_stream_ckpt.tiers.job import Tiered
 from torchrec_stream_ckpt.util.types import Committed
 
 

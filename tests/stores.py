@@ -15,7 +15,7 @@ from tests.builders import Stream, claim, commit, write
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError
 from torchrec_stream_ckpt.find.find import OpenHead, Search, no_head
 from torchrec_stream_ckpt.find.job import Job
-from torchrec_stream_ckpt.find.route import Route, load_catalog, locate
+from torchrec_stream_ckpt.find.route import Route, locate
 from torchrec_stream_ckpt.find.tiers import TierState
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files
 from torchrec_stream_ckpt.format.frame import Buffer
@@ -143,7 +143,7 @@ def rows_by_route(
     damaged: dict[str, CorruptionError] = {}
     while True:
         route, rows = (
-            locate(lineage, marker, load_catalog(objects, lineage), damaged=damaged),
+            locate(lineage, marker, Catalog.of_job(objects, lineage), damaged=damaged),
             dict[tuple[int, int], bytes](),
         )
         taken(route)

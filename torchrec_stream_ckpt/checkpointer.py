@@ -23,7 +23,7 @@ from torchrec_stream_ckpt.dense.stateful_objects import Stateful
 from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
 from torchrec_stream_ckpt.evolve.changes import Changes
 from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
-from torchrec_stream_ckpt.extras.tiers.job import Tiered
+from torchrec_stream_ckpt.extras.tiers.process import RelayProcess
 from torchrec_stream_ckpt.find.job import open_tier
 from torchrec_stream_ckpt.format.ring import FrameRing
 from torchrec_stream_ckpt.job.startup import Restoring
@@ -40,6 +40,7 @@ from torchrec_stream_ckpt.save.signals import Signals
 from torchrec_stream_ckpt.save.stream import JOIN_S, StreamParts
 from torchrec_stream_ckpt.save.streaming import Streaming
 from torchrec_stream_ckpt.save.telemetry import Telemetry
+from torchrec_stream_ckpt.tiers.job import Tiered
 from torchrec_stream_ckpt.util.config import Source, StreamConfig, Takeover
 from torchrec_stream_ckpt.util.stats import Stats
 from torchrec_stream_ckpt.util.types import Committed, MarkerId, MarkerReport, Restored
@@ -114,7 +115,7 @@ class StreamCheckpointer:
             self._tier = self._team.together(lambda: open_tier(self._config, **how))
             undo.callback(self._tier.close)
             self._team.on_rank0(self._tier.preflight)  # report an unreachable log now, not at a marker
-            self._tiers = Tiered.open(config, self._tier, self._team)
+            self._tiers = Tiered.open(config, self._tier, self._team, RelayProcess)
             if self._tiers is not None:
                 undo.callback(self._tiers.close, JOIN_S)
             self._job = self._tiers.logs if self._tiers is not None else self._tier

@@ -31,8 +31,7 @@ from workload import Workload  # noqa: E402
 from tests import builders  # noqa: E402
 from tests.jobs_on_paper import PaperJob, tables  # noqa: E402
 from tests.synthetic import Job  # noqa: E402
-from torchrec_stream_ckpt.extras.interchange.rows import TableReader, open_rows  # noqa: E402
-from torchrec_stream_ckpt.find.route import load_catalog, locate  # noqa: E402
+from torchrec_stream_ckpt.find.route import locate  # noqa: E402
 from torchrec_stream_ckpt.flags import positive, whole  # noqa: E402
 from torchrec_stream_ckpt.format.lineage import Lineage  # noqa: E402
 from torchrec_stream_ckpt.format.schema import Schema  # noqa: E402
@@ -41,6 +40,7 @@ from torchrec_stream_ckpt.log.control.partition import Control  # noqa: E402
 from torchrec_stream_ckpt.maintain.compactor import Policy  # noqa: E402
 from torchrec_stream_ckpt.maintain.materializer import Materializer  # noqa: E402
 from torchrec_stream_ckpt.maintain.merge import merge  # noqa: E402
+from torchrec_stream_ckpt.read.rows import TableReader, open_rows  # noqa: E402
 from torchrec_stream_ckpt.store.api import Entry  # noqa: E402
 from torchrec_stream_ckpt.store.catalog import Catalog  # noqa: E402
 from torchrec_stream_ckpt.store.dense import open_dense  # noqa: E402
@@ -135,7 +135,7 @@ def _taken(objects: Counting, num_bytes: int, cpu: float, begin: float) -> dict[
 def plan(lineage: Lineage, store: Path, delay_s: float, summaries: bool) -> dict[str, Any]:
     """List a store, and plan a restore of its newest marker: ``planned_s`` is both, and ``listed_s`` a part of it."""
     objects, begin, cpu = Counting(store, delay_s), time.perf_counter(), time.process_time()
-    catalog = load_catalog(objects, lineage)
+    catalog = Catalog.of_job(objects, lineage)
     listed_s = time.perf_counter() - begin
     route = locate(lineage, max(lineage.commits), catalog, summaries=summaries)
     return {

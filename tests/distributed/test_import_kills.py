@@ -24,9 +24,9 @@ from tests.zoo_models import Place, Plan
 from torchrec_stream_ckpt import Changes, StreamConfig
 from torchrec_stream_ckpt.cli.main import app, main
 from torchrec_stream_ckpt.errors import ConfigError, FencedError, StreamCkptError
-from torchrec_stream_ckpt.extras.interchange import importing
 from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.save import import_writer
 from torchrec_stream_ckpt.save.generation import fence_of
 from torchrec_stream_ckpt.util import failpoints
 
@@ -170,14 +170,14 @@ def test_of_two_imports_at_one_time_the_older_one_is_fenced(
     saved: tuple[Path, State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder, _), log = saved, tmp_path / "log"
-    write, found = importing.write_stream, []
+    write, found = import_writer.write_stream, []
 
     def overtaken(*given: Any) -> Any:
-        monkeypatch.setattr(importing, "write_stream", write)
+        monkeypatch.setattr(import_writer, "write_stream", write)
         found.append(run(*arguments(folder, log)))
         return write(*given)
 
-    monkeypatch.setattr(importing, "write_stream", overtaken)
+    monkeypatch.setattr(import_writer, "write_stream", overtaken)
     with pytest.raises(FencedError):
         run(*arguments(folder, log))
     assert [(each["marker"], each["unfinished"]) for each in found] == [("2:1", 1)]

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from crc32c import crc32c
 
+from torchrec_stream_ckpt.extras.follower.serving import served_schema
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
 from torchrec_stream_ckpt.format.claim_features import KNOWN, ObjectEnd
 from torchrec_stream_ckpt.format.claim_references import brief
@@ -33,7 +34,6 @@ from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.record import meta_of
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
 from torchrec_stream_ckpt.format.schema import Schema, canonical
-from torchrec_stream_ckpt.format.serving import served_schema
 from torchrec_stream_ckpt.format.snapshot import Base
 from torchrec_stream_ckpt.util.layout import dense_name
 from torchrec_stream_ckpt.util.types import TOMBSTONE, MarkerId, RankEnd, StateSpec, TableShard, TableSpec

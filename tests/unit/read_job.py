@@ -10,11 +10,11 @@ import numpy as np
 
 from tests.synthetic import JOB, Image, Job
 from torchrec_stream_ckpt.extras.follower.core import follow
-from torchrec_stream_ckpt.extras.interchange.rows import MarkerRows, TableReader, TableWindow, open_rows
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.read.rows import MarkerRows, TableReader, TableWindow, open_rows
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.util.layout import dense_name

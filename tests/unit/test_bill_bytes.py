@@ -25,7 +25,7 @@ from torchrec_stream_ckpt.extras.sizing import requests as model
 from torchrec_stream_ckpt.extras.sizing.bills import Share, store_shares
 from torchrec_stream_ckpt.extras.sizing.folds import fold_load
 from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, TableLoad, UnitCosts, Workload
-from torchrec_stream_ckpt.find.route import load_catalog, locate
+from torchrec_stream_ckpt.find.route import locate
 from torchrec_stream_ckpt.format import segment
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.control.partition import Control
@@ -33,6 +33,7 @@ from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.store import api, reader
 from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.util.layout import parse_fold_segment, parse_store_segment
@@ -173,7 +174,7 @@ def test_folds_ask_for_no_more_ranges_than_the_model_says(folded: Folded) -> Non
 
 def test_a_restore_reads_no_more_than_the_longest_way(folded: Folded, shares: dict[str, Share]) -> None:
     lineage = Control(folded.job.log).refresh()
-    catalog = load_catalog(folded.objects, lineage)
+    catalog = Catalog.of_job(folded.objects, lineage)
     assert catalog is not None
     covers = [catalog.cover(lineage.chain(marker)) for marker in sorted(lineage.commits)]
     longest = max(covers, key=lambda cover: sum(piece.num_bytes for piece in cover))

@@ -13,7 +13,7 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.dense_proof import digest_words
 from torchrec_stream_ckpt.format.entry_digests import DenseProof, bytes_digest, scalars_digest
 from torchrec_stream_ckpt.format.proof import replicated_id
-from torchrec_stream_ckpt.proofs.dense import DenseMarks, damaged, not_as_proved
+from torchrec_stream_ckpt.proofs.dense import DenseMarks, not_as_proved
 from torchrec_stream_ckpt.util.types import MarkerId
 
 SCALARS = [(1, 0, 2**40, 0, 16, 2**63, 1.0, 0.1, -0.0)]
@@ -108,7 +108,7 @@ def test_digests_of_parts_add_up_over_ranks() -> None:
     assert marks.differing({"model.w": 2, "rank0.random": 5, "model.unknown": 1}) == []
     (each,) = marks.differing({"model.w": 3})
     assert str(each) == "model.w (digest 0000000000000003, ranks 0, 1 proved 0000000000000002)"
-    for error in (not_as_proved([each], MarkerId(1, 3)), damaged([each], MarkerId(1, 3))):
+    for error in (not_as_proved([each], MarkerId(1, 3)), DenseMarks.damaged([each], MarkerId(1, 3))):
         assert error.where == {"marker": MarkerId(1, 3), "entry": "model.w", "rank": 0}
 
 

@@ -29,9 +29,8 @@ from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import SchemaMismatchError
 from torchrec_stream_ckpt.extras.follower.updates import UpdateKind
 from torchrec_stream_ckpt.extras.interchange.dcp_reader import Region, fill
-from torchrec_stream_ckpt.extras.interchange.rows import TableReader, open_rows
 from torchrec_stream_ckpt.find import job as route_job
-from torchrec_stream_ckpt.find.route import load_catalog, locate
+from torchrec_stream_ckpt.find.route import locate
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.files import FileLog
@@ -40,6 +39,7 @@ from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
 from torchrec_stream_ckpt.maintain.gc.retention import Retention
 from torchrec_stream_ckpt.maintain.head import HeadWriter
 from torchrec_stream_ckpt.maintain.materializer import Materializer
+from torchrec_stream_ckpt.read.rows import TableReader, open_rows
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
@@ -159,7 +159,7 @@ def test_every_marker_is_verified_and_proved(tmp_path: Path, seed: int, stored: 
     objects = materialize(job, Policy(rebase=0.7, compact="span2")) if stored else None
     if stored:
         stores.lose_rows(job.root)
-    verifier = Verifier(job.log, lineage, catalog=load_catalog(objects, lineage))
+    verifier = Verifier(job.log, lineage, catalog=Catalog.of_job(objects, lineage))
     commits = list(lineage.commits.values())
     verifier.read(commits)
     for commit in commits:

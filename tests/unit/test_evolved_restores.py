@@ -22,13 +22,13 @@ from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import CorruptionError, SchemaMismatchError
 from torchrec_stream_ckpt.extras.follower.serve import ServingWriter
 from torchrec_stream_ckpt.extras.follower.updates import UpdateKind
-from torchrec_stream_ckpt.extras.interchange.rows import TableReader, open_rows
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, check_follows
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.proofs.seen_marks import Met
+from torchrec_stream_ckpt.read.rows import TableReader, open_rows
 from torchrec_stream_ckpt.restore.apply import apply_log, apply_store
 from torchrec_stream_ckpt.restore.plan import plan_reads, plan_restore
 from torchrec_stream_ckpt.restore.target import Target

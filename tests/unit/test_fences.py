@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import torchrec_stream_ckpt
+from torchrec_stream_ckpt import inner
 
 ROOT = Path(torchrec_stream_ckpt.__file__).parent
 PACKAGE = "torchrec_stream_ckpt"
@@ -35,28 +36,32 @@ DISTRICTS: dict[str, str] = {
     "find": "format log log/control store",
     "proofs": "find format store",
     "restore": "capture dense evolve find format log model proofs ranks store",
-    "save": "capture dense find format log log/control ranks restore store",
+    "save": "capture dense find format log log/control ranks store",
+    "tiers": "find format log log/control ranks save store",
     "job": "evolve find format log log/control ranks restore save",
     "verify": "find format log proofs restore store",
     "maintain": "find format log maintain/engine proofs store",
     "maintain/engine": "log store",
     "maintain/scrub": "find format maintain maintain/engine store",
     "maintain/gc": "find format log maintain maintain/scrub store",
+    "maintain/recover": "find format log log/control store",
+    "read": "find format log maintain proofs store",
     "maintain/materialize_service": "format maintain maintain/scrub proofs",
+    "inner": "dense evolve find log log/control model proofs read restore save store tiers",
     "extras/broker": "",
     "extras/sizing": "format",
-    "extras/planner": "evolve find format",
-    "extras/reporting": "find format log proofs",
-    "extras/interchange": "dense evolve find format log log/control maintain model proofs restore save store",
-    "extras/tiers": "find format log log/control ranks save store",
-    "extras/follower": "extras/interchange find format log proofs restore store",
+    "extras/planner": "evolve format inner",
+    "extras/reporting": "format inner",
+    "extras/interchange": "evolve format inner",
+    "extras/tiers": "format inner",
+    "extras/follower": "extras/interchange format inner",
     "script": "",
-    "checkpointer": "capture dense evolve extras/tiers find format job loaders ranks restore save",
+    "checkpointer": "capture dense evolve extras/tiers find format job loaders ranks restore save tiers",
     "tnt": "checkpointer loaders",
     "__init__": "checkpointer evolve extras/follower extras/interchange extras/planner loaders script",
     "cli": "__init__ dense evolve extras/broker extras/follower extras/interchange extras/reporting extras/sizing "
-    "extras/tiers find flags format log log/control maintain maintain/engine maintain/gc maintain/materialize_service "
-    "maintain/scrub proofs restore save store verify",
+    "extras/tiers find flags format inner log log/control maintain maintain/engine maintain/gc "
+    "maintain/materialize_service maintain/recover maintain/scrub proofs restore save store verify",
     "__main__": "cli",
 }
 """District -> the districts that it may import, apart from itself, ``errors`` and ``util``.
@@ -88,7 +93,6 @@ WITH_TORCH = (
     "extras/interchange/torch_checkpoint.py",
     "extras/interchange/torch_file.py",
     "extras/planner.py",
-    "extras/tiers/job.py",
     "job/",
     "loaders/",
     "model/",
@@ -98,6 +102,7 @@ WITH_TORCH = (
     "restore/apply.py",
     "restore/model_change.py",
     "restore/proof_check.py",
+    "restore/regions.py",
     "restore/session.py",
     "restore/target.py",
     "save/cadence.py",
@@ -112,6 +117,7 @@ WITH_TORCH = (
     "save/streaming.py",
     "save/telemetry.py",
     "script.py",
+    "tiers/job.py",
     "tnt.py",
 )
 
@@ -189,6 +195,71 @@ def test_the_core_knows_no_extras() -> None:
     for source in SOURCES:
         if not source.startswith(("extras/", "cli/", "checkpointer.py", "__init__.py")):
             assert not any(name.startswith("extras") for name in ours(source)), source
+
+
+VOCABULARY = {
+    "format": "claim_changes control dense dense_files end_note entry_digests frame lineage proof record rows schema",
+    "util": "config durable interpreter_exit layout metrics options service types units uris version",
+}
+"""Modules that anyone may use, apart from ``errors``: values that logs and stores are made of, and tools that know
+nothing of ours. Only fewer from here on."""
+CLI_IMPORTS_PAST_IT = {
+    "dense": 1,
+    "evolve": 5,
+    "find": 10,
+    "flags": 5,
+    "format": 5,
+    "log": 6,
+    "log/control": 3,
+    "maintain": 7,
+    "maintain/engine": 5,
+    "maintain/gc": 17,
+    "maintain/materialize_service": 1,
+    "maintain/recover": 1,
+    "maintain/scrub": 7,
+    "proofs": 3,
+    "save": 1,
+    "store": 22,
+    "util": 5,
+    "verify": 5,
+}
+"""District -> how many of its names the command line still imports past the inner API. Only fewer from here on."""
+
+
+def past_the_inner_api(folder: str) -> dict[str, set[str]]:
+    """District -> names of the core, neither public nor vocabulary, that files of ``folder`` do not take from it."""
+    public = imports("__init__.py")
+    free = {f"{PACKAGE}.{part}.{module}." for part, modules in VOCABULARY.items() for module in modules.split()}
+    own = (f"{PACKAGE}.errors.", f"{PACKAGE}.inner.", f"{PACKAGE}.extras.", f"{PACKAGE}.cli.", *free)
+    found: dict[str, set[str]] = {}
+    for source in SOURCES:
+        for name in imports(source) if source.startswith(f"{folder}/") else ():
+            if (
+                name.startswith(f"{PACKAGE}.")
+                and name.count(".") > 1
+                and name not in public
+                and not name.startswith(own)
+            ):
+                file = name.removeprefix(f"{PACKAGE}.").rpartition(".")[0].replace(".", "/")
+                found.setdefault(district(f"{file}.py"), set()).add(name)
+    return found
+
+
+def test_extras_use_the_inner_api_public_names_and_vocabulary_alone() -> None:
+    assert past_the_inner_api("extras") == {}
+
+
+def test_the_command_line_takes_ever_fewer_names_past_the_inner_api() -> None:
+    assert {here: len(names) for here, names in past_the_inner_api("cli").items()} == CLI_IMPORTS_PAST_IT, (
+        "lower the number"
+    )
+
+
+def test_the_inner_api_is_one_page_of_40_names() -> None:
+    stated = {name.removeprefix(f"{PACKAGE}.") for name in imports("inner.py") if name.startswith(f"{PACKAGE}.")}
+    assert stated == {f"{module}.{name}" for name, (module, _) in inner.PAGE.items()}
+    assert len(inner.PAGE) <= 40
+    assert sum(len(modules.split()) for modules in VOCABULARY.values()) <= 23
 
 
 def test_fbgemm_is_known_to_the_model_district_alone() -> None:

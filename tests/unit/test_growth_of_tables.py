@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from tests.work import grown, lines_of
-from torchrec_stream_ckpt.extras.interchange.rows import TableReader
 from torchrec_stream_ckpt.extras.interchange.safetensors import write_safetensors
 from torchrec_stream_ckpt.find.route import Path
 from torchrec_stream_ckpt.format.control import TableScalars
@@ -20,6 +19,7 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.model import FusedKernel
 from torchrec_stream_ckpt.proofs.compare import Check, shared_blocks
 from torchrec_stream_ckpt.proofs.seen_marks import Circle, Marks, agree
+from torchrec_stream_ckpt.read.rows import TableReader
 from torchrec_stream_ckpt.restore.apply import set_scalars
 from torchrec_stream_ckpt.restore.coverage import Coverage
 from torchrec_stream_ckpt.restore.plan import Overlaps, RestorePlan

@@ -22,8 +22,6 @@ from tests.synthetic import Job
 from tests.unit.folded_job import made_once
 from tests.unit.test_fold import fold, history, lineage_of
 from torchrec_stream_ckpt.errors import CorruptionError, ScratchUnavailableError, StoreUnavailableError
-from torchrec_stream_ckpt.extras.interchange import rows as rows_module
-from torchrec_stream_ckpt.extras.interchange.rows import TableReader, open_rows
 from torchrec_stream_ckpt.find.route import locate
 from torchrec_stream_ckpt.format import segment as segment_module
 from torchrec_stream_ckpt.format.rows import RowsView
@@ -36,6 +34,8 @@ from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
 from torchrec_stream_ckpt.maintain.gc.retention import Retention
 from torchrec_stream_ckpt.maintain.merge import merge, merge_share, plan_merge
 from torchrec_stream_ckpt.maintain.sorter import RowSorter
+from torchrec_stream_ckpt.read import rows as rows_module
+from torchrec_stream_ckpt.read.rows import TableReader, open_rows
 from torchrec_stream_ckpt.store import reader, runs
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece

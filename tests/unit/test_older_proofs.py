@@ -14,11 +14,11 @@ from tests.unit.test_followed_proofs import LOST, LosingJob, followed, is_true, 
 from torchrec_stream_ckpt import follow
 from torchrec_stream_ckpt.errors import ProofMismatchError
 from torchrec_stream_ckpt.extras.follower.serve import ServingWriter
-from torchrec_stream_ckpt.extras.interchange.rows import MarkerRows
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.segment import ChunkEntry
 from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.read.rows import MarkerRows
 from torchrec_stream_ckpt.store.catalog import Picked
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -14,14 +14,14 @@ from tests.unit import summarized_job
 from tests.unit.summarized_job import NEVER, NEWEST, Store, folded, materializer
 from tests.unit.test_summaries import lying_history
 from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError
-from torchrec_stream_ckpt.extras.interchange.rows import open_rows
 from torchrec_stream_ckpt.find.holdings import Holdings
-from torchrec_stream_ckpt.find.route import load_catalog, locate
+from torchrec_stream_ckpt.find.route import locate
 from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.maintain.gc.trim_check import check_synced
 from torchrec_stream_ckpt.maintain.head import HeadWriter
 from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack
 from torchrec_stream_ckpt.proofs.window import WindowReader
+from torchrec_stream_ckpt.read.rows import open_rows
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.util.layout import StoreSegment, manifest_name
@@ -78,7 +78,7 @@ def test_a_plan_leads_around_it_as_around_damage(history: History, theirs: dict[
     list(materializer(history, store, policy).catch_up(history.lineage))
     take(store, theirs, marker)
     for each, stored in ((marker, MarkerId(2, 19)), (NEWEST, MarkerId(2, 19) if policy is NEVER else NEWEST)):
-        catalog = load_catalog(store, history.lineage)  # type: ignore[arg-type]
+        catalog = Catalog.of_job(store, history.lineage)  # type: ignore[arg-type]
         assert locate(history.lineage, each, catalog, summaries=False).stored == stored
 
 
@@ -102,7 +102,7 @@ def test_no_window_of_it_is_compared(history: History, store: Store, pool: Execu
 
 
 def test_verify_names_it(history: History, store: Store) -> None:
-    verifier = Verifier(history.log, history.lineage, catalog=load_catalog(store, history.lineage))  # type: ignore[arg-type]
+    verifier = Verifier(history.log, history.lineage, catalog=Catalog.of_job(store, history.lineage))  # type: ignore[arg-type]
     commits = [history.lineage.find(marker) for marker in (NEWEST, MarkerId(2, 29))]
     verifier.read(commits)
     dense = open_dense(str(history.root))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs_on_paper import PaperJob, tables
-from torchrec_stream_ckpt.find.route import Route, load_catalog, locate
+from torchrec_stream_ckpt.find.route import Route, locate
 from torchrec_stream_ckpt.format import notes
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Manifest
@@ -21,6 +21,7 @@ from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.maintain.compactor import Compact, Policy
 from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.store.api import Entry
+from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.util.types import MarkerId
@@ -69,7 +70,7 @@ def folded(root: Path, policy: Policy, *, summarized: bool = False) -> Lineage:
 
 
 def planned(objects: Far, lineage: Lineage) -> Route:
-    catalog = load_catalog(objects, lineage)
+    catalog = Catalog.of_job(objects, lineage)
     assert catalog is not None
     found = locate(lineage, max(lineage.commits), catalog)
     assert found.stored == max(lineage.commits)

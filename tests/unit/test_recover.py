@@ -84,7 +84,7 @@ def test_a_recovery_that_was_killed_is_finished_by_the_next(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("torchrec_stream_ckpt.extras.interchange.recover.failpoint", die)
+        patch.setattr("torchrec_stream_ckpt.maintain.recover.recover.failpoint", die)
         with pytest.raises((KeyboardInterrupt, AssertionError)):
             run(*arguments)
     assert run(*arguments)["appended"] == 4 - hits
@@ -203,7 +203,7 @@ def test_a_lost_trim_is_put_back_for_rows_that_the_store_holds(tmp_path: Path, m
     shutil.rmtree(history.root / RECORDS_DIR)
     assert not history.lineage.trims
     with monkeypatch.context() as patch:  # a first recovery dies before it says so
-        patch.setattr("torchrec_stream_ckpt.extras.interchange.control_recovery.failpoint", _die_at_the_trim)
+        patch.setattr("torchrec_stream_ckpt.maintain.recover.control_recovery.failpoint", _die_at_the_trim)
         with pytest.raises((KeyboardInterrupt, AssertionError)):
             run("recover", uri, "--store", history.root)
     assert not history.lineage.trims

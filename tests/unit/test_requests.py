@@ -23,7 +23,7 @@ from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, TableLoad, Uni
 from torchrec_stream_ckpt.extras.sizing.needs import plan
 from torchrec_stream_ckpt.extras.sizing.requests import Requests, fold_requests, marker_requests
 from torchrec_stream_ckpt.extras.sizing.touched import RateTouched
-from torchrec_stream_ckpt.find.route import load_catalog, locate
+from torchrec_stream_ckpt.find.route import locate
 from torchrec_stream_ckpt.format import segment
 from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.maintain import fold, summarizer
@@ -36,6 +36,7 @@ from torchrec_stream_ckpt.maintain.scrub import scrub_reader
 from torchrec_stream_ckpt.maintain.scrub.scrubber import Scrubber
 from torchrec_stream_ckpt.store import api, ranges, reader
 from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.util.types import TableSpec
@@ -188,7 +189,7 @@ def at_most(found: dict[str, int], said: Requests) -> None:
 
 def test_a_restore_asks_for_no_more_than_the_model_says(kept: Kept) -> None:
     lineage, kinds = Control(kept.job.log).refresh(), len(SCHEMA.tables)
-    catalog = load_catalog(kept.objects, lineage)
+    catalog = Catalog.of_job(kept.objects, lineage)
     route = locate(lineage, max(lineage.commits), catalog)
     segments = sum(len(piece.segments) for piece in route.pieces)
     with ThreadPoolExecutor(2) as pool:

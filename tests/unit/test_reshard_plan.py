@@ -14,8 +14,8 @@ from tests.builders import ROWWISE, claim, commit, table
 from torchrec_stream_ckpt.errors import ColumnResplitError, CorruptionError, MarkerNotFoundError, SchemaMismatchError
 from torchrec_stream_ckpt.find.route import locate
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.restore.plan import Move, Overlaps, RestorePlan, check_schema, intersect, plan_restore
+from torchrec_stream_ckpt.format.schema import Schema, check_schema
+from torchrec_stream_ckpt.restore.plan import Move, Overlaps, RestorePlan, intersect, plan_restore
 from torchrec_stream_ckpt.util.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
 
 PLAIN = table("a_plain", 13, 6)

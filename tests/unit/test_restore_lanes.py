@@ -18,7 +18,7 @@ from tests.sampled import sampled
 from tests.stores import HeldObjects
 from tests.synthetic import Image, Job, images_of_all
 from torchrec_stream_ckpt.errors import CorruptionError, StoreUnavailableError
-from torchrec_stream_ckpt.find.route import Route, load_catalog, locate
+from torchrec_stream_ckpt.find.route import Route, locate
 from torchrec_stream_ckpt.format import segment
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
@@ -34,6 +34,7 @@ from torchrec_stream_ckpt.restore.apply import apply_log, apply_store
 from torchrec_stream_ckpt.restore.plan import RestorePlan, plan_reads
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.store import reader
+from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.util.types import MarkerId, StateSpec, TableShard, TableSpec
 
@@ -183,7 +184,7 @@ def restore(
     """As a job does: once more around each segment that turns out to be damaged, into the same tensors."""
     damaged, lineage = dict[str, CorruptionError](), lineage_of(job)
     while True:
-        route = locate(lineage, marker, load_catalog(objects, lineage), damaged=damaged).complete(job.log)
+        route = locate(lineage, marker, Catalog.of_job(objects, lineage), damaged=damaged).complete(job.log)
         plan = plan_reads(route, route.schema, [each.shard for each in shards])
         met = Met(plan.path)
         targets = {each.shard: each.target(plan, met) for each in shards}

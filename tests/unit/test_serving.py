@@ -17,11 +17,11 @@ from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ConfigError, FencedError, ServingStreamError, UnsupportedError
 from torchrec_stream_ckpt.extras.follower.core import Follower
 from torchrec_stream_ckpt.extras.follower.serve import ServingWriter
+from torchrec_stream_ckpt.extras.follower.serving import Encoding, decode, encode, served_schema
 from torchrec_stream_ckpt.extras.follower.updates import Update, UpdateKind
 from torchrec_stream_ckpt.format.control import parse_control
 from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.format.rows import RowsView
-from torchrec_stream_ckpt.format.serving import Encoding, decode, encode, served_schema
 from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.util.types import MarkerId

@@ -32,8 +32,7 @@ from tests.unit.summarized_job import (
     put_again,
 )
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.extras.interchange.rows import open_rows
-from torchrec_stream_ckpt.find.route import load_catalog, locate
+from torchrec_stream_ckpt.find.route import locate
 from torchrec_stream_ckpt.format import summary as summary_format
 from torchrec_stream_ckpt.format.control import Mark, TableScalars
 from torchrec_stream_ckpt.format.frame import Kind
@@ -41,6 +40,7 @@ from torchrec_stream_ckpt.format.manifest import Manifest
 from torchrec_stream_ckpt.format.summary import Part, Summary
 from torchrec_stream_ckpt.maintain import summarizer
 from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.read.rows import open_rows
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.summaries import list_summaries, load_summary
@@ -171,7 +171,7 @@ def test_a_plan_reads_summaries_and_what_they_lack(history: History, store: Stor
     assert len(route.pieces) == 30
     assert store.reads[SUMMARIES_DIR] <= 4
     assert store.reads["manifests"] <= 4
-    plain = locate(history.lineage, NEWEST, load_catalog(store, history.lineage), summaries=False)  # type: ignore[arg-type]
+    plain = locate(history.lineage, NEWEST, Catalog.of_job(store, history.lineage), summaries=False)  # type: ignore[arg-type]
     assert [each.ref for each in route.segments] == [each.ref for each in plain.segments]
     assert route.told == plain.told
 
@@ -298,7 +298,7 @@ def test_no_parts_of_a_summary_change_what_a_plan_says(
         whole = Store()
         list(materializer(history, whole, policy).catch_up(history.lineage))
         plain = {
-            marker: locate(history.lineage, marker, load_catalog(whole, history.lineage), summaries=False)  # type: ignore[arg-type]
+            marker: locate(history.lineage, marker, Catalog.of_job(whole, history.lineage), summaries=False)  # type: ignore[arg-type]
             for marker in map(MarkerId.parse, ("1:20", "1:9", "2:22", "2:30"))
         }
         for truth in (0.0, *[0.97] * 7):
@@ -314,7 +314,7 @@ def test_no_parts_of_a_summary_change_what_a_plan_says(
                         parts = {**parts, key: other} if other is not None else {k: parts[k] for k in parts if k != key}
                 put_again(store, name, parts)
             for marker, expected in plain.items():
-                route = locate(history.lineage, marker, load_catalog(store, history.lineage))  # type: ignore[arg-type]
+                route = locate(history.lineage, marker, Catalog.of_job(store, history.lineage))  # type: ignore[arg-type]
                 assert [each.ref for each in route.segments] == [each.ref for each in expected.segments]
                 assert route.told == expected.told
                 used[route.summarized] += 1
@@ -326,10 +326,10 @@ def test_a_manifest_of_another_history_is_not_believed_where_a_fold_has_the_rows
 ) -> None:
     store, name = Store(), manifest_name(history.lineage.job, NEWEST)
     list(materializer(history, store, Policy(rebase=1e-9, compact="none")).catch_up(history.lineage))
-    whole = locate(history.lineage, NEWEST, load_catalog(store, history.lineage))  # type: ignore[arg-type]
+    whole = locate(history.lineage, NEWEST, Catalog.of_job(store, history.lineage))  # type: ignore[arg-type]
     assert len(whole.pieces) == 1
     store._held[name] = lying_history(tmp_path, monkeypatch)[name]
-    route = locate(history.lineage, NEWEST, load_catalog(store, history.lineage))  # type: ignore[arg-type]
+    route = locate(history.lineage, NEWEST, Catalog.of_job(store, history.lineage))  # type: ignore[arg-type]
     assert route.stored == MarkerId(2, 29), "the log has the last interval"
     assert [each.mark.scalars for notes in route.told.values() for each in notes] == [()]
 
@@ -375,7 +375,7 @@ def test_objects_that_gc_took_are_not_brought_back_by_a_summary(history: History
     """A marker is there if its manifest is listed: a summary that still has it says nothing."""
     job = history.lineage.job
     store.delete(manifest_name(job, MarkerId(2, 20)))
-    route = locate(history.lineage, NEWEST, load_catalog(store, history.lineage))  # type: ignore[arg-type]
+    route = locate(history.lineage, NEWEST, Catalog.of_job(store, history.lineage))  # type: ignore[arg-type]
     assert route.stored == MarkerId(2, 19), "what comes after the gap is the log's"
 
 

@@ -15,7 +15,7 @@ from tests.jobs_on_paper import PaperJob, tables
 from torchrec_stream_ckpt.cli import materialize as cli
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.find.holdings import Holdings
-from torchrec_stream_ckpt.find.route import _READERS, load_catalog, locate
+from torchrec_stream_ckpt.find.route import _READERS, locate
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.maintain.compactor import Policy
@@ -24,6 +24,7 @@ from torchrec_stream_ckpt.maintain.gc.trim_check import check_synced
 from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack
 from torchrec_stream_ckpt.store.api import Entry
+from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.util.layout import SEGMENTS_DIR
@@ -152,7 +153,7 @@ def test_the_command_asks_for_as_many_at_once_as_are_worth_it(tmp_path: Path, mo
 
 
 def test_it_is_listed_without_a_request_of_any_rank(case: Case, objects: Far) -> None:
-    catalog = load_catalog(objects, case.lineage)
+    catalog = Catalog.of_job(objects, case.lineage)
     assert catalog is not None
     assert catalog.markers == {OLD, NEW}
     requests = objects.taken()
@@ -161,7 +162,7 @@ def test_it_is_listed_without_a_request_of_any_rank(case: Case, objects: Far) ->
 
 
 def test_a_restore_is_planned_with_one_read_a_rank(case: Case, objects: Far) -> None:
-    route = locate(case.lineage, NEW, load_catalog(objects, case.lineage))
+    route = locate(case.lineage, NEW, Catalog.of_job(objects, case.lineage))
     assert (route.stored, len(route.segments), len(route.notes)) == (NEW, RANKS, RANKS)
     requests = objects.taken()
     assert of_segments(requests) == {"read": RANKS}
@@ -198,4 +199,4 @@ def test_gc_deletes_each_segment_of_one_that_is_given_up_and_reads_none_of_it(ca
         assert few(requests, RANKS // 4)
     assert (found["delete"], found["read"]) == (RANKS, 0)
     assert objects.most <= THREADS
-    assert locate(case.lineage, NEW, load_catalog(objects, case.lineage)).stored == NEW
+    assert locate(case.lineage, NEW, Catalog.of_job(objects, case.lineage)).stored == NEW

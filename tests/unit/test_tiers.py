@@ -27,7 +27,6 @@ from torchrec_stream_ckpt.errors import (
     StreamCkptError,
     TrimmedError,
 )
-from torchrec_stream_ckpt.extras.tiers.relay import Relay
 from torchrec_stream_ckpt.extras.tiers.relay_service import state_of
 from torchrec_stream_ckpt.find.find import find as find_in
 from torchrec_stream_ckpt.find.route import Route
@@ -35,6 +34,7 @@ from torchrec_stream_ckpt.find.tiers import TierState
 from torchrec_stream_ckpt.format.end_note import End
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.save.generation import check_same_log
+from torchrec_stream_ckpt.tiers.relay import Relay
 from torchrec_stream_ckpt.util.layout import CONTROL_FILE, DATA_DIR, DENSE_DIR, dense_name
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.verify.verify import verify_marker

@@ -14,13 +14,13 @@ from tests.synthetic import image_of_log
 from tests.tiered import TieredJob, relay
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import StoreUnavailableError, StreamCkptError
-from torchrec_stream_ckpt.extras.tiers.relay import Relay
 from torchrec_stream_ckpt.find.tiers import TierState
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.manifest import Dropped
 from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
 from torchrec_stream_ckpt.maintain.gc.retention import GcPlan, Retention
-from torchrec_stream_ckpt.store.pins import Reached, note_reached
+from torchrec_stream_ckpt.store.pins import note_reached
+from torchrec_stream_ckpt.tiers.relay import Relay
 from torchrec_stream_ckpt.util.layout import OUTER_DIR, dense_file_name, dropped_name
 from torchrec_stream_ckpt.util.types import MarkerId
 
@@ -167,7 +167,7 @@ def test_an_inner_store_that_takes_nothing_does_not_stop_the_relay(
         raise StoreUnavailableError("no space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("torchrec_stream_ckpt.extras.tiers.relay.note_reached", full)
+        patched.setattr("torchrec_stream_ckpt.tiers.relay.note_reached", full)
         assert relay(job.tiers) == [f"1:{number}" for number in range(3, 9)]
     assert "no space left on device" in caplog.text
     assert len(outer(job)) == 8
@@ -179,7 +179,7 @@ def test_a_new_generation_of_which_no_relay_has_said_anything_is_left_to_it(job:
     job.markers(3)
     for said in (job.tiers.folder / OUTER_DIR).rglob("g00000002-*"):
         said.unlink()
-    note_reached(job.tiers.inner.objects, job.claim.job, Reached(MarkerId(1, 8), 1))
+    note_reached(job.tiers.inner.objects, job.claim.job, MarkerId(1, 8), 1)
     assert gc(job, pool, newest=1).awaited == (MarkerId(2, 9), MarkerId(2, 10), MarkerId(2, 11))
 
 

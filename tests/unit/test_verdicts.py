@@ -12,12 +12,12 @@ import pytest
 from tests.builders import JOB
 from tests.stores import History, fold, lose_rows
 from torchrec_stream_ckpt.errors import MissingObjectError
-from torchrec_stream_ckpt.find.route import load_catalog
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
 from torchrec_stream_ckpt.log.api import Incarnation
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.store.api import Entry, Objects
+from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.util.layout import StoreSegment
 from torchrec_stream_ckpt.util.types import LogSpan, MarkerId
@@ -77,7 +77,7 @@ def history(tmp_path: Path) -> History:
 
 
 def verdicts(history: History, log: CountingLog | FileLog, objects: object = None) -> dict[str, MarkerVerdict]:
-    verifier = Verifier(log, history.lineage, catalog=load_catalog(objects, history.lineage))  # type: ignore[arg-type]
+    verifier = Verifier(log, history.lineage, catalog=Catalog.of_job(objects, history.lineage))  # type: ignore[arg-type]
     commits = list(reversed(history.lineage.commits.values()))
     verifier.read(commits)
     dense = open_dense(str(history.root))

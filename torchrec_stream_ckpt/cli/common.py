@@ -21,7 +21,8 @@ from rich.table import Column, Table
 
 from torchrec_stream_ckpt.cli.options import asked_width
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, StreamCkptError, printable
-from torchrec_stream_ckpt.find.job import Job, kept_store
+from torchrec_stream_ckpt.find.job import kept_store
+from torchrec_stream_ckpt.inner import Job
 from torchrec_stream_ckpt.store.identity import has_job
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from torchrec_stream_ckpt.cli.options import Globs, JobOptions, Json
 from torchrec_stream_ckpt.evolve.table_outcome import table_bytes
 from torchrec_stream_ckpt.extras.interchange.diff import DenseDiff, TableDiff, diff_dense, diff_tables, pairs
 from torchrec_stream_ckpt.extras.interchange.export import chosen_tables
-from torchrec_stream_ckpt.extras.interchange.rows import open_rows, rows_sent
-from torchrec_stream_ckpt.find.job import Job
 from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.inner import Job, open_rows
 
 
 def diff_markers(
@@ -65,7 +64,7 @@ def _sent(job: Job, pair: tuple[Commit, Commit], chosen: list[int], folder: Path
     """Count the rows that were sent after the first marker, up to the second, by table."""
     objects = job.objects_of(pair[1])
     with open_rows(job.log, job.lineage, pair[1].id, objects, folder, since=pair[0].id) as rows:
-        return {rows.schema.tables[index].name: rows_sent(rows, index) for index in chosen}
+        return {rows.schema.tables[index].name: rows.count_sent(index) for index in chosen}
 
 
 def _print_sent(uri: str, pair: tuple[Commit, Commit], counts: dict[str, int], *, json: bool) -> None:

@@ -14,9 +14,9 @@ from torchrec_stream_ckpt.cli.common import console, plain, print_json, table
 from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.errors import StreamCkptError, printable
 from torchrec_stream_ckpt.extras.reporting.job_status import in_words, refused_after, strays_of
-from torchrec_stream_ckpt.find.job import Job
 from torchrec_stream_ckpt.find.survey import Survey
 from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.inner import Job
 from torchrec_stream_ckpt.log.api import Finding, Severity
 from torchrec_stream_ckpt.log.disk import examine_folder
 from torchrec_stream_ckpt.store.identity import OVERWRITES, refuses_taken_names

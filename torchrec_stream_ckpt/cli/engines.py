@@ -12,11 +12,11 @@ from pathlib import Path
 from torchrec_stream_ckpt.cli.options import Access
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.find.job import options_of
-from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.inner import Log, Objects
 from torchrec_stream_ckpt.maintain.engine.api import Engine, Site
 from torchrec_stream_ckpt.maintain.engine.choose import EngineName
 from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress
-from torchrec_stream_ckpt.store.api import LooksFirst, Objects
+from torchrec_stream_ckpt.store.api import LooksFirst
 from torchrec_stream_ckpt.store.identity import place_of
 from torchrec_stream_ckpt.util.layout import probe_name
 from torchrec_stream_ckpt.util.options import Options

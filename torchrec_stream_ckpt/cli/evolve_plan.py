@@ -21,12 +21,10 @@ from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes
 from torchrec_stream_ckpt.evolve.model_evolution import evolve
 from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
-from torchrec_stream_ckpt.evolve.report import EvolutionReport
 from torchrec_stream_ckpt.evolve.resolve import TrainedRows
 from torchrec_stream_ckpt.evolve.row_maps import RowMap
-from torchrec_stream_ckpt.extras.interchange.rows import MarkerRows, TableReader, open_rows
-from torchrec_stream_ckpt.find.job import Job
 from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.inner import EvolutionReport, Job, MarkerRows, TableReader, open_rows
 from torchrec_stream_ckpt.util.units import size
 
 

@@ -12,8 +12,8 @@ from torchrec_stream_ckpt.cli.common import print_json, progress_bar
 from torchrec_stream_ckpt.cli.options import Globs, Json, MarkerOptions
 from torchrec_stream_ckpt.evolve.table_outcome import table_bytes
 from torchrec_stream_ckpt.extras.interchange.export import ExportOptions, chosen_tables, export
-from torchrec_stream_ckpt.extras.interchange.rows import open_rows
 from torchrec_stream_ckpt.extras.interchange.target import check_free, parse_target
+from torchrec_stream_ckpt.inner import open_rows
 from torchrec_stream_ckpt.util.units import parse_size, size
 
 Scratch = Annotated[

@@ -10,8 +10,8 @@ import typer
 from torchrec_stream_ckpt.cli.common import print_json
 from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
-from torchrec_stream_ckpt.find.job import Job
 from torchrec_stream_ckpt.format.control import Claim
+from torchrec_stream_ckpt.inner import Job
 from torchrec_stream_ckpt.log.worker import Worker
 from torchrec_stream_ckpt.save.generation import fence_of
 

@@ -14,15 +14,15 @@ import typer
 from torchrec_stream_ckpt.cli.common import check_log, check_same_job, parse_job, print_json
 from torchrec_stream_ckpt.cli.options import Access, Json, Store, is_verbose
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.find.job import Job
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.inner import Job, Objects
 from torchrec_stream_ckpt.maintain.gc.clocks import glance_at_clocks, stands_still
 from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect, plan_gc
 from torchrec_stream_ckpt.maintain.gc.inventory import Stock, take_stock
 from torchrec_stream_ckpt.maintain.gc.lost_markers import Reasked, WaysBack, check_given_up, lost_markers
 from torchrec_stream_ckpt.maintain.gc.retention import GcPlan, Retention
-from torchrec_stream_ckpt.store.api import Entry, KeepsTime, Objects
+from torchrec_stream_ckpt.store.api import Entry, KeepsTime
 from torchrec_stream_ckpt.store.dense import DenseStore, dense_in
 from torchrec_stream_ckpt.store.identity import some_jobs_in
 from torchrec_stream_ckpt.store.verdicts import take_back

@@ -118,11 +118,7 @@ def import_checkpoint(
         task = progress.add_task("rows", total=None)
         imported = write(
             checkpoint,
-            job.log,
-            job.control,
-            job.dense,
-            job.objects,
-            config,
+            job,
             source,
             into,
             lambda count: progress.advance(task, count),

@@ -17,14 +17,14 @@ from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
 from torchrec_stream_ckpt.extras.reporting.job_status import compared_in_words, ended_of, standing_record
 from torchrec_stream_ckpt.find.best import Condition, meeting, numbers_of, ordered, said_of
-from torchrec_stream_ckpt.find.job import Job
 from torchrec_stream_ckpt.find.survey import Survey
 from torchrec_stream_ckpt.format.claim_changes import changed_elsewhere
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.imported import is_import, unfinished_import
 from torchrec_stream_ckpt.format.lineage import changed_tables
 from torchrec_stream_ckpt.format.readings import Comparison
-from torchrec_stream_ckpt.proofs.proof_status import ProofStanding, blocks_differ, of_history, standing_of
+from torchrec_stream_ckpt.inner import Job, ProofStanding
+from torchrec_stream_ckpt.proofs.proof_status import blocks_differ, of_history, standing_of
 from torchrec_stream_ckpt.store.verdicts import list_proved
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.units import age, clock, size

@@ -17,9 +17,10 @@ from torchrec_stream_ckpt.cli.engines import opened_engine
 from torchrec_stream_ckpt.cli.events import reporter
 from torchrec_stream_ckpt.cli.options import DAY_S, Access, EngineOption, Json, Uri
 from torchrec_stream_ckpt.errors import ConfigError, StoreUnavailableError
-from torchrec_stream_ckpt.find.job import Job, kept_store, options_of
+from torchrec_stream_ckpt.find.job import kept_store, options_of
 from torchrec_stream_ckpt.format.end_note import Outcome
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.inner import Job, Objects, ProofStanding, open_store
 from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.maintain.engine.api import Engine, Site
 from torchrec_stream_ckpt.maintain.engine.choose import EngineName
@@ -30,8 +31,7 @@ from torchrec_stream_ckpt.maintain.proof_checker import ProofRule
 from torchrec_stream_ckpt.maintain.scrub.background_scrub import BackgroundScrub
 from torchrec_stream_ckpt.maintain.scrub.scrub_mender import ScrubMender
 from torchrec_stream_ckpt.maintain.scrub.scrubber import Scrubber, ScrubCounts
-from torchrec_stream_ckpt.proofs.proof_status import ProofStanding
-from torchrec_stream_ckpt.store.api import LooksFirst, Objects, open_store
+from torchrec_stream_ckpt.store.api import LooksFirst
 from torchrec_stream_ckpt.store.head import head_root
 from torchrec_stream_ckpt.store.identity import prepare_store, refuses_taken_names
 from torchrec_stream_ckpt.util.metrics import labels_of, serve_metrics

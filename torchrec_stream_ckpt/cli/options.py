@@ -22,9 +22,8 @@ import typer
 from torchrec_stream_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torchrec_stream_ckpt.find.job import Job
     from torchrec_stream_ckpt.format.control import Commit
-    from torchrec_stream_ckpt.store.api import Objects
+    from torchrec_stream_ckpt.inner import Job, Objects
     from torchrec_stream_ckpt.store.dense import DenseStore
 
 Uri = Annotated[str, typer.Argument(help="file://DIR or kafka://HOST:PORT/JOB", metavar="URI")]
@@ -72,7 +71,7 @@ class Access:
 
     def job(self, uri: str, store: str | None = None, *, glance: bool = False) -> Job:
         """Open a job's log and store without reading them; the caller closes them."""
-        from torchrec_stream_ckpt.find.job import Job
+        from torchrec_stream_ckpt.inner import Job
 
         return Job.open(
             uri,
@@ -94,7 +93,7 @@ class Access:
     def open_objects(self, url: str) -> AbstractContextManager[Objects]:
         """Open the store at ``url``."""
         from torchrec_stream_ckpt.find.job import options_of
-        from torchrec_stream_ckpt.store.api import open_store
+        from torchrec_stream_ckpt.inner import open_store
 
         return contextlib.closing(open_store(url, options_of(url, self.store_options)))
 

@@ -12,9 +12,9 @@ from typing import Any
 from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
 from torchrec_stream_ckpt.extras.sizing.inputs import TableLoad, UnitCosts, Workload, optimizer_states
 from torchrec_stream_ckpt.extras.sizing.touched import RateTouched, ZipfTouched
-from torchrec_stream_ckpt.find.job import Job
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.format.rows import RowLayout
+from torchrec_stream_ckpt.inner import Job
 from torchrec_stream_ckpt.util.types import TableSpec
 from torchrec_stream_ckpt.util.units import parse_size
 

@@ -10,7 +10,7 @@ import typer
 
 from torchrec_stream_ckpt.cli.common import parse_job, print_json
 from torchrec_stream_ckpt.cli.options import Access, Json, StoreNamed, Uri
-from torchrec_stream_ckpt.extras.interchange.recover import recover
+from torchrec_stream_ckpt.maintain.recover.recover import recover
 
 
 def recover_log(

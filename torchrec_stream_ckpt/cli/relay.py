@@ -15,8 +15,9 @@ from torchrec_stream_ckpt.cli.common import print_json, stopping
 from torchrec_stream_ckpt.cli.options import DAY_S, Access, Json
 from torchrec_stream_ckpt.errors import MarkerNotFoundError, printable
 from torchrec_stream_ckpt.extras.tiers.relay_service import RelayService, state_of
-from torchrec_stream_ckpt.find.job import Job, options_of
+from torchrec_stream_ckpt.find.job import options_of
 from torchrec_stream_ckpt.find.tiers import open_tiers
+from torchrec_stream_ckpt.inner import Job
 from torchrec_stream_ckpt.util.config import StreamConfig, check_tiers
 from torchrec_stream_ckpt.util.service import Event
 from torchrec_stream_ckpt.util.units import clock, size

@@ -23,10 +23,9 @@ from torchrec_stream_ckpt.cli.common import (
 from torchrec_stream_ckpt.cli.engines import opened_engine
 from torchrec_stream_ckpt.cli.options import Access, EngineOption, Json, Store
 from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError, StreamCkptError, printable
-from torchrec_stream_ckpt.find.job import Job
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.readings import ScrubPlace
-from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.inner import Catalog, Job, Log, Objects
 from torchrec_stream_ckpt.maintain.engine.api import Engine, InProcess, Site
 from torchrec_stream_ckpt.maintain.engine.choose import EngineName
 from torchrec_stream_ckpt.maintain.interval_folder import IntervalFolder
@@ -35,8 +34,6 @@ from torchrec_stream_ckpt.maintain.repairer import Repairer
 from torchrec_stream_ckpt.maintain.scrub.background_scrub import Allowance
 from torchrec_stream_ckpt.maintain.scrub.scrub_mender import ScrubMender
 from torchrec_stream_ckpt.maintain.scrub.scrubber import Damage, Scrubber
-from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.identity import check_store, has_job, some_jobs_in
 from torchrec_stream_ckpt.util.service import Stopped
 from torchrec_stream_ckpt.util.units import parse_rate, size

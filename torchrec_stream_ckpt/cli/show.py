@@ -9,13 +9,13 @@ from torchrec_stream_ckpt.cli.common import check_named_store, console, in_words
 from torchrec_stream_ckpt.cli.options import Json, MarkerOptions
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.extras.interchange.names import TorchRecName
-from torchrec_stream_ckpt.extras.reporting.job_status import proof_in_log
-from torchrec_stream_ckpt.find.job import Job
 from torchrec_stream_ckpt.find.survey import Survey
 from torchrec_stream_ckpt.format.claim_changes import changed_elsewhere
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.lineage import changed_tables, previous_commit
+from torchrec_stream_ckpt.inner import Job
+from torchrec_stream_ckpt.log.stream import proof_in_log
 from torchrec_stream_ckpt.util.units import age, clock, size
 
 _MOST_READ_BYTES = 64 * 2**20

@@ -21,14 +21,12 @@ from torchrec_stream_ckpt.errors import (
     StreamCkptError,
     UnsupportedError,
 )
-from torchrec_stream_ckpt.find.holdings import Holdings
-from torchrec_stream_ckpt.find.job import Job
+from torchrec_stream_ckpt.inner import Holdings, Job, Objects, open_store
 from torchrec_stream_ckpt.log.control.snapshots import Shortened, shorten_control
 from torchrec_stream_ckpt.log.control.trim import trim_log
 from torchrec_stream_ckpt.maintain.gc.clocks import glance_at_clocks, read_clocks
 from torchrec_stream_ckpt.maintain.gc.trim_check import Synced, check_synced, given_up
 from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack
-from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.dense import dense_in
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.pins import copied_upto

@@ -12,12 +12,10 @@ import typer
 from torchrec_stream_ckpt.cli.common import print_json, progress_bar
 from torchrec_stream_ckpt.cli.options import Json, MarkerOptions
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, TrimmedError, printable
-from torchrec_stream_ckpt.find.job import Job
-from torchrec_stream_ckpt.find.route import load_catalog
 from torchrec_stream_ckpt.find.survey import Survey
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.interval import intervals
-from torchrec_stream_ckpt.proofs.unproved import UnprovedBlock
+from torchrec_stream_ckpt.inner import Catalog, Job, UnprovedBlock
 from torchrec_stream_ckpt.store.verdicts import leave_verdict, take_back_if_possible
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.units import size
@@ -111,7 +109,7 @@ def _verdicts(job: Job, *, quiet: bool, log_alone: bool) -> Iterator[MarkerVerdi
     with progress_bar(quiet=quiet) as progress:
         task = progress.add_task("verifying", total=None)
         objects = None if log_alone else job.objects
-        catalog = load_catalog(objects, job.lineage)
+        catalog = Catalog.of_job(objects, job.lineage)
         verifier = Verifier(job.log, job.lineage, lambda count: progress.advance(task, count), catalog, _compare())
         survey = Survey(job)
         given_up = {} if log_alone else {each.id: day for each in commits if (day := survey.given_up(each)) is not None}

@@ -23,19 +23,11 @@ from torchrec_stream_ckpt.errors import (
     StreamCkptError,
     printable,
 )
-from torchrec_stream_ckpt.extras.reporting.job_status import (
-    Alert,
-    Look,
-    MarkerRow,
-    look,
-    standing_record,
-    strays_of,
-    window_width,
-)
-from torchrec_stream_ckpt.find.holdings import Holdings
-from torchrec_stream_ckpt.find.job import Job
+from torchrec_stream_ckpt.extras.reporting.job_status import Alert, Look, MarkerRow, look, standing_record, strays_of
 from torchrec_stream_ckpt.find.survey import Survey
-from torchrec_stream_ckpt.proofs.proof_status import ProofStanding, standing_of
+from torchrec_stream_ckpt.inner import Holdings, Job, ProofStanding
+from torchrec_stream_ckpt.log.stream import proof_width
+from torchrec_stream_ckpt.proofs.proof_status import standing_of
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.verdicts import list_proved
 from torchrec_stream_ckpt.util.stats import RESTORE_BYTES_PER_S
@@ -135,7 +127,7 @@ class Watcher:
             return None
         marker, width = self._widths.get(newest.generation, (None, None))
         if width is None and marker != newest.id:
-            width = window_width(job.log, job.lineage, newest)
+            width = proof_width(job.log, job.lineage, newest)
             self._widths[newest.generation] = newest.id, width
         return width
 

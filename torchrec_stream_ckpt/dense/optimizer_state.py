@@ -16,13 +16,12 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from torchrec_stream_ckpt.dense.dcp import Entries
+from torchrec_stream_ckpt.dense.dcp import Entries, read_json
 from torchrec_stream_ckpt.dense.tree import decode, encode
 from torchrec_stream_ckpt.errors import SchemaMismatchError, UnsupportedError
+from torchrec_stream_ckpt.format.entry_digests import NESTED
 from torchrec_stream_ckpt.model import has_own_state_dict, named_states
 
-NESTED = "nested"
-"""Prefix of the entries of tensors that are not ``optim.<key>.<parameter>.<state>``."""
 Optimizers = Mapping[str, torch.optim.Optimizer]
 """Optimizers by a name that does not depend on the plan."""
 
@@ -257,6 +256,11 @@ def read(
         )
         for key, saved in tree["optimizers"].items()
     }
+
+
+def read_saved(entries: Mapping[str, torch.Tensor], name: str) -> dict[str, OptimizerState]:
+    """Return the optimizers of the tree in an entry of the dense state, on the CPU."""
+    return read(read_json(entries[name], name), entries, {})
 
 
 def outline(tree: Mapping[str, Any]) -> dict[str, OptimizerState]:

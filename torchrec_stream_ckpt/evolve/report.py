@@ -6,8 +6,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torchrec_stream_ckpt.evolve.changes import Changes
 from torchrec_stream_ckpt.evolve.dense_outcome import DenseEvolution
-from torchrec_stream_ckpt.evolve.model_evolution import ModelEvolution
+from torchrec_stream_ckpt.evolve.imported import States
+from torchrec_stream_ckpt.evolve.model_evolution import ModelEvolution, evolve
+from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
 from torchrec_stream_ckpt.evolve.table_outcome import DROPPED, EXACT, FRESH, TableOutcome
 from torchrec_stream_ckpt.util.units import size
 
@@ -49,6 +52,11 @@ class EvolutionReport:
     """True if the dense state was compared."""
     digest: str
     """Digest of the declared changes."""
+
+    @staticmethod
+    def compare(saved: ModelSchema, here: ModelSchema, changes: Changes, imported: States) -> EvolutionReport:
+        """Report on an imported checkpoint in a model. Arguments and errors are those of :func:`evolve`."""
+        return EvolutionReport.of(evolve(saved, here, changes, imported=imported))
 
     @staticmethod
     def of(evolution: ModelEvolution) -> EvolutionReport:

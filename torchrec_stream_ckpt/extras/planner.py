@@ -10,10 +10,8 @@ from torchrec.distributed.planner.types import ParameterConstraints
 
 from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
 from torchrec_stream_ckpt.evolve.changes import Changes
-from torchrec_stream_ckpt.find.find import find
-from torchrec_stream_ckpt.find.job import open_tier
-from torchrec_stream_ckpt.find.tiers import open_tiers
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.inner import find, open_job
 from torchrec_stream_ckpt.util.config import Source, StreamConfig
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard, TableSpec
 
@@ -65,13 +63,11 @@ def planner_constraints(
     if isinstance(marker, str):
         marker = MarkerId.parse(marker) if marker != "latest" else None
     constraints = dict(base or {})
-    with closing(open_tiers(config) if config.outer is not None else open_tier(config, copies=False)) as job:
+    with closing(open_job(config, copies=False)) as job:
         route = find(job, marker)
     if route is None and source is not None:
         there = source if isinstance(source, Source) else Source.of(source)
-        other = there.settings(config)
-        opened = open_tiers(other, copies=False) if other.outer is not None else open_tier(other, copies=False)
-        with closing(opened) as job:
+        with closing(open_job(there.settings(config), copies=False)) as job:
             route = find(job, MarkerId.of(there.marker))
     if route is not None:
         schema = route.schema

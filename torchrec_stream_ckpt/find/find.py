@@ -26,7 +26,7 @@ from torchrec_stream_ckpt.errors import (
     TrimmedError,
 )
 from torchrec_stream_ckpt.find.job import Job
-from torchrec_stream_ckpt.find.route import Route, damage_of, ends_early, load_catalog, locate, warm
+from torchrec_stream_ckpt.find.route import Route, damage_of, ends_early, locate, warm
 from torchrec_stream_ckpt.find.tiers import OUTER, Place, Tiers, TierState
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.head import HeadState
@@ -366,7 +366,7 @@ class Search:
     def _catalog(self, lineage: Lineage, place: Place) -> Catalog | None:
         objects = place.objects(self._job)
         if objects.url not in self._catalogs:
-            self._catalogs[objects.url] = load_catalog(objects, lineage)
+            self._catalogs[objects.url] = Catalog.of_job(objects, lineage)
         return place.offered(self._catalogs[objects.url])
 
     def _pass_over(self, marker: MarkerId, failures: list[StreamCkptError]) -> None:

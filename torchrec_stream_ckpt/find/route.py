@@ -31,9 +31,7 @@ from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import Incarnation, LogReader
 from torchrec_stream_ckpt.log.stream import held_by
-from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece, follow
-from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.reader import Told, load_front, load_told, open_pieces
 from torchrec_stream_ckpt.store.summaries import by_summaries
 from torchrec_stream_ckpt.util.layout import SUMMARIES_DIR
@@ -377,18 +375,6 @@ _FEW = 64
 NONE: Mapping[str, CorruptionError] = MappingProxyType({})
 
 _log = logging.getLogger(__name__)
-
-
-def load_catalog(objects: Objects | None, lineage: Lineage) -> Catalog | None:
-    """Load the catalog of a job from its store. Returns None if the job has written nothing there.
-
-    Raises:
-        StoreUnavailableError: it does not answer.
-        UnsupportedError: the store has a newer format.
-    """
-    if objects is None or not lineage.claims or not check_store(objects):
-        return None
-    return Catalog.load(objects, lineage.job)
 
 
 def warm(head: HeadState | None, lineage: Lineage, marker: MarkerId) -> HeadState | None:

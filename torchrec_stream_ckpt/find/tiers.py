@@ -75,6 +75,12 @@ def folder_of(inner: Job) -> Path:
     return parsed.directory
 
 
+def open_job(config: StreamConfig, *, signs: bool = True, copies: bool = True) -> Tier | Tiers:
+    """Open a job's log, or both of its logs, with their stores; arguments as in :func:`open_tier`."""
+    open_it = open_tiers if config.outer is not None else open_tier
+    return open_it(config, signs=signs, copies=copies)
+
+
 def open_tiers(config: StreamConfig, *, signs: bool = True, copies: bool = True) -> Tiers:
     """Open both tiers of a job, for processes other than its trainer; arguments as in :func:`open_tier`."""
     assert config.outer is not None

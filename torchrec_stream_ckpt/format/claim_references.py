@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.claim_changes import check_follows
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.frame import CHANGED_VERSION, MAX_FRAME_BYTES, NEWEST_VERSION, VERSION
 from torchrec_stream_ckpt.format.schema import canonical
+
+if TYPE_CHECKING:
+    from torchrec_stream_ckpt.format.lineage import Lineage
 
 _ROOM = MAX_FRAME_BYTES - 1024
 """Bytes for the JSON of a record. The rest is for the header, padding and an HMAC."""
@@ -51,6 +55,31 @@ def _fitting(claim: Claim) -> Claim:
     if claim.layout is None or len(canonical(claim.body())) <= _ROOM:
         return claim
     return replace(claim, layout=None)
+
+
+def nobodys(lineage: Lineage, generation: int, nonce: str, time_s: float, **more: Any) -> Claim:
+    """Make the CLAIM of a generation without a stream, above all generations in the log.
+
+    Args:
+        lineage: Lineage of the log, with at least one CLAIM.
+        generation: Number of the new generation.
+        nonce, time_s: Nonce and time of the record.
+        more: Other fields that differ from those of the newest CLAIM.
+    """
+    newest = lineage.claims[lineage.newest_generation]
+    parent = lineage.newest.id if lineage.newest is not None else None
+    schema = lineage.claims[parent.generation].schema if parent is not None else newest.schema
+    fields: dict[str, Any] = {"generation": generation, "nonce": nonce, "time_s": time_s, "schema": schema, **more}
+    fields |= {
+        "parent": parent,
+        "world": 0,
+        "swept": (),
+        "changes": None,
+        "announces": None,
+        "mac": "",
+        "version": min(newest.version, VERSION),
+    }
+    return brief(replace(newest, layout=None, **fields), lineage.claims)
 
 
 def alone(claim: Claim) -> Claim:

@@ -18,6 +18,8 @@ from torchrec_stream_ckpt.format.proof import MAX_ID, replicated_id
 
 PAIR_BYTES = 16 * 4 / 3
 """Length of the text of one entry in MARK, in bytes."""
+NESTED = "nested"
+"""Prefix of the entries of optimizers' tensors that are not ``optim.<key>.<parameter>.<state>``."""
 SCALARS = "scalars"
 """Entry name that is used in the digest of a MARK's scalars."""
 _SCALARS = struct.Struct("<6Q3d")

@@ -341,3 +341,17 @@ def json_frame(header: Header, text: bytes) -> bytearray:
     frame = bytearray(HEADER_LEN) + text + b" " * (header.payload_len - len(text))
     seal(header, frame)
     return frame
+
+
+def data_header(frame: Buffer, job: bytes) -> Header:
+    """Return the header of a record in a data partition of ``job``.
+
+    Raises:
+        CorruptionError: the record is a stray; the error gives the reason.
+    """
+    header = parse_header(frame)
+    if header.job != job:
+        raise CorruptionError("frame of another job")
+    if header.kind not in DATA_KINDS:
+        raise CorruptionError(f"{header.kind.name} is not a frame of a data partition")
+    return header

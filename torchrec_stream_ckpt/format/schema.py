@@ -15,6 +15,7 @@ from typing import Any
 
 from crc32c import crc32c
 
+from torchrec_stream_ckpt.errors import SchemaMismatchError
 from torchrec_stream_ckpt.format.proof import MAX_ID
 from torchrec_stream_ckpt.util.types import TableShard, TableSpec
 
@@ -144,3 +145,34 @@ def _new_id(job: bytes, generation: int, name: str, taken: set[int | None]) -> i
         if id_ not in taken:
             return id_
     raise AssertionError
+
+
+def check_schema(saved: Schema, here: Schema) -> None:
+    """Compare the log's tables with the model's.
+
+    Raises:
+        SchemaMismatchError: the tables differ; the error names the first one that differs, the field, and both values.
+    """
+    there_by_name = {table.name: table for _, table in saved.live}
+    here_by_name = {table.name: table for _, table in here.live}
+    for name in sorted(there_by_name.keys() ^ here_by_name.keys()):
+        side = "the log" if name in there_by_name else "this model"
+        raise SchemaMismatchError(
+            f"only {side} has a sharded table with this name",
+            hint="declare renamed, added or dropped tables in restore(changes=...); fresh=True needs another log; a "
+            "table cannot change between data-parallel and sharded",
+            table=name,
+        )
+    for name, there in there_by_name.items():
+        _check_table(there, here_by_name[name])
+
+
+def _check_table(there: TableSpec, here: TableSpec) -> None:
+    for name in ("rows", "dim", "dtype", "optimizer", "states"):
+        saved, found = getattr(there, name), getattr(here, name)
+        if saved != found:
+            raise SchemaMismatchError(
+                f"{name} is {saved} in the log and {found} in this model",
+                hint="restore with the tables that the log was written with, or use another URI",
+                table=there.name,
+            )

@@ -12,9 +12,8 @@ from dataclasses import replace
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, StreamCkptError
 from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes
-from torchrec_stream_ckpt.find.job import open_tier
 from torchrec_stream_ckpt.find.route import Route
-from torchrec_stream_ckpt.find.tiers import TieredJob, Tiers, open_tiers
+from torchrec_stream_ckpt.find.tiers import TieredJob, Tiers, open_job
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
 from torchrec_stream_ckpt.format.record import EVENT_S
 from torchrec_stream_ckpt.job.standby import Standby
@@ -229,9 +228,8 @@ class Restoring:
             return found
         self._streaming.check_root(warm=True)
         config = self._team.together(lambda: source.settings(self._config))
-        signs, two = self._team.rank == 0, config.outer is not None
-        opener = open_tiers if two else open_tier
-        with closing(self._team.together(lambda: opener(config, signs=signs, copies=False))) as there:
+        signs = self._team.rank == 0
+        with closing(self._team.together(lambda: open_job(config, signs=signs, copies=False))) as there:
             tier, tiers = (there.inner, TieredJob(there)) if isinstance(there, Tiers) else (there, None)
             self._team.on_rank0(there.outer.preflight)
             other = Session(replace(self._parts, config=config.inner, tier=tier, tiers=tiers), own=False)

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torchrec_stream_ckpt.errors import CorruptionError, StreamLostError
-from torchrec_stream_ckpt.format.frame import Header
+from torchrec_stream_ckpt.format.frame import Header, data_header
 from torchrec_stream_ckpt.log.api import LogReader
-from torchrec_stream_ckpt.log.stream import Strays, data_header
+from torchrec_stream_ckpt.log.stream import Strays
 from torchrec_stream_ckpt.util.types import LogSpan
 
 _NEAR = 256

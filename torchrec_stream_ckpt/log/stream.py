@@ -7,9 +7,11 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
 from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark
-from torchrec_stream_ckpt.format.frame import DATA_KINDS, Buffer, Header, Kind, check_pad, parse_header, payload_of
+from torchrec_stream_ckpt.format.frame import Header, Kind, check_pad, data_header, payload_of
+from torchrec_stream_ckpt.format.lineage import Lineage, previous_commit
+from torchrec_stream_ckpt.format.proof import Proof
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.util.types import LogSpan, RankEnd, TableShard
 
@@ -51,33 +53,25 @@ class Strays:
             )
 
 
-def data_header(frame: Buffer, job: bytes) -> Header:
-    """Return the header of a record in a data partition of ``job``.
-
-    Raises:
-        CorruptionError: the record is a stray; the error gives the reason.
-    """
-    header = parse_header(frame)
-    if header.job != job:
-        raise CorruptionError("frame of another job")
-    if header.kind not in DATA_KINDS:
-        raise CorruptionError(f"{header.kind.name} is not a frame of a data partition")
-    return header
-
-
 def read_stream(
-    log_: LogReader, commit: Commit, end: RankEnd, after: RankEnd | None = None, strays: Strays | None = None
+    log_: LogReader,
+    commit: Commit,
+    end: RankEnd,
+    after: RankEnd | None = None,
+    strays: Strays | None = None,
+    *,
+    payloads: bool = False,
 ) -> Iterator[tuple[Header, memoryview]]:
     """Yield (header, whole frame) of the frames of one rank in ``commit``'s generation, HELLO first, MARK last.
 
     With ``after``, the end of an earlier marker of the same stream, yields only later frames. The first one must
     continue the chain of the MARK there.
 
-    Headers and their chain are checked here. The caller checks the payload's checksum with
-    ``payload_of``, because a reader needs few of the payloads. Frames of other ranks and generations in
-    the same partition are skipped, and frames that a producer sent twice are yielded once. Any other record that is not
-    the next frame of the stream is skipped as well, and counted in ``strays``. Seq and chain prove at the end that
-    nothing is missing and nothing was inserted.
+    Headers and their chain are checked here, and with ``payloads`` the payloads' checksums, too. Without it, the caller
+    checks them with :func:`checked_payload`, because a reader needs few of the payloads. Frames of other ranks and
+    generations in the same partition are skipped, and frames that a producer sent twice are yielded once. Any other
+    record that is not the next frame of the stream is skipped as well, and counted in ``strays``. Seq and chain prove
+    at the end that nothing is missing and nothing was inserted.
 
     Raises:
         CorruptionError: something is missing, out of order or altered; the error gives its place.
@@ -110,6 +104,8 @@ def read_stream(
             raise _located(CorruptionError("the schema changes within a generation"), commit, end, seq, offset)
         if header.kind is Kind.PAD:
             check_pad(header, checked_payload(header, frame, commit, end))
+        elif payloads:
+            checked_payload(header, frame, commit, end)
         chain = header.header_crc
         seen.append(chain)
         yield header, frame
@@ -166,6 +162,36 @@ def read_mark(header: Header, frame: memoryview, commit: Commit, end: RankEnd) -
         return Mark.from_json(payload, header.version)
     except CorruptionError as error:
         raise _located(error, commit, end, header.seq, None) from None
+
+
+def proof_width(log_: LogReader, lineage: Lineage, commit: Commit) -> int | None:
+    """Return the width of the windows of a marker's generation. None if its log does not record it.
+
+    Reads only the frames of rank 0 for this marker. Returns None for a generation's first marker, which may hold whole
+    tables.
+
+    Raises:
+        LogUnavailableError: the log does not answer.
+    """
+    if previous_commit(lineage, commit.id) is None:
+        return None
+    proof = proof_in_log(log_, lineage, commit)
+    return proof.width if proof is not None else None
+
+
+def proof_in_log(log_: LogReader, lineage: Lineage, commit: Commit) -> Proof | None:
+    """Read the proof in rank 0's MARK of a marker. Returns None if it has none, or if the log no longer holds it.
+
+    Raises:
+        LogUnavailableError: the log does not answer.
+    """
+    previous = previous_commit(lineage, commit.id)
+    end, after = commit.ranks[0], previous.ranks[0] if previous is not None else None
+    try:
+        *_, (header, frame) = read_stream(log_, commit, end, after)
+        return read_mark(header, frame, commit, end).proof
+    except (CorruptionError, TrimmedError):  # another alert reports it
+        return None
 
 
 def checked_payload(header: Header, frame: memoryview, commit: Commit, end: RankEnd) -> memoryview:

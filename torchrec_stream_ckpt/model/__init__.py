@@ -135,7 +135,7 @@ from torchrec_stream_ckpt.model.kernel_guard import Standing, check_free, claim
 from torchrec_stream_ckpt.model.kernels import FusedKernel, LocalShard
 from torchrec_stream_ckpt.model.lookups import FusedUpdate, Key, Lookup
 from torchrec_stream_ckpt.model.modules import fused_kernels, sharded_embeddings
-from torchrec_stream_ckpt.model.optimizers import is_per_row, optimizer_states
+from torchrec_stream_ckpt.model.optimizers import optimizer_states
 from torchrec_stream_ckpt.model.outside_writes import watch_outside_writes
 from torchrec_stream_ckpt.model.wrappers import (
     check_wrappers,
@@ -176,7 +176,6 @@ __all__ = [
     "has_home",
     "has_own_state_dict",
     "id_maps",
-    "is_per_row",
     "load_wrapper_states",
     "named_states",
     "optimizer_parts",

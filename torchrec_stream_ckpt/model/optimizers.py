@@ -52,10 +52,10 @@ OPTIMIZERS = {EmbOptimType[name]: kind for name, kind in _KNOWN.items() if name 
 """The optimizers that this FBGEMM has."""
 
 
-def optimizer_states(name: str) -> tuple[str, ...]:
-    """Return names of the states of rows under a fused optimizer, such as ``exact_rowwise_adagrad``.
+def optimizer_states(name: str) -> dict[str, bool]:
+    """Return the states of rows under a fused optimizer, such as ``exact_rowwise_adagrad``: True for one value a row.
 
-    States of its weight decay or bias correction, which follow them, are left out.
+    States of its weight decay or bias correction, which follow them, are left out. They have one value a row.
 
     Raises:
         ConfigError: It is not captured.
@@ -63,12 +63,7 @@ def optimizer_states(name: str) -> tuple[str, ...]:
     known = {optimizer.name.lower(): kind.states for optimizer, kind in OPTIMIZERS.items()}
     if name not in known:
         raise ConfigError(f"{name!r} is not a supported fused optimizer", hint=f"use one of {', '.join(known)}")
-    return known[name]
-
-
-def is_per_row(name: str, state: str) -> bool:
-    """Return whether a state of this optimizer has one value per row. States of weight decay and bias correction do."""
-    return _PER_ROW.get(name.upper()) == state or state in ("prev_iter", "row_counter")
+    return {state: _PER_ROW.get(name.upper()) == state for state in known[name]}
 
 
 def describe(tbe: SplitTableBatchedEmbeddingBagsCodegen) -> FusedOptimizer | None:

@@ -64,6 +64,17 @@ class DenseMarks:
                 differing.append(DifferingEntry(name, tuple(self._ranks[id_]), self._digests[id_], found[name]))
         return sorted(differing)
 
+    @staticmethod
+    def damaged(entries: Sequence[DifferingEntry], marker: MarkerId) -> CorruptionError:
+        """Return the error of a reader of files. Arguments are those of :func:`not_as_proved`."""
+        return CorruptionError(
+            _said(entries),
+            hint="restore an older marker",
+            marker=marker,
+            entry=entries[0].name,
+            rank=entries[0].ranks[0],
+        )
+
 
 def not_as_proved(entries: Sequence[DifferingEntry], marker: MarkerId) -> ProofMismatchError:
     """Return the error of a restore.
@@ -75,17 +86,6 @@ def not_as_proved(entries: Sequence[DifferingEntry], marker: MarkerId) -> ProofM
     return ProofMismatchError(
         _said(entries),
         hint="restore an older marker, or continue with this dense state: restore(..., accept_unproved=True)",
-        marker=marker,
-        entry=entries[0].name,
-        rank=entries[0].ranks[0],
-    )
-
-
-def damaged(entries: Sequence[DifferingEntry], marker: MarkerId) -> CorruptionError:
-    """Return the error of a reader of files. Arguments are those of :func:`not_as_proved`."""
-    return CorruptionError(
-        _said(entries),
-        hint="restore an older marker",
         marker=marker,
         entry=entries[0].name,
         rank=entries[0].ranks[0],

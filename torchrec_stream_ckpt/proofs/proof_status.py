@@ -33,6 +33,10 @@ class ProofStanding:
     differing_at: tuple[MarkerId, ...]
     """Markers at which they differed, newest first."""
 
+    def said(self) -> str:
+        """Describe the differing blocks, for people."""
+        return blocks_differ(self.differing)
+
 
 def of_history(lineage: Lineage, said: Iterable[Comparison], who: str = STORE) -> dict[MarkerId, Comparison]:
     """Return the newest comparison at each committed marker.

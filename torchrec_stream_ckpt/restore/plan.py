@@ -22,11 +22,11 @@ from torchrec_stream_ckpt.format.control import TableScalars
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.interval import Interval
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.format.schema import Schema, check_schema
 from torchrec_stream_ckpt.format.segment import check_tables, slices_of
 from torchrec_stream_ckpt.restore.views import Views
 from torchrec_stream_ckpt.store.catalog import Picked, Piece
-from torchrec_stream_ckpt.util.types import MarkerId, TableShard, TableSpec
+from torchrec_stream_ckpt.util.types import MarkerId, TableShard
 
 Columns = tuple[int, int, int]
 """Column slice of a table: (table, first column, number of columns)."""
@@ -445,37 +445,6 @@ def _check_indices(saved: Schema, here: Schema) -> None:
                 f"the table has index {there[name]} in the log, but {index} in this model: the log's model was changed",
                 hint="put the tables into the marker's order before making this plan",
                 table=name,
-            )
-
-
-def check_schema(saved: Schema, here: Schema) -> None:
-    """Compare the log's tables with the model's.
-
-    Raises:
-        SchemaMismatchError: the tables differ; the error names the first one that differs, the field, and both values.
-    """
-    there_by_name = {table.name: table for _, table in saved.live}
-    here_by_name = {table.name: table for _, table in here.live}
-    for name in sorted(there_by_name.keys() ^ here_by_name.keys()):
-        side = "the log" if name in there_by_name else "this model"
-        raise SchemaMismatchError(
-            f"only {side} has a sharded table with this name",
-            hint="declare renamed, added or dropped tables in restore(changes=...); fresh=True needs another log; a "
-            "table cannot change between data-parallel and sharded",
-            table=name,
-        )
-    for name, there in there_by_name.items():
-        _check_table(there, here_by_name[name])
-
-
-def _check_table(there: TableSpec, here: TableSpec) -> None:
-    for name in ("rows", "dim", "dtype", "optimizer", "states"):
-        saved, found = getattr(there, name), getattr(here, name)
-        if saved != found:
-            raise SchemaMismatchError(
-                f"{name} is {saved} in the log and {found} in this model",
-                hint="restore with the tables that the log was written with, or use another URI",
-                table=there.name,
             )
 
 

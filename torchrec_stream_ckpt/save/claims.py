@@ -23,9 +23,8 @@ from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.imported import check_may_begin, unfinished_warm_start
 from torchrec_stream_ckpt.format.lineage import told_to
 from torchrec_stream_ckpt.format.rank_shards import RankShards
-from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.format.schema import Schema, check_schema
 from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.restore.plan import check_schema
 from torchrec_stream_ckpt.save.generation import claim_generation, newest_held
 from torchrec_stream_ckpt.util.types import MarkerId
 
@@ -36,7 +35,7 @@ _REOPEN_S = 30.0
 
 
 class OuterTier(Protocol):
-    """(rank 0) Second tier of a job, as claims and the stream use it. :mod:`.extras.tiers` implements it."""
+    """(rank 0) Second tier of a job, as claims and the stream use it. :mod:`.tiers.job` implements it."""
 
     @property
     def control(self) -> Control:

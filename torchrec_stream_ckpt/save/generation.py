@@ -6,8 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from torchrec_stream_ckpt.errors import (
     ConfigError,
@@ -19,9 +18,9 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, check_follows
 from torchrec_stream_ckpt.format.claim_features import DENSE_PROOF
-from torchrec_stream_ckpt.format.claim_references import brief
+from torchrec_stream_ckpt.format.claim_references import brief, nobodys
 from torchrec_stream_ckpt.format.control import Claim
-from torchrec_stream_ckpt.format.frame import VERSION, Header, Kind
+from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.schema import Schema
@@ -299,31 +298,6 @@ def fence_of(lineage: Lineage, uri: str) -> Claim:
     if not lineage.claims:
         raise MarkerNotFoundError("no trainer ever opened this log", hint="check the URI", uri=uri)
     return nobodys(lineage, lineage.next_generation, uuid.uuid4().hex, time.time())
-
-
-def nobodys(lineage: Lineage, generation: int, nonce: str, time_s: float, **more: Any) -> Claim:
-    """Make the CLAIM of a generation without a stream, above all generations in the log.
-
-    Args:
-        lineage: Lineage of the log, with at least one CLAIM.
-        generation: Number of the new generation.
-        nonce, time_s: Nonce and time of the record.
-        more: Other fields that differ from those of the newest CLAIM.
-    """
-    newest = lineage.claims[lineage.newest_generation]
-    parent = lineage.newest.id if lineage.newest is not None else None
-    schema = lineage.claims[parent.generation].schema if parent is not None else newest.schema
-    fields: dict[str, Any] = {"generation": generation, "nonce": nonce, "time_s": time_s, "schema": schema, **more}
-    fields |= {
-        "parent": parent,
-        "world": 0,
-        "swept": (),
-        "changes": None,
-        "announces": None,
-        "mac": "",
-        "version": min(newest.version, VERSION),
-    }
-    return brief(replace(newest, layout=None, **fields), lineage.claims)
 
 
 def check_same_log(log_: Log, dense: DenseStore, config: StreamConfig, claim: Claim, rank: int) -> None:

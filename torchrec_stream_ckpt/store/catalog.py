@@ -23,6 +23,7 @@ from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Manifest, Segmen
 from torchrec_stream_ckpt.format.packed_commit import read_manifest
 from torchrec_stream_ckpt.format.segment import Front
 from torchrec_stream_ckpt.store.api import Objects, Readable
+from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.prefetched import side_by_side
 from torchrec_stream_ckpt.util.layout import (
     DROPPED_DIR,
@@ -172,6 +173,18 @@ class Catalog:
         catalog = cls(objects, job)
         catalog.refresh()
         return catalog
+
+    @classmethod
+    def of_job(cls, objects: Objects | None, lineage: Lineage) -> Catalog | None:
+        """List the objects of a job in its store. Returns None if the job has written nothing there.
+
+        Raises:
+            StoreUnavailableError: it does not answer.
+            UnsupportedError: the store has a newer format.
+        """
+        if objects is None or not lineage.claims or not check_store(objects):
+            return None
+        return cls.load(objects, lineage.job)
 
     def refresh(self) -> None:
         """List again."""

@@ -25,6 +25,7 @@ from torchrec_stream_ckpt.format.dense_files import (
     agree,
     altered,
     listed,
+    whole,
 )
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.dense_objects import DenseObjects
@@ -140,14 +141,18 @@ def lacking(objects: Objects, commit: Commit, files: Iterable[DenseFile]) -> lis
 
 
 def copy_dense(
-    source: DenseStore, commit: Commit, files: Iterable[DenseFile], target: Objects, going_on: Callable[[], None]
+    source: DenseStore,
+    commit: Commit,
+    files: Iterable[DenseFile] | None,
+    target: Objects,
+    going_on: Callable[[], None],
 ) -> Iterator[DenseFile]:
     """Copy dense files of a marker into a store. Yields each file after its copy.
 
     Args:
         source: Source of the files. All of them are compared with COMMIT first.
         commit: COMMIT of the marker.
-        files: Files that ``target`` lacks.
+        files: Files that ``target`` lacks; None: those of ``source`` that it lacks.
         target: Store to copy to.
         going_on: Called before each file. It stops the work by raising.
 
@@ -155,6 +160,8 @@ def copy_dense(
         CorruptionError: a file is missing or was altered.
         StoreUnavailableError: one of the two does not answer.
     """
+    if files is None:
+        files = lacking(target, commit, whole(commit.dense_list, source.files(commit)))
     try:
         source.verify(commit)
         folder = source.local(commit)

@@ -56,9 +56,9 @@ class Reached:
         return same and marker > self.marker and marker.marker % self.every == 0
 
 
-def note_reached(objects: Objects, job: bytes, reached: Reached) -> None:
-    """Record the progress of the outer tier. Earlier records are deleted."""
-    name = reached_name(job, reached.marker, reached.every)
+def note_reached(objects: Objects, job: bytes, marker: MarkerId, every: int) -> None:
+    """Record the progress of the outer tier, as in :class:`Reached`. Earlier records are deleted."""
+    name, reached = reached_name(job, marker, every), Reached(marker, every)
     if objects.size(name) is None:
         objects.put(name, [b""])
     for said in _said(objects, job):

@@ -43,6 +43,17 @@ class MarkerId(NamedTuple):
             raise ConfigError(f"'{text}' is not a marker", hint="write it as GENERATION:MARKER, for example 2:17")
         return cls(int(match[1]), int(match[2]))
 
+    @classmethod
+    def or_latest(cls, marker: str) -> MarkerId | None:
+        """Read ``GENERATION:MARKER``; returns None for ``latest``.
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        if not isinstance(marker, str):
+            raise ConfigError(f'marker must be a string such as "2:17", got {marker!r}', hint='pass "2:17" or "latest"')
+        return None if marker == "latest" else cls.parse(marker)
+
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:

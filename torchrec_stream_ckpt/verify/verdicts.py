@@ -18,6 +18,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 
 from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
 from torchrec_stream_ckpt.find.route import Route, layout_of, locate
@@ -77,7 +78,7 @@ class Verified:
     """Descriptions of damaged objects of the store whose rows were read from elsewhere."""
 
 
-CompareDense = Callable[[DenseStore, Commit, Proof | None, Mapping[int, DenseProof]], Compared]
+CompareDense = Callable[[Path, Commit, Proof | None, Mapping[int, DenseProof]], Compared]
 """Compares a marker's dense files with its proofs: that of rank 0 for replicated tables, and those of all ranks."""
 
 
@@ -103,7 +104,7 @@ def dense_of(
     proof = said.proof if said is not None and said.proof is not None and said.proof.replicated else None
     if compare_dense is None or (proof is None and not proofs):
         return Compared()
-    return compare_dense(dense, commit, proof, proofs)
+    return compare_dense(dense.local(commit), commit, proof, proofs)
 
 
 _KEPT = 1024

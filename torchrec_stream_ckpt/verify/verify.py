@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
-from torchrec_stream_ckpt.find.route import damage_of, instead_of_log, load_catalog, locate
+from torchrec_stream_ckpt.find.route import damage_of, instead_of_log, locate
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.verify.verdicts import CompareDense, Verified, Verifier
@@ -44,7 +45,7 @@ def verify_marker(
         TrimmedError: the log was trimmed, and the marker needs the deleted data.
     """
     commit = lineage.find(marker)
-    catalog, damaged = load_catalog(objects, lineage), dict[str, CorruptionError]()
+    catalog, damaged = Catalog.of_job(objects, lineage), dict[str, CorruptionError]()
     while True:
         route = locate(lineage, marker, catalog, damaged=damaged, told=told, summaries=False)
         if not route.wrote_to(log.incarnation()):

@@ -32,7 +32,7 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.end_note import Outcome
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.proofs.weights import WeightProof
+from torchrec_stream_ckpt.inner import WeightProof
 from torchrec_stream_ckpt.util.options import Options
 from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
 

@@ -12,8 +12,7 @@ from torchrec_stream_ckpt.extras.follower.source import handed_out
 from torchrec_stream_ckpt.format.claim_changes import in_words
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.restore.plan import check_schema
+from torchrec_stream_ckpt.format.schema import Schema, check_schema
 from torchrec_stream_ckpt.util.types import MarkerId
 
 

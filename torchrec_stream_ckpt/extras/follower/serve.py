@@ -18,17 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
+from torchrec_stream_ckpt.extras.follower.serving import Encoding, encode, rows_frame, served_schema, to_float32
 from torchrec_stream_ckpt.extras.follower.unproved_blocks import IN_A_STREAM, older_proofs_of, proof_of, refusal
 from torchrec_stream_ckpt.extras.follower.updates import Update, UpdateKind
-from torchrec_stream_ckpt.find.job import Job
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, changes_of
 from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, Serve
 from torchrec_stream_ckpt.format.frame import CHANGED_VERSION, VERSION, Header, Kind, json_frame
 from torchrec_stream_ckpt.format.rows import Array, RowLayout
 from torchrec_stream_ckpt.format.schema import Schema, canonical
-from torchrec_stream_ckpt.format.serving import Encoding, encode, rows_frame, served_schema, to_float32
-from torchrec_stream_ckpt.log.api import DataWriter
-from torchrec_stream_ckpt.proofs.unproved import Compared
+from torchrec_stream_ckpt.inner import Compared, DataWriter, Job
 from torchrec_stream_ckpt.util.options import Options
 from torchrec_stream_ckpt.util.types import RankEnd, TableShard, TableSpec
 from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri

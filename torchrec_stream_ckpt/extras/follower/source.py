@@ -14,20 +14,22 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, OtherLogError, TrimmedError
+from torchrec_stream_ckpt.extras.follower.serving import decode, decoded_table, is_served
 from torchrec_stream_ckpt.extras.follower.updates import Changed
-from torchrec_stream_ckpt.extras.interchange.older_proofs import older_proofs
-from torchrec_stream_ckpt.extras.interchange.rows import MarkerRows, TableReader, TableWindow, open_rows
-from torchrec_stream_ckpt.find.job import Job
-from torchrec_stream_ckpt.find.route import load_catalog
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.format.serving import decode, decoded_table, is_served
-from torchrec_stream_ckpt.proofs.seen_marks import Said
-from torchrec_stream_ckpt.proofs.weights import WeightProof
-from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.inner import (
+    Catalog,
+    Job,
+    MarkerRows,
+    Objects,
+    TableReader,
+    TableWindow,
+    WeightProof,
+    open_rows,
+)
 from torchrec_stream_ckpt.util.options import Options
 from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
 from torchrec_stream_ckpt.util.uris import check_store_url
@@ -115,14 +117,14 @@ class FollowedJob:
     def newest_offered(self, lineage: Lineage, passed: Set[MarkerId] = frozenset()) -> Commit | None:
         """Return the newest marker that was neither given up nor passed over; None if no marker is left."""
         newest = lineage.newest
-        catalog = load_catalog(self.objects(newest), lineage) if newest is not None else None
+        catalog = Catalog.of_job(self.objects(newest), lineage) if newest is not None else None
         left = (each for each in reversed(lineage.commits.values()) if each.id not in passed)
         return next((each for each in left if catalog is None or not _was_given_up(catalog, each)), None)
 
     def given_up(self, lineage: Lineage, after: Commit | None) -> frozenset[MarkerId]:
         """Return the markers newer than ``after`` that the store of the newest marker has given up."""
         newest = lineage.newest
-        catalog = load_catalog(self.objects(newest), lineage) if newest is not None else None
+        catalog = Catalog.of_job(self.objects(newest), lineage) if newest is not None else None
         if catalog is None:
             return frozenset()
         return frozenset(
@@ -176,7 +178,7 @@ class FollowedJob:
     def whole(self, lineage: Lineage, commit: Commit) -> Iterator[Delivered]:
         """Yield every row of a marker, from the store and from the log after it; raises as :func:`open_rows`."""
         with self._open(lineage, commit, self.objects(commit), proofs=True) as rows:
-            yield Delivered(partial(self._windows, rows), partial(_proof, rows), partial(older_proofs, rows))
+            yield Delivered(partial(self._windows, rows), rows.proof, rows.older_proofs)
 
     @contextlib.contextmanager
     def since(self, lineage: Lineage, start: MarkerId, commit: Commit, *, stored: bool) -> Iterator[Delivered]:
@@ -190,7 +192,7 @@ class FollowedJob:
         """
         objects = self.objects(commit) if stored else None
         with self._open(lineage, commit, objects, start) as rows:
-            yield Delivered(partial(self._sent, rows), partial(_proof, rows))
+            yield Delivered(partial(self._sent, rows), rows.proof)
 
     @contextlib.contextmanager
     def some(self, lineage: Lineage, commit: Commit, ids: Ids) -> Iterator[Callable[[], Iterator[Changed]]]:
@@ -272,11 +274,6 @@ def _was_given_up(catalog: Catalog, commit: Commit) -> bool:
         raise
     except CorruptionError:
         return True
-
-
-def _proof(rows: MarkerRows) -> WeightProof | None:
-    """Return the proof that a marker has of its weights."""
-    return WeightProof.of(rows.marker, rows.schema, [Said(each.shards, each.mark.proof) for each in rows.said()])
 
 
 def handed_out(schema: Schema) -> Schema:

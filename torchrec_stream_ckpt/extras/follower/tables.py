@@ -32,10 +32,7 @@ from torchrec_stream_ckpt.extras.interchange.dense_state import DenseTensors, re
 from torchrec_stream_ckpt.extras.interchange.names import TorchRecName
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved
-from torchrec_stream_ckpt.proofs.weights import WeightProof
-from torchrec_stream_ckpt.restore.proof_check import compare_replicated
-from torchrec_stream_ckpt.restore.target import Plane
+from torchrec_stream_ckpt.inner import Compared, Plane, Unproved, WeightProof, compare_replicated
 from torchrec_stream_ckpt.util.interpreter_exit import end_at_exit
 from torchrec_stream_ckpt.util.metrics import FOLLOWER_METRICS, labels_of, serve_metrics
 from torchrec_stream_ckpt.util.types import MarkerId, TableSpec

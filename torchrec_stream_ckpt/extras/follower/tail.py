@@ -10,11 +10,10 @@ import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import CorruptionError, StreamLostError
 from torchrec_stream_ckpt.format.control import Claim, Commit
-from torchrec_stream_ckpt.format.frame import Header, Kind, check_pad, payload_of
+from torchrec_stream_ckpt.format.frame import Header, Kind, check_pad, data_header, payload_of
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
-from torchrec_stream_ckpt.log.api import Log
-from torchrec_stream_ckpt.log.stream import data_header
+from torchrec_stream_ckpt.inner import Log
 from torchrec_stream_ckpt.util.types import LogSpan
 
 BATCH_BYTES = 64 * 2**20

@@ -12,8 +12,7 @@ import numpy.typing as npt
 from torchrec_stream_ckpt.errors import CorruptionError, ProofMismatchError, TrimmedError
 from torchrec_stream_ckpt.extras.follower.updates import Changed, Update
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
-from torchrec_stream_ckpt.proofs.unproved import Unproved, UnprovedBlock
-from torchrec_stream_ckpt.proofs.weights import WeightProof
+from torchrec_stream_ckpt.inner import Unproved, UnprovedBlock, WeightProof
 from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
 
 log = logging.getLogger(__name__)

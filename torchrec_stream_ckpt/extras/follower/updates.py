@@ -14,7 +14,7 @@ import numpy.typing as npt
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.proofs.weights import WeightProof
+from torchrec_stream_ckpt.inner import WeightProof
 from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
 
 _MARKER = re.compile(r"\d+:\d+")

@@ -19,7 +19,7 @@ from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
 from torchrec_stream_ckpt.extras.interchange.names import TorchRecName, nearest
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.model import is_per_row, optimizer_states
+from torchrec_stream_ckpt.inner import optimizer_states
 from torchrec_stream_ckpt.util.types import StateSpec, TableSpec
 
 Part = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -189,7 +189,7 @@ def states_of(optimizer: str) -> tuple[str, ...]:
     Raises:
         ConfigError: this optimizer is not supported.
     """
-    return () if optimizer == NO_OPTIMIZER else optimizer_states(optimizer)
+    return () if optimizer == NO_OPTIMIZER else tuple(optimizer_states(optimizer))
 
 
 def _no_tables(model: Mapping[str, str]) -> ConfigError:
@@ -305,7 +305,7 @@ def _table(
                 "by columns, import ShardedTensors, because a gathered tensor does not record the split",
                 **where,
             )
-        if per_row != is_per_row(optimizer, state):
+        if per_row != optimizer_states(optimizer).get(state, True):
             wanted, found = ("weight", "row") if per_row else ("row", "weight")
             raise ConfigError(
                 f"{optimizer} keeps {state} for each {wanted}, but the checkpoint has one per {found} ({key})",

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.extras.interchange.dense_state import DenseTensors
 from torchrec_stream_ckpt.extras.interchange.names import TorchRecName
-from torchrec_stream_ckpt.extras.interchange.rows import TableReader, TableWindow
+from torchrec_stream_ckpt.inner import TableReader, TableWindow
 
 Path_ = tuple[str, ...]
 """Path of an entry in the nested state dict."""

@@ -22,10 +22,10 @@ from torchrec_stream_ckpt.extras.interchange.dense_state import (
     entries_for_others,
     put_together,
 )
-from torchrec_stream_ckpt.find.job import Job
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import check_names
 from torchrec_stream_ckpt.format.dense_files import DenseFile
+from torchrec_stream_ckpt.inner import Job
 from torchrec_stream_ckpt.util.layout import dense_file_name
 
 METADATA = ".metadata"

@@ -21,17 +21,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from torchrec_stream_ckpt.dense.dcp import read_json
-from torchrec_stream_ckpt.dense.dense_prover import entry_digests
-from torchrec_stream_ckpt.dense.optimizer_state import NESTED, read
 from torchrec_stream_ckpt.errors import CorruptionError, UnsupportedError
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.format.entry_digests import DenseProof
+from torchrec_stream_ckpt.format.entry_digests import NESTED, DenseProof
 from torchrec_stream_ckpt.format.proof import Proof
-from torchrec_stream_ckpt.proofs.dense import DenseMarks, damaged
-from torchrec_stream_ckpt.proofs.unproved import Compared
-from torchrec_stream_ckpt.restore.proof_check import compare_replicated
-from torchrec_stream_ckpt.store.dense import DenseStore
+from torchrec_stream_ckpt.inner import Compared, DenseMarks, compare_replicated, entry_digests, read_saved
 
 OF_RANK_0 = ("rank0.buffers", "rank0.optimizers")
 """Entries that may differ between ranks. Readers without a model get those of rank 0."""
@@ -112,7 +106,7 @@ def _buffers(data: bytes) -> dict[str, Any]:
 def _optimizer_states(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return optimizer states, by parameter and state; those of rank 0 if ranks may differ."""
     if "rank0.optimizers" in values:
-        saved = read(read_json(values["rank0.optimizers"], "rank0.optimizers"), values, {})
+        saved = read_saved(values, "rank0.optimizers")
         return {
             name: state
             for optimizer in saved.values()
@@ -177,11 +171,11 @@ _READ_BYTES = 64 * 2**20
 """Most bytes of entries that are read at once, unless a single entry is larger."""
 
 
-def compare_dense(dense: DenseStore, commit: Commit, proof: Proof | None, proofs: Mapping[int, DenseProof]) -> Compared:
+def compare_dense(folder: Path, commit: Commit, proof: Proof | None, proofs: Mapping[int, DenseProof]) -> Compared:
     """Read the dense state of a marker whose files were verified; holds a part of it at a time.
 
     Args:
-        dense: Store of the files.
+        folder: Folder with the files.
         commit: The marker's COMMIT.
         proof: The proof of its rank 0 for replicated tables; None if the marker has no such proof.
         proofs: Proofs of entries, by rank.
@@ -189,7 +183,7 @@ def compare_dense(dense: DenseStore, commit: Commit, proof: Proof | None, proofs
     Raises:
         CorruptionError: a file cannot be read, or an entry differs from its value at the cut.
     """
-    reader = FileSystemReader(dense.local(commit))
+    reader = FileSystemReader(folder)
     metadata = reader.read_metadata()
     compared = Compared()
     for each in proof.replicated if proof is not None else ():
@@ -211,7 +205,7 @@ def _compare_entries(reader: FileSystemReader, metadata: Metadata, marks: DenseM
         for each in marks.differing(entry_digests(read_entries(reader, metadata, list(names))))
     ]
     if different:
-        raise damaged(different, commit.id)
+        raise marks.damaged(different, commit.id)
 
 
 def _groups(metadata: Metadata, marks: DenseMarks) -> Iterator[Sequence[str]]:

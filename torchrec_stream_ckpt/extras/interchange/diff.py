@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_stream_ckpt.extras.interchange.export import chosen_tables
-from torchrec_stream_ckpt.extras.interchange.rows import MarkerRows, TableReader
 from torchrec_stream_ckpt.format.claim_changes import TableChange, changes_of, differences
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import files_at
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.inner import MarkerRows, TableReader
 from torchrec_stream_ckpt.util.types import TOMBSTONE, MarkerId, TableSpec
 
 Flags = npt.NDArray[np.bool_]

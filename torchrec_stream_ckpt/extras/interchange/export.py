@@ -11,11 +11,11 @@ from pathlib import Path
 
 from torchrec_stream_ckpt.errors import TORCH_HINT, ConfigError
 from torchrec_stream_ckpt.extras.interchange.parquet import write_parquet
-from torchrec_stream_ckpt.extras.interchange.rows import MarkerRows, TableReader
 from torchrec_stream_ckpt.extras.interchange.safetensors import write_safetensors
 from torchrec_stream_ckpt.extras.interchange.target import ExportTarget, new_folder
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.inner import MarkerRows, TableReader
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import json
 import re
-import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from threading import Event
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,9 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.evolve.changes import Changes
-from torchrec_stream_ckpt.evolve.model_evolution import evolve
-from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, ModelSchema
-from torchrec_stream_ckpt.evolve.report import EvolutionReport
+from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
 from torchrec_stream_ckpt.extras.interchange.contents import (
     NO_OPTIMIZER,
     Checkpoint,
@@ -39,22 +36,9 @@ from torchrec_stream_ckpt.extras.interchange.contents import (
     tensor_entry,
 )
 from torchrec_stream_ckpt.extras.interchange.names import TorchRecName
-from torchrec_stream_ckpt.extras.interchange.writer import MARKER, Batch, write_stream
-from torchrec_stream_ckpt.format.control import Claim, Commit
-from torchrec_stream_ckpt.format.dense import digest_files
-from torchrec_stream_ckpt.format.dense_files import DenseFile
-from torchrec_stream_ckpt.format.imported import check_may_import, import_nonce
-from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.rows import Array
-from torchrec_stream_ckpt.log.api import Log
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.save.generation import claim_generation
-from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.dense import DenseStore, name_files
-from torchrec_stream_ckpt.util.config import StreamConfig
-from torchrec_stream_ckpt.util.failpoints import failpoint
-from torchrec_stream_ckpt.util.layout import dense_name
-from torchrec_stream_ckpt.util.types import MarkerId, TableShard
+from torchrec_stream_ckpt.inner import Batch, DenseEntry, EvolutionReport, Tier, write_import
+from torchrec_stream_ckpt.util.types import TableShard
 
 if TYPE_CHECKING:
     from torchrec_stream_ckpt.extras.interchange.contents import ImportSource
@@ -95,7 +79,7 @@ class IntoModel:
             ConfigError: all names of the checkpoint have another prefix than those of the model.
         """
         self._check_prefix(held)
-        return EvolutionReport.of(evolve(held, self.model, self.changes, imported=states))
+        return EvolutionReport.compare(held, self.model, self.changes, states)
 
     def _check_prefix(self, held: ModelSchema) -> None:
         """Refuse another prefix of names. It would look like other tables, and accepting that would initialize all of
@@ -156,11 +140,7 @@ class Imported:
 
 def import_checkpoint(
     checkpoint: Checkpoint,
-    log: Log,
-    control: Control,
-    dense: DenseStore,
-    objects: Objects,
-    config: StreamConfig,
+    tier: Tier,
     source: ImportSource,
     into: IntoModel | None = None,
     progress: Callable[[int], None] = lambda _: None,
@@ -172,11 +152,7 @@ def import_checkpoint(
 
     Args:
         checkpoint: The checkpoint to import.
-        log: The log to write to.
-        control: Its control partition.
-        dense: Destination of the dense state.
-        objects: The store that holds it.
-        config: The URI and store of both, as the job will have them.
+        tier: The log and the store to write to, as the job will have them.
         source: Facts that the checkpoint does not contain.
         into: The model that continues with it; None: it is not compared.
         progress: Called with the bytes of each chunk.
@@ -193,47 +169,24 @@ def import_checkpoint(
     report = into.compare(held(checkpoint, contents), states_by_parameter(contents)) if into is not None else None
     checkpoint.check(contents.taken)
     values = checkpoint.whole([*contents.dense.values(), *contents.dense_states.values()])
-    unfinished = check_may_import(control.refresh(), config.uris[-1])
-    schema = contents.schema
     shards = [
         TableShard(index, 0, table.spec.rows, col0, cols)
         for index, table in enumerate(contents.tables)
         for col0, cols in table.slices
     ]
-    layout, swept = RankShards.of([shards]), tuple(range(len(schema.tables)))
-    nonce = import_nonce()
-    claim = claim_generation(log, control, dense, objects, config, schema, 1, None, swept, layout=layout, nonce=nonce)
-    check_may_import(control.lineage, config.uris[-1])  # another one may have ended before that CLAIM
     batches = _batches(checkpoint, contents.tables, progress)
-    end = write_stream(log, claim, shards, batches, source.step, config.commit_timeout_s)
-    failpoint("import.rows")
-    files = _write_dense(values, contents, dense, claim)
-    marker = MarkerId(claim.generation, MARKER)
-    named, list_ = name_files(dense, claim.job, marker, files)
-    commit = Commit(
-        job=claim.job,
-        generation=claim.generation,
-        nonce=claim.nonce,
-        marker=MARKER,
-        step=source.step,
-        ranks=(end,),
-        dense=dense_name(claim.job, marker),
-        dense_files=named,
-        dense_list=list_,
-        time_s=time.time(),
-        store=config.store_url if config.store else "",
+    written = write_import(
+        tier, contents.schema, shards, batches, lambda folder: _save_dense(folder, values, contents), source.step
     )
-    control.commit(commit, config.commit_timeout_s, Event())
-    dense.settle(claim.job, marker)
     specs = [table.spec for table in contents.tables]
     return Imported(
-        marker=str(marker),
+        marker=str(written.marker),
         step=source.step,
-        uri=config.uris[-1],
-        unfinished=unfinished,
+        uri=tier.config.uris[-1],
+        unfinished=written.unfinished,
         tables=tuple(spec.name for spec in specs),
         rows=sum(spec.rows for spec in specs),
-        num_bytes=end.num_bytes,
+        num_bytes=written.num_bytes,
         dense=len(contents.dense),
         dense_states=len(contents.dense_states),
         not_taken=contents.rest,
@@ -290,7 +243,7 @@ def _array(tensor: torch.Tensor) -> Array:
     return bits.numpy()
 
 
-def _write_dense(values: dict[str, Any], contents: Contents, dense: DenseStore, claim: Claim) -> tuple[DenseFile, ...]:
+def _save_dense(folder: Path, values: dict[str, Any], contents: Contents) -> None:
     """Write the marker's dense directory, in the form in which ``dense/dense_state.py`` reads an imported one."""
     optim: dict[str, dict[str, Any]] = {}
     for (parameter, kind), entry in contents.dense_states.items():
@@ -301,14 +254,9 @@ def _write_dense(values: dict[str, Any], contents: Contents, dense: DenseStore, 
         "optim": {"imported": optim},
         "shared": {"imported": torch.frombuffer(bytearray(note), dtype=torch.uint8)},
     }
-    marker = MarkerId(claim.generation, MARKER)
-    folder = dense.writing(claim.job, marker)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         save(_without_empty(state), storage_writer=FileSystemWriter(folder), no_dist=True)
-    files = digest_files(folder, [path.name for path in folder.iterdir()])
-    dense.publish(claim.job, marker, files)
-    return files
 
 
 def _without_empty(state: dict[str, Any]) -> dict[str, Any]:

@@ -14,16 +14,21 @@ from typing import Any, TypeVar
 import numpy as np
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
-from torchrec_stream_ckpt.extras.interchange import rows as rows_module
-from torchrec_stream_ckpt.extras.interchange.marker_lookup import Where, check_marker, find_marker
 from torchrec_stream_ckpt.extras.interchange.names import nearest
-from torchrec_stream_ckpt.extras.interchange.rows import Ints, MarkerRows, TableReader, TableWindow, rows_at
-from torchrec_stream_ckpt.find.find import Damaged
-from torchrec_stream_ckpt.find.job import Job
-from torchrec_stream_ckpt.find.route import Route
-from torchrec_stream_ckpt.find.tiers import Tiers
-from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.proof import Ints
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array
+from torchrec_stream_ckpt.inner import (
+    Damaged,
+    Job,
+    MarkerRows,
+    Route,
+    TableReader,
+    TableWindow,
+    Tiers,
+    Where,
+    find_marker,
+    rows_at,
+)
 from torchrec_stream_ckpt.util.options import Options
 from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
 
@@ -68,14 +73,10 @@ def open_marker(
     """
     with ExitStack() as undo:
         job = undo.enter_context(Where(uri, store, store_options, kafka_options, commit_key_file).open())
-        route = find_marker(job, check_marker(marker), Damaged(), _no_dense)
+        route = find_marker(job, MarkerId.or_latest(marker), Damaged(), None)
         lazy = _RowsOnDemand(job, route, Path(scratch if scratch is not None else tempfile.gettempdir()))
         undo.callback(lazy.close)
         return OpenMarker(route, lazy, undo.pop_all())
-
-
-def _no_dense(_: Job, __: Commit) -> None:
-    """Skip the check: the dense state is not opened."""
 
 
 class _RowsOnDemand:
@@ -110,7 +111,7 @@ class _RowsOnDemand:
                 if isinstance(self._job, Job):
                     raise
                 self._damaged.elsewhere(self._route, error)
-            self._route = find_marker(self._job, self._route.marker, self._damaged, _no_dense)
+            self._route = find_marker(self._job, self._route.marker, self._damaged, None)
             self._let_go()
 
     def _reader(self, table: int) -> TableReader:
@@ -252,7 +253,7 @@ class RowSection:
         return self._lazy.of(self._table, lambda reader: self._picked(reader, ids))
 
     def _picked(self, reader: TableReader, ids: Ints) -> Array:
-        height = max(1, rows_module.WINDOW_BYTES // reader.row_bytes)
+        height = reader.height
         parts = [
             self._section(reader, reader.pick(ids[begin : begin + height]))
             for begin in range(0, max(1, len(ids)), height)

@@ -11,8 +11,8 @@ import numpy as np
 
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.extras.interchange.names import state_names
-from torchrec_stream_ckpt.extras.interchange.rows import TableReader, TableWindow
 from torchrec_stream_ckpt.format.rows import Array
+from torchrec_stream_ckpt.inner import TableReader, TableWindow
 
 _WIDENED = ("bfloat16", "float16")
 """Dtypes written as float32, which holds each of their values: few readers of Parquet know half precision."""

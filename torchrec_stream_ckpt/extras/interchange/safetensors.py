@@ -16,9 +16,9 @@ from typing import BinaryIO
 
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.extras.interchange.names import state_names
-from torchrec_stream_ckpt.extras.interchange.rows import TableReader, TableWindow
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.format.rows import Array
+from torchrec_stream_ckpt.inner import TableReader, TableWindow
 
 METADATA = "__metadata__"
 INDEX = "model.safetensors.index.json"

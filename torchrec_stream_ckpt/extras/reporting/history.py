@@ -17,8 +17,7 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import decode_rows
-from torchrec_stream_ckpt.log.api import Log
-from torchrec_stream_ckpt.log.stream import read_stream
+from torchrec_stream_ckpt.inner import Log, read_stream
 from torchrec_stream_ckpt.util.types import MarkerId, RankEnd, TableSpec
 
 MEAN, LONGEST = "stream_ckpt/blocked_ms_mean", "stream_ckpt/blocked_ms_max"

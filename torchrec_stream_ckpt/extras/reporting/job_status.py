@@ -10,48 +10,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
-from torchrec_stream_ckpt.find.holdings import Holdings
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.end_note import Outcome
 from torchrec_stream_ckpt.format.lineage import Lineage, previous_commit
-from torchrec_stream_ckpt.format.proof import Proof, Proved
+from torchrec_stream_ckpt.format.proof import Proved
 from torchrec_stream_ckpt.format.record import REFUSED
-from torchrec_stream_ckpt.log.api import LogReader
-from torchrec_stream_ckpt.log.stream import read_mark, read_stream
-from torchrec_stream_ckpt.proofs.proof_status import ProofStanding, blocks_differ
+from torchrec_stream_ckpt.inner import Holdings, ProofStanding
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.units import duration
-
-
-def window_width(log: LogReader, lineage: Lineage, commit: Commit) -> int | None:
-    """Return the width of the windows of a marker's generation. None if its log does not record it.
-
-    Reads only the frames of rank 0 for this marker. Returns None for a generation's first marker, which may hold whole
-    tables.
-
-    Raises:
-        LogUnavailableError: the log does not answer.
-    """
-    if previous_commit(lineage, commit.id) is None:
-        return None
-    proof = proof_in_log(log, lineage, commit)
-    return proof.width if proof is not None else None
-
-
-def proof_in_log(log: LogReader, lineage: Lineage, commit: Commit) -> Proof | None:
-    """Read the proof in rank 0's MARK of a marker. Returns None if it has none, or if the log no longer holds it.
-
-    Raises:
-        LogUnavailableError: the log does not answer.
-    """
-    previous = previous_commit(lineage, commit.id)
-    end, after = commit.ranks[0], previous.ranks[0] if previous is not None else None
-    try:
-        *_, (header, frame) = read_stream(log, commit, end, after)
-        return read_mark(header, frame, commit, end).proof
-    except (CorruptionError, TrimmedError):  # another alert reports it
-        return None
 
 
 def compared_in_words(standing: ProofStanding, now_s: float) -> str:
@@ -292,7 +258,7 @@ def _of_proofs(compared: ProofStanding) -> str:
     """Describe the rows of the store that differ from those in the tables."""
     at = ", ".join(str(marker) for marker in compared.differing_at[:3])
     return (
-        f"{blocks_differ(compared.differing)} in the tables, found at marker {at}; a trainer that "
+        f"{compared.said()} in the tables, found at marker {at}; a trainer that "
         "runs sends them again, and they are compared again within a round"
     )
 

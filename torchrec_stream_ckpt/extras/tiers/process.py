@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from torchrec_stream_ckpt.errors import FencedError, StreamCkptError
 from torchrec_stream_ckpt.extras.tiers.relay_service import RelayService
-from torchrec_stream_ckpt.find.tiers import open_tiers
+from torchrec_stream_ckpt.inner import Tiers, open_job
 from torchrec_stream_ckpt.util.config import StreamConfig
 from torchrec_stream_ckpt.util.options import read_options
 from torchrec_stream_ckpt.util.service import Event
@@ -147,7 +147,8 @@ def main() -> int:
     said: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     try:
-        tiers = open_tiers(StreamConfig(**said["config"]))
+        tiers = open_job(StreamConfig(**said["config"]))
+        assert isinstance(tiers, Tiers)
         service = RelayService(tiers, _report, _gone(said["parent"]), said["linger_s"])
         with contextlib.closing(tiers.inner), contextlib.closing(tiers.outer):
             done = service.run(poll_s=said["poll_s"])

@@ -14,9 +14,8 @@ from torchrec_stream_ckpt.errors import (
     StoreUnavailableError,
     StreamCkptError,
 )
-from torchrec_stream_ckpt.extras.tiers.relay import Relay
-from torchrec_stream_ckpt.find.tiers import Tiers, TierState
 from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.inner import Relay, Tiers
 from torchrec_stream_ckpt.util.service import Event, Service, Stopped
 from torchrec_stream_ckpt.util.types import MarkerId
 
@@ -117,7 +116,7 @@ class RelayService(Service):
 
 def state_of(tiers: Tiers) -> dict[str, Any]:
     """Return how far the outer tier lags, for people and programs."""
-    state = TierState.read(tiers)
+    state = Relay(tiers).state()
     lag = Relay.lag(state)
     outer = state.outer.newest
     inner = state.unrelayed[-1] if state.unrelayed else None

@@ -21,20 +21,19 @@ from torchrec_stream_ckpt.errors import (
     StoreUnavailableError,
     StreamCkptError,
 )
-from torchrec_stream_ckpt.extras.tiers.lock import RelayLock
 from torchrec_stream_ckpt.find.tiers import Tiers, TierState
 from torchrec_stream_ckpt.format.claim_references import alone
 from torchrec_stream_ckpt.format.control import Claim, Commit
-from torchrec_stream_ckpt.format.dense_files import whole
 from torchrec_stream_ckpt.format.lineage import notes_of
 from torchrec_stream_ckpt.format.record import PIN
 from torchrec_stream_ckpt.log.api import DataWriter
 from torchrec_stream_ckpt.log.control.ancestor_check import Older
-from torchrec_stream_ckpt.log.stream import checked_payload, read_stream
+from torchrec_stream_ckpt.log.stream import read_stream
 from torchrec_stream_ckpt.save.generation import check_claimed
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import copy_dense, lacking
-from torchrec_stream_ckpt.store.pins import Reached, note_reached, pin, pin_before_commit
+from torchrec_stream_ckpt.store.dense import copy_dense
+from torchrec_stream_ckpt.store.pins import note_reached, pin, pin_before_commit
+from torchrec_stream_ckpt.tiers.lock import RelayLock
 from torchrec_stream_ckpt.util.failpoints import failpoint
 from torchrec_stream_ckpt.util.layout import dropped_name
 from torchrec_stream_ckpt.util.types import MarkerId, RankEnd
@@ -207,7 +206,7 @@ class Relay:
         if reached == self._noted:
             return
         try:
-            note_reached(self._tiers.inner.objects, job, Reached(reached, self._tiers.every))
+            note_reached(self._tiers.inner.objects, job, reached, self._tiers.every)
         except StoreUnavailableError as error:
             log.warning(
                 "gc of the inner store keeps markers up to %s, although the outer tier has them: %s",
@@ -283,8 +282,8 @@ class Relay:
         writer = self._writer(end.rank, sent.end if sent is not None else 0)
         begin, stop = (sent.begin, sent.end) if sent is not None else (-1, 0)
         waiting = 0
-        for header, frame in read_stream(inner, commit, end, sent.inner if sent is not None else None):
-            checked_payload(header, frame, commit, end)  # raises if damaged, so no damaged frame is copied
+        after = sent.inner if sent is not None else None
+        for _, frame in read_stream(inner, commit, end, after, payloads=True):  # so no damaged frame is copied
             writer.send(memoryview(bytes(frame)))
             failpoint("relay.sent")
             self.frames_bytes += len(frame)
@@ -321,8 +320,7 @@ class Relay:
     def _send_dense(self, commit: Commit) -> None:
         """Put the dense state into the outer store; every file is compared with COMMIT."""
         source, objects = self._tiers.inner.dense, self._tiers.outer.objects
-        absent = lacking(objects, commit, whole(commit.dense_list, source.files(commit)))
-        for file in copy_dense(source, commit, absent, objects, self._going_on):
+        for file in copy_dense(source, commit, None, objects, self._going_on):
             self.dense_bytes += file.num_bytes
             failpoint("relay.dense")
 

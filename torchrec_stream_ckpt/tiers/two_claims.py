@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchrec_stream_ckpt.errors import CorruptionError, FencedError, MarkerFailedError
-from torchrec_stream_ckpt.extras.tiers.lock import RelayLock
-from torchrec_stream_ckpt.extras.tiers.relay import LOCK_TIMEOUT_S, Relay
 from torchrec_stream_ckpt.find.job import Tier
 from torchrec_stream_ckpt.find.tiers import Tiers, TierState
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
@@ -26,7 +24,9 @@ from torchrec_stream_ckpt.format.control import Claim, Commit, Trim
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.save.generation import claim_generation
-from torchrec_stream_ckpt.store.pins import Reached, note_reached
+from torchrec_stream_ckpt.store.pins import note_reached
+from torchrec_stream_ckpt.tiers.lock import RelayLock
+from torchrec_stream_ckpt.tiers.relay import LOCK_TIMEOUT_S, Relay
 from torchrec_stream_ckpt.util.types import MarkerId
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def claim_both(
         rest = (schema, world, parent, tuple(swept))
         least = state.inner.next_generation
         theirs = _claim(outer, *rest, layout=layout, changes=changes, least=least)
-        note_reached(inner.objects, theirs.job, Reached(MarkerId(theirs.generation, 0), tiers.every))
+        note_reached(inner.objects, theirs.job, MarkerId(theirs.generation, 0), tiers.every)
         mine = _claim(inner, *rest, layout=layout, twin=theirs)
     return mine, theirs
 

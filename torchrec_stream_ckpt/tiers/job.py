@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Protocol
 
-from torchrec_stream_ckpt.extras.tiers.process import RelayProcess
-from torchrec_stream_ckpt.extras.tiers.two_claims import claim_both
 from torchrec_stream_ckpt.find.job import Tier, open_tier
 from torchrec_stream_ckpt.find.tiers import TieredJob, Tiers
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
@@ -14,10 +14,20 @@ from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.ranks.collective import Team
+from torchrec_stream_ckpt.tiers.two_claims import claim_both
 from torchrec_stream_ckpt.util.config import StreamConfig
 from torchrec_stream_ckpt.util.types import MarkerId
 
 log = logging.getLogger(__name__)
+
+
+class Relaying(Protocol):
+    """A relay that runs. ``extras/tiers/process.py`` has it in a separate process."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def close(self, timeout_s: float) -> bool: ...
 
 
 class Tiered(TieredJob):
@@ -26,15 +36,19 @@ class Tiered(TieredJob):
     Args:
         config: The job's configuration.
         tiers: Both logs, open.
+        relay: Starts the relay.
     """
 
-    def __init__(self, config: StreamConfig, tiers: Tiers) -> None:
+    def __init__(self, config: StreamConfig, tiers: Tiers, relay: Callable[[StreamConfig], Relaying]) -> None:
         super().__init__(tiers)
         self._config = config
-        self._relay: RelayProcess | None = None
+        self._begin_relay = relay
+        self._relay: Relaying | None = None
 
     @classmethod
-    def open(cls, config: StreamConfig, inner: Tier, team: Team) -> Tiered | None:
+    def open(
+        cls, config: StreamConfig, inner: Tier, team: Team, relay: Callable[[StreamConfig], Relaying]
+    ) -> Tiered | None:
         """(all ranks) Open the outer tier; returns None for a job with a single log.
 
         Raises:
@@ -45,7 +59,7 @@ class Tiered(TieredJob):
             return None
         tier = team.together(lambda: open_tier(outer, signs=team.rank == 0))
         team.on_rank0(tier.preflight)
-        return cls(config, Tiers(inner, tier, config.outer_every))
+        return cls(config, Tiers(inner, tier, config.outer_every), relay)
 
     @property
     def control(self) -> Control:
@@ -74,7 +88,7 @@ class Tiered(TieredJob):
 
     def start_relay(self) -> None:
         """(rank 0) Start copying, in a separate process."""
-        self._relay = RelayProcess(self._config)
+        self._relay = self._begin_relay(self._config)
 
     @property
     def relay_pid(self) -> int | None:

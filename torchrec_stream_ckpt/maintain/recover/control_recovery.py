@@ -17,6 +17,7 @@ from itertools import chain
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.find.holdings import Holdings
+from torchrec_stream_ckpt.format.claim_references import nobodys
 from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Trim
 from torchrec_stream_ckpt.format.end_note import End
 from torchrec_stream_ckpt.format.folding import Folded
@@ -24,7 +25,6 @@ from torchrec_stream_ckpt.format.lineage import Lineage, knows
 from torchrec_stream_ckpt.log.api import Incarnation, Log
 from torchrec_stream_ckpt.log.control.copies import put_anew
 from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.save.generation import nobodys
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.records import Copied, copied_logs, read_copy

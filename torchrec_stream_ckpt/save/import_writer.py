@@ -1,20 +1,32 @@
-"""Write a generation without a job: the stream of one rank, from HELLO to the MARK of marker 1."""
+"""Write marker 1 of a new log without a job: one rank, from CLAIM and HELLO to MARK and COMMIT."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
 
 import numpy as np
 
 from torchrec_stream_ckpt.errors import LogUnavailableError
-from torchrec_stream_ckpt.format.control import Claim, Hello, Mark
+from torchrec_stream_ckpt.find.job import Tier
+from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark
+from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind
+from torchrec_stream_ckpt.format.imported import check_may_import, import_nonce
+from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
 from torchrec_stream_ckpt.format.rows import Array, RowLayout, view_rows
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.publisher import Publisher
-from torchrec_stream_ckpt.util.types import RankEnd, TableShard
+from torchrec_stream_ckpt.save.generation import claim_generation
+from torchrec_stream_ckpt.store.dense import name_files
+from torchrec_stream_ckpt.util.failpoints import failpoint
+from torchrec_stream_ckpt.util.layout import dense_name
+from torchrec_stream_ckpt.util.types import MarkerId, RankEnd, TableShard
 
 MARKER = 1
 _RING_BYTES = 64 * 2**20
@@ -30,6 +42,75 @@ class Batch:
     """Shape (rows, cols)."""
     states: tuple[Array, ...]
     """Optimizer states in the schema's order; shape (rows,) or (rows, cols)."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenImport:
+    """The marker that an import has committed."""
+
+    marker: MarkerId
+    num_bytes: int
+    """Bytes of rows in the log."""
+    unfinished: int | None
+    """The generation of an unfinished import into this log that this one replaces; None if the log was empty."""
+
+
+def write_import(
+    tier: Tier,
+    schema: Schema,
+    shards: Sequence[TableShard],
+    batches: Iterator[Batch],
+    save_dense: Callable[[Path], None],
+    step: int,
+) -> WrittenImport:
+    """Commit the first marker of a log that is empty, or that only an unfinished import has claimed.
+
+    If the earlier import is still running, it is fenced.
+
+    Args:
+        tier: The log and its store.
+        schema: Schema of the tables.
+        shards: Their shards: disjoint, and together every table.
+        batches: All rows of all shards.
+        save_dense: Writes the dense state into a folder, in the form in which ``dense/dense_state.py`` reads it.
+        step: Step of the marker.
+
+    Raises:
+        ConfigError: the log is not empty.
+        FencedError: another import has started in this log in the meantime.
+        LogUnavailableError, StoreUnavailableError: one of them does not accept the data.
+    """
+    control, dense, config = tier.control, tier.dense, tier.config
+    unfinished = check_may_import(control.refresh(), config.uris[-1])
+    layout, swept, nonce = RankShards.of([shards]), tuple(range(len(schema.tables))), import_nonce()
+    claim = claim_generation(
+        tier.log, control, dense, tier.objects, config, schema, 1, None, swept, layout=layout, nonce=nonce
+    )
+    check_may_import(control.lineage, config.uris[-1])  # another one may have ended before that CLAIM
+    end = write_stream(tier.log, claim, shards, batches, step, config.commit_timeout_s)
+    failpoint("import.rows")
+    marker = MarkerId(claim.generation, MARKER)
+    folder = dense.writing(claim.job, marker)
+    save_dense(folder)
+    files = digest_files(folder, [path.name for path in folder.iterdir()])
+    dense.publish(claim.job, marker, files)
+    named, list_ = name_files(dense, claim.job, marker, files)
+    commit = Commit(
+        job=claim.job,
+        generation=claim.generation,
+        nonce=claim.nonce,
+        marker=MARKER,
+        step=step,
+        ranks=(end,),
+        dense=dense_name(claim.job, marker),
+        dense_files=named,
+        dense_list=list_,
+        time_s=time.time(),
+        store=config.store_url if config.store else "",
+    )
+    control.commit(commit, config.commit_timeout_s, Event())
+    dense.settle(claim.job, marker)
+    return WrittenImport(marker, end.num_bytes, unfinished)
 
 
 def write_stream(

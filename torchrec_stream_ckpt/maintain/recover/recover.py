@@ -12,19 +12,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
-from torchrec_stream_ckpt.extras.interchange.control_recovery import (
+from torchrec_stream_ckpt.format.claim_references import nobodys
+from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Trim, parse_control
+from torchrec_stream_ckpt.format.end_note import Note
+from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.maintain.recover.control_recovery import (
     Known,
     copy_anew,
     generations_in,
     in_order,
     put_back,
 )
-from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Trim, parse_control
-from torchrec_stream_ckpt.format.end_note import Note
-from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.log.api import Log
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.save.generation import nobodys
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.identity import check_store, jobs_in, some_jobs_in

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError
-from torchrec_stream_ckpt.find.find import CheckDense, Damaged, find, no_head
+from torchrec_stream_ckpt.errors import MarkerNotFoundError
+from torchrec_stream_ckpt.find.find import CheckDense, Damaged, find, no_head, verify_dense_state
 from torchrec_stream_ckpt.find.job import Job
 from torchrec_stream_ckpt.find.route import Route
 from torchrec_stream_ckpt.find.tiers import Tiers, open_tiers
+from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.util.config import StreamConfig
 from torchrec_stream_ckpt.util.options import Options
 from torchrec_stream_ckpt.util.types import MarkerId
@@ -62,24 +64,15 @@ class Where:
             yield job
 
 
-def check_marker(marker: str) -> MarkerId | None:
-    """Parse the name of a marker; returns None for ``latest``.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    if not isinstance(marker, str):
-        raise ConfigError(f'marker must be a string such as "2:17", got {marker!r}', hint='pass "2:17" or "latest"')
-    return None if marker == "latest" else MarkerId.parse(marker)
-
-
 def find_marker(
     job: Job | Tiers,
     marker: MarkerId | None,
     damaged: Damaged,
-    check_dense: CheckDense,
+    check_dense: CheckDense | None,
 ) -> Route:
     """Find the marker, or the newest complete one, judging by names and directories; raises as :func:`find`.
+
+    ``check_dense`` looks at the files of the dense state, in the store of a job; None if they are not needed.
 
     Raises:
         MarkerNotFoundError: no marker is committed, or none is complete.
@@ -88,7 +81,12 @@ def find_marker(
         newest = job.control.refresh().newest  # if the caller has named no store, this marker names it
         if job.says_where(newest) and (lost := job.lost_tail()) is not None:
             raise lost
-    route = find(job, marker, no_head, damaged, check_dense)
+
+    def check(job: Job, commit: Commit) -> None:
+        if check_dense is not None:
+            verify_dense_state(job.dense, commit, partial(check_dense, job))
+
+    route = find(job, marker, no_head, damaged, check)
     if route is None:
         uri = job.uri if isinstance(job, Job) else job.outer.uri
         raise MarkerNotFoundError(

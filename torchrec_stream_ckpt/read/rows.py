@@ -19,9 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, ScratchUnavailableError, TrimmedError
-from torchrec_stream_ckpt.extras.interchange.last_sent import LastSent
 from torchrec_stream_ckpt.find.job import Job
-from torchrec_stream_ckpt.find.route import Route, instead_of_log, load_catalog, locate
+from torchrec_stream_ckpt.find.route import Route, instead_of_log, locate
 from torchrec_stream_ckpt.find.tiers import Tiers
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -33,6 +32,9 @@ from torchrec_stream_ckpt.format.segment import ChunkEntry, decode_chunk
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.maintain.fold import fold_interval
 from torchrec_stream_ckpt.maintain.run_merging import ScratchRuns
+from torchrec_stream_ckpt.proofs.seen_marks import Circle, Places, Said, agree
+from torchrec_stream_ckpt.proofs.weights import WeightProof
+from torchrec_stream_ckpt.read.last_sent import LastSent
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
 from torchrec_stream_ckpt.store.folder import FolderObjects
@@ -132,6 +134,7 @@ def _pieces(
 
 
 Ints = npt.NDArray[np.int64]
+_NOTHING = np.empty(0, np.int64), np.empty(0, np.uint64)
 
 WINDOW_BYTES = 32 * 2**20
 """Most bytes of weights and states that a window holds, unless one row is larger."""
@@ -294,6 +297,53 @@ class MarkerRows:
             raise CorruptionError("the MARK records of the ranks are in neither log nor store", marker=self.marker)
         return load_notes(self._catalog, self._route.commit, self._pool)
 
+    def proof(self) -> WeightProof | None:
+        """Return the proof that the marker has of its weights; None if it has none. Raises as :meth:`said`."""
+        return WeightProof.of(self.marker, self.schema, [Said(each.shards, each.mark.proof) for each in self.said()])
+
+    def older_proofs(self) -> Iterator[WeightProof]:
+        """Yield the proofs of the marker's weights other than its own proof, newest first.
+
+        They hold for blocks whose rows no later marker has sent or proved. Rows that a store has merged count as sent
+        by the newest marker of the merge: older proofs do not apply to them. The rows must be opened with ``proofs``.
+
+        Raises:
+            CorruptionError: required data is damaged or missing.
+            StoreUnavailableError, LogUnavailableError: one of them does not answer.
+        """
+        sent = self.last_sent
+        assert sent is not None
+        marks, path, lineage = sent.met.marks, sent.met.path, self.lineage
+        windows, last = agree([marks.windows()], marks.floor), len(path.chain) - 1
+        if not windows.keys() - {last}:
+            return
+        for piece in self.stored:
+            if piece.start is None:
+                sent.whole(piece)
+            elif path.place(piece.end) > min(windows):
+                for picked in piece.opened:
+                    sent.chunks(piece, self.chunks(picked))
+        circle = Circle(windows)
+        of: dict[int, Places] = {}
+        """For each table and block, the place of the marker whose proof holds for it; -1 if no proof does."""
+        for index, table in self.schema.live:
+            if table.rows and table.id is not None:
+                at = sent.of(index)
+                place = circle.newest(table.id, 0, len(at))
+                fits = (place >= 0) & (place >= at) & path.same_table(index)[np.maximum(place, 0)]
+                of[index] = np.where(fits, place, -1).astype(np.int32)
+        for place in sorted(set(np.concatenate(list(of.values())).tolist()) - {-1, last}, reverse=True):
+            marker, said = path.chain[place], marks.at(place)
+            then = lineage.claims[marker.generation].schema
+            proof = WeightProof.of(marker, then, [said[rank] for rank in sorted(said)])
+            assert proof is not None
+            found = {}
+            for index, at in of.items():
+                blocks, digests = proof.tables[then.tables[index].name] if index < len(then.tables) else _NOTHING
+                left = at[blocks] == place
+                found[self.schema.tables[index].name] = blocks[left], digests[left]
+            yield replace(proof, tables=found)
+
     def close(self) -> None:
         """Delete the merged runs in the folder. The folder itself belongs to the caller."""
         self._narrow.close()
@@ -314,6 +364,13 @@ class MarkerRows:
             except CorruptionError as error:
                 if opened == self.opened:  # otherwise another reader has avoided it
                     self.go_around(error)
+
+    def count_sent(self, table: int) -> int:
+        """Return how many rows of a table were sent in any version. Holds one byte a row of the table."""
+        sent = np.zeros(self.schema.tables[table].rows, np.bool_)
+        for _, view in self.sent([table]):
+            sent[view.ids] = True
+        return int(sent.sum())
 
     def _of(self, pieces: Iterable[Piece], tables: Collection[int]) -> list[Picked]:
         bases = self._route.bases
@@ -346,7 +403,7 @@ def open_rows(
         scratch: A folder with room for rows that only the log has; left as it was found.
         since: Begin after this marker.
         progress: Called with the bytes of each frame that is folded.
-        proofs: Keep the data that :func:`older_proofs` needs.
+        proofs: Keep the data that :meth:`MarkerRows.older_proofs` needs.
 
     Raises:
         MarkerNotFoundError: ``marker`` was never committed, or given up.
@@ -360,7 +417,7 @@ def open_rows(
             f"marker {since} is not on the path to marker {marker}", hint="choose a marker from stream-ckpt list --tree"
         )
     with ThreadPoolExecutor(_READERS) as pool, scratch_folder(scratch) as folder:
-        catalog = load_catalog(objects, lineage)
+        catalog = Catalog.of_job(objects, lineage)
         with contextlib.closing(
             MarkerRows(log, lineage, marker, since, catalog, folder, pool, progress, proofs=proofs)
         ) as rows:
@@ -372,7 +429,7 @@ def rows_at(job: Job | Tiers, route: Route, scratch: Path) -> Iterator[MarkerRow
     """Open all rows of a marker that was found, from the place where it is; raises as :func:`open_rows`."""
     place, lineage = route.place, route.lineage
     with ThreadPoolExecutor(_READERS) as pool, scratch_folder(scratch) as folder:
-        catalog = place.offered(load_catalog(place.objects(job), lineage))
+        catalog = place.offered(Catalog.of_job(place.objects(job), lineage))
         log, marker = place.log(job), route.marker
         with contextlib.closing(MarkerRows(log, lineage, marker, None, catalog, folder, pool, lambda _: None)) as rows:
             yield rows
@@ -434,11 +491,15 @@ class TableReader:
         """Return the number of values of a state in one row."""
         return len(self.slices) if state.per_row else self.spec.dim
 
+    @property
+    def height(self) -> int:
+        """Most rows of a window of ``WINDOW_BYTES``."""
+        return max(1, WINDOW_BYTES // self.row_bytes)
+
     def windows(self) -> Iterator[tuple[int, int]]:
         """Yield (first row, rows) of windows of ``WINDOW_BYTES`` that cover the table."""
-        height = max(1, WINDOW_BYTES // self.row_bytes)
-        for row0 in range(0, self.spec.rows, height):
-            yield row0, min(height, self.spec.rows - row0)
+        for row0 in range(0, self.spec.rows, self.height):
+            yield row0, min(self.height, self.spec.rows - row0)
 
     def read(self, row0: int, rows: int) -> TableWindow:
         """Return the newest version of each row of [row0, row0 + rows).
@@ -534,11 +595,3 @@ class TableReader:
                 target[cut, rows] = source[chosen]
             else:
                 target[rows, here] = source[chosen, there]
-
-
-def rows_sent(rows: MarkerRows, table: int) -> int:
-    """Return how many rows of a table were sent in any version. Holds one byte a row of the table."""
-    sent = np.zeros(rows.schema.tables[table].rows, np.bool_)
-    for _, view in rows.sent([table]):
-        sent[view.ids] = True
-    return int(sent.sum())
