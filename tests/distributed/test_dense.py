@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.sharding_plan import row_wise, table_wise
@@ -29,6 +31,7 @@ from tests.model import assemble, differences
 from tests.starts import from_both_starts
 from tests.wrapped import wrapped
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt.dense import dcp
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     MarkerFailedError,
@@ -294,6 +297,34 @@ def with_stateful(tmp_path_factory: pytest.TempPathFactory) -> str:
     uri = f"file://{tmp_path_factory.mktemp('stateful')}"
     warm.run(2, _with_stateful, uri)
     return uri
+
+
+def _loads_of_restore(uri: str, count: int) -> tuple[int, int]:
+    """How often DCP parses its metadata, and how often it loads, for a job with this many stateful objects."""
+    objects = {f"object {number}": Position(number) for number in range(count)}
+    with attach(build(), uri, stateful=objects) as checkpointer:
+        checkpointer.mark().result(60)
+    back, parsed, parse = {name: Position() for name in objects}, [], FileSystemReader.read_metadata
+
+    def counted(reader: FileSystemReader, *args: Any, **kwargs: Any) -> Any:
+        parsed.append(reader)
+        return parse(reader, *args, **kwargs)
+
+    with (
+        attach(build(), uri, stateful=back) as checkpointer,
+        mock.patch.object(FileSystemReader, "read_metadata", counted),
+        mock.patch.object(dcp, "load", wraps=dcp.load) as load,
+    ):
+        checkpointer.restore()
+    assert back == objects
+    return len(parsed), load.call_count
+
+
+def test_a_restore_loads_as_often_for_many_objects_as_for_two(tmp_path: Path) -> None:
+    (few,) = warm.run(1, _loads_of_restore, f"file://{tmp_path}/few", 2)
+    (many,) = warm.run(1, _loads_of_restore, f"file://{tmp_path}/many", 24)
+    assert many == few
+    assert few[0] == 1
 
 
 def test_each_rank_gets_its_own_objects_back_whatever_their_names(with_stateful: str) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -40,6 +40,17 @@ class _Writer(FileSystemWriter):
     def finish(self, metadata: Any, results: Any) -> None:
         failpoint("dense.metadata")
         super().finish(metadata, results)
+
+
+class DenseReader(FileSystemReader):
+    """DCP's reader, which parses its metadata once and not again for each load."""
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata
 
 
 @contextlib.contextmanager
@@ -90,7 +101,7 @@ def written_by(path: Path, rank: int) -> list[str]:
     return mine
 
 
-def load_here(state: dict[str, Any], reader: FileSystemReader) -> dict[str, Any]:
+def load_here(state: dict[str, Any], reader: DenseReader) -> dict[str, Any]:
     """Fill the tensors of ``state`` in place, by entry, and its plain values. Returns ``state``.
 
     Every rank reads independently, so a rank that fails leaves none waiting.

@@ -121,11 +121,9 @@ class DenseLoader:
 
         States read are kept for the load.
         """
-        return [
-            misfit
-            for owner, name in self._objects(saved, match)
-            for misfit in self._caught(partial(self._ask, saved, owner, name))
-        ]
+        objects = list(self._objects(saved, match))
+        saved.read_objects(objects)
+        return [misfit for owner, name in objects for misfit in self._caught(partial(self._ask, saved, owner, name))]
 
     def _ask(self, saved: SavedDense, owner: str, name: str) -> None:
         """Read the state of an object, and let the object check it, if it can do so without changing itself."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from torchrec_stream_ckpt.dense import optimizer_state, tree
 from torchrec_stream_ckpt.dense.buffers import BufferRecord
-from torchrec_stream_ckpt.dense.dcp import Entries, empty_blob, load_here, no_blob, read_json, unblob
+from torchrec_stream_ckpt.dense.dcp import DenseReader, Entries, empty_blob, load_here, no_blob, read_json, unblob
 from torchrec_stream_ckpt.dense.dense_prover import entry_digests
 from torchrec_stream_ckpt.dense.entry_matching import PER_RANK, dense_entry, optimizer_entry
 from torchrec_stream_ckpt.dense.id_maps import PREFIX
@@ -42,7 +41,7 @@ class SavedDense:
 
     def __init__(self, path: Path, world: int, rank: int) -> None:
         self.path = path
-        self.reader = FileSystemReader(path)
+        self.reader = DenseReader(path)
         self.entries: Entries = self.reader.read_metadata().state_dict_metadata
         """DCP's metadata, by name."""
         self.world = world
@@ -51,6 +50,8 @@ class SavedDense:
         self.digests: dict[str, int] = {}
         """Digests of the data read so far: blobs, id maps, and tensors of optimizers in places without a name."""
         self._objects: dict[str, Any] = {}
+        self._encoded: dict[str, torch.Tensor] = {}
+        """Blobs of the user's objects that were read and not decoded yet."""
 
     def read(self, room: dict[str, Any]) -> dict[str, Any]:
         """Fill ``room`` as ``load_here`` does, and keep the digests of all but named tensors of the job."""
@@ -174,8 +175,21 @@ class SavedDense:
         seed, state = "shared.seed", f"rank{self.source}.random"
         return unblob(self._blob(seed), seed), unblob(self._blob(state), state)
 
+    def read_objects(self, objects: Iterable[tuple[str, str]]) -> None:
+        """Read the states of the user's objects, (owner, name) each, at once: each load of DCP has a fixed cost.
+
+        Raises:
+            SchemaMismatchError: The marker does not have one of them.
+        """
+        unread = {self._object(*each) for each in objects} - self._objects.keys() - self._encoded.keys()
+        self._encoded |= self.read({entry: empty_blob(self.entries, entry) for entry in sorted(unread)})
+
+    def _object(self, owner: str, name: str) -> str:
+        """Return the entry of one of the user's objects."""
+        return f"{'shared' if owner == 'shared' else f'rank{self.source}'}.stateful.{name}"
+
     def object_of(self, owner: str, name: str) -> Any:
-        """Return the state of one of the user's objects, read once.
+        """Return the state of one of the user's objects, read and decoded once.
 
         Args:
             owner: ``shared`` or ``per_rank``.
@@ -184,11 +198,11 @@ class SavedDense:
         Raises:
             SchemaMismatchError: The marker does not have it, or its classes cannot be imported.
         """
-        entry = f"{'shared' if owner == 'shared' else f'rank{self.source}'}.stateful.{name}"
+        entry = self._object(owner, name)
         if entry not in self._objects:
-            loaded = self.read({entry: empty_blob(self.entries, entry)})[entry]
+            self.read_objects([(owner, name)])
             try:
-                self._objects[entry] = unblob(loaded, entry)
+                self._objects[entry] = unblob(self._encoded.pop(entry), entry)
             except CorruptionError as error:
                 if not isinstance(error.__cause__, (ImportError, AttributeError)):
                     raise
