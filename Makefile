@@ -173,5 +173,7 @@ browser-tools: $(STAMP)
 	@command -v chromium chromium-browser google-chrome >/dev/null || bash scripts/apt_get.sh Chromium chromium
 
 # Where Python may not write bytecode, every process that a test starts would compile the package for itself (0.3 s).
+# And the native kernel if its source has changed since; without a C compiler its tests are skipped.
 compiled: $(STAMP)
+	@$(PY) torchrec_stream_ckpt/native/build.py
 	@$(PY) -m compileall -q torchrec_stream_ckpt recipes torchx_components tests benchmarks

@@ -60,3 +60,5 @@ export UV_HTTP_TIMEOUT=${UV_HTTP_TIMEOUT:-180}
 # The build backend is one of the locked packages as well: nothing unpinned is fetched for the build.
 # By a path, not by an import hook: mypy and editors then find the types of the package as they do those of any other.
 "$python" -m uv pip install --python "$python" --no-deps --no-build-isolation --config-settings editable_mode=compat -e .
+# The installation has compiled the kernel if it could, without a word. This says so, or what is missing and what that costs.
+"$python" torchrec_stream_ckpt/native/build.py

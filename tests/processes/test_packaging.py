@@ -106,6 +106,7 @@ def test_the_wheel_has_one_name_and_what_it_needs(published: Published) -> None:
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"torchrec_stream_ckpt"}
     package = {name.removeprefix("torchrec_stream_ckpt/") for name in names}
     assert {"py.typed", "extras/broker/pom.xml", "components/example.torchxconfig"} <= package
+    assert ("native/libkernel.so" in package) == (not published.wheel.stem.endswith("-py3-none-any")), "the tag says so"
     for folder, there in (("recipes", "recipes"), ("components", "torchx_components")):
         assert {f"{folder}/{path.name}" for path in (ROOT / there).glob("*.py")} <= package
 
