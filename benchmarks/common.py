@@ -33,6 +33,7 @@ from allocator import SETTING
 from device import finish_queued
 
 from torchrec_stream_ckpt.flags import whole as at_least
+from torchrec_stream_ckpt.native.kernel import describe
 
 Times = dict[str, list[float]]
 _IMPORTED = ["torchrec_stream_ckpt", "torchrec.distributed.model_parallel", "torch.distributed.checkpoint"]
@@ -60,6 +61,7 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load_average": start.LOAD,
         "allocator": SETTING,
+        "native_kernel": describe(),
         **({"gpu": torch.cuda.get_device_name(0)} if torch.cuda.is_available() else {}),
     }
 

@@ -151,6 +151,7 @@ def frame_changed() -> None:
         fill(rows)
         assert buffer.header is not None
         buffer.array[HEADER_LEN + buffer.header.section_offsets[1]] ^= 1
+        buffer.payload_crc = None
 
     _first_frame(change)
 

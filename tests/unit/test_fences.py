@@ -21,7 +21,8 @@ SOURCES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob
 DISTRICTS: dict[str, str] = {
     "errors": "",
     "util": "",
-    "format": "",
+    "native": "",
+    "format": "native",
     "loaders": "",
     "flags": "evolve",
     "evolve": "format",
@@ -31,12 +32,12 @@ DISTRICTS: dict[str, str] = {
     "store": "format",
     "log/control": "format log store",
     "ranks": "log",
-    "capture": "format model ranks",
+    "capture": "format model native ranks",
     "dense": "evolve format log model ranks",
     "find": "format log log/control store",
     "proofs": "find format store",
-    "restore": "capture dense evolve find format log model proofs ranks store",
-    "save": "capture dense find format log log/control ranks store",
+    "restore": "capture dense evolve find format log model native proofs ranks store",
+    "save": "capture dense find format log log/control native ranks store",
     "tiers": "find format log log/control ranks save store",
     "job": "evolve find format log log/control ranks restore save",
     "verify": "find format log proofs restore store",
@@ -61,7 +62,7 @@ DISTRICTS: dict[str, str] = {
     "__init__": "checkpointer evolve extras/follower extras/interchange extras/planner loaders script",
     "cli": "__init__ dense evolve extras/broker extras/follower extras/interchange extras/reporting extras/sizing "
     "extras/tiers find flags format inner log log/control maintain maintain/engine maintain/gc "
-    "maintain/materialize_service maintain/recover maintain/scrub proofs restore save store verify",
+    "maintain/materialize_service maintain/recover maintain/scrub native proofs restore save store verify",
     "__main__": "cli",
 }
 """District -> the districts that it may import, apart from itself, ``errors`` and ``util``.
@@ -217,6 +218,7 @@ CLI_IMPORTS_PAST_IT = {
     "maintain/materialize_service": 1,
     "maintain/recover": 1,
     "maintain/scrub": 7,
+    "native": 1,
     "proofs": 3,
     "save": 1,
     "store": 22,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind
 from torchrec_stream_ckpt.format.ring import Bytes, FrameBuffer
 from torchrec_stream_ckpt.format.rows import RowLayout, Section, largest
 from torchrec_stream_ckpt.model import LocalShard
+from torchrec_stream_ckpt.native.kernel import Column, kernel
 
 SMALL = 1024
 """Most rows of a frame for which calls take longer than copying bytes."""
@@ -50,6 +52,9 @@ class RowStager:
         self._layout = RowLayout.of(shard.table, shard.cols)
         self._row0 = np.array(shard.row0)  # numpy would create this again for each call with a Python number
         self._views: dict[int, tuple[int, npt.NDArray[Any]]] = {}
+        self._seen: Sequence[tuple[object, ...]] = []
+        self._columns: ctypes.Array[Column] | None = None
+        self._limit = 0
 
     @property
     def max_rows(self) -> int:
@@ -74,12 +79,18 @@ class RowStager:
         step: int,
         marker: int,
     ) -> None:
-        """(CPU) Gather ``rows`` (local, at most ``max_rows``) of the live tensors into ``buffer``."""
+        """(CPU) Gather ``rows`` (local, at most ``max_rows``) of the live tensors into ``buffer``.
+
+        The native kernel also computes the checksum of the payload.
+        """
         shard, layout = self._shard, self._layout
         count = rows.numel()
         offsets, length = layout.offsets(count)
         sources = (weights, *states)
-        if count <= SMALL and all(map(_whole, sources)):
+        buffer.payload_crc = self._gather_native(buffer, offsets, length, rows, sources)
+        if buffer.payload_crc is not None:
+            pass
+        elif count <= SMALL and all(map(_whole, sources)):
             self._gather_small(buffer.array, offsets, rows, sources)
         else:
             frame = tensor_of(buffer.array)
@@ -164,6 +175,48 @@ class RowStager:
             payload_len=length,
         )
 
+    def _gather_native(
+        self,
+        buffer: FrameBuffer,
+        offsets: tuple[int, ...],
+        length: int,
+        rows: torch.Tensor,
+        sources: tuple[torch.Tensor, ...],
+    ) -> int | None:
+        """Gather by the kernel. Returns the payload's checksum, or None if there is no kernel for these tensors."""
+        native = kernel()
+        if native is None or rows.dtype is not torch.int64 or not rows.is_contiguous():
+            return None
+        columns = self._columns_of(sources)
+        if columns is None:
+            return None
+        assert HEADER_LEN + length <= len(buffer.array)
+        payload = buffer.address + HEADER_LEN
+        for column, offset in zip(columns, offsets[1:], strict=True):
+            column.packed = payload + offset
+        crc = native.gather(payload, length, rows.data_ptr(), rows.numel(), self._shard.row0, self._limit, columns)
+        if crc is None:
+            raise IndexError(f"row index is outside [0, {self._limit})")
+        return crc
+
+    def _columns_of(self, sources: tuple[torch.Tensor, ...]) -> ctypes.Array[Column] | None:
+        """Return the tensors as columns of the kernel, to be changed by the caller. None if it cannot read one."""
+        seen = [(source.data_ptr(), source.shape, source.stride()) for source in sources]
+        if seen != self._seen:
+            self._columns, self._seen = None, seen
+            widths = self._layout.widths[1:]
+            if all(_readable(source, width) for source, width in zip(sources, widths, strict=True)):
+                self._limit = min(len(source) for source in sources)
+                self._columns = (Column * len(sources))(
+                    *(
+                        Column(source.data_ptr(), source.stride(0) * source.element_size(), None, width, width)
+                        for source, width in zip(sources, widths, strict=True)
+                    )
+                )
+        columns = self._columns
+        # A copy: threads of the trainer may gather at the same time.
+        return None if columns is None else type(columns).from_buffer_copy(columns)
+
     def _gather_small(
         self, frame: Bytes, offsets: tuple[int, ...], rows: torch.Tensor, sources: tuple[torch.Tensor, ...]
     ) -> None:
@@ -198,6 +251,14 @@ class RowStager:
 def _whole(source: torch.Tensor) -> bool:
     """Return whether numpy can gather rows without copying all: the tensor is contiguous, and numpy has its dtype."""
     return source.is_contiguous() and source.dtype is not torch.bfloat16
+
+
+def _readable(source: torch.Tensor, row_bytes: int) -> bool:
+    """Return whether the kernel can read rows of ``row_bytes``: in memory, and each row in one piece."""
+    per_row = source.dim() == 1
+    cells = 1 if per_row else source.shape[1]
+    whole = per_row or cells <= 1 or source.stride(1) == 1
+    return whole and cells * source.element_size() == row_bytes and source.is_cpu and source.data_ptr() != 0
 
 
 def tensor_of(array: Bytes) -> torch.Tensor:

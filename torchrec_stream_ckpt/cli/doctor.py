@@ -19,6 +19,7 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.inner import Job
 from torchrec_stream_ckpt.log.api import Finding, Severity
 from torchrec_stream_ckpt.log.disk import examine_folder
+from torchrec_stream_ckpt.native.kernel import describe
 from torchrec_stream_ckpt.store.identity import OVERWRITES, refuses_taken_names
 from torchrec_stream_ckpt.store.records import Copied
 from torchrec_stream_ckpt.util.layout import copied_log
@@ -82,6 +83,7 @@ def _examine(job: Job) -> Iterator[Finding]:
         if job.store is not None:
             yield _taken_names(job)
     yield _clock(job)
+    yield _native()
     yield Finding("versions", ", ".join(_versions()))
 
 
@@ -154,6 +156,17 @@ def _clock(job: Job) -> Finding:
         "no record is from the future" if ahead <= 1 else f"the log has records {ahead:.0f} s from the future",
         well=ahead <= 1,
         hint="synchronize the clocks of trainer and reader by NTP; only the ages shown are wrong",
+    )
+
+
+def _native() -> Finding:
+    """Report whether rows are gathered by the native kernel on this machine."""
+    used = describe()
+    return Finding.of(
+        "native kernel",
+        used,
+        well=not used.startswith("none"),
+        hint="install a C compiler, then this package again: gathers and restores then take less CPU time",
     )
 
 

@@ -52,6 +52,8 @@ def readers_of(variable: str) -> str | None:
         return f"--{flag.replace('_', '-')} of each verb"
     if variable.startswith("STREAM_CKPT_FAILPOINTS"):
         return "fail points, for tests"
+    if variable == "STREAM_CKPT_KERNEL":
+        return "the native kernel, in every program"
     for verb in VERBS:
         if not variable.startswith(PREFIX + verb.replace("-", "_").upper() + "_"):
             continue

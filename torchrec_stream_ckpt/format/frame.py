@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import CorruptionError, UnsupportedError
+from torchrec_stream_ckpt.native.kernel import checksum
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -286,9 +287,17 @@ def parse_header(data: Buffer) -> Header:
     return header
 
 
-def seal(header: Header, frame: bytearray | memoryview) -> None:
-    """Finish a frame whose payload begins at byte 128: checksum the payload, then write the header."""
-    header.payload_crc = crc32c(memoryview(frame)[HEADER_LEN : HEADER_LEN + header.payload_len])
+def seal(header: Header, frame: bytearray | memoryview, payload_crc: int | None = None) -> None:
+    """Finish a frame whose payload begins at byte 128: write its header, with the checksum of the payload.
+
+    Args:
+        header: The header.
+        frame: The frame.
+        payload_crc: Checksum of the payload. If None, it is computed.
+    """
+    if payload_crc is None:
+        payload_crc = checksum(memoryview(frame)[HEADER_LEN : HEADER_LEN + header.payload_len])
+    header.payload_crc = payload_crc
     header.pack_into(frame)
 
 
@@ -300,7 +309,7 @@ def payload_of(header: Header, frame: Buffer) -> memoryview:
             f"frame holds {len(payload)} payload bytes, but its header has {header.payload_len}",
             **header.place(),
         )
-    if crc32c(payload) != header.payload_crc:
+    if checksum(payload) != header.payload_crc:
         raise CorruptionError("payload checksum does not match", **header.place())
     return payload
 

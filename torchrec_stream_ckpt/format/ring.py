@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,13 @@ class FrameBuffer:
     header: Header | None = None
     ready: Callable[[], None] | None = None
     """Waits for the payload to be complete (a copy from a device). None if it already is."""
+    payload_crc: int | None = None
+    """Checksum of the payload, if the gather has computed it."""
+    address: int = field(init=False)
+    """Address of the memory."""
+
+    def __post_init__(self) -> None:
+        self.address = self.array.ctypes.data
 
     def view(self) -> memoryview:
         """Return a view of the whole frame."""
@@ -45,7 +52,7 @@ class FrameBuffer:
         self.array[HEADER_LEN : HEADER_LEN + header.payload_len] = np.frombuffer(
             text.ljust(header.payload_len), np.uint8
         )
-        self.header = header
+        self.header, self.payload_crc = header, None
 
 
 class FrameRing:
@@ -123,7 +130,7 @@ class FrameRing:
     def release(self, buffer: FrameBuffer) -> None:
         with self._changed:
             if buffer.pooled:
-                buffer.header, buffer.ready = None, None
+                buffer.header, buffer.ready, buffer.payload_crc = None, None, None
                 del self._out[id(buffer)]
                 self._free.append(buffer)
             else:

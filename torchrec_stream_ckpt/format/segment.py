@@ -21,6 +21,7 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.frame import ALIGNMENT, MAX_SECTIONS, Buffer, aligned
 from torchrec_stream_ckpt.format.rows import RowLayout, RowsView, view_rows
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.native.kernel import checksum
 from torchrec_stream_ckpt.util.types import MarkerId
 
 MAGIC = b"TRSS"
@@ -370,7 +371,7 @@ def check_chunk(entry: ChunkEntry, data: memoryview, where: str) -> None:
     Raises:
         CorruptionError: its bytes are not those that were written.
     """
-    if len(data) != entry.num_bytes or crc32c(data) != entry.crc:
+    if len(data) != entry.num_bytes or checksum(data) != entry.crc:
         raise CorruptionError("chunk's checksum does not match", name=where, offset=str(entry.offset))
 
 

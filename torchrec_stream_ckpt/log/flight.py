@@ -95,7 +95,7 @@ class Flight:
         if buffer.ready is not None:
             buffer.ready()
         header.chain = self._chain
-        seal(header, buffer.array.data)
+        seal(header, buffer.array.data, buffer.payload_crc)
         self._chain = header.header_crc
 
     def _compare(self, ack: Ack) -> None:

@@ -23,7 +23,6 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import CorruptionError, SchemaMismatchError
 from torchrec_stream_ckpt.format.control import TableScalars
@@ -36,6 +35,7 @@ from torchrec_stream_ckpt.format.segment import ChunkEntry, chunk_layout, decode
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import check_hello, checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.model import FusedKernel
+from torchrec_stream_ckpt.native.kernel import checksum
 from torchrec_stream_ckpt.proofs.seen_marks import Met, blocks_of
 from torchrec_stream_ckpt.restore.plan import Columns, Move, Overlaps, RestorePlan, by_slice, pick
 from torchrec_stream_ckpt.restore.target import Target
@@ -363,7 +363,7 @@ def _read_chunk(objects: ReadsInto, schema: Schema, name: str, entry: ChunkEntry
     objects.read_into(name, entry.offset, buffers)
     crc = 0
     for buffer in buffers:
-        crc = crc32c(buffer, crc)
+        crc = checksum(buffer, crc)
     if crc != entry.crc:
         raise CorruptionError("chunk's checksum does not match", name=name, offset=str(entry.offset))
     if not np.array_equal(ids, np.arange(entry.first, entry.last + 1)):

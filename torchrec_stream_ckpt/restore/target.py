@@ -14,10 +14,14 @@ import torch
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
 from torchrec_stream_ckpt.format.rows import Array, RowsView
+from torchrec_stream_ckpt.native.kernel import Column, kernel
 from torchrec_stream_ckpt.proofs.seen_marks import NEVER, blocks_of
 from torchrec_stream_ckpt.proofs.seen_marks import Places as Markers
 from torchrec_stream_ckpt.restore.plan import Move
 from torchrec_stream_ckpt.util.types import TableShard
+
+_BLOCK_BITS = BLOCK_ROWS.bit_length() - 1
+assert 1 << _BLOCK_BITS == BLOCK_ROWS
 
 Ints = npt.NDArray[np.int64]
 Places = Ints | slice
@@ -38,6 +42,38 @@ class Plane:
     def is_straight(self) -> bool:
         """True if adjacent rows of a marker can be read directly into the tensor's memory; if not, use :meth:`put`."""
         return self.array is not None and self.array.flags.c_contiguous
+
+    @property
+    def is_by_row(self) -> bool:
+        """True if the values of each row are adjacent in memory."""
+        array = self.array
+        return array is not None and (array.ndim == 1 or array.shape[1] <= 1 or array.strides[1] == array.itemsize)
+
+    def column(self, packed: Array, here: int, there: int, cols: int) -> Column | None:
+        """Return the copy of rows for the kernel; requires :attr:`is_by_row`.
+
+        Args:
+            packed: The rows as they come, shape (rows,) or (rows, cols of the source).
+            here: Column of this tensor from which on they are written, if they are 2-D.
+            there: Column of ``packed`` from which on they are read.
+            cols: Number of columns.
+
+        Returns:
+            None if ``packed`` is not laid out by row, or has values of another size.
+        """
+        array = self.array
+        assert array is not None
+        size = array.itemsize
+        if packed.ndim != array.ndim or packed.itemsize != size:
+            return None
+        live, source = array.ctypes.data, packed.ctypes.data
+        if array.ndim == 1:
+            return Column(live, array.strides[0], source, packed.strides[0], size)
+        if packed.shape[1] > 1 and packed.strides[1] != size:
+            return None
+        assert here + cols <= array.shape[1]
+        assert there + cols <= packed.shape[1]
+        return Column(live + here * size, array.strides[0], source + there * size, packed.strides[0], cols * size)
 
     def run(self, begin: int, rows: int) -> memoryview:
         """Return the memory of rows; requires :attr:`is_straight`."""
@@ -196,6 +232,7 @@ class Target:
         self._states = [plane(state) if isinstance(state, torch.Tensor) else state for state in states]
         self._wanted = numbers >= 0 if numbers is not None else np.True_
         self._merged = merged
+        self._plain = self._plain_planes()
         self._cuts = sorted({edge for move in moves for edge in (move.col0, move.col0 + move.cols)})
         """Column boundaries of the moves: columns between two of them always arrive together."""
         self._arrived = np.zeros((max(1, len(self._cuts) - 1), shard.rows), np.bool_)
@@ -210,6 +247,9 @@ class Target:
             rows: Rows of a frame.
             place: Place of the marker that the frame was sent for; omit it if unknown.
         """
+        written = self._place(move, rows, place)
+        if written is not None:
+            return written
         chosen = np.flatnonzero((rows.ids >= move.row0) & (rows.ids < move.row0 + move.rows))
         if not len(chosen):
             return 0
@@ -240,12 +280,18 @@ class Target:
         begin, end = _between(rows.ids, move)
         if begin == end:
             return 0
+        if end - begin < len(rows.ids):
+            part = slice(begin, end)
+            rows = RowsView(rows.ids[part], rows.weights[part], tuple(state[part] for state in rows.states))
+        written = self._place(move, rows, place)
+        if written is not None:
+            return written
         if place is not None:
-            self._note_sent(rows.ids[begin:end], place)
-        local = rows.ids[begin:end] - self._shard.row0
+            self._note_sent(rows.ids, place)
+        local = rows.ids - self._shard.row0
         first, last = int(local[0]), int(local[-1])
         places = slice(first, last + 1) if last - first + 1 == len(local) else local
-        self._put(move, places, rows.weights[begin:end], [state[begin:end] for state in rows.states])
+        self._put(move, places, rows.weights, rows.states)
         return end - begin
 
     def takes_run(self, move: Move, first: int, rows: int) -> bool:
@@ -267,6 +313,46 @@ class Target:
         begin = first - self._shard.row0
         for cut in self._columns(move):
             self._arrived[cut][begin : begin + rows] = True
+
+    def _plain_planes(self) -> list[Plane | None] | None:
+        """Return what the kernel can write into: weights, then states. None if rows need more than a copy."""
+        planes: list[Plane | None] = []
+        for plane in (self._weights, *self._states):
+            if isinstance(plane, Unwanted) or plane is None:
+                planes.append(None)
+            elif type(plane) is Plane and plane.array is not None and plane.is_by_row:
+                planes.append(plane)
+            else:
+                return None
+        return None if self._merged else planes
+
+    def _place(self, move: Move, rows: RowsView, place: int | None) -> int | None:
+        """Write rows by the native kernel, as :meth:`put` does. None if it cannot: nothing was written then."""
+        native, shard = kernel(), self._shard
+        if native is None or self._plain is None or not (rows.ids.flags.c_contiguous and self._sent.flags.c_contiguous):
+            return None
+        assert shard.row0 <= move.row0
+        assert move.row0 + move.rows <= shard.row0 + shard.rows
+        here, there = move.col0 - shard.col0, move.col0 - move.source.col0
+        columns = []
+        for plane, packed in zip(self._plain, (rows.weights, *rows.states), strict=True):
+            if plane is not None:
+                column = plane.column(packed, here, there, move.cols)
+                if column is None:
+                    return None
+                columns.append(column)
+        return native.place(
+            rows.ids,
+            move.row0,
+            move.rows,
+            shard.row0,
+            (Column * len(columns))(*columns),
+            [self._arrived[cut] for cut in self._columns(move)],
+            self._sent if place is not None else None,
+            _BLOCK_BITS,
+            self._first_block,
+            place if place is not None else NEVER,
+        )
 
     def _put(self, move: Move, places: Places, weights: Array, states: Sequence[Array]) -> None:
         """Write rows, and record that they have arrived."""

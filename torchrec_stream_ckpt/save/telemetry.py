@@ -18,6 +18,7 @@ from torchrec_stream_ckpt.format.proof import Proved
 from torchrec_stream_ckpt.format.ring import FrameRing
 from torchrec_stream_ckpt.log.publisher import Publisher
 from torchrec_stream_ckpt.log.stream import Strays
+from torchrec_stream_ckpt.native.kernel import describe
 from torchrec_stream_ckpt.util.stats import Stats, Stopwatch
 from torchrec_stream_ckpt.util.types import Committed, MarkerId
 
@@ -158,4 +159,5 @@ class Telemetry:
             drain=self.drain.read(),
             cut=self.cut.read(),
             commit=self.commit.read(),
+            native_kernel=describe(),
         )

@@ -134,6 +134,8 @@ class Stats:
     """Time of cuts at their step boundaries."""
     commit: Timing
     """Time from a cut to the COMMIT that all ranks know of. Failed markers are not included."""
+    native_kernel: str
+    """Path of the native kernel that gathers and places rows, such as ``avx2``; or ``none`` with the reason."""
 
     @property
     def sweep_ratio(self) -> float:
