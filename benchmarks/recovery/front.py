@@ -1,6 +1,7 @@
 """IncrCP's published metric for every policy of the store: the average over all markers, base left out, in rows.
 
     python benchmarks/recovery/front.py [--part 1] [--quick] [--out FILE.json]
+    python benchmarks/recovery/front.py --sizes 20 10 6 4 3 2 [--out FILE.json]   # the store alone
     python benchmarks/recovery/front.py --picture FILE.json
 
 The paper restores each of 150 checkpoints after the last one is there, leaves the base out of the time, and divides the
@@ -14,7 +15,8 @@ Policies of the store: spans of radix 2 to 32; two radices (``4, then 8``: spans
 a restore reads more than ``rebase`` times a base after it (0.2 to 1), or after so many markers (*by age*). The rules
 are those of ``Layout`` in ``benchmarks/merge/radix.py``; here the rows of a span are looked up in one table of how many
 rows of each interval were last changed by each older one, so that a policy takes milliseconds. The default is counted
-both ways and compared, with ``--quick`` every radix. Check-N-Run and IncrCP follow ``counts.py``.
+both ways and compared, with ``--quick`` every radix. ``--sizes`` says which policies are no worse than the default at
+each of several sizes: where a base falls depends on the size. Check-N-Run and IncrCP follow ``counts.py``.
 """
 
 from __future__ import annotations
@@ -212,6 +214,31 @@ def count(workload: Workload, *, quick: bool) -> dict[str, Any]:
     }
 
 
+def robust(parts: Sequence[int]) -> dict[str, Any]:
+    """The store at several sizes, and the front of those policies that are no worse than the default at each."""
+    usual = Spans((Policy().radix,), Policy().rebase).name
+    sizes: dict[int, dict[str, dict[str, Any]]] = {}
+    kept = {policy.name for policy in policies()}
+    for part in parts:
+        workload = sized("kaggle", part, MARKERS, 10)
+        plain, overlaps = naive(workload, range(1, MARKERS + 1)), Overlaps(workload)
+        sizes[part] = {policy.name: row(policy.count(overlaps), plain, workload.rows) for policy in policies()}
+        kept &= set(no_worse(sizes[part], usual))
+        print(f"part {part}: {len(kept)} policies are no worse so far", file=sys.stderr, flush=True)
+        sized.cache_clear()
+    keys = ("average", "written")
+    means = {name: {key: sum(rows[name][key] for rows in sizes.values()) / len(sizes) for key in keys} for name in kept}
+    chosen = front(means)
+    return {
+        "default": usual,
+        "no_worse": chosen,
+        "sizes": {
+            str(part): {name: rows[name] for name in {usual: 0, **dict.fromkeys(chosen)}}
+            for part, rows in sizes.items()
+        },
+    }
+
+
 def draw(found: dict[str, Any], path: Path) -> None:
     """The front, and others' layouts: how much less is read, against what is written."""
     import matplotlib
@@ -224,10 +251,13 @@ def draw(found: dict[str, Any], path: Path) -> None:
     axes.plot(*_places(store.values()), ".", color="#bbbbbb", markersize=3, label="store, every policy")
     axes.plot(*_places([store[name] for name in found["front"]]), "-", color="#4c72b0", label="store, the front")
     axes.plot(*_places([store[found["default"]]]), "s", color="#4c72b0", label=f"store, default: {found['default']}")
+    places: dict[tuple[float, float], list[str]] = {}
     for name, each in others.items():
-        axes.plot(*_places([each]), "o", color="#c44e52")
-        axes.annotate(f" {name}", (each["written"], each["average"]), fontsize=7, va="center")
-    axes.set_xlim(0.8, 1.35 * max(each["written"] for each in others.values()))
+        places.setdefault((each["written"], each["average"]), []).append(name)
+    for place, names in places.items():
+        axes.plot(*place, "o", color="#c44e52")
+        axes.annotate("  " + "; ".join(names), place, fontsize=7, va="center")
+    axes.set_xlim(0.8, 1.2 * max(each["written"] for each in others.values()))
     axes.set_xlabel("rows written, in parts of all increments")
     axes.set_ylabel("times fewer rows read than naive, average")
     axes.set_title(f"{found['rows']:,} rows, {found['markers']} markers, counted", fontsize=9)
@@ -243,6 +273,7 @@ def _places(rows: Any) -> Sequence[list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=at_least(1), nargs="+", metavar="PART", help="the store alone, at these parts")
     parser.add_argument("--part", type=at_least(1), default=1, help="one row and one sample of so many")
     parser.add_argument(
         "--quick", action="store_true", help=f"--part {QUICK_PART}, 16 markers: no figure means anything"
@@ -262,11 +293,14 @@ def main() -> None:
         "command": command_of("recovery", "front.py"),
         "machine": machine(),
         "part": part,
-    } | count(workload, quick=args.quick)
-    for name in report["front"]:
+    } | (robust(args.sizes) if args.sizes else count(workload, quick=args.quick))
+    if args.sizes:
+        del report["part"]
+    for name in report.get("front", ()):
         print(f"{name:28} {json.dumps(report['store'][name])}")
     if args.out is not None:
         args.out.write_text(json.dumps(report, indent=1) + "\n")
+    if args.out is not None and not args.sizes:
         draw(report, args.out.with_suffix(".png"))
 
 

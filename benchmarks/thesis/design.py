@@ -5,6 +5,9 @@ tables copied aside for a checkpoint, rows by a binary serializer of its own (it
 what is there) in numbered chunks of 1 MB, one consumer process that takes the queue's items one by one, dense state and
 optimizer states by ``torch.save``, and a loading service that holds the folded state and answers in chunks, too.
 
+:meth:`Pipeline.stream` follows it further: the tables lie in shared memory, and the consumer reads the rows of a step's
+ids where they are, whenever it comes to them. So a row may be newer than its step, and a checkpoint is no cut.
+
 Where it leaves a choice, the cheaper one is taken: tables are copied at a checkpoint and not at each step, into shared
 memory that is there and touched before the clock starts; the consumer keeps a bit a row instead of the ids; chunks are
 appended to a file where ours go to one, or sent to a broker of which nothing is read back; the loading service costs
@@ -31,7 +34,7 @@ from common import fresh_processes, synced, without_fsync
 CHUNK_BYTES = 1_000_000
 _HEADER = struct.Struct("<IIIIQI")  # table, number of the chunk, chunks of the table, rows, first row, bytes of a row
 _ITEM = struct.Struct("<BI")  # kind, number of messages that follow
-BEGIN, IDS, TABLES, END = range(4)
+BEGIN, IDS, TABLES, END, STREAM, MARK = range(6)
 Buffer = bytes | memoryview
 
 
@@ -100,6 +103,7 @@ class Pipeline:
         folder: For its files.
         topic: Where chunks go: (bootstrap servers, topic) of a broker; None: a file.
         slots: Checkpoints whose tables can wait for the consumer; one more waits for a free one.
+        live: The consumer also gets the live tables, for :meth:`stream`; their memory becomes shared.
     """
 
     def __init__(
@@ -109,6 +113,8 @@ class Pipeline:
         folder: Path,
         topic: tuple[str, str] | None = None,
         slots: int = 6,
+        *,
+        live: bool = False,
     ) -> None:
         self._tables, self._rest, self._folder = tables, rest, folder
         self._done = 0
@@ -118,7 +124,8 @@ class Pipeline:
         context = fresh_processes()
         self._slots = [[table.clone().share_memory_() for table in tables] for _ in range(slots)]
         self._queue, self._acks = QuickQueue(context), context.SimpleQueue()
-        arguments = (self._queue.reader, self._acks, self._slots, folder / "chunks", topic)
+        shared = [table.detach().share_memory_() for table in tables] if live else []
+        arguments = (self._queue.reader, self._acks, self._slots, shared, folder / "chunks", topic)
         self._consumer = context.Process(target=consume, args=arguments, daemon=True)
         self._consumer.start()
         assert self._acks.get() == 0  # it is up
@@ -149,6 +156,19 @@ class Pipeline:
             slot.copy_(table)
         self._queue.put(TABLES, [number.to_bytes(4, "little")])
         self._asked += 1
+        self._save_rest()
+
+    def stream(self, ids: list[torch.Tensor]) -> None:
+        """A step has updated these rows of each table: they are to be sent, with the values that they have by then."""
+        self._queue.put(STREAM, [raw(each) for each in ids])
+
+    def mark(self) -> None:
+        """A checkpoint of rows that were streamed. Returns once dense state is saved."""
+        self._queue.put(MARK)
+        self._asked += 1
+        self._save_rest()
+
+    def _save_rest(self) -> None:
         path = self._folder / "rest.pt"
         torch.save(self._rest, path)
         if self._fsync:
@@ -236,7 +256,12 @@ def new_topic(bootstrap: str, stem: str, run: int) -> str:
 
 
 def consume(
-    reader: Connection, acks: Any, slots: list[list[torch.Tensor]], path: Path, topic: tuple[str, str] | None
+    reader: Connection,
+    acks: Any,
+    slots: list[list[torch.Tensor]],
+    live: list[torch.Tensor],
+    path: Path,
+    topic: tuple[str, str] | None,
 ) -> None:
     """The consumer process: rows that changed, serialized and in chunks, into the rank's file or topic."""
     torch.set_num_threads(1)
@@ -245,9 +270,11 @@ def consume(
     acks.put(0)
     done, waits = 0, contextlib.ExitStack()
     for kind, messages in received(reader):
-        if kind == IDS:
+        if kind in (IDS, STREAM):
             for mask, ids in zip(changed, messages, strict=True):
                 mask[torch.frombuffer(bytearray(ids), dtype=torch.int64)] = True
+            if kind == STREAM:
+                write(sink, changed, live)
             continue
         if kind == BEGIN:
             begun = json.loads(messages[0])
@@ -257,7 +284,7 @@ def consume(
             sink.clear(begun["topic"])
             for mask in changed:
                 mask.zero_()
-        else:
+        elif kind == TABLES:
             write(sink, changed, slots[int.from_bytes(messages[0], "little")])
         sink.sync()
         done += 1

@@ -16,8 +16,10 @@ rank, gloo.
                  the state that a run begins with has been sent before the clock is started (``base`` says how long
                  that takes)
 
-The point ``every 1, without fsync`` has all of them with no fsync at all, in the same rounds. What checkpoints add is
-the run's time less that of ``none`` in the same round, which runs twice: the difference of the two is the noise.
+The point ``every 1, without fsync`` has all of them with no fsync at all, in the same rounds. With ``--each-step`` the
+point ``every 1, each step`` has the thesis and ours as they stream the rows of each step; in the others both drain once
+a checkpoint. What checkpoints add is the run's time less that of ``none`` in the same round, which runs twice: the
+difference of the two is the noise.
 
 Recovery, of the newest state, into the live tables of fresh processes, which load once; the page cache is warm, then
 cold: ``torch.load`` alone, with the copy that a restart needs, and mapped with that copy (torch's fastest way); the
@@ -75,6 +77,7 @@ from setting import SHAPES, Setting, State, attach, batches, shape_of  # noqa: E
 
 EVERY = (1, 2, 3)
 NONE, AGAIN, SAVE, THESIS, OURS = "none", "none again", "torch.save", "thesis", "ours"
+STREAMED = ", each step"
 
 
 class Runs:
@@ -100,7 +103,8 @@ class Runs:
         self._name = f"{setting.workload}-{world}"
         """Of this job's topics: a broker meets all of them."""
         topic = (setting.bootstrap, f"thesis-{self._name}-{rank}") if setting.bootstrap else None
-        self._pipeline = Pipeline(list(self._state.tables.values()), self._state.rest, self._own, topic)
+        tables = list(self._state.tables.values())
+        self._pipeline = Pipeline(tables, self._state.rest, self._own, topic, live=setting.each_step)
         self._runs = 0
         self._broker_syncs: bool | None = None
 
@@ -125,17 +129,17 @@ class Runs:
 
         return slowest(lambda: self._train(lambda _: None, save))
 
-    def thesis(self, every: int, fsync: bool = True) -> float:
+    def thesis(self, every: int, fsync: bool = True, *, streamed: bool = False) -> float:
         pipeline = self._pipeline
+        behind_step = pipeline.stream if streamed else pipeline.step
+        mark = pipeline.mark if streamed else pipeline.checkpoint
         self._have_broker_sync(fsync)
         pipeline.begin(fsync=fsync)
         # Ids of all ranks' samples reach the owner of a table; the ids that are at hand are as many.
         mine = [[batch[number] for number in self._mine] for batch in self._batches]
 
         def run() -> None:
-            self._train(
-                lambda step: pipeline.step(mine[step]), lambda epoch: epoch % every == 0 and pipeline.checkpoint()
-            )
+            self._train(lambda step: behind_step(mine[step]), lambda epoch: epoch % every == 0 and mark())
             pipeline.finish()
 
         return slowest(run)
@@ -148,7 +152,7 @@ class Runs:
         recoveries.save(self.job, self._own)
         dist.barrier()
 
-    def ours(self, every: int, fsync: bool = True) -> float:
+    def ours(self, every: int, fsync: bool = True, *, drain_every: int = 1 << 30) -> float:
         """In a fresh log."""
         dist.barrier()
         if dist.get_rank() == 0:
@@ -157,7 +161,7 @@ class Runs:
         self._have_broker_sync(fsync)
         futures: list[Any] = []
         waits = contextlib.nullcontext() if fsync else without_fsync()
-        with waits, attach(self.job, self.uri, self.shared / "store", drain_every=1 << 30) as checkpointer:
+        with waits, attach(self.job, self.uri, self.shared / "store", drain_every=drain_every) as checkpointer:
             self.base_s = timed(lambda: checkpointer.mark().result(300))
 
             def run() -> None:
@@ -208,6 +212,9 @@ def run_all(setting: Setting, folder: Path, head: str) -> tuple[dict[str, Measur
         variants[name(SAVE, every, fsync)] = partial(runs.torch_save, every, fsync)
         variants[name(THESIS, every, fsync)] = partial(runs.thesis, every, fsync)
         variants[name(OURS, every, fsync)] = partial(runs.ours, every, fsync)
+    if setting.each_step:
+        variants[THESIS + STREAMED] = partial(runs.thesis, 1, streamed=True)
+        variants[OURS + STREAMED] = partial(runs.ours, 1, drain_every=1)
     runs.none()
     runs.ours(1)
     found = {"runs": take_turns(variants, setting.rounds, warm_up=0)}
@@ -248,6 +255,12 @@ def judge(report: Report, what: str, setting: Setting, found: dict[str, Measured
         report.goals.append(Goal.at_least(f"{point}: the thesis' run / ours", 1, against))
         share = 100 * max(0.0, extra[OURS]) / extra[SAVE] if extra[SAVE] > 0 else None
         report.goals.append(Goal.at_most(f"{point}: added, of what torch.save adds", 10, share, "%"))
+    if setting.each_step:
+        here = {NONE: NONE, AGAIN: AGAIN, name(SAVE, 1): SAVE, THESIS + STREAMED: THESIS, OURS + STREAMED: OURS}
+        point = f"{what}, every 1{STREAMED}"
+        report.add(point, Measured({short: runs.times[long] for long, short in here.items()}), SAVE, unit="s", scale=1)
+        extra = {here[long]: round(added(runs, long), 3) for long in list(here)[2:]}
+        report.facts[f"{point}: seconds added"] = extra
     for state in STATES:
         point = f"{what}, recovery" + (f", {COLD}" if state == COLD else "")
         report.add(point, found[state], LOAD)
@@ -264,8 +277,11 @@ def main() -> None:
     parser.add_argument("--epochs", type=at_least(3), default=60, help="of a run (default: %(default)s)")
     parser.add_argument("--ids", type=at_least(1), default=100, help="a lookup of synthetic (default: %(default)s)")
     parser.add_argument("--log", choices=("file", "kafka"), default="file", help="of the thesis' chunks and of ours")
+    parser.add_argument("--each-step", action="store_true", help="also stream each step, a checkpoint every epoch")
     add_fsync(parser)
     args: argparse.Namespace = parse(parser, workload=["synthetic"], ranks=[1], rounds=1, epochs=6)
+    if args.each_step and WITH_FSYNC not in args.fsync:
+        parser.error("--each-step has points with fsync alone. Try: --fsync with")
     report = Report("thesis", args)
     with contextlib.ExitStack() as stack:
         try:
@@ -284,12 +300,16 @@ def measure_all(args: argparse.Namespace, report: Report, bootstrap: str) -> Non
         needed = (2 << 30) + 14 * table_bytes + epoch_bytes
         check_memory(needed, f"{workload}: the tables, six copies of them, an epoch's ids, and recoveries")
         # A run's chunks and a run's log lie side by side; a broker deletes those of the runs before a minute late.
-        runs = (4 if bootstrap else 2) * args.epochs
+        # With --each-step an epoch's chunks hold nearly all rows once a step.
+        steps = len(batches(workload, args.quick)) if args.each_step else 1
+        runs = (4 if bootstrap else 2) * args.epochs * steps
         check_disk((1 << 28) + (8 + runs) * table_bytes, f"{workload}: two runs of {args.epochs} checkpoints")
         check_disk((1 << 24) + 2 * table_bytes, f"{workload}: its HEAD in /dev/shm", Path("/dev/shm"))
         for ranks in args.ranks:
             fsync = tuple(args.fsync)
-            setting = Setting(workload, args.rounds, args.epochs, args.ids, args.quick, fsync, bootstrap)
+            setting = Setting(
+                workload, args.rounds, args.epochs, args.ids, args.quick, fsync, bootstrap, args.each_step
+            )
             with scratch("thesis") as base, tempfile.TemporaryDirectory(prefix="thesis-", dir="/dev/shm") as memory:
                 folder, head = base / "job", f"{memory}/head"
                 for each in (folder, Path(head)):

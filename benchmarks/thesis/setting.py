@@ -39,6 +39,8 @@ class Setting:
     fsync: tuple[str, ...]
     bootstrap: str = ""
     """Of a broker; empty: the log is a folder."""
+    each_step: bool = False
+    """Whether both sides are also timed as they stream each step."""
 
 
 @dataclass(frozen=True)

@@ -136,8 +136,9 @@ def test_a_spare_takes_over_and_a_restart_restores(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("workload", ["synthetic", "synthetic-10k", "criteo"])
 def test_whole_runs_and_recoveries(workload: str, tmp_path: Path) -> None:
-    report = run("thesis/run.py", f"--quick --workload {workload}", tmp_path)
+    report = run("thesis/run.py", f"--quick --each-step --workload {workload}", tmp_path)
     points = {f"every {number}" for number in (1, 2, 3)} | {"every 1, without fsync", "recovery", "recovery, cold"}
+    points.add("every 1, each step")
     assert set(report["points"]) == {f"{workload}, 1 rank, {each}" for each in points}
     for rows in report["points"].values():
         assert all(row["median"] > 0 for row in rows["variants"].values())

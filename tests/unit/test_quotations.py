@@ -74,6 +74,16 @@ def near(value: float, known: Iterable[float]) -> bool:
     return any(abs(value - unit * each) <= 1e-9 * abs(value) for each in known for unit in (1, 1e3, 1e6))
 
 
+@pytest.mark.parametrize("name", list(papers()))
+def test_a_page_first_says_where_it_is_ahead_where_behind_and_why(name: str) -> None:
+    head = page(f"docs/papers/{name}.md").split("\n## ", 1)[0].split("\n|", 1)[0]
+    assert re.findall(r"^- \*\*(\w+):\*\*", head, flags=re.M) == ["Ahead", "Behind", "Why"]
+    assert "(quotations.json)" in page(f"docs/papers/{name}.md")
+    words = re.findall(r"[A-Z][\w']{3,}|[A-Z]\d+|\d+ cores", papers()[name]["machine"])
+    why = " ".join(head.split("**Why:**")[1].split())
+    assert any(word in why for word in words), (words, why)  # the machine is named
+
+
 def test_what_the_thesis_page_says_of_the_thesis() -> None:
     ours = [own / base for *_, base, own in tables.recoveries()]
     ratios = [
