@@ -48,7 +48,7 @@ from common import (  # noqa: E402
 )
 from device import add_device  # noqa: E402
 from job import Job, Shape, build, slowest, spread  # noqa: E402
-from veloc import Veloc, dealt  # noqa: E402
+from veloc import Veloc, sliced  # noqa: E402
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
 
@@ -73,7 +73,7 @@ class Velocs:
     def __init__(self, job: Job, folder: Path, memory: Path) -> None:
         rank, world = dist.get_rank(), dist.get_world_size()
         state = [(name, each) for name, each in job.model.state_dict().items() if "top" in name]
-        parts = {SINGLE: state if rank == 0 else [], SHARDED: dealt(state, world)[rank]}
+        parts = {SINGLE: state if rank == 0 else [], SHARDED: sliced(state, rank, world)}
         self._of = {
             name: Veloc(part, memory / f"{name}-{rank}", folder / f"{name}-{rank}") for name, part in parts.items()
         }

@@ -50,7 +50,7 @@ from common import (  # noqa: E402
 )
 from job import Job, Shape, build, spread  # noqa: E402
 from run import OURS, ROWS, SAVE, SHARDED, SINGLE, slowest  # noqa: E402
-from veloc import Veloc, dealt  # noqa: E402
+from veloc import Veloc, sliced  # noqa: E402
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
 
@@ -104,7 +104,7 @@ class Runs:
         self._args, self._folder, self._rank = args, folder, rank
         self._job: Job = build(Shape((ROWS,), 16, dense_bytes=args.megabytes * 1_000_000))
         self._dense = [(name, each) for name, each in self._job.model.state_dict().items() if "top" in name]
-        parts = {SINGLE: self._dense if rank == 0 else [], SHARDED: dealt(self._dense, world)[rank]}
+        parts = {SINGLE: self._dense if rank == 0 else [], SHARDED: sliced(self._dense, rank, world)}
         self._velocs = {
             name: Veloc(part, memory / f"{name}-{rank}", folder / f"{name}-{rank}") for name, part in parts.items()
         }

@@ -312,3 +312,25 @@ def test_every_case_has_quick_sizes_and_says_how_long_it_takes_and_what_is_objec
         assert "parse(" in script.read_text() or "--quick" in script.read_text(), script
         for word in ("allocator", "object", "Time: "):
             assert word in page, f"{script.parent.name}/README.md has no {word!r}"
+
+
+def test_slices_of_a_dense_state_are_all_of_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As VELOC-Sharded has them: each tensor along its largest dimension."""
+    veloc = load("dense/veloc", monkeypatch)
+    state = [
+        ("wide", torch.randn(3, 8)),
+        ("tall", torch.randn(5, 2)),
+        ("one", torch.tensor(1.0)),
+        ("n", torch.arange(3)),
+    ]
+    for ranks in (1, 2, 4):
+        parts = [veloc.sliced(state, rank, ranks) for rank in range(ranks)]
+        assert sum(each.numel() for part in parts for _, each in part) == sum(each.numel() for _, each in state)
+        assert [dict(part)["wide"].shape for part in parts] == [(3, 8 // ranks)] * ranks
+        for rank, part in enumerate(parts):
+            regions = veloc.Veloc(part, tmp_path / "scratch", tmp_path / f"{ranks}-{rank}")
+            regions.checkpoint().result()
+            assert regions.holds_the_state()
+            dict(part)["wide"].add_(1)
+            assert not regions.holds_the_state()
+            regions.close()
