@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torchrec_stream_ckpt.log.stream import read_stream as read_stream
     from torchrec_stream_ckpt.model import optimizer_states as optimizer_states
     from torchrec_stream_ckpt.proofs.dense import DenseMarks as DenseMarks
-    from torchrec_stream_ckpt.proofs.proof_status import ProofStanding as ProofStanding
+    from torchrec_stream_ckpt.proofs.proof_status import ProofStatus as ProofStatus
     from torchrec_stream_ckpt.proofs.unproved import Compared as Compared
     from torchrec_stream_ckpt.proofs.unproved import Unproved as Unproved
     from torchrec_stream_ckpt.proofs.unproved import UnprovedBlock as UnprovedBlock
@@ -87,7 +87,7 @@ PAGE = {
     "Compared": ("proofs.unproved", "how much was compared, and what differs"),
     "Unproved": ("proofs.unproved", "all blocks that differ from a proof"),
     "UnprovedBlock": ("proofs.unproved", "one block that differs from a proof"),
-    "ProofStanding": ("proofs.proof_status", "summary of the comparisons of a marker"),
+    "ProofStatus": ("proofs.proof_status", "summary of the comparisons of a marker"),
     "DenseMarks": ("proofs.dense", "proofs of the entries of the dense state"),
     "compare_replicated": ("restore.proof_check", "compare data-parallel tables with a proof"),
     "entry_digests": ("dense.dense_prover", "digests of entries of the dense state"),

@@ -24,7 +24,7 @@ from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.model.kernels import LocalShard
-from torchrec_stream_ckpt.proofs.seen_marks import Met
+from torchrec_stream_ckpt.proofs.seen_marks import SeenMarks
 from torchrec_stream_ckpt.restore import apply
 from torchrec_stream_ckpt.restore.plan import RestorePlan, plan_restore
 from torchrec_stream_ckpt.store.api import open_store
@@ -133,7 +133,7 @@ class FromStore:
         _, plan = self._plan(self._trainer.log, interval)
         behind = replace(plan, stored=tuple(piece for piece in plan.stored if piece.start is not None))
         begin = time.perf_counter()
-        targets = apply._targets(plan, _kernels(self._trainer.workload, tables), Met(plan.path))
+        targets = apply._targets(plan, _kernels(self._trainer.workload, tables), SeenMarks(plan.path))
         apply.apply_store(behind, self._objects, targets)
         return time.perf_counter() - begin
 

@@ -79,9 +79,7 @@ def test_a_worker_of_another_version_opens_no_task(engine: Processes, monkeypatc
     (future,) = ended(engine, Odd())
     error = error_of(future)
     assert isinstance(error, ConfigError)
-    assert (
-        f"a worker has version {__version__} of torchrec_stream_ckpt, its tasks are of version 0.0.9" in error.message
-    )
+    assert f"a worker runs torchrec_stream_ckpt {__version__}, but its tasks come from version 0.0.9" in error.message
 
 
 def test_a_task_in_which_workers_end_by_themselves_is_not_called_short_of_memory(engine: Processes) -> None:

@@ -160,8 +160,8 @@ def test_workers_that_see_another_log_or_store_or_are_of_another_version_write_n
 ) -> None:
     objects = open_store(str(tmp_path / "store"))
     for wrong, said in (
-        ({"incarnation": "another"}, "a worker does not see the log of this materializer: another is there"),
-        ({"probe": "garbage/none"}, "a worker does not see the store of this materializer"),
+        ({"incarnation": "another"}, "a worker cannot read this materializer's log: its URI has another log"),
+        ({"probe": "garbage/none"}, "a worker cannot write this materializer's store"),
         ({"store_options": str(tmp_path / "none"), "store": "memory://it"}, "cannot read store options"),
     ):
         with (

@@ -27,7 +27,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.proofs.seen_marks import Met
+from torchrec_stream_ckpt.proofs.seen_marks import SeenMarks
 from torchrec_stream_ckpt.read.rows import TableReader, open_rows
 from torchrec_stream_ckpt.restore.apply import apply_log, apply_store
 from torchrec_stream_ckpt.restore.plan import plan_reads, plan_restore
@@ -52,19 +52,19 @@ def restore(job: EvolvingJob, marker: MarkerId, objects: Objects | None, rng: np
         for col0, cols in truth.slices
     ]
     plan, planes = plan_restore(route.complete(log), job.schemas[marker.generation], shards), {}
-    met, targets = Met(plan.path), {}
+    seen, targets = SeenMarks(plan.path), {}
     for shard in shards:
         planes[shard] = [torch.from_numpy(array.copy()) for array in _of(job, marker, shard)]
         for tensor in planes[shard]:
             tensor.view(torch.uint8).fill_(0xAB)
         weights, *states = planes[shard]
         moves = [move for move in plan.moves if move.target == shard]
-        sent = met.begin(shard, plan.based_on)
+        sent = seen.begin(shard, plan.based_on)
         targets[shard] = Target(shard, weights, states, moves, merged=False, sent=sent)
     if plan.stored:
         assert objects is not None
         apply_store(plan, objects, targets)
-    apply_log(plan, log, targets, met)
+    apply_log(plan, log, targets, seen)
     for shard, target in targets.items():
         target.finish(job.truth[marker][shard.table].spec.name)
         for tensor, array in zip(planes[shard], _of(job, marker, shard), strict=True):

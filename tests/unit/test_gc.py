@@ -23,7 +23,7 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect, plan_gc
-from torchrec_stream_ckpt.maintain.gc.inventory import take_stock
+from torchrec_stream_ckpt.maintain.gc.inventory import take_inventory
 from torchrec_stream_ckpt.maintain.gc.retention import Retention
 from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.store.catalog import Catalog
@@ -78,7 +78,7 @@ def test_a_dry_run_says_what_a_run_does_and_does_nothing(tmp_path: Path, pool: E
     before = stores.contents(history.objects)
     for compact in (False, True):
         given = rules(newest=2, then_every=5, compact=compact)
-        planned = plan_gc(take_stock(history.objects, history.lineage, history.lineage.job), given, {"a host": 1e6})
+        planned = plan_gc(take_inventory(history.objects, history.lineage, history.lineage.job), given, {"a host": 1e6})
         assert stores.contents(history.objects) == before
         done = gc(history, given, pool, lineage=history.lineage)
         assert (done.now, done.dropping, done.kept) == (planned.now, planned.dropping, planned.kept)
@@ -248,7 +248,7 @@ def test_dense_state_in_another_store_is_named_and_stays(tmp_path: Path, pool: E
 def test_without_a_rule_nothing_is_deleted(tmp_path: Path, pool: Executor) -> None:
     history = plain(tmp_path)
     before = stores.contents(history.objects)
-    with pytest.raises(ConfigError, match="no rule says what to keep"):
+    with pytest.raises(ConfigError, match="no retention rule was given"):
         gc(history, GcRules(), pool)
     assert stores.contents(history.objects) == before
 
@@ -314,7 +314,7 @@ def test_a_store_that_knows_more_than_the_log_is_refused(tmp_path: Path, pool: E
     history = plain(tmp_path)
     lineage = history.lineage
     del lineage.commits[MarkerId(1, 3)]
-    with pytest.raises(CorruptionError, match="the store holds marker 1:3, which the log does not know"):
+    with pytest.raises(CorruptionError, match="the store holds marker 1:3, which is not in the log"):
         gc(history, rules(newest=1), pool, lineage=lineage)
 
 

@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.maintain.interval_folder import IntervalFolder
 from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.maintain.progress import Progress
 from torchrec_stream_ckpt.maintain.repairer import Repairer
-from torchrec_stream_ckpt.store.catalog import Catalog, Kept
+from torchrec_stream_ckpt.store.catalog import Catalog, ObjectCache
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.util.types import MarkerId
 
@@ -93,7 +93,7 @@ def is_there(history: History, store: HeldObjects) -> bool:
     catalog, found = Catalog.load(store, lineage.job), False  # type: ignore[arg-type]
     for folds in (catalog.folds, *(catalog.folds - {fold} for fold in catalog.folds), frozenset()):
         try:
-            one = replace(catalog, folds=frozenset(folds), _kept=Kept())
+            one = replace(catalog, folds=frozenset(folds), _kept=ObjectCache())
             cover = one.cover(lineage.chain(NEWEST))
             if cover:
                 assert stores.rows_in(one, lineage, NEWEST, cover) == history.rows[NEWEST]

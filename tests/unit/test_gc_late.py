@@ -112,9 +112,7 @@ def test_segments_of_a_merge_that_goes_on_wait_however_long_it_takes(tmp_path: P
         assert gc(history, given, pool, now_s=1e6 + 2 * HOUR).now == (), "a segment has come since"
         objects.delete(another)
         assert {entry.name for entry in gc(history, given, pool, now_s=1e6 + 2 * HOUR).now} == {part}
-        with pytest.raises(
-            StoreUnavailableError, match="1 segments of a fold were deleted while it was merged"
-        ) as told:
+        with pytest.raises(StoreUnavailableError, match="1 segments of a fold were deleted during its merge") as told:
             merging.finish(objects, refs, pool)
         assert told.value.where["name"] == part
         refs = [merge_share(objects, task, pool) for task in merging.tasks]

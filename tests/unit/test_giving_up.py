@@ -19,7 +19,7 @@ from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotF
 from torchrec_stream_ckpt.find.holdings import Holdings
 from torchrec_stream_ckpt.format.manifest import BY_HAND, Dropped
 from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.maintain.gc.inventory import Stock, take_stock
+from torchrec_stream_ckpt.maintain.gc.inventory import StoreInventory, take_inventory
 from torchrec_stream_ckpt.maintain.gc.lost_markers import FRESH_S, Reasked, WaysBack
 from torchrec_stream_ckpt.maintain.gc.trim_check import check_synced
 from torchrec_stream_ckpt.store import pins
@@ -201,10 +201,10 @@ def test_a_marker_that_is_repaired_after_the_look_stays(history: History, monkey
 def test_the_second_question_is_put_to_a_listing_of_now(history: History, pool: Executor) -> None:
     (path,) = history.root.rglob(FIFTH)
     data, name = path.read_bytes(), harm(history, how="lost")
-    moments, taken = iter([0.0, 0.0, 1.0, FRESH_S, FRESH_S]), list[Stock]()
+    moments, taken = iter([0.0, 0.0, 1.0, FRESH_S, FRESH_S]), list[StoreInventory]()
 
-    def take() -> Stock:
-        taken.append(take_stock(history.objects, history.lineage, history.lineage.job))
+    def take() -> StoreInventory:
+        taken.append(take_inventory(history.objects, history.lineage, history.lineage.job))
         return taken[-1]
 
     again = Reasked(WaysBack(take(), None, lambda _: [], pool), take, lambda: next(moments))
@@ -226,7 +226,7 @@ def test_a_marker_of_whose_dense_state_nobody_can_tell_is_not_given_up(tmp_path:
     stores.fold(history.root, Policy(rebase=0, compact="none"))
     harm(history, "g00000001-m00000002/.metadata", "lost")
     before, arguments = stores.contents(history.objects), ("--no-log",) if log == "--no-log" else ()
-    with pytest.raises(ConfigError, match="nobody can tell whether the dense state of marker 1:2 is lost") as refused:
+    with pytest.raises(ConfigError, match="cannot determine whether the dense state of marker 1:2 is lost") as refused:
         gc(history, *arguments, "--give-up", named)
     assert "--give-up 1:2 --force" in refused.value.hint
     assert stores.contents(history.objects) == before

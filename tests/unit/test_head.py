@@ -245,7 +245,7 @@ def test_one_that_gc_has_left_behind_is_built_anew(
 ) -> None:
     warmed = left_behind(tmp_path, pool)
     assert warmed.writer.follow(warmed.lineage, Catalog.load(warmed.objects, JOB), MarkerId(1, 8))
-    assert "HEAD is built anew: the store has a gap" in caplog.text
+    assert "rebuilding HEAD: the store has a gap" in caplog.text
     warmed.job.log = FileLog(tmp_path / "truth")
     warmed.check(MarkerId(1, 8))
     assert len(built) == 2

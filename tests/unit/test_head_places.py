@@ -115,7 +115,7 @@ def test_too_little_room_is_said_before_anything_is_written(warmed: Warm, monkey
     problem = warmed.materializer.head_problem
     assert problem is not None
     assert "HEAD needs 2" in problem.message
-    assert "bytes more, 100 are free" in problem.message
+    assert "more bytes, but 100 are free" in problem.message
     assert warmed.head() is None
     assert list(warmed.path("").glob("t*")) == []
     warmed.job.touch()

@@ -112,7 +112,7 @@ def test_a_row_that_head_lacks_is_found_within_a_round_and_head_is_built_anew(
         job.job.commit()
         said.append(job.follow())
     (wrong,) = filter(None, said)
-    assert "1 blocks of rows in HEAD were not as they were in the tables" in wrong
+    assert "1 blocks of rows in HEAD differ from the tables at the cut" in wrong
     assert "rows [" in wrong
     assert len(built) == 2
     assert job.check().differing == 0

@@ -16,7 +16,7 @@ from tests.proved_job import COL_CUTS, DIM, ROW_CUTS, ROWS, SCHEMA, TABLES, Fram
 from tests.sampled import sampled
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import POSITIONS
-from torchrec_stream_ckpt.proofs.seen_marks import Said
+from torchrec_stream_ckpt.proofs.seen_marks import RankReport
 from torchrec_stream_ckpt.proofs.unproved import Unproved
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard
 from torchrec_stream_ckpt.verify.ledger import Ledger
@@ -86,7 +86,7 @@ def outcomes(root: Node, memory_bytes: int = 2**26) -> dict[MarkerId, tuple[floa
         ledger.read_on()
         for shard, view, _ in node.frames:
             ledger.rows(shard.table, shard.col0, shard.cols, view)
-        ledger.judge(node.marker, [Said(*each) for each in zip(node.job.ranks, node.job.marks[-1], strict=True)])
+        ledger.judge(node.marker, [RankReport(*each) for each in zip(node.job.ranks, node.job.marks[-1], strict=True)])
         compared = ledger.outcome()
         found[node.marker] = compared.share, compared.unproved
         for number, child in enumerate(node.children):
@@ -201,7 +201,7 @@ def test_what_was_said_within_a_fold_counts_for_blocks_that_it_does_not_send() -
     for shard, view, _ in newest.frames:
         ledger.rows(shard.table, shard.col0, shard.cols, view)
     for node in (within, newest):
-        said = [Said(*each) for each in zip(node.job.ranks, node.job.marks[-1], strict=True)]
+        said = [RankReport(*each) for each in zip(node.job.ranks, node.job.marks[-1], strict=True)]
         ledger.judge(node.marker, said, within=node is within)
     compared = ledger.outcome()
     assert compared.unproved is None
@@ -223,7 +223,7 @@ def test_copies_for_branches_share_the_memory_and_the_next_ledger_takes_other_bl
         ledger.begin(SCHEMA)
         for shard, view, _ in root.frames:
             ledger.rows(shard.table, shard.col0, shard.cols, view)
-        ledger.judge(root.marker, [Said(*each) for each in zip(root.job.ranks, root.job.marks[-1], strict=True)])
+        ledger.judge(root.marker, [RankReport(*each) for each in zip(root.job.ranks, root.job.marks[-1], strict=True)])
         return ledger.outcome().checked
 
     whole = compared(0)

@@ -132,8 +132,8 @@ def test_a_segment_that_store_and_log_have_lost_is_named(job: Job) -> None:
     files[base].write_bytes(data)
     status, _, said = materialize(job)
     assert status == 1
-    assert re.search(r"Error: the store has lost segments .*marker=1:3, rank=1", said), said
-    assert re.search(r"Try: bring them back, or delete the marker's manifest", said), said
+    assert re.search(r"Error: segments of a marker in the store are missing .*marker=1:3, rank=1", said), said
+    assert re.search(r"Try: restore them, or delete the marker's manifest", said), said
 
 
 def orphans(job: Job, damage: str, marker: int = 4) -> dict[Path, bytes]:
@@ -201,7 +201,7 @@ def test_a_store_that_holds_another_history_is_refused(job: Job) -> None:
     assert command(f"file://{other.root}", "--store", str(store_of(job)), "--once")[0] == 1
     status, _, said = command(f"file://{other.root}", "--store", str(store_of(job)), "--once", "--json")
     assert status == 1
-    assert re.search(r"Error: the store holds marker 1:3, which the log does not know", said), said
+    assert re.search(r"Error: the store holds marker 1:3, which is not in the log", said), said
     assert re.search(r"Try: .*a store of its own", said), said
     check_folded(job, [1, 2, 3])
 
@@ -219,7 +219,7 @@ def test_a_log_that_was_put_back_is_told_from_its_store(job: Job) -> None:
     control.write_bytes(whole)
     status, _, said = materialize(job)
     assert status == 1
-    assert "the store holds marker 1:5, which the log does not know" in said
+    assert "the store holds marker 1:5, which is not in the log" in said
 
 
 def test_a_log_that_was_made_again_under_its_name_is_refused(job: Job) -> None:

@@ -55,8 +55,10 @@ def test_rows_that_the_log_lost_are_named_with_what_remains_and_what_to_do(job: 
     lose_frames(job)
     status, _, said = materialize(job)
     assert status == 1
-    assert re.search(r"Error: .*lost is 1:4 to 1:5 \(2 markers\); the store has 3 markers, 1:3 the newest", said), said
-    assert re.search(r"Try: bring the log data back, .* restart the job from marker 1:3 .*--pass-over-lost", said), said
+    assert re.search(
+        r"Error: .*not in the store yet: 1:4 to 1:5 \(2 markers\); the store has 3 markers, 1:3 the newest", said
+    ), said
+    assert re.search(r"Try: restore the log data, .* restart the job from marker 1:3 .*--pass-over-lost", said), said
     check_folded(job, [1, 2, 3])
     # What the hint says works: a generation that stands on what remains goes on.
     job.begin(MarkerId(1, 3))
@@ -94,7 +96,7 @@ def test_lost_markers_are_given_up_with_all_that_stands_on_them_and_the_log_is_t
     assert materialize(job, "--pass-over-lost")[0] == 0
     job.commit()  # its own rows are there
     status, _, said = materialize(job)
-    assert (status, "it stands on marker 1:4, which is lost" in said, "--pass-over-lost" in said) == (1, True, True)
+    assert (status, "it is based on marker 1:4, which is lost" in said, "--pass-over-lost" in said) == (1, True, True)
     assert [event.get("marker") for event in materialize(job, "--pass-over-lost")[1]] == [None, "1:5", None]
     objects, lineage = open_store(str(store_of(job))), Control(job.log).refresh()
     catalog = Catalog.load(objects, synthetic.JOB)

@@ -29,7 +29,7 @@ from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.maintain.proof_checker import ProofRule
 from torchrec_stream_ckpt.maintain.repairer import Repair
-from torchrec_stream_ckpt.proofs.proof_status import standing_of
+from torchrec_stream_ckpt.proofs.proof_status import status_of
 from torchrec_stream_ckpt.proofs.window import WindowCheck
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
@@ -139,7 +139,7 @@ def test_a_lost_row_is_found_within_a_round_and_named_for_the_trainer(
     assert [each.marker for each in said(job) if each.differing] == [check.marker]
     lineage = Control(job.log).refresh()
     assert lineage.newest is not None
-    standing = standing_of(lineage, lineage.newest.id, said(job))
+    standing = status_of(lineage, lineage.newest.id, said(job))
     assert standing is not None
     assert (standing.differing, standing.differing_at) == (check.differing, (check.marker,))
 
@@ -217,7 +217,7 @@ def test_markers_without_a_proof_are_passed_over(job: EvolvingJob) -> None:
     run = materialize(job)
     assert (run.proofs, run.problems, said(job)) == (0, [], [])
     lineage = Control(job.log).refresh()
-    assert standing_of(lineage, MarkerId(1, 2), said(job)) is None
+    assert status_of(lineage, MarkerId(1, 2), said(job)) is None
 
 
 def test_a_standing_counts_the_newest_comparison_of_each_part(job: EvolvingJob) -> None:
@@ -225,12 +225,12 @@ def test_a_standing_counts_the_newest_comparison_of_each_part(job: EvolvingJob) 
     materialize(job)
     found = said(job)
     for newest, share in enumerate((0.25, 0.5, 0.75, 1.0, 1.0, 1.0)):
-        standing = standing_of(lineage, markers[newest], found)
+        standing = status_of(lineage, markers[newest], found)
         assert standing is not None
         assert (standing.marker, standing.share) == (markers[newest], share)
         assert standing.oldest == markers[max(0, newest - ROUND + 1)]
     of_another_history = [replace(each, chain=each.chain ^ 1) for each in found]
-    assert standing_of(lineage, markers[-1], of_another_history) is None
+    assert status_of(lineage, markers[-1], of_another_history) is None
 
 
 def test_the_command_says_what_differs_and_goes_on(job: EvolvingJob, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.maintain import fold, merge
 from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.maintain.materializer import Materializer
-from torchrec_stream_ckpt.proofs.seen_marks import Met, blocks_of
+from torchrec_stream_ckpt.proofs.seen_marks import SeenMarks, blocks_of
 from torchrec_stream_ckpt.restore import apply
 from torchrec_stream_ckpt.restore.apply import apply_log, apply_store
 from torchrec_stream_ckpt.restore.plan import RestorePlan, plan_reads
@@ -107,10 +107,10 @@ class Live:
         for plane in self.planes:
             plane.view(torch.uint8).fill_(UNTOUCHED)
 
-    def target(self, plan: RestorePlan, met: Met) -> Target:
+    def target(self, plan: RestorePlan, seen: SeenMarks) -> Target:
         moves = [move for move in plan.moves if move.target == self.shard]
         weights, *states = self.planes
-        sent = met.begin(self.shard, plan.based_on)
+        sent = seen.begin(self.shard, plan.based_on)
         return Target(self.shard, weights, states, moves, merged=False, sent=sent, numbers=self.numbers)
 
     def check(self, image: Image) -> None:
@@ -180,21 +180,21 @@ def lineage_of(job: Job) -> Lineage:
 
 def restore(
     job: Job, marker: MarkerId, objects: HeldObjects, shards: Sequence[Live]
-) -> tuple[Route, Met, Mapping[str, CorruptionError]]:
+) -> tuple[Route, SeenMarks, Mapping[str, CorruptionError]]:
     """As a job does: once more around each segment that turns out to be damaged, into the same tensors."""
     damaged, lineage = dict[str, CorruptionError](), lineage_of(job)
     while True:
         route = locate(lineage, marker, Catalog.of_job(objects, lineage), damaged=damaged).complete(job.log)
         plan = plan_reads(route, route.schema, [each.shard for each in shards])
-        met = Met(plan.path)
-        targets = {each.shard: each.target(plan, met) for each in shards}
+        seen = SeenMarks(plan.path)
+        targets = {each.shard: each.target(plan, seen) for each in shards}
         try:
             if plan.stored:
                 apply_store(plan, objects, targets)
-            apply_log(plan, job.log, targets, met)
+            apply_log(plan, job.log, targets, seen)
             for shard, target in targets.items():
                 target.finish(plan.schema.tables[shard.table].name)
-            return route, met, damaged
+            return route, seen, damaged
         except CorruptionError as error:
             assert not still_writing()
             name = route.segment_of(error)
@@ -207,7 +207,7 @@ def still_writing() -> list[str]:
     return [each.name for each in threading.enumerate() if each.name.startswith(("stream-ckpt-re", "stream-ckpt-pl"))]
 
 
-def check_sent(job: SentJob, route: Route, met: Met, shard: TableShard, *, exactly: bool) -> None:
+def check_sent(job: SentJob, route: Route, seen: SeenMarks, shard: TableShard, *, exactly: bool) -> None:
     """What is known as the newest marker that sent a row of each block is that one, or after a fold perhaps a newer."""
     (first, last), chain = blocks_of(shard), list(route.path.chain)
     newest = np.full(last - first, -1)
@@ -217,7 +217,7 @@ def check_sent(job: SentJob, route: Route, met: Met, shard: TableShard, *, exact
         counts = source.table == shard.table and marker.generation >= route.bases.get(shard.table, 0)
         if overlap and counts and marker in chain:
             newest[ids // BLOCK_ROWS - first] = np.maximum(newest[ids // BLOCK_ROWS - first], chain.index(marker))
-    found = met.sent[shard]
+    found = seen.sent[shard]
     assert (found == newest).all() if exactly else (found >= newest).all()
 
 
@@ -245,11 +245,11 @@ def test_every_marker_of_random_stores_is_what_all_its_frames_in_their_order_are
         shards = lives(job, commit.id, rng)
         threads(int(rng.integers(1, 6)))
         objects = into if rng.random() < 0.7 else HeldObjects(into._held)
-        route, met, damaged = restore(job, commit.id, objects, shards)
+        route, seen, damaged = restore(job, commit.id, objects, shards)
         assert (route.stored, dict(damaged)) == (commit.id, {})
         for each in shards:
             each.check(image)
-            check_sent(job, route, met, each.shard, exactly=policy == INTERVALS)
+            check_sent(job, route, seen, each.shard, exactly=policy == INTERVALS)
         picked = route.segments[rng.integers(len(route.segments))]
         held = type(objects)(into._held)
         if len(picked.chunks):

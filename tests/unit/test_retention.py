@@ -141,11 +141,11 @@ def test_durations_are_numbers_with_a_unit(text: float | str, seconds: float) ->
         ({"keep_all_for": "-3h"}, "'-3h' is not a duration"),
         ({"keep_all_for": -1.0}, "-1.0 is not a duration"),
         ({"keep_all_for": float("nan")}, "nan is not a duration"),
-        ({"then_every": 0}, "then_every must be at least 1, it is 0"),
-        ({"then_every": "0"}, "then_every must be at least 1, it is 0"),
+        ({"then_every": 0}, "then_every must be at least 1, got 0"),
+        ({"then_every": "0"}, "then_every must be at least 1, got 0"),
         ({"then_every": "0h"}, "then_every must not be zero"),
         ({"then_every": "now and then"}, "'now and then' is not a duration"),
-        ({"newest": 0}, "newest must be at least 1, it is 0"),
+        ({"newest": 0}, "newest must be at least 1, got 0"),
     ],
 )
 def test_values_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -8,21 +8,21 @@ import pytest
 import torch.distributed as dist
 
 from torchrec_stream_ckpt.errors import RankLostError
-from torchrec_stream_ckpt.ranks.liveness import Roll
+from torchrec_stream_ckpt.ranks.liveness import Liveness
 
 NAME = "stream-ckpt-roll"
 WAIT_S = 60.0
 
 
 @pytest.fixture
-def closed() -> Roll:
+def closed() -> Liveness:
     """Its thread has ended: the next wait starts another one, as when a rank is lost while this one closes."""
-    roll = Roll(dist.HashStore(), rank=0, world=2)
+    roll = Liveness(dist.HashStore(), rank=0, world=2)
     roll.close()
     return roll
 
 
-def ask(roll: Roll) -> None:
+def ask(roll: Liveness) -> None:
     with pytest.raises(RankLostError):
         roll.wait(lambda _: False, 0.0, "marker 1")
 
@@ -31,7 +31,9 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == NAME]
 
 
-def test_a_close_waits_for_a_thread_that_another_one_just_starts(closed: Roll, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_close_waits_for_a_thread_that_another_one_just_starts(
+    closed: Liveness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     starting, closing = threading.Event(), threading.Event()
     real = threading.Thread.start
 
@@ -54,7 +56,7 @@ def test_a_close_waits_for_a_thread_that_another_one_just_starts(closed: Roll, m
 
 @pytest.mark.parametrize("started", [False, True])
 def test_a_start_that_is_interrupted_is_made_again_and_its_wait_is_over(
-    closed: Roll, started: bool, monkeypatch: pytest.MonkeyPatch
+    closed: Liveness, started: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = threading.Thread.start
 
@@ -75,7 +77,7 @@ def test_a_start_that_is_interrupted_is_made_again_and_its_wait_is_over(
 
 
 def test_a_wait_that_is_interrupted_while_it_begins_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    roll = Roll(dist.HashStore(), rank=0, world=2)
+    roll = Liveness(dist.HashStore(), rank=0, world=2)
 
     def interrupted() -> None:
         raise KeyboardInterrupt

@@ -128,7 +128,7 @@ def test_a_base_whose_pieces_are_gone_is_lost_and_markers_without_a_way_are_name
     status, record = scrub(job, "--repair")
     assert status == 1
     found = {each["name"]: each["reason"] for each in record["damaged"]}
-    assert "is gone" in found[manifest_name(JOB, MarkerId(1, 1))]
+    assert "is missing" in found[manifest_name(JOB, MarkerId(1, 1))]
     assert "no pieces of the store lead to this marker" in found[manifest_name(JOB, MarkerId(1, 6))]
 
 
@@ -142,7 +142,10 @@ def test_an_altered_note_of_what_was_given_up_cannot_be_mended(job: Job) -> None
     harm(path)
     status, record = scrub(job, "--repair")
     assert (status, [each["name"] for each in record["damaged"]]) == (1, [name_of(job, path)])
-    assert record["damaged"][0]["lost"] == f"nothing else says why the marker was given up [name={name_of(job, path)}]"
+    assert (
+        record["damaged"][0]["lost"]
+        == f"no other object records why the marker was given up [name={name_of(job, path)}]"
+    )
 
 
 def test_all_kinds_at_once_are_mended_in_one_pass(job: Job) -> None:

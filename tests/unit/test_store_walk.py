@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.maintain import summarizer
 from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.maintain.engine.api import InProcess, Site
 from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
-from torchrec_stream_ckpt.maintain.gc.inventory import take_stock
+from torchrec_stream_ckpt.maintain.gc.inventory import take_inventory
 from torchrec_stream_ckpt.maintain.gc.lost_markers import WaysBack, lost_markers
 from torchrec_stream_ckpt.maintain.gc.retention import Retention
 from torchrec_stream_ckpt.maintain.gc.trim_check import check_synced
@@ -181,7 +181,7 @@ class Walk(History):
         if not self._offered():
             return
         lineage, rules, before = self.lineage, GcRules(give_up={}, grace_s=GRACE), self._offered()
-        stock = self._refusing(lambda: take_stock(self.held, lineage, lineage.job))  # type: ignore[arg-type]
+        stock = self._refusing(lambda: take_inventory(self.held, lineage, lineage.job))  # type: ignore[arg-type]
         if stock is not None:
             ways = WaysBack(stock, self.log, lambda _: [open_dense(str(self.root))], self._pool)
             rules = replace(rules, give_up=lost_markers(stock, ways))

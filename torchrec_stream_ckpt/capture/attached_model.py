@@ -22,8 +22,8 @@ from torchrec_stream_ckpt.format.claim_changes import same_tables
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.model import (
+    KernelGuard,
     ReplicatedTables,
-    Standing,
     check_free,
     claim,
     dense_optimizers,
@@ -98,7 +98,7 @@ class Attached:
             reshard: Replaces ``dmp.reshard()``. Its argument is the function that moves the rows.
         """
         self._team.together(lambda: check_free(self.kernels))
-        self.standing = Standing(self._model)
+        self.standing = KernelGuard(self._model)
         self.capture = Capture(self.kernels, self.schema)
         self.oracle = Oracle(self.kernels, self.schema) if self._paranoid else None
         self._unwatch = watch_outside_writes(self._model, self._optimizer, self.capture.outside.before_load, reshard)

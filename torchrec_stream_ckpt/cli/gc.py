@@ -19,7 +19,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.inner import Job, Objects
 from torchrec_stream_ckpt.maintain.gc.clocks import glance_at_clocks, stands_still
 from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect, plan_gc
-from torchrec_stream_ckpt.maintain.gc.inventory import Stock, take_stock
+from torchrec_stream_ckpt.maintain.gc.inventory import StoreInventory, take_inventory
 from torchrec_stream_ckpt.maintain.gc.lost_markers import Reasked, WaysBack, check_given_up, lost_markers
 from torchrec_stream_ckpt.maintain.gc.retention import GcPlan, Retention
 from torchrec_stream_ckpt.store.api import Entry, KeepsTime
@@ -130,12 +130,12 @@ def collect_garbage(
             plans = [run(each, rules, None) for each in jobs]
         else:
             with _ways(opened, access) as ways_in:
-                stock = take_stock(objects, lineage, jobs[0])
+                stock = take_inventory(objects, lineage, jobs[0])
                 ways = ways_in(stock)
                 rules = replace(rules, give_up=_given_up(stock, named, ways, force=force))
                 if not dry_run:
                     take_back(objects, jobs[0], ways.damaged)
-                again = Reasked(ways, lambda: take_stock(objects, lineage, jobs[0]))
+                again = Reasked(ways, lambda: take_inventory(objects, lineage, jobs[0]))
                 plans = [run(jobs[0], rules, None if force else again.why_not)]
     idle = rules.keeps_all
     if json:
@@ -170,12 +170,12 @@ def _run(
     dry_run: bool,
 ) -> GcPlan:
     if dry_run or rules.keeps_all:
-        return _planned(objects, take_stock(objects, lineage, job), rules)
+        return _planned(objects, take_inventory(objects, lineage, job), rules)
     with ThreadPoolExecutor(_THREADS) as pool:
         return collect(objects, lineage, job, rules, pool, why_not=why_not)
 
 
-def _planned(objects: Objects, stock: Stock, rules: GcRules) -> GcPlan:
+def _planned(objects: Objects, stock: StoreInventory, rules: GcRules) -> GcPlan:
     """Plan what a run would do. This run writes nothing, so it cannot read the clock of an object store."""
     clocks = glance_at_clocks(objects, ())
     glances = bool(stands_still(stock.lists, clocks)) and isinstance(objects, KeepsTime)
@@ -207,7 +207,7 @@ def _named(texts: Sequence[str], *, force: bool) -> list[MarkerId | str]:
 
 
 @contextlib.contextmanager
-def _ways(job: Job | None, access: Access) -> Iterator[Callable[[Stock], WaysBack]]:
+def _ways(job: Job | None, access: Access) -> Iterator[Callable[[StoreInventory], WaysBack]]:
     """Open the search for ways to recover markers: in the store, in the log, and in the trainer's place for dense
     state."""
     with (
@@ -215,7 +215,7 @@ def _ways(job: Job | None, access: Access) -> Iterator[Callable[[Stock], WaysBac
         access.kept_dense(job.uri if job is not None else None) as kept,
     ):
 
-        def ways(stock: Stock) -> WaysBack:
+        def ways(stock: StoreInventory) -> WaysBack:
             here = dense_in(stock.holdings.catalog.objects)
 
             def places(commit: Commit) -> Iterator[DenseStore]:
@@ -228,7 +228,9 @@ def _ways(job: Job | None, access: Access) -> Iterator[Callable[[Stock], WaysBac
         yield ways
 
 
-def _given_up(stock: Stock, named: Sequence[MarkerId | str], ways: WaysBack, *, force: bool) -> Mapping[MarkerId, str]:
+def _given_up(
+    stock: StoreInventory, named: Sequence[MarkerId | str], ways: WaysBack, *, force: bool
+) -> Mapping[MarkerId, str]:
     """Check the markers that are given up by hand, and return why each may be."""
     markers = [each for each in named if isinstance(each, MarkerId)]
     found = check_given_up(stock, markers, ways, force=force)

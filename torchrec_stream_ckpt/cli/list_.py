@@ -23,8 +23,8 @@ from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.imported import is_import, unfinished_import
 from torchrec_stream_ckpt.format.lineage import changed_tables
 from torchrec_stream_ckpt.format.readings import Comparison
-from torchrec_stream_ckpt.inner import Job, ProofStanding
-from torchrec_stream_ckpt.proofs.proof_status import blocks_differ, of_history, standing_of
+from torchrec_stream_ckpt.inner import Job, ProofStatus
+from torchrec_stream_ckpt.proofs.proof_status import blocks_differ, of_history, status_of
 from torchrec_stream_ckpt.store.verdicts import list_proved
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.units import age, clock, size
@@ -100,12 +100,12 @@ def _said(job: Job, survey: Survey) -> list[Comparison]:
         return []
 
 
-def _standing(job: Job, said: list[Comparison]) -> ProofStanding | None:
+def _standing(job: Job, said: list[Comparison]) -> ProofStatus | None:
     newest = job.lineage.newest
-    return standing_of(job.lineage, newest.id, said) if newest is not None else None
+    return status_of(job.lineage, newest.id, said) if newest is not None else None
 
 
-def _print_compared(rows: list[dict[str, Any]], standing: ProofStanding | None) -> None:
+def _print_compared(rows: list[dict[str, Any]], standing: ProofStatus | None) -> None:
     for row in rows:
         if row["compared"] is not None and row["compared"]["differing"]:
             said = blocks_differ(row["compared"]["differing"])

@@ -20,7 +20,7 @@ from torchrec_stream_ckpt.errors import ConfigError, StoreUnavailableError
 from torchrec_stream_ckpt.find.job import kept_store, options_of
 from torchrec_stream_ckpt.format.end_note import Outcome
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.inner import Job, Objects, ProofStanding, open_store
+from torchrec_stream_ckpt.inner import Job, Objects, ProofStatus, open_store
 from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.maintain.engine.api import Engine, Site
 from torchrec_stream_ckpt.maintain.engine.choose import EngineName
@@ -280,7 +280,7 @@ def _values(service: MaterializeService, engine: Engine | None) -> Mapping[str, 
     }
 
 
-def _proof_values(standing: ProofStanding | None) -> Mapping[str, float]:
+def _proof_values(standing: ProofStatus | None) -> Mapping[str, float]:
     """Return the metrics of comparisons with proofs; zeros if there were none."""
     now = time.time()
     return {

@@ -25,9 +25,9 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.extras.reporting.job_status import Alert, Look, MarkerRow, look, standing_record, strays_of
 from torchrec_stream_ckpt.find.survey import Survey
-from torchrec_stream_ckpt.inner import Holdings, Job, ProofStanding
+from torchrec_stream_ckpt.inner import Holdings, Job, ProofStatus
 from torchrec_stream_ckpt.log.stream import proof_width
-from torchrec_stream_ckpt.proofs.proof_status import standing_of
+from torchrec_stream_ckpt.proofs.proof_status import status_of
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.verdicts import list_proved
 from torchrec_stream_ckpt.util.stats import RESTORE_BYTES_PER_S
@@ -71,7 +71,7 @@ class Watcher:
         """(marker that was checked, when, what it lacks)."""
         self._held: tuple[MarkerId, float, Holdings | None] | None = None
         """(newest marker when the store was listed, when that was, the store's contents)."""
-        self._compared: ProofStanding | None = None
+        self._compared: ProofStatus | None = None
         """Comparisons with proofs, as of then."""
         self._lost: tuple[float, str] = (float("-inf"), "")
         """(when it was checked, what the control partition has lost)."""
@@ -116,7 +116,7 @@ class Watcher:
             objects = job.objects
             held = Holdings.load(objects, job.lineage) if check_store(objects) else None
             said = list_proved(objects, job.lineage.job) if held is not None else []
-            self._compared = standing_of(job.lineage, newest.id, said)
+            self._compared = status_of(job.lineage, newest.id, said)
             self._held = (newest.id, now, held)
         return self._held[2]
 

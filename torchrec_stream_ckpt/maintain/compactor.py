@@ -92,9 +92,9 @@ class Policy:
 
     def __post_init__(self) -> None:
         if self.rebase < 0:
-            raise ConfigError(f"rebase must not be negative, it is {self.rebase}", hint="0 is for never")
+            raise ConfigError(f"rebase must not be negative, got {self.rebase}", hint="set it to 0 to write no bases")
         if self.compact not in get_args(Compact):
-            raise ConfigError(f"compact must be one of {', '.join(get_args(Compact))}, it is {self.compact!r}")
+            raise ConfigError(f"compact must be one of {', '.join(get_args(Compact))}, got {self.compact!r}")
 
     @property
     def radix(self) -> int:

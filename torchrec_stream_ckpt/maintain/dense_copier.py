@@ -9,7 +9,7 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense_files import DenseFile, agree, by_folder, whole
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped
-from torchrec_stream_ckpt.maintain.incomplete_markers import Losses
+from torchrec_stream_ckpt.maintain.incomplete_markers import IncompleteMarkers
 from torchrec_stream_ckpt.maintain.progress import Progress
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
@@ -32,7 +32,7 @@ class DenseCopier:
     """
 
     def __init__(
-        self, objects: Objects, dense_of: Callable[[Commit], DenseStore], losses: Losses, progress: Progress
+        self, objects: Objects, dense_of: Callable[[Commit], DenseStore], losses: IncompleteMarkers, progress: Progress
     ) -> None:
         self._objects = objects
         self._dense_of = dense_of

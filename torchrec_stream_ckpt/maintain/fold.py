@@ -177,7 +177,7 @@ def begin_fold(
         payload = checked_payload(header, frame, commit, end)
         if header.schema_crc != schema_crc:
             raise CorruptionError(
-                "frame has another schema than the CLAIM of its generation", **header.place(), partition=end.partition
+                "the frame's schema differs from the CLAIM of its generation", **header.place(), partition=end.partition
             )
         if header.kind is Kind.ROWS:
             if header.table >= len(schema.tables):
@@ -193,7 +193,7 @@ def begin_fold(
         seen(header, payload)
         progress(len(frame))
     if mark is None or shards is None:
-        raise CorruptionError("interval without its HELLO or MARK", generation=commit.generation, rank=end.rank)
+        raise CorruptionError("the interval has no HELLO or no MARK", generation=commit.generation, rank=end.rank)
     writer.put(rows, last=True, notes=Notes(shards, mark))
     return writer
 
@@ -229,7 +229,7 @@ def _fronts(objects: Objects, interval: Interval) -> list[tuple[SegmentRef, Fron
             data = objects.read(name, 0, front_bytes)
         front = parse_front(data, name)
         if front.id != interval.segment(len(found)) or front.num_bytes != num_bytes:
-            raise CorruptionError("segment is not the one that its name says", name=name)
+            raise CorruptionError("segment header does not match its file name (wrong or renamed object)", name=name)
         ref = SegmentRef(name, num_bytes, front.front_bytes, front.header_crc, front.rows)
         found.append((ref, front))
         if front.last:

@@ -117,7 +117,7 @@ class HeadWriter:
 
     def _follow(self, folder: HeadFolder, lineage: Lineage, catalog: Catalog, marker: MarkerId) -> bool:
         if not folder.lock(exclusive=True, wait_s=self._wait_s):
-            log.info("HEAD stays at its marker: it is in use")
+            log.info("HEAD is not updated: a reader is using it")
             return False
         try:
             self._bring(folder, lineage, catalog, marker)
@@ -141,7 +141,7 @@ class HeadWriter:
                 cover = catalog.cover(chain[place + 1 :], now.marker)
                 self._write(folder, now, goal, schema, self._rows(lineage, catalog, goal, cover))
             except CorruptionError as error:  # damaged, or later pieces are missing: all rows may still be there
-                log.warning("HEAD is built anew: %s", error.headline)
+                log.warning("rebuilding HEAD: %s", error.headline)
             else:
                 return
         cover = catalog.cover(chain)
@@ -229,7 +229,7 @@ class _HeadSlice:
             if target.ndim == 2:
                 target[rows, here] = source[:, there]
             elif (col0, cols) != (self._col0, self._cols):
-                raise CorruptionError("row-wise state under two column splits", table=self._table.name)
+                raise CorruptionError("row-wise states have two different column splits", table=self._table.name)
             else:
                 target[rows] = source
         if self._arrived is not None and self._cuts is not None:
@@ -251,7 +251,7 @@ class _HeadSlice:
             CorruptionError: rows are missing in a slice that is rebuilt.
         """
         if self._arrived is not None and (missing := int((~self._arrived.all(0)).sum())):
-            raise CorruptionError(f"{missing} rows are not in the store", table=self._table.name, col0=self._col0)
+            raise CorruptionError(f"{missing} rows are missing in the store", table=self._table.name, col0=self._col0)
         for block in np.flatnonzero(self._touched):
             self._arrays.crcs[block] = self._arrays.crc_of(int(block))
         return self._arrays.crcs_crc
@@ -274,7 +274,7 @@ def _readable_state(folder: HeadFolder) -> HeadState | None:
     try:
         return folder.state()
     except CorruptionError as error:
-        log.warning("HEAD is built anew: %s", error.headline)
+        log.warning("rebuilding HEAD: %s", error.headline)
         return None
 
 
@@ -316,8 +316,8 @@ def _make_room(folder: HeadFolder, schema: Schema, slices: Sequence[Columns]) ->
     free = folder.free_bytes()
     if needed > free:
         raise StoreUnavailableError(
-            f"HEAD needs {needed} bytes more, {free} are free",
-            hint="make shared memory larger (mount -o remount,size=), or name another folder in memory",
+            f"HEAD needs {needed} more bytes, but {free} are free",
+            hint="enlarge shared memory (mount -o remount,size=), or choose another folder in memory",
             folder=folder.path,
         )
     for (table, col0), size in sizes.items():
@@ -333,7 +333,7 @@ def _not_written(root: Path, error: OSError) -> StoreUnavailableError:
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return StoreUnavailableError(
         f"HEAD cannot be written: {error.strerror or error}",
-        hint="make shared memory larger" if full else "look at the folder and its rights, or name another one",
+        hint="enlarge shared memory" if full else "check the folder and its permissions, or choose another one",
         folder=root,
     )
 
@@ -398,7 +398,7 @@ class HeadKeeper:
         missing = _blocks(found) - (_blocks(self._proofs.of(lineage, catalog, marker)) if found.differing else set())
         if missing:
             return CorruptionError(
-                f"{len(missing)} blocks of rows in HEAD were not as they were in the tables, and HEAD is built anew",
+                f"{len(missing)} blocks of rows in HEAD differ from the tables at the cut; rebuilding HEAD",
                 marker=marker,
                 first=min(missing),
             )

@@ -16,7 +16,7 @@ from torchrec_stream_ckpt.store.write_once import put_unless_taken
 from torchrec_stream_ckpt.util.layout import claim_name, dropped_name
 
 
-class Losses:
+class IncompleteMarkers:
     """Handles markers that have permanently lost data.
 
     Args:
@@ -78,10 +78,13 @@ def put_claim(objects: Objects, lineage: Lineage, commit: Commit) -> None:
     except CorruptionError as error:
         raise CorruptionError(error.message, hint=hint, store=objects.url, name=name) from None
     if not isinstance(found, Claim) or (found.job, found.generation) != (commit.job, commit.generation):
-        raise CorruptionError("not the CLAIM that its name says", hint=hint, store=objects.url, name=name)
+        raise CorruptionError(
+            "CLAIM does not match its file name (wrong or renamed object)", hint=hint, store=objects.url, name=name
+        )
     raise OtherLogError(
-        "the store holds another generation of this number than the log: one of them was copied, or put back",
-        hint="give every log a store of its own, or bring the right one back",
+        f"generation {commit.generation} differs between store and log: one of the two was copied or restored from a "
+        "backup",
+        hint="use a separate store for each log, or restore the one that belongs to this log",
         store=objects.url,
         generation=commit.generation,
         name=name,

@@ -310,7 +310,7 @@ class IntervalFolder:
             raise OtherLogError(
                 f"marker {interval.commit.id} differs between store and log: one of the two was copied or restored "
                 "from a backup",
-                hint="give every log a separate store, or restore the one that belongs to this log",
+                hint="use a separate store for each log, or restore the one that belongs to this log",
                 marker=interval.commit.id,
                 rank=mine.rank,
                 store=self._objects.url,
@@ -369,8 +369,8 @@ class IntervalFolder:
         if before.id in catalog.markers:
             previous = Interval(interval.claim, before, before.ranks[interval.end.rank])
             raise MissingObjectError(
-                "the store has lost segments of a marker that it holds",
-                hint="bring them back, or delete the marker's manifest: it is folded anew from what the log still has",
+                "segments of a marker in the store are missing",
+                hint="restore them, or delete the marker's manifest, so that it is folded again from the log",
                 marker=before.id,
                 rank=interval.end.rank,
                 name=previous.name(0),
@@ -422,9 +422,9 @@ class IntervalFolder:
             onward = f"restart the job from marker {remains} by its name" if remains else "begin a new job"
             lost = _standing_on(lineage, marker, missing)
             raise CorruptionError(
-                f"the log no longer has what the store has not yet: lost is {lost}; {keeps}{newest}: {error.headline}",
-                hint=f"bring the log data back, or name the store that has it (--store); else {onward}, "
-                "and go on with --pass-over-lost",
+                f"the log has lost rows that are not in the store yet: {lost}; {keeps}{newest}: {error.headline}",
+                hint=f"restore the log data, or name the store that has it (--store); otherwise {onward}, "
+                "and continue with --pass-over-lost",
                 marker=marker,
                 rank=interval.end.rank,
                 store=self._objects.url,

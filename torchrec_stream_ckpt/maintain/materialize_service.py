@@ -24,7 +24,7 @@ from torchrec_stream_ckpt.maintain.progress import Counts
 from torchrec_stream_ckpt.maintain.repairer import Repair
 from torchrec_stream_ckpt.maintain.scrub.background_scrub import BackgroundScrub
 from torchrec_stream_ckpt.maintain.scrub.scrubber import Damage, Scrubber
-from torchrec_stream_ckpt.proofs.proof_status import ProofStanding
+from torchrec_stream_ckpt.proofs.proof_status import ProofStatus
 from torchrec_stream_ckpt.proofs.window import WindowCheck
 from torchrec_stream_ckpt.util.service import Event, Service
 from torchrec_stream_ckpt.util.types import MarkerId
@@ -134,7 +134,7 @@ class MaterializeService(Service):
         self.report(Event("uncompared", {"marker": str(commit.id), "reason": error.headline}))
 
     @property
-    def proofs(self) -> ProofStanding | None:
+    def proofs(self) -> ProofStatus | None:
         """Progress of comparing the store with proofs. None if nothing was compared, or only by another process."""
         return self._materializer.proofs.standing if self._materializer is not None else None
 
@@ -193,7 +193,9 @@ class MaterializeService(Service):
         self._over = False
         lineage = self._read()
         if lineage is None and once:
-            raise MarkerNotFoundError("there is no log here", hint="check the URI; a job makes its log")
+            raise MarkerNotFoundError(
+                "there is no log here", hint="check the URI; a job creates its log when it starts"
+            )
         if lineage is not None and self._materializer is None and lineage.claims:
             self._materializer = self._open(lineage)
         if lineage is None or self._materializer is None:
@@ -238,7 +240,7 @@ class MaterializeService(Service):
     def _read_again(self) -> Lineage:
         lineage = self._read()
         if lineage is None:
-            raise LogUnavailableError("the log is gone", hint="bring it back")
+            raise LogUnavailableError("the log was deleted", hint="restore it")
         return lineage
 
     def _catch_up(self, lineage: Lineage, materializer: Materializer) -> None:

@@ -25,7 +25,7 @@ from torchrec_stream_ckpt.maintain.compactor import Compactor, Policy
 from torchrec_stream_ckpt.maintain.dense_copier import DenseCopier
 from torchrec_stream_ckpt.maintain.engine.api import Engine, InProcess, Site
 from torchrec_stream_ckpt.maintain.head import HeadKeeper, HeadWriter
-from torchrec_stream_ckpt.maintain.incomplete_markers import Losses, put_claim
+from torchrec_stream_ckpt.maintain.incomplete_markers import IncompleteMarkers, put_claim
 from torchrec_stream_ckpt.maintain.interval_folder import IntervalFolder, Segments
 from torchrec_stream_ckpt.maintain.progress import Counts, Progress
 from torchrec_stream_ckpt.maintain.proof_checker import ProofChecker, ProofRule
@@ -59,7 +59,7 @@ def came_after_recovery(lineage: Lineage, marker: MarkerId, log: Incarnation) ->
 _PATIENCE_S = 0.2
 """Seconds between checks for a stop while waiting for folds."""
 _HINT = (
-    "bring a whole copy of the log back; or restart the job from a marker that the store has, and go on with "
+    "restore a complete copy of the log; or restart the job from a marker that the store has, and continue with "
     "--pass-over-lost"
 )
 
@@ -99,7 +99,7 @@ class Materializer:
         self._objects = objects
         self._catalog: Catalog | None = None
         self._progress = Progress(going_on)
-        self._losses = Losses(objects, pass_over, self._put_claim)
+        self._losses = IncompleteMarkers(objects, pass_over, self._put_claim)
         self.engine = engine(Site(log, objects, pool, self._progress.tell))
         """Runs the tasks. The caller closes it."""
         self._intervals = IntervalFolder(log, objects, self._progress, self.engine, pool)
@@ -178,8 +178,8 @@ class Materializer:
         for marker in newest.values():
             if marker not in lineage.commits:
                 raise CorruptionError(
-                    f"the store holds marker {marker}, which the log does not know",
-                    hint="bring the right log back, or give this one a store of its own: --store URL",
+                    f"the store holds marker {marker}, which is not in the log",
+                    hint="restore the log that belongs to this store, or name a separate store: --store URL",
                     store=self._objects.url,
                 )
             if not self._tells_history(catalog, lineage.commits[marker]):
@@ -326,7 +326,7 @@ class Materializer:
         stands_on_lost = _is_lost(catalog, parent)  # damage there is an error, never a lost marker
         try:
             if stands_on_lost:
-                raise CorruptionError(f"it stands on marker {parent}, which is lost", marker=commit.id)
+                raise CorruptionError(f"it is based on marker {parent}, which is lost", marker=commit.id)
             fold = partial(self._intervals.segments, lineage, catalog, commit, before, self.missing, following)
             return self._repairer.mending(lineage, catalog, fold)
         except CorruptionError as error:

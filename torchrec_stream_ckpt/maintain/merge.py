@@ -120,7 +120,7 @@ def _check_there(objects: Objects, fold: Fold, pool: Executor) -> None:
     gone = [ref.name for ref, size in zip(fold.segments, sizes, strict=True) if size != ref.num_bytes]
     if gone:
         raise StoreUnavailableError(
-            f"{len(gone)} segments of a fold were deleted while it was merged: it is merged again",
+            f"{len(gone)} segments of a fold were deleted during its merge; it is merged again",
             hint="give gc a longer --grace than the time between two segments of a merge",
             name=gone[0],
             marker=fold.end,
@@ -273,8 +273,8 @@ def _check_written(
         found.add(entry.table, entry.col0, entry.cols, decode_chunk(entry, data, task.schema, each.ref.name))
     if found != merged:
         raise CorruptionError(
-            f"a fold of {merged.rows} rows was read back with {found.rows} rows, or with other bits",
-            hint="it is not used; check the memory and the disks of this host, and start the materializer again",
+            f"a fold was written with {merged.rows} rows, but {found.rows} rows or other bits were read back",
+            hint="check the memory and the disks of this host, and restart the materializer; the fold is not used",
             fold=task.fold.name,
         )
 

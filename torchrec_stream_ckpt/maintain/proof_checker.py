@@ -25,7 +25,7 @@ from torchrec_stream_ckpt.maintain.compactor import Compactor
 from torchrec_stream_ckpt.maintain.engine.api import Engine, InProcess, Site
 from torchrec_stream_ckpt.maintain.progress import Progress
 from torchrec_stream_ckpt.maintain.repairer import Repairer
-from torchrec_stream_ckpt.proofs.proof_status import ProofStanding, back_from, of_history, standing_of, turn_markers
+from torchrec_stream_ckpt.proofs.proof_status import ProofStatus, back_from, of_history, status_of, turn_markers
 from torchrec_stream_ckpt.proofs.shares import ShareFound, WindowShare
 from torchrec_stream_ckpt.proofs.window import WindowCheck, WindowReader, window_of
 from torchrec_stream_ckpt.store.api import Objects
@@ -142,7 +142,7 @@ class ProofChecker:
         self._pending: dict[MarkerId, None] = {}
         """Markers to compare, in commit order."""
         self._last: WindowCheck | None = None
-        self.standing: ProofStanding | None = None
+        self.standing: ProofStatus | None = None
         """Proof status of the newest marker that was compared."""
 
     @property
@@ -189,7 +189,7 @@ class ProofChecker:
         if newest is not None:
             left = self._left(lineage, catalog, newest, of_history(lineage, said))
             self._pending = dict.fromkeys([*left, *self._pending])
-            self.standing = standing_of(lineage, newest, said)
+            self.standing = status_of(lineage, newest, said)
         return said
 
     def _left(self, lineage: Lineage, catalog: Catalog, newest: MarkerId, known: Container[MarkerId]) -> list[MarkerId]:
@@ -241,7 +241,7 @@ class ProofChecker:
         self._said.append(proved)
         self._progress.counts.proofs += 1
         round_ = turn_markers(window)
-        self.standing = standing_of(lineage, commit.id, self._said[-2 * round_ :])
+        self.standing = status_of(lineage, commit.id, self._said[-2 * round_ :])
         if self._progress.counts.proofs % _TIDY_EVERY == 0:
             self._tidy(catalog, round_)
 

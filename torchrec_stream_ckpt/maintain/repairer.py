@@ -80,7 +80,7 @@ class Replacing:
             return
         front = parse_front(parts[0], name)
         if (front.header_crc, front.num_bytes) != (ref.header_crc, ref.num_bytes):
-            raise CorruptionError("the log has other rows than the manifest says", segment=name)
+            raise CorruptionError("the log's rows differ from those that the manifest describes", segment=name)
 
     def _there(self, name: str) -> memoryview | None:
         """Read the current bytes of an object. Returns None if it does not exist or cannot be read."""
@@ -233,7 +233,7 @@ class Repairer:
         """Write the log's CLAIM of a generation to the store."""
         claim = lineage.claims.get(generation)
         if claim is None:
-            raise CorruptionError("the log does not know this generation", name=name)
+            raise CorruptionError("the log has no CLAIM of this generation", name=name)
         into = Replacing(self._objects)
         into.put(name, [claim.to_frame()])
         return self.done(Repair(name, error.headline, "the log", ", ".join(into.asides)))
@@ -285,7 +285,7 @@ class Repairer:
             self._intervals.check_history(interval, segment.part)
         refs = self.mending(lineage, catalog, lambda: self._intervals.fold(catalog, interval, before, into))
         if known is not None and known != refs:
-            raise CorruptionError("the log has other rows than the manifest says", segment=segment.name)
+            raise CorruptionError("the log's rows differ from those that the manifest describes", segment=segment.name)
         return "the log"
 
     def _manifest(self, lineage: Lineage, catalog: Catalog, marker: MarkerId, into: Replacing) -> str:

@@ -94,9 +94,9 @@ class ScratchRuns:
         """
         if self._seen != self._written:
             raise CorruptionError(
-                f"{self._written.rows} rows were written to the scratch folder, and {self._seen.rows} came back, "
-                "or other bits",
-                hint="check the memory and the disk of the temporary files (TMPDIR) of this host, and start it again",
+                f"{self._written.rows} rows were written to the scratch folder, but {self._seen.rows} rows "
+                "or other bits were read back",
+                hint="check this host's memory and the disk of its temporary files (TMPDIR), and restart",
             )
 
     def narrowed(
@@ -210,7 +210,7 @@ class ScratchRuns:
                 self._folder = ScratchFolder(self._where)
             except OSError as error:
                 raise ScratchUnavailableError(
-                    f"cannot make a folder for temporary files: {error.strerror or error}",
+                    f"cannot create a folder for temporary files: {error.strerror or error}",
                     hint=_ROOM_HINT,
                     path=self._where or tempfile.gettempdir(),
                 ) from None
@@ -228,7 +228,7 @@ class ScratchRuns:
                 raise
             what = "a temporary file is gone" if isinstance(error, MissingObjectError) else error.message
             raise ScratchUnavailableError(
-                f"the merge cannot go on in its folder for temporary files: {what}", hint=_ROOM_HINT, path=path
+                f"the merge cannot use its folder for temporary files: {what}", hint=_ROOM_HINT, path=path
             ) from error
 
     def close(self) -> None:
@@ -247,7 +247,7 @@ def cut_rows(view: RowsView, chosen: np.ndarray, entry: ChunkEntry, col0: int, c
     columns = slice(begin, begin + cols)
     if entry.cols != cols and any(state.ndim == 1 for state in view.states):
         raise CorruptionError(
-            "row-wise state under two column splits, of which none was sent whole",
+            "row-wise states have two different column splits, and neither was sent whole",
             segment=name,  # not "name": the object is whole, and must not be repaired
             table=entry.table,
         )

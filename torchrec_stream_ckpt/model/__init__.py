@@ -131,7 +131,7 @@ from torchrec_stream_ckpt.model.gradients import (
     watch_steps,
     watch_zero_grad,
 )
-from torchrec_stream_ckpt.model.kernel_guard import Standing, check_free, claim
+from torchrec_stream_ckpt.model.kernel_guard import KernelGuard, check_free, claim
 from torchrec_stream_ckpt.model.kernels import FusedKernel, LocalShard
 from torchrec_stream_ckpt.model.lookups import FusedUpdate, Key, Lookup
 from torchrec_stream_ckpt.model.modules import fused_kernels, sharded_embeddings
@@ -153,11 +153,11 @@ __all__ = [
     "FusedKernel",
     "FusedUpdate",
     "GradientVersion",
+    "KernelGuard",
     "Key",
     "LocalShard",
     "Lookup",
     "ReplicatedTables",
-    "Standing",
     "add_buffer",
     "buffer_slots",
     "check_buffers",

@@ -60,7 +60,7 @@ class _Place:
             return False
 
 
-class Standing:
+class KernelGuard:
     """The objects on the way to each hooked kernel, as they were at the attach."""
 
     def __init__(self, model: nn.Module) -> None:

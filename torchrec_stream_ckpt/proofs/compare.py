@@ -16,7 +16,7 @@ import numpy.typing as npt
 from torchrec_stream_ckpt.find.route import Path
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Digests, Ints
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.proofs.seen_marks import Circle, Marks, Places, Said, blocks_of, digests_of
+from torchrec_stream_ckpt.proofs.seen_marks import Circle, Marks, Places, RankReport, blocks_of, digests_of
 from torchrec_stream_ckpt.util.types import TableShard
 
 Flags = npt.NDArray[np.bool_]
@@ -141,7 +141,7 @@ class Check:
         check = self.tables[table]
         check.difference[blocks - check.begin] -= digests
 
-    def _wanted(self) -> Iterator[tuple[int, Said]]:
+    def _wanted(self) -> Iterator[tuple[int, RankReport]]:
         """Yield the reports of each rank at each marker that proves a block here."""
         wanted = np.zeros(len(self._path.chain), bool)
         for check in self.tables.values():
@@ -151,7 +151,7 @@ class Check:
                 if said.proof is not None:
                     yield place, said
 
-    def _expect(self, place: int, said: Said) -> None:
+    def _expect(self, place: int, said: RankReport) -> None:
         generation = self._path.chain[place].generation  # its tables may have had other states
         tables = list(zip(self._path.ids[generation], self._path.sections[generation], strict=True))
         for source, blocks, digests in digests_of(said, tables):

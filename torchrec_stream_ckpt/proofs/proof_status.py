@@ -15,7 +15,7 @@ from torchrec_stream_ckpt.util.types import MarkerId
 
 
 @dataclass(frozen=True, slots=True)
-class ProofStanding:
+class ProofStatus:
     """Result of a marker's comparisons with proofs, by the newest comparison of each part of the rows."""
 
     marker: MarkerId
@@ -51,7 +51,7 @@ def of_history(lineage: Lineage, said: Iterable[Comparison], who: str = STORE) -
     return found
 
 
-def standing_of(lineage: Lineage, marker: MarkerId, said: Iterable[Comparison]) -> ProofStanding | None:
+def status_of(lineage: Lineage, marker: MarkerId, said: Iterable[Comparison]) -> ProofStatus | None:
     """Summarize the comparisons of the rows of a marker. Returns None if nothing was compared.
 
     Args:
@@ -78,7 +78,7 @@ def standing_of(lineage: Lineage, marker: MarkerId, said: Iterable[Comparison]) 
         return None
     oldest = min(counted, key=lambda each: each.time_ms)
     bad = [each for each in counted if each.differing]
-    return ProofStanding(
+    return ProofStatus(
         counted[0].marker,
         counted[0].time_s,
         float(taken.mean()),

@@ -25,7 +25,7 @@ from torchrec_stream_ckpt.format.proof import (
 from torchrec_stream_ckpt.format.rows import Array, RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.proofs.compare import Check
-from torchrec_stream_ckpt.proofs.seen_marks import NEVER, Circle, Met, agree
+from torchrec_stream_ckpt.proofs.seen_marks import NEVER, Circle, SeenMarks, agree
 from torchrec_stream_ckpt.proofs.unproved import Compared, name_blocks
 from torchrec_stream_ckpt.util.types import TableSpec
 
@@ -37,25 +37,25 @@ Slice = tuple[int, int]
 """(first column, columns)."""
 
 
-def compare_sums(schema: Schema, met: Met, digests: Callable[[int, Slice, Ints], Digests]) -> Compared:
+def compare_sums(schema: Schema, seen: SeenMarks, digests: Callable[[int, Slice, Ints], Digests]) -> Compared:
     """Compare digests of all rows with those in MARKs.
 
     Args:
         schema: Schema as the marker's generation claimed it, with ids.
-        met: Its ``sent`` names the blocks with digests.
+        seen: Its ``sent`` names the blocks with digests.
         digests: Returns the digests of one table, a column slice of the marker's generation, and ascending blocks;
             shape (blocks, sections).
     """
-    circle = Circle(agree([met.marks.windows()], met.marks.floor))
-    check = Check(schema, met.path, met.marks, circle, met.sent)
+    circle = Circle(agree([seen.marks.windows()], seen.marks.floor))
+    check = Check(schema, seen.path, seen.marks, circle, seen.sent)
     check.expect()
-    for shard in met.sent:
+    for shard in seen.sent:
         id_ = schema.tables[shard.table].id
         assert id_ is not None
         blocks = check.blocks_of(id_, 0, shard.rows)
         check.found(shard.table, blocks, digests(shard.table, (shard.col0, shard.cols), blocks))
     tally = check.tally({})
-    return Compared(tally.checked, _cells(schema), name_blocks(tally, schema, met.path, circle))
+    return Compared(tally.checked, _cells(schema), name_blocks(tally, schema, seen.path, circle))
 
 
 def _cells(schema: Schema) -> int:

@@ -28,7 +28,7 @@ _ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class RankReport:
     """Report of one rank at a marker."""
 
     shards: tuple[TableShard, ...]
@@ -40,7 +40,7 @@ class Marks:
     """MARKs of committed markers, as one reader reads them. Only the newest rounds of windows of each rank are kept."""
 
     def __init__(self) -> None:
-        self._said: dict[int, dict[int, Said]] = {}
+        self._said: dict[int, dict[int, RankReport]] = {}
         """Reports by place, then rank."""
         self._of_rank: dict[int, list[tuple[int, int]]] = {}
         """Rank -> (place, width), ascending."""
@@ -69,7 +69,7 @@ class Marks:
         said = self._said.setdefault(place, {})
         if rank in said:
             return
-        said[rank] = Said(shards, proof)
+        said[rank] = RankReport(shards, proof)
         kept = self._of_rank.setdefault(rank, [])
         insort(kept, (place, width := proof.width if proof is not None else 0))
         total = self._widths.get(rank, 0) + width
@@ -91,7 +91,7 @@ class Marks:
                 found[place] = common_window(each.proof for each in said.values())
         return found
 
-    def at(self, place: int) -> Mapping[int, Said]:
+    def at(self, place: int) -> Mapping[int, RankReport]:
         """Return the reports at a marker, by rank."""
         return self._said.get(place, {})
 
@@ -121,7 +121,7 @@ def agree(windows: Iterable[Mapping[int, Window | None]], floor: int) -> dict[in
     return agreed
 
 
-class Met:
+class SeenMarks:
     """Data that a reader of rows collects: MARKs, and the marker that last sent a row of each block."""
 
     def __init__(self, path: Path) -> None:
@@ -189,7 +189,7 @@ def _turn(window: Window) -> Ints:
     return np.arange(window.position, window.position + window.width, dtype=np.int64) % POSITIONS
 
 
-def digests_of(said: Said, tables: Sequence[tuple[int | None, int]]) -> list[tuple[TableShard, Ints, Digests]]:
+def digests_of(said: RankReport, tables: Sequence[tuple[int | None, int]]) -> list[tuple[TableShard, Ints, Digests]]:
     """Return (shard, its blocks, digests of shape (blocks, sections)) of each shard of a rank.
 
     Args:

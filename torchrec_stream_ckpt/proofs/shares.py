@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Digests, In
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import slices_of
 from torchrec_stream_ckpt.proofs.rowsums import Slice, TableSums, compare_sums
-from torchrec_stream_ckpt.proofs.seen_marks import NEVER, Met, Places
+from torchrec_stream_ckpt.proofs.seen_marks import NEVER, Places, SeenMarks
 from torchrec_stream_ckpt.proofs.unproved import Compared
 from torchrec_stream_ckpt.store.api import Readable
 from torchrec_stream_ckpt.store.catalog import Picked, Piece
@@ -45,7 +45,7 @@ class FoundBlocks:
     blocks: Ints
     """Block numbers, ascending."""
     sent: Places
-    """For each block, whether any row of it was sent, as in ``Met.sent``."""
+    """For each block, whether any row of it was sent, as in ``SeenMarks.sent``."""
     digests: Mapping[Slice, Digests]
     """Digests by column slice of the marker's generation, shape (blocks, sections)."""
 
@@ -198,12 +198,12 @@ def _within(opened: Sequence[Picked], tables: Sequence[ShareRows]) -> Iterator[P
             yield picked.only(chosen).alone()
 
 
-def compare_shares(schema: Schema, met: Met, found: Sequence[ShareFound]) -> Compared:
+def compare_shares(schema: Schema, seen: SeenMarks, found: Sequence[ShareFound]) -> Compared:
     """Compare a window by all of its shares.
 
     Args:
         schema: Schema of the marker's generation.
-        met: MARKs of its ranks.
+        seen: MARKs of its ranks.
         found: Result of each share.
     """
     by_table: dict[int, list[FoundBlocks]] = {}
@@ -215,12 +215,12 @@ def compare_shares(schema: Schema, met: Met, found: Sequence[ShareFound]) -> Com
         sent = np.full(-(-rows // BLOCK_ROWS), NEVER, np.int32)
         sent[each.blocks] = each.sent
         for col0, cols in each.digests:
-            met.sent[TableShard(table, 0, rows, col0, cols)] = sent
+            seen.sent[TableShard(table, 0, rows, col0, cols)] = sent
 
     def digests(table: int, own: Slice, blocks: Ints) -> Digests:
         return together[table].digests[own][np.searchsorted(together[table].blocks, blocks)]
 
-    return compare_sums(schema, met, digests)
+    return compare_sums(schema, seen, digests)
 
 
 def _together(parts: Sequence[FoundBlocks]) -> FoundBlocks:

@@ -11,7 +11,7 @@ from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Digests, Ints, Proof, 
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.proofs.rowsums import plain_sums
-from torchrec_stream_ckpt.proofs.seen_marks import Said, common_window, digests_of
+from torchrec_stream_ckpt.proofs.seen_marks import RankReport, common_window, digests_of
 from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved, UnprovedBlock
 from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
 
@@ -37,7 +37,7 @@ class WeightProof:
     """Proof of rank 0 for replicated tables, which are part of the dense state."""
 
     @classmethod
-    def of(cls, marker: MarkerId, schema: Schema, said: Sequence[Said]) -> WeightProof | None:
+    def of(cls, marker: MarkerId, schema: Schema, said: Sequence[RankReport]) -> WeightProof | None:
         """Return the proof of a marker. Returns None if it proves nothing.
 
         Args:

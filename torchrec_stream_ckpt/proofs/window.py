@@ -21,7 +21,7 @@ from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Window
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.proofs.rowsums import Slice, TableSums, compare_sums
-from torchrec_stream_ckpt.proofs.seen_marks import Met, common_window
+from torchrec_stream_ckpt.proofs.seen_marks import SeenMarks, common_window
 from torchrec_stream_ckpt.proofs.shares import SHARE_BYTES, ShareFound, WindowShare, compare_shares, cut_window
 from torchrec_stream_ckpt.proofs.unproved import Compared
 from torchrec_stream_ckpt.store.api import Objects, Readable
@@ -150,7 +150,7 @@ class WindowReader:
             self._progress(sum(share.num_bytes for share in found))
         else:
             found = [share.read(objects, self._pool, self._progress, whole=whole) for share in shares]
-        compared = compare_shares(reading.schema, met_at(reading.path, reading.notes), found)
+        compared = compare_shares(reading.schema, seen_at(reading.path, reading.notes), found)
         compared = replace(compared, total=cells_of(reading.schema, reading.window))
         return WindowCheck(reading.marker, reading.window, compared, sum(share.num_bytes for share in found))
 
@@ -210,11 +210,11 @@ class _MarkerWindow:
         return _with_rows(shard for each in self.notes for shard in each.shards)
 
 
-def met_at(path: Path, notes: Sequence[Notes]) -> Met:
+def seen_at(path: Path, notes: Sequence[Notes]) -> SeenMarks:
     """Collect the reports of the ranks of one marker. ``path`` is only the marker."""
-    met = Met(path)
-    met.told({path.chain[-1]: tuple(notes)})
-    return met
+    seen = SeenMarks(path)
+    seen.told({path.chain[-1]: tuple(notes)})
+    return seen
 
 
 def _with_rows(shards: Iterable[TableShard]) -> list[TableShard]:
@@ -258,12 +258,12 @@ def check_head(lineage: Lineage, head: Head) -> WindowCheck:
     own: dict[int, set[Slice]] = {}
     for shard in _with_rows(shard for each in state.notes for shard in each.shards):
         own.setdefault(shard.table, set()).add((shard.col0, shard.cols))
-    sums, met, num_bytes = dict[int, TableSums](), met_at(Path.at(lineage, state.marker), state.notes), 0
+    sums, seen, num_bytes = dict[int, TableSums](), seen_at(Path.at(lineage, state.marker), state.notes), 0
     for index, table in schema.live:
         if table.id is not None and table.rows and window.width:
             sums[index] = TableSums(table, sorted(slices.get(index, ())), sorted(own.get(index, ())))
             sent = sums[index].allocate(window)
-            met.sent |= {TableShard(index, 0, table.rows, *columns): sent for columns in sums[index].own}
+            seen.sent |= {TableShard(index, 0, table.rows, *columns): sent for columns in sums[index].own}
     for each in state.slices:
         table = schema.tables[each.table]
         if each.table not in sums:
@@ -276,6 +276,6 @@ def check_head(lineage: Lineage, head: Head) -> WindowCheck:
         if len(ids):
             sums[each.table].take(each.col0, each.cols, RowsView(ids, weights, tuple(states)), 0)
         num_bytes += weights.nbytes + sum(array.nbytes for array in states)
-    compared = compare_sums(schema, met, lambda index, *each: sums[index].digests(*each))
+    compared = compare_sums(schema, seen, lambda index, *each: sums[index].digests(*each))
     compared = replace(compared, total=cells_of(schema, window))
     return WindowCheck(state.marker, window, compared, num_bytes)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from torchrec_stream_ckpt.errors import MarkerFailedError, RankLostError, StreamCkptError
 from torchrec_stream_ckpt.log.worker import Worker
-from torchrec_stream_ckpt.ranks.liveness import Roll
+from torchrec_stream_ckpt.ranks.liveness import Liveness
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ class Team:
         in_call: True if it serves the calls on the training thread, which must be the same on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, roll: Roll, bound_s: float, *, in_call: bool = True) -> None:
+    def __init__(self, group: dist.ProcessGroup, roll: Liveness, bound_s: float, *, in_call: bool = True) -> None:
         self._group = group
         self._roll = roll
         self._bound_s = bound_s
@@ -221,7 +221,7 @@ class Groups:
         self.step, commit_group, dense_group = (new_group(self.vote_s) for _ in range(3))
         self.dense = outlast(dense_group)
         """The group for saving dense state, on a separate thread."""
-        self.roll = Roll.of(self.step)
+        self.roll = Liveness.of(self.step)
         """Knows the calls that the ranks are in."""
         self.team = Team(self.step, self.roll, bound_s)
         """The team of the training threads, over ``step``, as votes are."""

@@ -9,7 +9,7 @@ from functools import partial, wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.ranks.liveness import Roll
+from torchrec_stream_ckpt.ranks.liveness import Liveness
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -29,7 +29,7 @@ class Calls:
         roll: Reports to the other ranks which call this one is in.
     """
 
-    def __init__(self, roll: Roll) -> None:
+    def __init__(self, roll: Liveness) -> None:
         self._roll = roll
         self._process = os.getpid()
         self._now: dict[str, weakref.ref[_Call]] = {}

@@ -51,7 +51,7 @@ class _Seen:
     """Time since which that state holds."""
 
 
-class Roll:
+class Liveness:
     """The ranks of one checkpointer.
 
     Args:
@@ -85,7 +85,7 @@ class Roll:
         self._start()
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Roll:
+    def of(cls, group: dist.ProcessGroup) -> Liveness:
         """(all ranks) Create a roll over the store of a group, with a separate connection."""
         store = group.get_group_store() if hasattr(group, "get_group_store") else None
         with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError):
@@ -325,7 +325,7 @@ class Roll:
             seen.said, seen.changed_s = said, now
 
 
-def _run(of: weakref.ref[Roll], woken: threading.Event, ending: threading.Event, left: threading.Event) -> None:
+def _run(of: weakref.ref[Liveness], woken: threading.Event, ending: threading.Event, left: threading.Event) -> None:
     """Run the thread of a roll. It ends with the roll, even if that is never closed."""
     heard: set[str] = set()
     while True:

@@ -32,7 +32,7 @@ from torchrec_stream_ckpt.format.segment import ChunkEntry, decode_chunk
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.maintain.fold import fold_interval
 from torchrec_stream_ckpt.maintain.run_merging import ScratchRuns
-from torchrec_stream_ckpt.proofs.seen_marks import Circle, Places, Said, agree
+from torchrec_stream_ckpt.proofs.seen_marks import Circle, Places, RankReport, agree
 from torchrec_stream_ckpt.proofs.weights import WeightProof
 from torchrec_stream_ckpt.read.last_sent import LastSent
 from torchrec_stream_ckpt.store.api import Objects
@@ -299,7 +299,9 @@ class MarkerRows:
 
     def proof(self) -> WeightProof | None:
         """Return the proof that the marker has of its weights; None if it has none. Raises as :meth:`said`."""
-        return WeightProof.of(self.marker, self.schema, [Said(each.shards, each.mark.proof) for each in self.said()])
+        return WeightProof.of(
+            self.marker, self.schema, [RankReport(each.shards, each.mark.proof) for each in self.said()]
+        )
 
     def older_proofs(self) -> Iterator[WeightProof]:
         """Yield the proofs of the marker's weights other than its own proof, newest first.
@@ -313,7 +315,7 @@ class MarkerRows:
         """
         sent = self.last_sent
         assert sent is not None
-        marks, path, lineage = sent.met.marks, sent.met.path, self.lineage
+        marks, path, lineage = sent.seen.marks, sent.seen.path, self.lineage
         windows, last = agree([marks.windows()], marks.floor), len(path.chain) - 1
         if not windows.keys() - {last}:
             return

@@ -36,7 +36,7 @@ from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import check_hello, checked_payload, read_mark, read_stream
 from torchrec_stream_ckpt.model import FusedKernel
 from torchrec_stream_ckpt.native.kernel import checksum
-from torchrec_stream_ckpt.proofs.seen_marks import Met, blocks_of
+from torchrec_stream_ckpt.proofs.seen_marks import SeenMarks, blocks_of
 from torchrec_stream_ckpt.restore.plan import Columns, Move, Overlaps, RestorePlan, by_slice, pick
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.restore.views import View
@@ -61,7 +61,7 @@ def apply_rows(
     kernels: list[FusedKernel],
     objects: Objects | None = None,
     head: Head | None = None,
-    met: Met | None = None,
+    seen: SeenMarks | None = None,
 ) -> int:
     """Write every row that the plan names into the live tables, and set the kernels' own state.
 
@@ -86,8 +86,8 @@ def apply_rows(
         CorruptionError: the log or the store is damaged or incomplete.
         SchemaMismatchError: the plan puts tables with different learning rates into one kernel.
     """
-    met = Met(plan.path) if met is None else met
-    targets = _targets(plan, kernels, met)
+    seen = SeenMarks(plan.path) if seen is None else seen
+    targets = _targets(plan, kernels, seen)
     overlaps = Overlaps(plan.targets)
     scalars = [each for each in plan.scalars if overlaps.moves(_shard_of(each))]
     applied = 0
@@ -99,16 +99,16 @@ def apply_rows(
     if plan.stored:
         assert objects is not None
         applied += apply_store(plan, objects, targets)
-    rows, found = apply_log(plan, log, targets, met)
+    rows, found = apply_log(plan, log, targets, seen)
     applied += rows
-    met.scalars = [*scalars, *found]
+    seen.scalars = [*scalars, *found]
     for shard, target in targets.items():
         if plan.live is None:  # otherwise every row was already in the tables
             target.finish(plan.schema.tables[shard.table].name)
     for kernel in kernels:
         kernel.finish_write()
     if plan.views is None:
-        set_scalars(plan, kernels, met.scalars)
+        set_scalars(plan, kernels, seen.scalars)
     return applied
 
 
@@ -116,7 +116,7 @@ def _shard_of(record: TableScalars) -> TableShard:
     return TableShard(record.table, record.row0, record.rows, record.col0, record.cols)
 
 
-def _targets(plan: RestorePlan, kernels: list[FusedKernel], met: Met) -> dict[TableShard, Target]:
+def _targets(plan: RestorePlan, kernels: list[FusedKernel], seen: SeenMarks) -> dict[TableShard, Target]:
     moves: dict[TableShard, list[Move]] = {}
     for move in plan.moves:
         moves.setdefault(move.target, []).append(move)
@@ -132,7 +132,7 @@ def _targets(plan: RestorePlan, kernels: list[FusedKernel], met: Met) -> dict[Ta
             if view is not None:  # its rows are not compared with proofs: it has other blocks than the marker's
                 targets[key] = _viewed(view, weights, states, into, merged=merged)
             else:
-                targets[key] = Target(key, weights, states, into, merged=merged, sent=met.begin(key, plan.based_on))
+                targets[key] = Target(key, weights, states, into, merged=merged, sent=seen.begin(key, plan.based_on))
     return targets
 
 
@@ -531,9 +531,9 @@ class _Frame:
 
 
 def apply_log(
-    plan: RestorePlan, log: LogReader, targets: Mapping[TableShard, Target], met: Met
+    plan: RestorePlan, log: LogReader, targets: Mapping[TableShard, Target], seen: SeenMarks
 ) -> tuple[int, list[TableScalars]]:
-    """Write the rows of ``plan.reads`` into the targets, and add the MARKs that are read to ``met``.
+    """Write the rows of ``plan.reads`` into the targets, and add the MARKs that are read to ``seen``.
 
     Memory: ``BATCHES`` + 1 batches of frames if the log is not a directory.
 
@@ -550,7 +550,7 @@ def apply_log(
         threads = max(LOG_THREADS, torch.get_num_threads())
         checkers = stack.enter_context(ThreadPoolExecutor(threads, "stream-ckpt-check"))
         lanes = [stack.enter_context(ThreadPoolExecutor(1, "stream-ckpt-place")) for _ in range(threads)]
-        for batch in _batches(_frames(plan, log, scalars, met)):
+        for batch in _batches(_frames(plan, log, scalars, seen)):
             checked = checkers.submit(_checked_views, plan.schema, batch)
             for number, lane in enumerate(lanes):
                 mine = [at for at, frame in enumerate(batch) if frame.header.table % threads == number]
@@ -562,7 +562,7 @@ def apply_log(
     return applied, scalars
 
 
-def _frames(plan: RestorePlan, log: LogReader, scalars: list[TableScalars], met: Met) -> Iterator[_Frame]:
+def _frames(plan: RestorePlan, log: LogReader, scalars: list[TableScalars], seen: SeenMarks) -> Iterator[_Frame]:
     """Yield the frames with rows for this rank, oldest first; add the kernel state in the last MARK to ``scalars``."""
     for read in plan.reads:
         interval = read.interval
@@ -572,11 +572,11 @@ def _frames(plan: RestorePlan, log: LogReader, scalars: list[TableScalars], met:
                 wanted = moves.get((header.table, header.col0, header.cols))
                 if wanted:
                     yield _Frame(
-                        interval, header, data, wanted, met.path.place(MarkerId(header.generation, header.marker))
+                        interval, header, data, wanted, seen.path.place(MarkerId(header.generation, header.marker))
                     )
-            elif header.kind is Kind.MARK and met.path.place_of(header) is not None:
+            elif header.kind is Kind.MARK and seen.path.place_of(header) is not None:
                 mark = read_mark(header, data, interval.commit, interval.end)
-                met.mark(header, read.shards, mark)
+                seen.mark(header, read.shards, mark)
                 if header.seq == interval.end.frames - 1 and interval.commit.id == plan.marker:
                     scalars += mark.scalars
             elif header.kind is Kind.HELLO:

@@ -26,7 +26,7 @@ from torchrec_stream_ckpt.model import FusedKernel
 from torchrec_stream_ckpt.model.proving import columns_of, digests, replicated_digests
 from torchrec_stream_ckpt.proofs.compare import Check, Tally, shared_blocks
 from torchrec_stream_ckpt.proofs.dense import DenseMarks, DifferingEntry, not_as_proved
-from torchrec_stream_ckpt.proofs.seen_marks import Circle, Met, agree
+from torchrec_stream_ckpt.proofs.seen_marks import Circle, SeenMarks, agree
 from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved, UnprovedBlock, name_blocks
 from torchrec_stream_ckpt.ranks.collective import Team
 from torchrec_stream_ckpt.restore.plan import RestorePlan
@@ -85,24 +85,24 @@ class Checked:
 
 
 def check_live(
-    team: Team, kernels: Sequence[FusedKernel], schema: Schema, shards: Sequence[TableShard], met: Met
+    team: Team, kernels: Sequence[FusedKernel], schema: Schema, shards: Sequence[TableShard], seen: SeenMarks
 ) -> Checked:
-    """(all ranks) Compare the live tables, which hold the last marker of ``met.path``, with the proofs.
+    """(all ranks) Compare the live tables, which hold the last marker of ``seen.path``, with the proofs.
 
     Args:
         team: All ranks.
         kernels: The kernels of this rank.
         schema: Schema in the CLAIM of the marker's generation, with ids. For a changed model, that of the new one.
         shards: Shards of this rank that can be compared; all other cells count as not compared.
-        met: MARKs and newest markers of blocks that this rank collected when it read the rows.
+        seen: MARKs and newest markers of blocks that this rank collected when it read the rows.
     """
-    marks = met.marks
+    marks = seen.marks
     said = team.gather((marks.windows(), marks.floor, tuple(shards)))
     windows = agree((each for each, _, _ in said), max(floor for _, floor, _ in said))
     circle = Circle(windows)
     if not windows:
         return Checked(Compared(0, schema.cells), 0)
-    check = Check(schema, met.path, marks, circle, met.sent)
+    check = Check(schema, seen.path, marks, circle, seen.sent)
     team.together(lambda: _compare(check, kernels, schema))
     shared = shared_blocks(schema, [held for _, _, held in said])
     tally = check.tally(shared)
@@ -112,7 +112,7 @@ def check_live(
             tally += check.close(table, part, *_added(team, check, table, part))
     tally = sum(team.gather(tally), Tally())
     end = windows[max(windows)].following.position if windows else 0
-    return Checked(Compared(tally.checked, schema.cells, name_blocks(tally, schema, met.path, circle)), end)
+    return Checked(Compared(tally.checked, schema.cells, name_blocks(tally, schema, seen.path, circle)), end)
 
 
 def say_unproved(objects: Objects, commit: Commit, unproved: Unproved, schema: Schema) -> None:
@@ -141,16 +141,16 @@ def _added(team: Team, check: Check, table: int, blocks: Ints) -> tuple[Digests,
     return low + (high << _HALF), count
 
 
-def check_replicated(team: Team, tensors: Mapping[str, torch.Tensor], met: Met) -> Compared:
+def check_replicated(team: Team, tensors: Mapping[str, torch.Tensor], seen: SeenMarks) -> Compared:
     """(all ranks) Compare tables that were restored with the dense state with the proof of rank 0 of the marker.
 
     Args:
         team: All ranks.
         tensors: The live tensors, by their entries in the dense state.
-        met: MARKs that this rank collected when it read rows.
+        seen: MARKs that this rank collected when it read rows.
     """
-    chain = met.path.chain
-    said = met.marks.at(len(chain) - 1).get(0)
+    chain = seen.path.chain
+    said = seen.marks.at(len(chain) - 1).get(0)
     proof = said.proof if said is not None else None
     told = team.gather(replace(proof, digests="") if proof is not None else None)
     proof_of_0 = next((each for each in told if each is not None), None)

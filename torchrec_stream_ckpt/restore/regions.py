@@ -12,7 +12,7 @@ from torchrec_stream_ckpt.find.job import Job
 from torchrec_stream_ckpt.find.route import Route
 from torchrec_stream_ckpt.find.tiers import Tiers
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
-from torchrec_stream_ckpt.proofs.seen_marks import Met
+from torchrec_stream_ckpt.proofs.seen_marks import SeenMarks
 from torchrec_stream_ckpt.restore.apply import apply_log, apply_store
 from torchrec_stream_ckpt.restore.damage_location import located
 from torchrec_stream_ckpt.restore.plan import Move, RestorePlan, plan_reads
@@ -83,7 +83,7 @@ def fill(route: Route, job: Job | Tiers, regions: Iterable[Region]) -> None:
     try:
         if plan.stored:
             apply_store(plan, route.place.objects(job), targets)
-        apply_log(plan, data, targets, Met(plan.path))
+        apply_log(plan, data, targets, SeenMarks(plan.path))
         for shard, target in targets.items():
             target.finish(plan.schema.tables[shard.table].name)
     except CorruptionError as error:

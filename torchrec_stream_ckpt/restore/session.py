@@ -32,7 +32,7 @@ from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.imported import begun_in, check_may_begin, check_no_import
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import LogReader
-from torchrec_stream_ckpt.proofs.seen_marks import Met
+from torchrec_stream_ckpt.proofs.seen_marks import SeenMarks
 from torchrec_stream_ckpt.ranks.collective import Team
 from torchrec_stream_ckpt.restore.apply import apply_rows, set_scalars
 from torchrec_stream_ckpt.restore.damage_location import located
@@ -341,7 +341,7 @@ class Session:
         self._attached = parts.attached
         self._own = own
         self._finder = Finder(parts.config, parts.team, parts.tier, parts.tiers)
-        self._met = Met(Path())
+        self._seen = SeenMarks(Path())
         """MARKs and newest markers of blocks, collected while the rows of the live tables were read."""
         self._changes: Changes | None = None
         """Changes that the user has declared."""
@@ -422,7 +422,7 @@ class Session:
     def let_go(self) -> None:
         """Release everything that was read of a marker after its restore has ended or failed."""
         self._planned = self._evolved = self._changes = None
-        self._met = Met(Path())
+        self._seen = SeenMarks(Path())
         self._finder.dense.release()
 
     def begun(self) -> Begun | None:
@@ -440,8 +440,8 @@ class Session:
         """(each rank) Write the rows committed after the marker that the tables hold; returns their number."""
         assert route.since is not None
         plan = self._plain(route)
-        self._met.path = self._met.path.then(route.since, plan.path)
-        return apply_rows(self._tier.log, plan, self._attached.kernels, met=self._met)
+        self._seen.path = self._seen.path.then(route.since, plan.path)
+        return apply_rows(self._tier.log, plan, self._attached.kernels, seen=self._seen)
 
     def held(self, marker: MarkerId) -> tuple[RestorePlan, Route]:
         """Return plan and route of the marker that the live tables hold, after ``advance`` has written ``marker``.
@@ -469,7 +469,7 @@ class Session:
         """
         team, attached, new = self._team, self._attached, self._evolved
         schema = new.schema if new is not None else plan.schema
-        checked = check_live(team, attached.kernels, schema, self._comparable(plan, schema), self._met)
+        checked = check_live(team, attached.kernels, schema, self._comparable(plan, schema), self._seen)
         unproved = checked.compared.unproved
         if unproved is not None and team.rank == 0 and self._own:
             say_unproved(self._tier.objects, route.commit, unproved, schema)
@@ -478,9 +478,9 @@ class Session:
         load_rest = team.together(lambda: self._dense.loader.load(self._saved(route), match))
         replicas = "rank0" if self._saved(route).one_replica else "same"
         replicated = attached.replicated().tensors()
-        compared = check_replicated(team, match.replicated(replicated) if match is not None else replicated, self._met)
+        compared = check_replicated(team, match.replicated(replicated) if match is not None else replicated, self._seen)
         refuse_or_accept(compared.unproved, plan.marker, accept=accept_unproved, say=team.rank == 0)
-        proofs = self._met.marks.dense(len(self._met.path.chain) - 1)
+        proofs = self._seen.marks.dense(len(self._seen.path.chain) - 1)
         different = check_dense(team, self._dense.live, self._saved(route), match, proofs)
         refuse_or_accept_dense(different, plan.marker, accept=accept_unproved, say=team.rank == 0)
         merged = {table for tables in team.gather(plan.merged) for table in tables}
@@ -514,7 +514,7 @@ class Session:
     def _share_scalars(self, plan: RestorePlan) -> None:
         """(all ranks, changed model) Share kernel state with ranks that read no rows of a table."""
         if plan.views is not None:
-            said = self._team.gather(self._met.scalars)
+            said = self._team.gather(self._seen.scalars)
             records = list(dict.fromkeys(each for scalars in said for each in scalars))
             self._team.together(lambda: set_scalars(plan, self._attached.kernels, records))
 
@@ -592,10 +592,10 @@ class Session:
 
     def _apply(self, plan: RestorePlan, route: Route) -> int:
         data = self._finder.frames
-        self._met = Met(plan.path)
+        self._seen = SeenMarks(plan.path)
         try:
-            self._met.told(route.told)
-            return apply_rows(data, plan, self._attached.kernels, self._finder.objects, self._finder.head, self._met)
+            self._seen.told(route.told)
+            return apply_rows(data, plan, self._attached.kernels, self._finder.objects, self._finder.head, self._seen)
         except HeadDamagedError:
             assert self._finder.head is not None
             self._finder.head.drop()

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from torchrec_stream_ckpt.errors import StreamCkptError
-from torchrec_stream_ckpt.ranks.liveness import Roll
+from torchrec_stream_ckpt.ranks.liveness import Liveness
 from torchrec_stream_ckpt.ranks.vote_interval import NEVER, Spacing
 from torchrec_stream_ckpt.save.event_time import EventTime
 
@@ -80,7 +80,7 @@ class Cadence:
         every_s: float | None,
         group: dist.ProcessGroup,
         affordable: Callable[[], int] | None = None,
-        roll: Roll | None = None,
+        roll: Liveness | None = None,
         bound_s: float = 0.0,
         event_time: EventTime | None = None,
         *,

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.ranks.collective import Team
-from torchrec_stream_ckpt.ranks.liveness import Roll
+from torchrec_stream_ckpt.ranks.liveness import Liveness
 from torchrec_stream_ckpt.save.signals import MARK, STOP, Seen, Signals
 from torchrec_stream_ckpt.save.stream import Stream
 from torchrec_stream_ckpt.util.types import Committed, MarkerId
@@ -36,7 +36,7 @@ class Stopping:
         peers_s: Seconds that a wait for other ranks is longer than one for the log.
     """
 
-    def __init__(self, signals: Signals, team: Team, roll: Roll, peers_s: float) -> None:
+    def __init__(self, signals: Signals, team: Team, roll: Liveness, peers_s: float) -> None:
         self.signals = signals
         self._team = team
         self._roll = roll

@@ -45,7 +45,7 @@ MOST_REFS = 2**18
 """Limit of the cache, in segments and ranks of COMMITs: some 100 MB. The oldest entries are dropped and read again."""
 
 
-class Kept:
+class ObjectCache:
     """Bounded cache of objects by name. If it is full, the oldest entries are dropped. Safe on several threads."""
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class Catalog:
     """Number of listings and cache resets. Until it grows, only the caller's own folds are new."""
     small: Readable | None = None
     """Source of manifests and directories. None for the objects themselves."""
-    _kept: Kept = field(default_factory=Kept, compare=False, repr=False)
+    _kept: ObjectCache = field(default_factory=ObjectCache, compare=False, repr=False)
     """Cache of manifests, folds and records of markers that were given up, up to a bound."""
     _assumed: Mapping[Stride, Fold] = field(default_factory=dict)
     """Folds that are still to be written."""

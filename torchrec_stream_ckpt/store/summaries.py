@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.summary import Part, Summary
 from torchrec_stream_ckpt.store.api import Objects, Readable
-from torchrec_stream_ckpt.store.catalog import Catalog, Kept, follow
+from torchrec_stream_ckpt.store.catalog import Catalog, ObjectCache, follow
 from torchrec_stream_ckpt.store.prefetched import Summarized
 from torchrec_stream_ckpt.util.layout import SUMMARIES_DIR, SummaryName, parse_summary_name
 from torchrec_stream_ckpt.util.types import MarkerId
@@ -96,7 +96,7 @@ def by_summaries(catalog: Catalog, chain: Sequence[Commit], since: MarkerId | No
     names = chosen(list_summaries(catalog.objects, catalog.job), wanted)
     for found in pool.map(lambda name: _intact(catalog, name), names):
         parts |= found
-    return replace(catalog, small=Summarized(catalog.objects, parts), _kept=Kept()) if parts else None
+    return replace(catalog, small=Summarized(catalog.objects, parts), _kept=ObjectCache()) if parts else None
 
 
 def _intact(catalog: Catalog, name: SummaryName) -> Mapping[str, Part]:

@@ -20,7 +20,7 @@ from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.proofs.compare import MAX_NAMED, Differing, Flags, Tally
 from torchrec_stream_ckpt.proofs.rowsums import Slice, plain_sums
-from torchrec_stream_ckpt.proofs.seen_marks import Circle, Said, digests_of
+from torchrec_stream_ckpt.proofs.seen_marks import Circle, RankReport, digests_of
 from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved, UnprovedBlock, name_blocks
 from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
 
@@ -269,7 +269,7 @@ class Ledger:
         if len(rows.ids) and self._tables[table].is_held:
             self._tables[table].take(col0, cols, rows)
 
-    def judge(self, marker: MarkerId, said: Sequence[Said], *, within: bool = False) -> None:
+    def judge(self, marker: MarkerId, said: Sequence[RankReport], *, within: bool = False) -> None:
         """Judge the rows by the proofs of the ranks at the current marker.
 
         Args:
@@ -335,7 +335,9 @@ class Ledger:
         return zip(self._schema.tables, self._tables, strict=True)
 
 
-def _expected(said: Iterable[Said], schema: Schema, window: Window) -> dict[int, tuple[Ints, Digests, set[Slice]]]:
+def _expected(
+    said: Iterable[RankReport], schema: Schema, window: Window
+) -> dict[int, tuple[Ints, Digests, set[Slice]]]:
     """Return by table (blocks of the window, sums of the digests of all ranks, the column slices that they hold)."""
     found: dict[int, tuple[Ints, Digests, set[Slice]]] = {}
     for index, spec in enumerate(schema.tables):

@@ -35,7 +35,7 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import Front, check_tables, decode_chunk
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import check_hello, checked_payload, read_mark, read_stream
-from torchrec_stream_ckpt.proofs.seen_marks import Said
+from torchrec_stream_ckpt.proofs.seen_marks import RankReport
 from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved
 from torchrec_stream_ckpt.restore.coverage import Coverage, rows_of_frame
 from torchrec_stream_ckpt.restore.damage_location import Placing, in_segments
@@ -83,7 +83,7 @@ CompareDense = Callable[[Path, Commit, Proof | None, Mapping[int, DenseProof]], 
 
 
 def dense_of(
-    said: Said | None,
+    said: RankReport | None,
     proofs: Mapping[int, DenseProof],
     dense: DenseStore,
     commit: Commit,
@@ -307,7 +307,7 @@ class _Reading:
     rows: int = 0
     num_bytes: int = 0
     segments: int = 0
-    said: list[Said] = field(default_factory=list)
+    said: list[RankReport] = field(default_factory=list)
     """Proofs of each rank at the marker."""
     damage: list[CorruptionError] = field(default_factory=list)
 
@@ -364,7 +364,7 @@ class Verifier:
             catalog = replace(catalog, markers=self._opened.keys() & catalog.markers, folds=folds)
         self._steps = Steps(lineage, catalog)
         self._ways: dict[Step, _Way] = {}
-        self._compared: dict[Step, tuple[Compared, tuple[str, ...], Said | None, dict[int, DenseProof]]] = {}
+        self._compared: dict[Step, tuple[Compared, tuple[str, ...], RankReport | None, dict[int, DenseProof]]] = {}
         """Results for the rows, tables whose row-wise states are not compared, and proofs of ranks on dense state."""
         self._refused: dict[MarkerId, CorruptionError | TrimmedError] = {}
         self._shards: dict[tuple[int, int], tuple[TableShard, ...]] = {}
@@ -544,7 +544,7 @@ class Verifier:
         elif header.kind is Kind.MARK:
             shards = self._shards.get((reading.commit.generation, end.rank), ())
             mark = read_mark(header, frame, reading.commit, end)
-            reading.said.append(Said(shards, mark.proof, mark.dense_proof))
+            reading.said.append(RankReport(shards, mark.proof, mark.dense_proof))
         elif header.kind is Kind.ROWS:
             view = rows_of_frame(header, payload, reading.schema)
             reading.rows += header.rows
@@ -564,7 +564,7 @@ class Verifier:
             if step.marker in self._catalog.markers:
                 notes = told.of(step.marker, {picked.ref.name: picked.front for picked in segments})
                 self._heard(step.marker, notes)
-                reading.said = [Said(each.shards, each.mark.proof, each.mark.dense_proof) for each in notes]
+                reading.said = [RankReport(each.shards, each.mark.proof, each.mark.dense_proof) for each in notes]
             for picked in segments:
                 check_tables(picked.front, schema, picked.ref.name)
         except CorruptionError as error:
@@ -594,7 +594,7 @@ class Verifier:
     def _judge_within(self, step: Step, told: KeptNotes) -> None:
         """Judge blocks that a fold does not send by the proofs of markers within it."""
         for marker, notes in reversed(list(told.some_of(self._steps.within(step)))):
-            said = [Said(each.shards, each.mark.proof) for each in notes]
+            said = [RankReport(each.shards, each.mark.proof) for each in notes]
             with contextlib.suppress(CorruptionError):  # less can be proved
                 self._ledger.judge(marker, said, within=True)
 
@@ -604,11 +604,11 @@ class Verifier:
             self._shards.setdefault((marker.generation, rank), shards)
 
 
-def _without_rows(said: Said | None) -> Said | None:
+def _without_rows(said: RankReport | None) -> RankReport | None:
     """Return a copy with only the proof of replicated tables. None if there is none."""
     if said is None or said.proof is None or not said.proof.replicated:
         return None
-    return Said((), replace(said.proof, digests=""))
+    return RankReport((), replace(said.proof, digests=""))
 
 
 def _table(header: Header, schema: Schema) -> dict[str, object]:

@@ -23,7 +23,7 @@ from torchrec_stream_ckpt.errors import (
     StreamLostError,
     TrimmedError,
 )
-from torchrec_stream_ckpt.extras.follower.next_marker import Aim, astray, changed_tables, includes
+from torchrec_stream_ckpt.extras.follower.next_marker import NextMarker, astray, changed_tables, includes
 from torchrec_stream_ckpt.extras.follower.source import UNREADABLE, FollowedJob, handed_out
 from torchrec_stream_ckpt.extras.follower.stats import FollowStats, Outages
 from torchrec_stream_ckpt.extras.follower.tail import Tail
@@ -65,7 +65,7 @@ class Follower:
         self._anew = ""
         """Reason to load all rows at the next look, whatever the replica holds. It is cleared when a load has been
         applied."""
-        self._aim = Aim()
+        self._aim = NextMarker()
         self.stats = FollowStats()
         """Counts and positions so far. Any thread may read them."""
         self._outages = Outages(self.stats)

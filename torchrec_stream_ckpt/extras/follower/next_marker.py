@@ -69,7 +69,7 @@ def changed_tables(lineage: Lineage, at: MarkerId, held: Schema, target: MarkerI
     return changed
 
 
-class Aim:
+class NextMarker:
     """Chooses the newest marker, with two exceptions: markers to pass over, and a marker to load first."""
 
     def __init__(self) -> None:

@@ -15,12 +15,12 @@ from torchrec_stream_ckpt.format.end_note import Outcome
 from torchrec_stream_ckpt.format.lineage import Lineage, previous_commit
 from torchrec_stream_ckpt.format.proof import Proved
 from torchrec_stream_ckpt.format.record import REFUSED
-from torchrec_stream_ckpt.inner import Holdings, ProofStanding
+from torchrec_stream_ckpt.inner import Holdings, ProofStatus
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.units import duration
 
 
-def compared_in_words(standing: ProofStanding, now_s: float) -> str:
+def compared_in_words(standing: ProofStatus, now_s: float) -> str:
     """Describe how much was compared, and since when, or which blocks differ."""
     if standing.differing:
         at = ", ".join(str(marker) for marker in standing.differing_at[:3])
@@ -29,7 +29,7 @@ def compared_in_words(standing: ProofStanding, now_s: float) -> str:
     return f"{share}, the oldest {duration(max(0.0, now_s - standing.oldest_s))} ago"
 
 
-def standing_record(standing: ProofStanding) -> dict[str, Any]:
+def standing_record(standing: ProofStatus) -> dict[str, Any]:
     """Return the comparison with proofs as a record for programs. Names are stable."""
     at = [str(marker) for marker in standing.differing_at]
     return asdict(standing) | {"marker": str(standing.marker), "oldest": str(standing.oldest), "differing_at": at}
@@ -148,7 +148,7 @@ class Look:
     alerts: tuple[Alert, ...]
     ended: Ended | None = None
     """None while a trainer may be running, or if it has died without a last report."""
-    compared: ProofStanding | None = None
+    compared: ProofStatus | None = None
     """Comparison with proofs by the materializer. None if it has compared nothing."""
 
 
@@ -161,7 +161,7 @@ def look(
     window_width: int | None = None,
     lost: str = "",
     strays: Mapping[int, int] | None = None,
-    compared: ProofStanding | None = None,
+    compared: ProofStatus | None = None,
 ) -> Look:
     """Read the status of a job.
 
@@ -254,7 +254,7 @@ def in_words(strays: Mapping[int, int]) -> str:
     return f"sent twice or by another program: {places}"
 
 
-def _of_proofs(compared: ProofStanding) -> str:
+def _of_proofs(compared: ProofStatus) -> str:
     """Describe the rows of the store that differ from those in the tables."""
     at = ", ".join(str(marker) for marker in compared.differing_at[:3])
     return (

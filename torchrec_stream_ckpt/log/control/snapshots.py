@@ -32,7 +32,7 @@ class Shortened:
 
 
 @dataclass(frozen=True, slots=True)
-class _Standing:
+class _WholeSnapshot:
     """A complete snapshot in the control partition."""
 
     upto: int
@@ -40,7 +40,7 @@ class _Standing:
     """Bytes of its records."""
 
     @classmethod
-    def of(cls, parts: list[Snapshot]) -> _Standing:
+    def of(cls, parts: list[Snapshot]) -> _WholeSnapshot:
         return cls(parts[0].upto, sum(len(part.to_frame()) for part in parts))
 
 
@@ -81,7 +81,7 @@ def shorten_control(log: Log, control: Control, *, at_once: bool = False) -> Sho
     return Shortened(upto, log.control_base())
 
 
-def _write(log: Log, control: Control) -> _Standing:
+def _write(log: Log, control: Control) -> _WholeSnapshot:
     """Append a snapshot of the current records, computed twice, and check that it was written."""
     folded = control.records.fold_again()
     again = control.records.fold_again(folded.upto)
@@ -97,7 +97,7 @@ def _write(log: Log, control: Control) -> _Standing:
         control.append(part)
     if _read_back(control, parts[0]) != body_of(again.lineage):
         raise CorruptionError("a control snapshot differs from the bytes that were written")
-    return _Standing.of(parts)
+    return _WholeSnapshot.of(parts)
 
 
 def _essence(folded: Folded) -> tuple[int, int, bytes]:
@@ -113,10 +113,10 @@ def _read_back(control: Control, written: Snapshot) -> bytes:
     raise CorruptionError("a control snapshot was appended, but part of it is missing")
 
 
-def _look(control: Control) -> tuple[list[_Standing], int]:
+def _look(control: Control) -> tuple[list[_WholeSnapshot], int]:
     """Return the complete snapshots, oldest first, and the bytes of records that none of them covers."""
     found: dict[tuple[int, int, int, str], Parts] = {}
-    whole: dict[int, _Standing] = {}
+    whole: dict[int, _WholeSnapshot] = {}
     sizes: dict[int, int] = {}
     crcs: dict[int, int] = {}
     for offset, record in control.records.raw():
@@ -125,7 +125,7 @@ def _look(control: Control) -> tuple[list[_Standing], int]:
         elif (part := control.records.snapshot_part(record)) is not None:
             parts = found.setdefault(part.key, Parts()).add(part)
             if parts is not None and crcs.get(part.upto) == part.crc and _is_sound(parts):
-                whole[part.upto] = _Standing.of(parts)
+                whole[part.upto] = _WholeSnapshot.of(parts)
     standing = [whole[upto] for upto in sorted(whole)]
     covered = standing[-1].upto if standing else -1
     return standing, sum(size for offset, size in sizes.items() if offset > covered)

@@ -90,7 +90,7 @@ class EngineName:
             return cls("ray", host=match[1], port=int(match[2]))
         raise ConfigError(
             f"{text!r} is not an engine",
-            hint="use local (all cores), local:N (N processes) or ray://HOST:PORT (a head, mostly port 6379)",
+            hint="use local (all cores), local:N (N processes) or ray://HOST:PORT (a Ray head, usually port 6379)",
         )
 
     @property

@@ -66,7 +66,7 @@ class Dispatcher(ABC):
         if isinstance(result, Failed):
             result = EngineUnavailableError(
                 f"a task failed in its worker ({order.task}): {result.why}",
-                hint="read what the worker has printed; --engine local:1 does the same in one process, without workers",
+                hint="read the worker's output, or use --engine local:1, which runs tasks in this process",
                 engine=self.name,
             )
         if isinstance(result, StreamCkptError):

@@ -183,7 +183,7 @@ def _away(engine: str, error: Exception) -> EngineUnavailableError:
     why = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     return EngineUnavailableError(
         f"Ray cannot be reached: {why.splitlines()[0]:.200}",
-        hint="start the cluster (ray start --head), name its head (mostly port 6379), and run the materializer on one "
+        hint="start the cluster (ray start --head), name its head (usually port 6379), and run the materializer on one "
         "of its nodes; or use --engine local",
         engine=engine,
     )
@@ -196,7 +196,7 @@ def _misfit(error: RuntimeError, engine: str) -> StreamCkptError:
         return _away(engine, error)
     mine = f"Python {platform.python_version()}, Ray {_library().__version__}"
     return ConfigError(
-        f"this cluster has another version of Ray or Python than the materializer ({mine}): {said:.200}",
+        f"the cluster's version of Ray or Python differs from the materializer's ({mine}): {said:.200}",
         hint="install the same Ray and the same minor version of Python here and on all nodes",
         engine=engine,
     )
@@ -207,6 +207,6 @@ def _broken(engine: str, task: Task[Any], error: Any) -> StreamCkptError:
     why = str(getattr(error, "cause", None) or error).splitlines()
     return EngineUnavailableError(
         f"a task ({task}) failed on a node of Ray: {why[-1] if why else type(error).__name__:.300}",
-        hint="install this version of torchrec_stream_ckpt, with what the store needs, on all nodes",
+        hint="install this version of torchrec_stream_ckpt and the store's client library on all nodes",
         engine=engine,
     )

@@ -58,22 +58,22 @@ class SiteAddress:
             found = log.incarnation() if log is not None else None
             if found is None or found.id != self.incarnation:
                 raise ConfigError(
-                    f"a worker does not see the log of this materializer: {'another' if found else 'none'} is there",
-                    hint="run workers where the log can be read: a folder must be shared under the same path",
+                    f"a worker cannot read this materializer's log: its URI has {'another log' if found else 'no log'}",
+                    hint="run workers on hosts that can read the log; a folder must be shared under the same path",
                     uri=self.uri,
                     node=platform.node(),
                 )
         if self.probe is not None and objects.size(self.probe) is None:
             raise ConfigError(
-                "a worker does not see the store of this materializer: another one is there",
-                hint="run workers where the store can be written: a folder must be shared under the same path",
+                "a worker cannot write this materializer's store: its URL has another store",
+                hint="run workers on hosts that can write the store; a folder must be shared under the same path",
                 store=self.store,
                 node=platform.node(),
             )
         if self.place is not None and (found_at := place_of(objects)) != self.place:
             raise ConfigError(
-                f"a worker opens another store than the process that gives it tasks: {found_at}, not {self.place}",
-                hint="start that process again, if its store options have changed since it began",
+                f"a worker opened store {found_at}, but its tasks are for store {self.place}",
+                hint="restart the process that gives out tasks, if its store options have changed since it started",
                 store=self.store,
             )
         if self.looks_first and isinstance(objects, LooksFirst):
@@ -111,7 +111,7 @@ def work(parcel: Parcel, site_of: Callable[[SiteAddress], Site]) -> bytes:
     try:
         return pickle.dumps(answer)
     except Exception as error:  # raised by any of its content
-        log.exception("a task gave what cannot be sent")
+        log.exception("the result of a task cannot be sent")
         return pickle.dumps(Failed.by(error))
 
 
@@ -120,8 +120,8 @@ def _work(parcel: Parcel, site_of: Callable[[SiteAddress], Site]) -> object:
     try:
         if version != __version__:
             raise ConfigError(
-                f"a worker has version {__version__} of torchrec_stream_ckpt, its tasks are of version {version}",
-                hint="install the same version everywhere, and start what gives the tasks again",
+                f"a worker runs torchrec_stream_ckpt {__version__}, but its tasks come from version {version}",
+                hint="install the same version everywhere, and restart the process that gives out tasks",
                 node=platform.node(),
             )
         source, task = pickle.loads(data)

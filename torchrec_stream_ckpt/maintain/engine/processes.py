@@ -81,7 +81,7 @@ class Processes(Dispatcher):
             self._queue.put_back(order)
             raise EngineUnavailableError(
                 f"cannot start a worker: {error.strerror or error}",
-                hint="let this user have more processes and open files (ulimit -u, ulimit -n), or run fewer: local:N",
+                hint="raise this user's limits (ulimit -u, ulimit -n), or run fewer workers: local:N",
                 engine=self.name,
             ) from None
         return self._workers[-1]

@@ -32,7 +32,7 @@ from torchrec_stream_ckpt.log.api import Incarnation
 from torchrec_stream_ckpt.maintain.compactor import Span, plan_spans
 from torchrec_stream_ckpt.maintain.gc.clocks import ages, clear_probes, elapsed, idle, read_clocks, stands_still
 from torchrec_stream_ckpt.maintain.gc.gc_delete import FullDisk, delete_all, telling_what_stays
-from torchrec_stream_ckpt.maintain.gc.inventory import Stock, enlist, take_stock, tidy, waited_by
+from torchrec_stream_ckpt.maintain.gc.inventory import StoreInventory, enlist, take_inventory, tidy, waited_by
 from torchrec_stream_ckpt.maintain.gc.retention import Candidate, GcPlan, Retention
 from torchrec_stream_ckpt.maintain.merge import merge
 from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack, check_relied, remarks
@@ -83,7 +83,7 @@ class GcRules:
         return self.retention.keeps_all and self.give_up is None
 
 
-def plan_gc(stock: Stock, rules: GcRules, clocks: Mapping[str, float]) -> GcPlan:
+def plan_gc(stock: StoreInventory, rules: GcRules, clocks: Mapping[str, float]) -> GcPlan:
     """Plan one run. Changes nothing.
 
     Args:
@@ -129,7 +129,7 @@ def plan_gc(stock: Stock, rules: GcRules, clocks: Mapping[str, float]) -> GcPlan
 
 
 def _candidates(
-    stock: Stock, offered: Sequence[MarkerId], retention: Retention, clocks: Mapping[str, float]
+    stock: StoreInventory, offered: Sequence[MarkerId], retention: Retention, clocks: Mapping[str, float]
 ) -> list[Candidate]:
     """Return the candidates. Checks only the newest and best ones for wholeness, until enough whole ones are found."""
     found, candidates, holdings = 0, [], stock.holdings
@@ -144,7 +144,7 @@ def _candidates(
     return candidates
 
 
-def _said(stock: Stock, offered: Sequence[MarkerId], retention: Retention) -> dict[MarkerId, dict[str, Value]]:
+def _said(stock: StoreInventory, offered: Sequence[MarkerId], retention: Retention) -> dict[MarkerId, dict[str, Value]]:
     """Return the notes on the offered markers if a rule needs them. Empty otherwise."""
     if not retention.keep_best:
         return {}
@@ -216,7 +216,7 @@ def _mark(holdings: Holdings, anchors: Iterable[MarkerId]) -> _Needed:
     return _Needed(frozenset(markers), frozenset(folds))
 
 
-def _is_garbage(name: str, stock: Stock, needed: _Needed, given_up: frozenset[MarkerId]) -> bool:
+def _is_garbage(name: str, stock: StoreInventory, needed: _Needed, given_up: frozenset[MarkerId]) -> bool:
     """Return whether an object is no longer needed. Objects that this project did not write are never garbage."""
     catalog, lineage = stock.holdings.catalog, stock.holdings.lineage
     if (verdict := parse_verdict_name(name)) is not None:
@@ -234,7 +234,7 @@ def _is_garbage(name: str, stock: Stock, needed: _Needed, given_up: frozenset[Ma
     return _never_came(marker, stock)
 
 
-def _never_came(marker: MarkerId, stock: Stock) -> bool:
+def _never_came(marker: MarkerId, stock: StoreInventory) -> bool:
     """Return whether a marker does not exist and never will. The store alone cannot distinguish it from a lost one.
 
     A log that has only taken over the generation cannot either: another log may have more of it.
@@ -248,7 +248,7 @@ def _never_came(marker: MarkerId, stock: Stock) -> bool:
     return unknown and Incarnation(log, 0).holds_rows_of(claim.incarnation)
 
 
-def _is_idle(fold: FoldName, stock: Stock, needed: _Needed) -> bool:
+def _is_idle(fold: FoldName, stock: StoreInventory, needed: _Needed) -> bool:
     span, catalog = (fold.start, fold.end), stock.holdings.catalog
     if span in catalog.folds:
         return span not in needed.folds
@@ -256,7 +256,7 @@ def _is_idle(fold: FoldName, stock: Stock, needed: _Needed) -> bool:
     return fold.name not in stock.holdings.sizes and bool(catalog.markers) and fold.end < max(catalog.markers)
 
 
-def _elsewhere(stock: Stock, dropping: Iterable[MarkerId]) -> tuple[str, ...]:
+def _elsewhere(stock: StoreInventory, dropping: Iterable[MarkerId]) -> tuple[str, ...]:
     here = stock.holdings.catalog.objects.url
     unnamed = here if stock.home else "the log's folder"
     stores = {stock.holdings.lineage.find(marker).store for marker in dropping}
@@ -280,7 +280,7 @@ def collect(
 
     Args:
         objects: The store.
-        lineage: The control partition; None as for :func:`take_stock`.
+        lineage: The control partition; None as for :func:`take_inventory`.
         job: The job.
         rules: Rules for what may be deleted. Without any rule of retention, only markers that a person gives up.
         pool: Threads that read and delete.
@@ -297,9 +297,9 @@ def collect(
             due is then deleted. Run it again.
     """
     if rules.keeps_all:
-        raise ConfigError("no rule says what to keep", hint="give one, such as --keep-all-for 24h --then-every 10")
+        raise ConfigError("no retention rule was given", hint="add one, such as --keep-all-for 24h --then-every 10")
     read = clocks or partial(read_clocks, objects, job)
-    stock, now = take_stock(objects, lineage, job), read()
+    stock, now = take_inventory(objects, lineage, job), read()
     read_back = ReadBack(objects, job, pool, now)
     plan = _surely_restorable(stock, rules, now, read_back)
     full, came_back = FullDisk(), list[MarkerId]()
@@ -314,7 +314,7 @@ def collect(
                 continue
             _drop(objects, stock.holdings.lineage, marker, BY_HAND if by_hand else RETENTION)
         unmerged += _merge_all(objects, stock.holdings.lineage, plan.spans, pool)
-    stock, now = take_stock(objects, lineage, job), read()
+    stock, now = take_inventory(objects, lineage, job), read()
     # Plan from the objects that exist now, including those added meanwhile, and from what their bytes prove.
     idle_now = plan_gc(_apart_from_damage(stock, read_back), GcRules(grace_s=rules.grace_s), now)
     aging = _newest(stock.holdings.lineage) if rules.retention.keep_all_for is not None else None
@@ -378,7 +378,9 @@ def _merge_all(
     return unmerged
 
 
-def _surely_restorable(stock: Stock, rules: GcRules, clocks: Mapping[str, float], read_back: ReadBack) -> GcPlan:
+def _surely_restorable(
+    stock: StoreInventory, rules: GcRules, clocks: Mapping[str, float], read_back: ReadBack
+) -> GcPlan:
     """Plan to give up markers only if the kept markers of the floor can be restored, as their bytes show."""
     while True:
         plan = plan_gc(stock, rules, clocks)
@@ -396,11 +398,13 @@ def _surely_restorable(stock: Stock, rules: GcRules, clocks: Mapping[str, float]
         stock = _apart_from_damage(stock, read_back)
 
 
-def _apart_from_damage(stock: Stock, read_back: ReadBack) -> Stock:
+def _apart_from_damage(stock: StoreInventory, read_back: ReadBack) -> StoreInventory:
     return replace(stock, holdings=stock.holdings.apart_from(read_back.reasons))
 
 
-def _proved(stock: Stock, rules: GcRules, clocks: Mapping[str, float], read_back: ReadBack) -> tuple[Stock, GcPlan]:
+def _proved(
+    stock: StoreInventory, rules: GcRules, clocks: Mapping[str, float], read_back: ReadBack
+) -> tuple[StoreInventory, GcPlan]:
     """Plan to delete nothing in favor of a damaged fold: its sources are then still needed.
 
     A fold stays damaged until the materializer has rewritten all of it, so gc may run at any moment of that. If another

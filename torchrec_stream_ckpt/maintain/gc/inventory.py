@@ -41,7 +41,7 @@ from torchrec_stream_ckpt.util.types import MarkerId
 
 
 @dataclass(frozen=True, slots=True)
-class Stock:
+class StoreInventory:
     """Contents of a store for one job at one point in time."""
 
     holdings: Holdings
@@ -70,7 +70,7 @@ class Stock:
         return (*newest, *(name for name, _ in self.lists))
 
 
-def take_stock(objects: Objects, lineage: Lineage | None, job: bytes) -> Stock:
+def take_inventory(objects: Objects, lineage: Lineage | None, job: bytes) -> StoreInventory:
     """Read the contents of a store for one job. Reads no rows.
 
     Args:
@@ -104,7 +104,7 @@ def take_stock(objects: Objects, lineage: Lineage | None, job: bytes) -> Stock:
     wanted = awaited(objects, holdings.lineage, catalog.markers - catalog.dropped)
     copies = ((parse_summary_name(each.name), each) for each in objects.list(f"{SUMMARIES_DIR}/{job.hex()}/"))
     summaries = tuple((name, each) for name, each in copies if name is not None)
-    return Stock(holdings, pins, lists, tries, lineage is not None, home, wanted, summaries, probes)
+    return StoreInventory(holdings, pins, lists, tries, lineage is not None, home, wanted, summaries, probes)
 
 
 def _load_list(objects: Objects, name: str) -> Garbage | None:
@@ -128,8 +128,8 @@ def _pass_over_newer(holdings: Holdings) -> None:
     ]
     if older:
         raise CorruptionError(
-            f"the store holds marker {min(older)}, which the log does not know",
-            hint="give every log a store of its own, or bring the right log back",
+            f"the store holds marker {min(older)}, which is not in the log",
+            hint="use a separate store for each log, or restore the log that belongs to this store",
             store=catalog.objects.url,
         )
     catalog.markers -= unknown
@@ -139,7 +139,7 @@ def _pass_over_newer(holdings: Holdings) -> None:
 def enlist(
     objects: Objects,
     job: bytes,
-    stock: Stock,
+    stock: StoreInventory,
     later: Iterable[Entry],
     clocks: Mapping[str, float],
     aging: MarkerId | None,
@@ -180,7 +180,7 @@ def tidy(
         failpoint("gc.tidied")
 
 
-def waited_by(garbage: Iterable[Entry], stock: Stock, clocks: Mapping[str, float]) -> dict[str, float]:
+def waited_by(garbage: Iterable[Entry], stock: StoreInventory, clocks: Mapping[str, float]) -> dict[str, float]:
     """Return for how many seconds each object has been known to be garbage.
 
     Segments of a fold that does not exist may belong to a running merge. All of them count as waiting as long as the

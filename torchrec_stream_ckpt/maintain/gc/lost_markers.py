@@ -11,7 +11,7 @@ from torchrec_stream_ckpt.find.route import check_there, damage_of, locate
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import LogReader
-from torchrec_stream_ckpt.maintain.gc.inventory import Stock
+from torchrec_stream_ckpt.maintain.gc.inventory import StoreInventory
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.util.types import MarkerId
@@ -39,7 +39,7 @@ class WaysBack:
         pool: Threads to read with.
     """
 
-    def __init__(self, stock: Stock, log: LogReader | None, places: Places, pool: Executor) -> None:
+    def __init__(self, stock: StoreInventory, log: LogReader | None, places: Places, pool: Executor) -> None:
         self._lineage: Lineage = stock.holdings.lineage
         self._catalog = stock.holdings.catalog
         self._log = log
@@ -50,7 +50,7 @@ class WaysBack:
         """Damage of dense state and directories."""
         self._read: set[str] = set()
 
-    def anew(self, stock: Stock) -> WaysBack:
+    def anew(self, stock: StoreInventory) -> WaysBack:
         """Return a copy for the current contents. Damage is checked again; whole objects count as whole."""
         made = WaysBack(stock, self._log, self._places, self._pool)
         made._read |= self._read
@@ -93,7 +93,7 @@ class WaysBack:
                     dense.release()
         except ConfigError as error:
             raise ConfigError(
-                f"nobody can tell whether the dense state of marker {commit.id} is lost: {error.message}",
+                f"cannot determine whether the dense state of marker {commit.id} is lost: {error.message}",
                 hint=f"look for it where the trainer kept it; if it is gone: --give-up {commit.id} --force",
                 **{**error.where, "marker": commit.id},
             ) from None
@@ -115,7 +115,7 @@ class WaysBack:
             check_there(self._log, self._lineage, marker, route.intervals)
             route.check(self._log)
         elif route.reach != marker:
-            raise CorruptionError("the store does not lead to this marker, and there is no log", marker=marker)
+            raise CorruptionError("the store has a gap before this marker, and there is no log", marker=marker)
         opened = [picked for picked in route.segments if picked.ref.name not in self._read]
         try:
             for _ in read_chunks(self._catalog.objects, opened, self._pool):
@@ -131,7 +131,7 @@ class WaysBack:
 
 
 def check_given_up(
-    stock: Stock, named: Sequence[MarkerId], ways: WaysBack, *, force: bool = False
+    stock: StoreInventory, named: Sequence[MarkerId], ways: WaysBack, *, force: bool = False
 ) -> dict[MarkerId, str]:
     """Return which of the named markers may be given up, each with why nothing brings it back.
 
@@ -155,7 +155,7 @@ def check_given_up(
             continue
         if marker not in catalog.markers:
             raise MarkerNotFoundError(
-                f"marker {marker} is not in the store: gc gives up what the store holds",
+                f"marker {marker} is not in the store: gc gives up only markers in the store",
                 hint="correct the name (stream-ckpt list URI); stream-ckpt materialize puts markers there; with "
                 "--pass-over-lost it gives up those that can never be there",
                 store=catalog.objects.url,
@@ -165,7 +165,7 @@ def check_given_up(
         why = "" if force else ways.why_not(marker)
         if not why and not force:
             raise ConfigError(
-                f"marker {marker} can be restored, as far as the store and the log tell",
+                f"marker {marker} can be restored, judging by the store and the log",
                 hint=f"restore it, or leave it to the rules; to give it up for good: --give-up {marker} --force",
                 marker=marker,
             )
@@ -173,7 +173,7 @@ def check_given_up(
     return found
 
 
-def lost_markers(stock: Stock, ways: WaysBack) -> dict[MarkerId, str]:
+def lost_markers(stock: StoreInventory, ways: WaysBack) -> dict[MarkerId, str]:
     """Return all offered markers that nothing brings back, each with the reason. Pinned ones are left out."""
     offered = stock.holdings.catalog.markers - stock.holdings.catalog.dropped - stock.pins
     reasons = {marker: ways.why_not(marker) for marker in sorted(offered)}
@@ -189,7 +189,9 @@ class Reasked:
         clock: Seconds of a clock that is never set.
     """
 
-    def __init__(self, ways: WaysBack, take: Callable[[], Stock], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, ways: WaysBack, take: Callable[[], StoreInventory], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._ways = ways
         self._take = take
         self._clock = clock

@@ -181,9 +181,7 @@ class Retention:
         for each in self.keep_best:
             Best.parse(each, several=True)
         if self.newest is not None and (type(self.newest) is not int or self.newest < 1):
-            raise ConfigError(
-                f"newest must be at least 1, it is {self.newest}", hint="the newest marker is always kept"
-            )
+            raise ConfigError(f"newest must be at least 1, got {self.newest}", hint="the newest marker is always kept")
 
     @property
     def keeps_all(self) -> bool:
@@ -254,5 +252,5 @@ def _parse_every(every: int | str) -> int | float:
         return stretch_s
     count = int(every) if isinstance(every, str) else every
     if type(count) is not int or count < 1:
-        raise ConfigError(f"then_every must be at least 1, it is {every}", hint="10 keeps every tenth")
+        raise ConfigError(f"then_every must be at least 1, got {every}", hint="10 keeps every tenth")
     return count

@@ -70,7 +70,7 @@ class ScrubMender:
             if found is not None and found.dense_file:
                 return self._dense(lineage.find(found.marker), name, found.dense_file, error)
             if parse_dropped_name(name) is not None:
-                raise CorruptionError("nothing else says why the marker was given up", name=name)
+                raise CorruptionError("no other object records why the marker was given up", name=name)
             return self._repairer.mend(lineage, catalog, name, error)
         except TrimmedError as trimmed:
             raise CorruptionError(trimmed.message, hint=trimmed.hint, **trimmed.where) from None

@@ -86,7 +86,7 @@ class SegmentPart:
         ref = self.ref
         size = objects.size(ref.name)
         if size is not None and size != ref.num_bytes:
-            raise CorruptionError(f"it has {size} bytes, {ref.num_bytes} were written", name=ref.name)
+            raise CorruptionError(f"segment has {size} bytes, but {ref.num_bytes} were written", name=ref.name)
         front = load_front(objects, ref, self.job)
         if not self.begin:
             yield ref.front_bytes
@@ -306,9 +306,9 @@ class ScrubReader:
             return None
         part = self._parts_of(found.owner).get(name)
         if part is None and found.dense_file:
-            raise CorruptionError("its COMMIT names no such dense file", name=name)
+            raise CorruptionError("COMMIT does not list this dense file", name=name)
         if part is None:
-            raise CorruptionError("what should name this segment does not", name=name, named_by=found.owner)
+            raise CorruptionError("the object that should list this segment does not", name=name, named_by=found.owner)
         return part
 
     def forget(self) -> None:
@@ -340,7 +340,7 @@ class ScrubReader:
         _check_is(found, (self.catalog.job, generation), name)
         known = self.lineage.claims.get(generation)
         if known is not None and known.to_frame() != data:
-            raise OtherLogError("the store holds another generation of this number than the log", name=name)
+            raise OtherLogError(f"generation {generation} differs between store and log", name=name)
         yield len(data)
 
     def _summary(self, name: SummaryName) -> Iterator[int]:
@@ -355,7 +355,7 @@ class ScrubReader:
             except CorruptionError:
                 continue
             if data != part.data and self._is_sound(each, bytes(data)):
-                raise CorruptionError("summary says something else than the object", name=name.name, object=each)
+                raise CorruptionError("summary differs from the object that it copies", name=name.name, object=each)
             yield len(data)
 
     @staticmethod
@@ -411,4 +411,4 @@ class ScrubReader:
 
 def _check_is(found: object, said: object, name: str) -> None:
     if found != said:
-        raise CorruptionError("this object is another one than its name says", name=name)
+        raise CorruptionError("object does not match its name (wrong or renamed object)", name=name)

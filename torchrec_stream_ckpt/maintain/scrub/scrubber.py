@@ -482,11 +482,11 @@ class Scrubber:
         lineage, catalog = reader.lineage, reader.catalog
         for marker in lost_manifests(self._objects, lineage, catalog):
             name = manifest_name(self._job, marker)
-            error = MissingObjectError("the manifest of a marker between others is gone", name=name)
+            error = MissingObjectError("the manifest of this marker is missing, but later ones exist", name=name)
             self._damaged(reader, name, error)
         catalog.refresh()
         for marker in markers_without_a_way(lineage, catalog):
-            what, lost = "no pieces of the store lead to this marker", "what led to it is gone"
+            what, lost = "no pieces of the store lead to this marker", "the pieces that led to it were deleted"
             self._note(Damage(manifest_name(self._job, marker), marker, "", what, lost=lost))
 
     def _damaged(self, reader: ScrubReader, name: str, error: CorruptionError) -> None:
