@@ -77,7 +77,7 @@ class Frames:
             stager.fill(buffer, some, weights, states, step=1, marker=1)
             assert buffer.header is not None
             buffer.header.seq, buffer.header.chain = self.used, self._chain
-            seal(buffer.header, buffer.array.data)
+            seal(buffer.header, buffer.array.data, buffer.payload_crc)
             self._chain = buffer.header.header_crc
             self.used += 1
 

@@ -62,6 +62,18 @@ def test_checksums_are_those_of_the_library(native: Kernel, length: int, offset:
     assert native.crc(data.ctypes.data, length, seed) == crc32c(data.data, seed)
 
 
+@pytest.mark.parametrize("length", [100, kernel.LARGE, kernel.LARGE + 5])
+def test_a_checksum_is_the_same_by_the_kernel_and_without(
+    native: Kernel, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = memoryview(memory(length, 3, 1).tobytes())
+    expected = crc32c(data, 7)
+    monkeypatch.setattr(kernel, "kernel", lambda: native)
+    for paths in ((), PATHS):
+        monkeypatch.setattr(kernel, "FASTER_THAN_CRC32C", paths)
+        assert kernel.checksum(data, 7) == expected
+
+
 def test_the_checksum_of_nine_digits_is_the_one_of_the_rfc(native: Kernel) -> None:
     digits = np.frombuffer(b"123456789", np.uint8)
     assert native.crc(digits.ctypes.data, 9) == 0xE3069283

@@ -31,6 +31,8 @@ VARIABLE = "STREAM_CKPT_KERNEL"
 """Environment variable: ``off``, or the best path that may be used."""
 LARGE = 32 * 1024
 """Minimum size in bytes from which on a checksum by the kernel is faster, including the call."""
+FASTER_THAN_CRC32C = ("avx512",)
+"""Paths that read memory faster than the library crc32c. On an EPYC (Zen 3), 64 MiB: crc32c 12.7 GB/s, avx2 12.4."""
 _LENGTHS = (0, 1, 9, 64, 255, 256, 300, 511, 512, 600, 3071, 3072, 3100, 8000)
 
 
@@ -218,7 +220,7 @@ def describe() -> str:
 
 
 def checksum(data: memoryview, crc: int = 0) -> int:
-    """Return the CRC32C of a buffer, after bytes with the checksum ``crc``. The kernel computes it if it is large."""
-    if data.nbytes >= LARGE and (found := kernel()) is not None:
+    """Return the CRC32C of a buffer, after bytes with the checksum ``crc``. By the kernel if that is faster."""
+    if data.nbytes >= LARGE and (found := kernel()) is not None and found.path in FASTER_THAN_CRC32C:
         return found.crc(np.frombuffer(data, np.uint8).ctypes.data, data.nbytes, crc)
     return int(crc32c(data, crc))
