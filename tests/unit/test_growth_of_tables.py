@@ -14,8 +14,10 @@ from tests.work import grown, lines_of
 from torchrec_stream_ckpt.extras.interchange.safetensors import write_safetensors
 from torchrec_stream_ckpt.find.route import Path
 from torchrec_stream_ckpt.format.control import TableScalars
+from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.proof import POSITIONS, Proof, Window
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.format.segment import Front
 from torchrec_stream_ckpt.model import FusedKernel
 from torchrec_stream_ckpt.proofs.compare import Check, shared_blocks
 from torchrec_stream_ckpt.proofs.seen_marks import Circle, Marks, agree
@@ -23,6 +25,8 @@ from torchrec_stream_ckpt.read.rows import TableReader
 from torchrec_stream_ckpt.restore.apply import set_scalars
 from torchrec_stream_ckpt.restore.coverage import Coverage
 from torchrec_stream_ckpt.restore.plan import Overlaps, RestorePlan
+from torchrec_stream_ckpt.store.catalog import Picked, Piece
+from torchrec_stream_ckpt.store.newest import TableChunks
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard, TableSpec
 
 FEW, MANY = 16, 32
@@ -70,6 +74,18 @@ def put_back_scalars(tables: int) -> None:
     assert put == [(7, 1.0, 0.5, 0.5)]
 
 
+def put_back_scalars_of_columns(slices: int) -> None:
+    """The same for one table of another model, whose columns were split in another way."""
+    shards = [TableShard(0, 0, 8, 4 * number, 4) for number in range(slices)]
+    held = [SimpleNamespace(table=SimpleNamespace(name="t"), table_shard=lambda _, each=each: each) for each in shards]
+    put: list[tuple[Any, ...]] = []
+    scalars = SimpleNamespace(reads_iteration=True, put_back=lambda *said: put.append(said))
+    kernel = cast(FusedKernel, SimpleNamespace(held=held, scalars=scalars))
+    plan = cast(RestorePlan, SimpleNamespace(index={}, views=None, is_same=lambda _: False))
+    set_scalars(plan, [kernel], [TableScalars(0, 0, 8, 2 * each, 2, 7, 1.0, 0.5, 0.5) for each in range(2 * slices)])
+    assert put == [(7, 1.0, 0.5, 0.5)]
+
+
 def lay_out_files(tables: int) -> None:
     """Begin the files of an export, one file for all tables."""
     specs = [TableSpec(f"t{number}", 2, 4, "float32", "sgd", (), id=number + 1) for number in range(tables)]
@@ -91,7 +107,10 @@ def split_rows(ranks: int) -> None:
     assert all(len(overlaps.moves(TableShard(0, 4 * number, 4, 0, 8))) == 2 for number in range(ranks))
 
 
-ACTS = [cover_columns, find_blocks, find_shared_blocks, lay_out_files, put_back_scalars, split_columns, split_rows]
+ACTS = [
+    *(cover_columns, find_blocks, find_shared_blocks, lay_out_files, put_back_scalars, put_back_scalars_of_columns),
+    *(split_columns, split_rows),
+]
 
 
 @pytest.mark.parametrize("act", ACTS)
@@ -99,3 +118,27 @@ def test_each_line_is_executed_as_often_for_each_table(act: Any) -> None:
     few, many = (lines_of(lambda tables=tables: act(tables)) for tables in (FEW, MANY))
     assert few
     assert not grown(few, many, 1.2 * MANY / FEW)
+
+
+def _entries_looked_at(tables: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Entries of directories that are looked at to find the chunks of each table of one segment."""
+    directory = np.zeros(tables, [("table", np.uint32)])
+    directory["table"] = np.arange(tables)
+    front = cast(Front, SimpleNamespace(directory=directory))
+    picked = Picked(cast(SegmentRef, SimpleNamespace(name="s")), front, np.arange(tables))
+    piece = Piece(None, MarkerId(1, 1), (picked.ref,), 0, (picked,))
+    looked, entries = [], Picked.entries.fget
+    assert entries is not None
+    monkeypatch.setattr(Picked, "entries", property(lambda each: looked.append(len(each.chunks)) or entries(each)))
+    chunks = TableChunks([piece])
+    for table in range(tables):
+        ((found,), none) = chunks.of({table: 1}), chunks.of({table: 2})
+        assert found.chunks.tolist() == [table]
+        assert not none
+    monkeypatch.undo()
+    return sum(looked)
+
+
+def test_the_chunks_of_a_table_are_found_without_a_look_at_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = (_entries_looked_at(tables, monkeypatch) for tables in (FEW, MANY))
+    assert many * FEW == few * MANY

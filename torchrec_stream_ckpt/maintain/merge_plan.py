@@ -17,7 +17,6 @@ from torchrec_stream_ckpt.format.rows import RowLayout
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import slices_of
 from torchrec_stream_ckpt.store.catalog import Picked, Piece
-from torchrec_stream_ckpt.store.newest import newest_first
 from torchrec_stream_ckpt.store.runs import Window, columns_of, cuts_of, open_at_once
 
 WINDOWS_OF_BLOCK = 8
@@ -189,7 +188,7 @@ def _held(bases: Mapping[int, int], pieces: Sequence[Piece]) -> dict[int, list[P
     tables = sorted({table for each in slices.values() for table, _, _ in each})
     held: dict[int, list[Picked]] = {table: [] for table in tables}
     for piece in reversed(pieces):
-        for picked in newest_first([piece]):
+        for picked in reversed(piece.opened):
             chunks: dict[int, list[npt.NDArray[np.int64]]] = {}
             for (table, _, _), place in slices[picked.ref.name].items():
                 if piece.generation >= bases.get(table, 0):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,7 +38,7 @@ from torchrec_stream_ckpt.read.last_sent import LastSent
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
 from torchrec_stream_ckpt.store.folder import FolderObjects
-from torchrec_stream_ckpt.store.newest import NewestFirst, newest_first
+from torchrec_stream_ckpt.store.newest import NewestFirst, TableChunks
 from torchrec_stream_ckpt.store.reader import load_notes, open_pieces, read_chunks
 from torchrec_stream_ckpt.store.runs import Runs, columns_of, cuts_of, read_from
 from torchrec_stream_ckpt.util.scratch import ScratchFolder
@@ -179,7 +179,7 @@ class MarkerRows:
         self._progress = progress
         self._damaged: dict[str, CorruptionError] = {}
         """Damaged segments of the store, whose rows are read from elsewhere."""
-        self._pieces: list[tuple[Objects, tuple[Piece, ...]]] = []
+        self._chunks: list[tuple[Objects, TableChunks]] = []
         """Pieces by place, oldest first. The places are ordered, too: the store, then the folder."""
         self._names: list[tuple[Objects, set[str]]] = []
         """Names of their segments, in the same order."""
@@ -220,13 +220,14 @@ class MarkerRows:
             raise instead_of_log(error, self._catalog, route, damaged) from None
         self._narrow.close()
         self._tail.delete()
-        self._tail, self._pieces = tail, [(tail.objects, tail.pieces)]
+        sources = [(tail.objects, tail.pieces)]
         if self._catalog is not None:
-            self._pieces.insert(0, (self._catalog.objects, route.pieces))
+            sources.insert(0, (self._catalog.objects, route.pieces))
+        self._tail, self._bases = tail, route.bases
+        self._chunks = [(objects, TableChunks(pieces)) for objects, pieces in sources]
         self._narrow = ScratchRuns(self, self._pool, self._scratch)
         self._names = [
-            (objects, {picked.ref.name for piece in pieces for picked in piece.opened})
-            for objects, pieces in self._pieces
+            (objects, {picked.ref.name for piece in pieces for picked in piece.opened}) for objects, pieces in sources
         ]
         self.opened += 1
         return route
@@ -259,10 +260,8 @@ class MarkerRows:
 
     def newest_of(self, table: int) -> list[Picked]:
         """Return the chunks of one table, newest first: a row's newest version is in the first chunk that has it."""
-        base = self._route.bases.get(table, 0)
-        found = (each for _, pieces in reversed(self._pieces) for each in newest_first(pieces, base))
-        mine = (each.only(each.entries["table"] == table) for each in found)
-        return [each for each in mine if len(each.chunks)]
+        base = {table: self._bases.get(table, 0)}
+        return [each for _, chunks in reversed(self._chunks) for each in reversed(chunks.of(base))]
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
         """Read a range of one of the segments, of the store or of the folder."""
@@ -359,8 +358,9 @@ class MarkerRows:
         while True:
             opened = self.opened
             try:
-                for objects, pieces in self._pieces:
-                    for each, entry, data in read_chunks(objects, self._of(pieces, tables), self._pool):
+                bases = {table: self._bases.get(table, 0) for table in tables}
+                for objects, chunks in self._chunks:
+                    for each, entry, data in read_chunks(objects, chunks.of(bases), self._pool):
                         yield entry, decode_chunk(entry, data, self.schema, each.ref.name)
                 return
             except CorruptionError as error:
@@ -373,14 +373,6 @@ class MarkerRows:
         for _, view in self.sent([table]):
             sent[view.ids] = True
         return int(sent.sum())
-
-    def _of(self, pieces: Iterable[Piece], tables: Collection[int]) -> list[Picked]:
-        bases = self._route.bases
-        return [
-            picked.only(np.isin(picked.entries["table"], [t for t in tables if piece.generation >= bases.get(t, 0)]))
-            for piece in pieces
-            for picked in piece.opened
-        ]
 
 
 @contextlib.contextmanager

@@ -166,12 +166,11 @@ def set_scalars(plan: RestorePlan, kernels: list[FusedKernel], records: Sequence
     Raises:
         SchemaMismatchError: the plan puts tables with different states into one kernel.
     """
-    index, of_table = plan.index, _by_table(records)
+    index, of_shard = plan.index, _by_shard(records)
     for kernel in kernels:
         names = ", ".join(shard.table.name for shard in kernel.held)
-        sources = [record for shard in kernel.held for record in _sources(shard.table_shard(index), of_table, plan)]
-        if not sources:
-            sources = _likewise(kernel, records, plan)
+        shards = [shard.table_shard(index) for shard in kernel.held]
+        sources = _sources(shards, of_shard, plan) or _likewise(kernel, records, plan)
         if not sources:
             continue
         rate, next_rate = _agreed(
@@ -186,24 +185,31 @@ def set_scalars(plan: RestorePlan, kernels: list[FusedKernel], records: Sequence
         )
 
 
-def _by_table(records: Iterable[TableScalars]) -> dict[int, list[TableScalars]]:
-    found: dict[int, list[TableScalars]] = {}
+def _by_shard(records: Iterable[TableScalars]) -> dict[int, dict[TableShard, list[TableScalars]]]:
+    """Return the records of each table, by shard."""
+    found: dict[int, dict[TableShard, list[TableScalars]]] = {}
     for record in records:
-        found.setdefault(record.table, []).append(record)
+        shard = TableShard(record.table, record.row0, record.rows, record.col0, record.cols)
+        found.setdefault(record.table, {}).setdefault(shard, []).append(record)
     return found
 
 
 def _sources(
-    shard: TableShard, records: Mapping[int, Sequence[TableScalars]], plan: RestorePlan
-) -> Sequence[TableScalars]:
-    """Return the records of this shard, or those of all shards of the table if the marker has no such shard."""
-    if plan.views is not None and not plan.views.outcomes[shard.table].keeps_iteration:
-        return []
-    of_table = records.get(shard.table, [])
-    if not plan.is_same(shard.table):
-        return of_table
-    same = [r for r in of_table if TableShard(r.table, r.row0, r.rows, r.col0, r.cols) == shard]
-    return same or of_table
+    shards: Iterable[TableShard], records: Mapping[int, Mapping[TableShard, Sequence[TableScalars]]], plan: RestorePlan
+) -> list[TableScalars]:
+    """Return the records of these shards. A table of which the marker lacks a shard adds all of its records, once."""
+    found: list[TableScalars] = []
+    whole: set[int] = set()
+    for shard in shards:
+        if plan.views is not None and not plan.views.outcomes[shard.table].keeps_iteration:
+            continue
+        of_table = records.get(shard.table, {})
+        if plan.is_same(shard.table) and shard in of_table:
+            found += of_table[shard]
+        elif shard.table not in whole:
+            whole.add(shard.table)
+            found += (record for each in of_table.values() for record in each)
+    return found
 
 
 def _likewise(kernel: FusedKernel, records: Sequence[TableScalars], plan: RestorePlan) -> list[TableScalars]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -10,20 +12,46 @@ import numpy.typing as npt
 from torchrec_stream_ckpt.store.catalog import Picked, Piece
 
 Ints = npt.NDArray[np.int64]
+_NOTHING: Ints = np.empty(0, np.int64)
 
 
-def newest_first(pieces: Sequence[Piece], base: int = 0) -> Iterator[Picked]:
-    """Yield the segments of open pieces, newest first. The pieces are given oldest first.
-
-    A row's newest version is in the first segment that has it.
+class TableChunks:
+    """Chunks of open pieces, sorted by table: those of one table are found without a look at the others.
 
     Args:
-        pieces: Pieces that lead to a marker.
-        base: Generation that sent a table whole (``Lineage.bases``). Pieces of older ones do not count.
+        pieces: Pieces that lead to a marker, oldest first.
     """
-    for piece in reversed(pieces):
-        if piece.generation >= base:
-            yield from reversed(piece.opened)
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._segments = [each for piece in pieces for each in piece.opened]
+        self._generations = np.array([piece.generation for piece in pieces for _ in piece.opened], np.int64)
+        tables = [each.entries["table"] for each in self._segments]
+        of_table = np.concatenate([_NOTHING, *tables]).astype(np.int64)
+        segment = np.repeat(np.arange(len(tables)), [len(each) for each in tables])
+        chunks = np.concatenate([_NOTHING, *(each.chunks for each in self._segments)])
+        order = np.argsort(of_table, kind="stable")
+        self._tables, self._segment, self._chunks = of_table[order], segment[order], chunks[order]
+
+    def of(self, bases: Mapping[int, int]) -> list[Picked]:
+        """Return the chunks of some tables, the oldest segment first.
+
+        Args:
+            bases: For each of the tables, the generation that sent it whole (``Lineage.bases``), or 0. Pieces of older
+                ones do not count.
+        """
+        found = np.concatenate([_NOTHING, *(self._places(table, base) for table, base in bases.items())])
+        found = found[np.lexsort((self._chunks[found], self._segment[found]))]
+        segment, chunks = self._segment[found], self._chunks[found]
+        firsts = np.flatnonzero(np.diff(segment, prepend=-1)).tolist()
+        return [
+            replace(self._segments[segment[first]], chunks=chunks[first:end])
+            for first, end in pairwise((*firsts, len(chunks)))
+        ]
+
+    def _places(self, table: int, base: int) -> Ints:
+        first, end = np.searchsorted(self._tables, (table, table + 1)).tolist()
+        places = np.arange(first, end)
+        return places[self._generations[self._segment[first:end]] >= base]
 
 
 class NewestFirst:
