@@ -4,8 +4,10 @@
         [--quick] [--out FILE.json]
 
 A state is one vector of float32, as KMeans' centers are. *One file* is written over; of *two files* the older one is,
-and a restart takes the newer one that it can read. Nothing here is persistent memory: a memory map is one of a file on
-the disk, with ``msync``. ``ours`` is a job of one rank whose dense state is the vector; a checkpoint is a marker.
+and a restart takes the newer one that it can read. *Last complete*: a third file names the one that was saved last, and
+is replaced once all of it is there, as PyMM does by an integer; a restart reads that one. Nothing here is persistent
+memory: a memory map is one of a file on the disk, with ``msync``. ``ours`` is a job of one rank whose dense state is
+the vector; a checkpoint is a marker.
 
 *Crashes* need no clock: a process saves without a pause and is killed (SIGKILL) at a random moment, ``--kills`` times a
 way. Then the state is read. In each state all numbers are the same, so a mixture of two is seen:
@@ -102,29 +104,41 @@ WAYS: dict[str, tuple[str, Callable[[Path, Vector, bool], None], Callable[[Path,
     "np.save": ("state.npy", by_numpy, lambda path, _: np.load(path)),
     "np.memmap": ("state.map", by_map, lambda path, size: np.array(np.memmap(path, np.float32, "r", shape=(size,)))),
 }
-FILES = {"one file": 1, "two files": 2}
+FILES = {"one file": (1, False), "two files": (2, False), "two files, last complete": (2, True)}
+"""Files, and whether a third one names the one that is complete."""
 
 
 class Saver:
     """One way to save, in one or in two files."""
 
-    def __init__(self, way: str, files: int, folder: Path, size: int, *, fsync: bool = True) -> None:
+    def __init__(self, way: str, what: str, folder: Path, size: int, *, fsync: bool = True) -> None:
         name, self._write, self._read = WAYS[way]
         self._fsync = fsync
-        self._paths = [folder / f"{number}-{name}" for number in range(files)]
+        self.files, named = FILES[what]
+        self._paths = [folder / f"{number}-{name}" for number in range(self.files)]
+        self._last = folder / "last-complete" if named else None
         self._size, self._saves = size, 0
 
     def save(self, state: Vector) -> None:
-        self._write(self._paths[self._saves % len(self._paths)], state, self._fsync)
+        path = self._paths[self._saves % len(self._paths)]
+        self._write(path, state, self._fsync)
         self._saves += 1
+        if self._last is not None:
+            written = self._last.with_suffix(".new")
+            written.write_text(path.name)
+            if self._fsync:
+                synced(written)
+            written.replace(self._last)
 
     def load(self) -> Vector:
-        """The newest that can be read.
+        """The newest that can be read, or the one that is named.
 
         Raises:
             ValueError: none can.
         """
         there = [path for path in self._paths if path.exists()]
+        if self._last is not None:
+            there = [path for path in there if path.name == self._last.read_text()]
         for path in sorted(there, key=lambda path: path.stat().st_mtime_ns, reverse=True):
             try:
                 return self._read(path, self._size)
@@ -133,12 +147,12 @@ class Saver:
         raise ValueError(f"no state can be read from {', '.join(path.name for path in self._paths)}")
 
 
-def save_until_killed(way: str, files: int, folder: Path, size: int, told: Any) -> None:
-    saver, state = Saver(way, files, folder, size), np.empty(size, np.float32)
+def save_until_killed(way: str, what: str, folder: Path, size: int, told: Any) -> None:
+    saver, state = Saver(way, what, folder, size), np.empty(size, np.float32)
     for number in range(1, 1 << 20):
         state[:] = number
         saver.save(state)
-        if number == files:
+        if number == saver.files:
             told.set()
 
 
@@ -150,21 +164,21 @@ def outcome(load: Callable[[], Vector]) -> str:
     return "right" if state[0] >= 1 and bool((state == state[0]).all()) else "wrong"
 
 
-def killed(way: str, files: int, size: int, kills: int, chance: random.Random) -> dict[str, int]:
+def killed(way: str, what: str, size: int, kills: int, chance: random.Random) -> dict[str, int]:
     """How often which outcome."""
     found = {"right": 0, "refused": 0, "wrong": 0}
     context = multiprocessing.get_context("fork")
     for _ in range(kills):
         with scratch("dense") as folder:
             told = context.Event()
-            process = context.Process(target=save_until_killed, args=(way, files, folder, size, told), daemon=True)
+            process = context.Process(target=save_until_killed, args=(way, what, folder, size, told), daemon=True)
             process.start()
             if not told.wait(WAIT_S):
-                raise RuntimeError(f"{way}, {files} files: nothing was saved")
+                raise RuntimeError(f"{way}, {what}: nothing was saved")
             time.sleep(chance.random() * 0.2)
             os.kill(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
             process.join()
-            found[outcome(Saver(way, files, folder, size).load)] += 1
+            found[outcome(Saver(way, what, folder, size).load)] += 1
     return found
 
 
@@ -241,10 +255,10 @@ def times(args: argparse.Namespace, report: Report, size: int) -> None:
         for fsync in (mode == WITH_FSYNC for mode in args.fsync):
             ending = DURABLE if fsync else ""
             for way in WAYS:
-                for what, files in FILES.items():
-                    own = folder / f"{way}-{files}{ending}"
+                for number, what in enumerate(FILES):
+                    own = folder / f"{way}-{number}{ending}"
                     own.mkdir()
-                    variants[f"{way}, {what}{ending}"] = partial(saved, Saver(way, files, own, size, fsync=fsync))
+                    variants[f"{way}, {what}{ending}"] = partial(saved, Saver(way, what, own, size, fsync=fsync))
             variants[OURS + ending] = partial(marked, fsync=fsync)
             if not fsync:
                 variants[f"{OURS}: blocked"] = partial(marked, fsync=fsync, blocked=True)
@@ -270,8 +284,8 @@ def crash(args: argparse.Namespace, folder: Path, size: int) -> dict[str, dict[s
     """Outcomes by way; ``folder`` has the group's file."""
     chance, found = random.Random(0), dict[str, dict[str, int]]()
     for way in WAYS:
-        for what, files in FILES.items():
-            found[f"{way}, {what}"] = killed(way, files, size, args.kills, chance)
+        for what in FILES:
+            found[f"{way}, {what}"] = killed(way, what, size, args.kills, chance)
             tell(f"{way}, {what}: {found[f'{way}, {what}']}")
     join_group(folder, 0, 1)
     found[OURS] = marked_and_killed(size, args.kills, chance)

@@ -48,6 +48,7 @@ def test_killed_savers_and_their_times(tmp_path: Path) -> None:
     assert set(crashes) == {*ways, "ours, a marker"}
     assert all(sum(each.values()) == 1 for each in crashes.values())
     assert crashes["ours, a marker"]["right"] == crashes["pickle, two files"]["right"] == 1
+    assert crashes["np.memmap, two files, last complete"]["right"] == 1
     assert measured(report) == {
         "a save": {*ways, "ours, a marker", "ours, a marker: blocked"},
         "a save, durable": {*ways, "ours, a marker"},

@@ -74,7 +74,7 @@ def near(value: float, known: Iterable[float]) -> bool:
     return any(abs(value - unit * each) <= 1e-9 * abs(value) for each in known for unit in (1, 1e3, 1e6))
 
 
-@pytest.mark.parametrize("name", sorted({*papers()} - {"pymm"}))
+@pytest.mark.parametrize("name", list(papers()))
 def test_a_page_first_says_where_it_is_ahead_where_behind_and_why(name: str) -> None:
     head = page(f"docs/papers/{name}.md").split("\n## ", 1)[0].split("\n|", 1)[0]
     assert re.findall(r"^- \*\*(\w+):\*\*", head, flags=re.M) == ["Ahead", "Behind", "Why"]
@@ -250,3 +250,17 @@ def test_what_the_pages_on_dense_state_say_of_others() -> None:
     sizes = [*quoted("deepfreeze", "size, CANDLE")[1:], *quoted("deepfreeze", "size, ResNet")[1:]]
     assert sizes == [9, 600, 27, 100]
     assert {first: rows[first] for first in wanted} == wanted
+
+
+def test_what_the_page_on_kills_says() -> None:
+    outcomes = newest("dense", "crashes").facts["crashes"]
+    named = {way: row for way, row in outcomes.items() if way.endswith("last complete")}
+    kills = sum(outcomes["ours, a marker"].values())
+    assert {row["right"] for row in [*named.values(), outcomes["ours, a marker"]]} == {kills}
+    assert len(named) == 3
+    said = {
+        r"right after each of (\d+) kills": [kills],
+        r"saves KMeans (\d+) to (\d+) times .* mixtures over (\d) times": quoted("pymm", "claim"),
+        r"into ([\d.]+) TB of Optane on (\d+) cores": [quoted("pymm", "optane")[1], *quoted("pymm", "machine")],
+    }
+    check_sentences("docs/papers/pymm.md", said)
