@@ -138,6 +138,22 @@ def test_a_user_without_the_right_to_make_topics_is_told_so_before_anything_is_m
     log.close()
 
 
+def test_doctor_tells_a_user_without_rights_before_the_job_begins(secure: Secure, tmp_path: Path) -> None:
+    uri = secure.uri(job="planned")
+    for user, allowed in (("reader", False), ("trainer", True)):
+        options = ["--kafka-options", str(secure.directory / "clients" / f"{user}.properties")]
+        status, text = cli(secure, "doctor", uri, "--new", "--store", str(tmp_path), "--json", *options)
+        found = {each["check"]: each for each in json.loads(text)}
+        assert status == (0 if allowed else 1)
+        for topic in ("planned.data", "planned.control"):
+            assert found[f"{topic}: creation"]["verdict"] == ("ok" if allowed else "bad")
+            assert ("CREATE" in found[f"{topic}: creation"]["hint"]) is not allowed
+        assert "READ, WRITE, DESCRIBE and DESCRIBE_CONFIGS" in found["not tried: rights"]["found"]
+    log = open_log(uri, secure.options("trainer"))
+    assert log.incarnation() is None
+    log.close()
+
+
 def test_a_user_who_may_only_read_reads_and_is_told_that_he_may_not_write(secure: Secure) -> None:
     uri = secure.uri()
     log = open_log(uri, secure.options("trainer"))

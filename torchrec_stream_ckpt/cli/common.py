@@ -53,7 +53,10 @@ def open_job(job: Job, *, warn: bool = True) -> Iterator[Job]:
                 )
         if job.log.incarnation() is None:
             raise MarkerNotFoundError(
-                "there is no log here", hint="check the URI; a job creates its log when it starts", uri=job.uri
+                "there is no log here",
+                hint="check the URI; a job creates its log when it starts, and before that "
+                f"stream-ckpt doctor {job.uri} --new tries whether it can",
+                uri=job.uri,
             )
         job.control.refresh()
         if warn:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated
 
 import typer
 
@@ -20,7 +22,7 @@ from torchrec_stream_ckpt.inner import Job
 from torchrec_stream_ckpt.log.api import Finding, Severity
 from torchrec_stream_ckpt.log.disk import examine_folder
 from torchrec_stream_ckpt.native.kernel import describe
-from torchrec_stream_ckpt.store.identity import OVERWRITES, refuses_taken_names
+from torchrec_stream_ckpt.store.identity import OVERWRITES, check_store, refuses_taken_names
 from torchrec_stream_ckpt.store.records import Copied
 from torchrec_stream_ckpt.util.layout import copied_log
 from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri
@@ -33,14 +35,20 @@ _PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "confluent-kaf
 
 def examine_job(
     options: JobOptions,
+    new: Annotated[
+        bool, typer.Option("--new", help="Before a job begins: try whether it could, and delete what was tried.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Check the log's settings, rights, room and copies, the store, the newest marker, the clock and the versions.
 
-    Changes nothing. Exits with status 1 if something is bad; warnings alone are status 0.
+    Changes nothing. Exits with status 1 if something is bad; warnings alone are status 0. --new checks a place where
+    no job has begun: rights, topics and their settings, sizes, the store's conditions and its write speed. It lists
+    what cannot be tried without leaving something.
     """
-    with options.open(warn=False) as job:
-        findings = list(_examine(job))
+    opened = closing(options.job(options.uri, options.store)) if new else options.open(warn=False)
+    with opened as job:
+        findings = [*job.examine_new(), _versions_here()] if new else list(_examine(job))
     if json:
         print_json([asdict(finding) for finding in findings])
     else:
@@ -59,11 +67,12 @@ def _examine(job: Job) -> Iterator[Finding]:
     else:
         survey = Survey(job)
         standing = survey.look(newest)
+        store = _store(job)
         yield Finding.of(
             "newest marker",
             f"{newest.id}, step {newest.step}: {standing.reason or 'can be restored'}",
             well=not standing.reason or bool(standing.trimmed),
-            hint=f"bring back the missing data; {_until_then(job, survey)}" if standing.reason else "",
+            hint=(store.hint or f"bring back the missing data; {_until_then(job, survey)}") if standing.reason else "",
             otherwise=Severity.BAD,
         )
         refused = refused_after(job.lineage, newest)
@@ -79,12 +88,13 @@ def _examine(job: Job) -> Iterator[Finding]:
         if folder is not None and folder.is_dir() and newest.store:
             # If only COMMIT names the store, any writer of the log may have named it: write nothing there.
             yield from examine_folder("store", folder, write=job.store is not None or job.control.signs)
+        yield store
         yield _second_copy(job)
         if job.store is not None:
             yield _taken_names(job)
     yield _clock(job)
     yield _native()
-    yield Finding("versions", ", ".join(_versions()))
+    yield _versions_here()
 
 
 def _until_then(job: Job, survey: Survey) -> str:
@@ -106,6 +116,15 @@ def _strays(newest: Commit) -> Finding:
         well=not others,
         hint="let only this job write to the topics; readers skip other records, and stream-ckpt verify names them",
     )
+
+
+def _store(job: Job) -> Finding:
+    """Report whether the store can be read. One without its format is not an empty one."""
+    try:
+        written = check_store(job.objects)
+    except StreamCkptError as error:
+        return Finding("store", error.headline, Severity.BAD, error.hint or "check the store")
+    return Finding("store", job.objects.url + ("" if written else ": no rows were folded into it so far"))
 
 
 def _second_copy(job: Job) -> Finding:
@@ -168,6 +187,10 @@ def _native() -> Finding:
         well=not used.startswith("none"),
         hint="install a C compiler, then this package again: gathers and restores then take less CPU time",
     )
+
+
+def _versions_here() -> Finding:
+    return Finding("versions", ", ".join(_versions()))
 
 
 def _versions() -> Iterator[str]:

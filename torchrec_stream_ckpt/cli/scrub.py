@@ -271,7 +271,7 @@ def _scrub_job(run: _Run, job: Job, access: Access, uri: str, named: str | None)
     check_same_job(named, job.lineage)
     check_named_store(job)
     objects = job.objects
-    if not check_store(objects) or not has_job(objects, job.lineage.job):
+    if not check_store(objects, mend=run.repair) or not has_job(objects, job.lineage.job):
         raise MarkerNotFoundError(
             "the store holds nothing of this job",
             hint="check --store, or fill it with stream-ckpt materialize URI --store URL",

@@ -110,7 +110,9 @@ def _verdicts(job: Job, *, quiet: bool, log_alone: bool) -> Iterator[MarkerVerdi
         task = progress.add_task("verifying", total=None)
         objects = None if log_alone else job.objects
         catalog = Catalog.of_job(objects, job.lineage)
-        verifier = Verifier(job.log, job.lineage, lambda count: progress.advance(task, count), catalog, _compare())
+        verifier = Verifier(
+            job.log, job.lineage, lambda count: progress.advance(task, count), catalog, _compare(), objects=objects
+        )
         survey = Survey(job)
         given_up = {} if log_alone else {each.id: day for each in commits if (day := survey.given_up(each)) is not None}
         wanted = [commit for commit in commits if commit.id not in given_up]

@@ -26,7 +26,7 @@ from torchrec_stream_ckpt.errors import (
     TrimmedError,
 )
 from torchrec_stream_ckpt.find.job import Job
-from torchrec_stream_ckpt.find.route import Route, damage_of, ends_early, locate, warm
+from torchrec_stream_ckpt.find.route import Route, damage_of, ends_early, lacking, locate, warm
 from torchrec_stream_ckpt.find.tiers import OUTER, Place, Tiers, TierState
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.head import HeadState
@@ -34,6 +34,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.control.loss_check import check_whole
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
+from torchrec_stream_ckpt.store.identity import is_about_format
 from torchrec_stream_ckpt.store.verdicts import take_back_if_possible
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.uris import parse_uri
@@ -354,7 +355,7 @@ class Search:
             return replace(route.complete(data), place=place, newest_generation=self._state.generation)
         except (TrimmedError, CorruptionError) as error:
             if catalog is None or not ends_early(catalog, route):
-                raise
+                raise lacking(error, place.objects(self._job)) from None
             damage = damage_of(catalog, lineage, marker, damaged)
             raise damage or error from None  # the store's error takes precedence: without it the log would not be read
 
@@ -374,11 +375,12 @@ class Search:
 
         Raises:
             LogUnavailableError, StoreUnavailableError, TrimmedError: it is unknown whether the marker is intact.
+            MissingObjectError: the store lacks its format, so it serves no marker.
             OtherLogError: no older marker can be read either.
             CorruptionError: too many markers are damaged.
         """
         for error in failures:
-            if isinstance(error, (LogUnavailableError, StoreUnavailableError)):
+            if isinstance(error, (LogUnavailableError, StoreUnavailableError)) or is_about_format(error):
                 raise error
         damage = [error for error in failures if isinstance(error, CorruptionError)]
         trimmed = [error for error in failures if isinstance(error, TrimmedError)]

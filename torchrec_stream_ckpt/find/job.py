@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
@@ -9,9 +10,10 @@ from pathlib import Path
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.find.best import LATEST, PREFIX, Best, Value, best_of, said_of
+from torchrec_stream_ckpt.find.new_job import examine_new_job
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.log.api import Log, open_log
+from torchrec_stream_ckpt.log.api import Finding, Log, open_log
 from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
@@ -205,6 +207,10 @@ class Job:
         """Check that log and store answer, and accept our login."""
         self.dense.preflight()
         self.log.preflight()
+
+    def examine_new(self) -> Iterator[Finding]:
+        """Yield findings about this log and store before the job's first start, as :func:`examine_new_job`."""
+        return examine_new_job(self)
 
     def close(self) -> None:
         self.control.close()

@@ -31,7 +31,9 @@ from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import Incarnation, LogReader
 from torchrec_stream_ckpt.log.stream import held_by
+from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece, follow
+from torchrec_stream_ckpt.store.identity import place_of
 from torchrec_stream_ckpt.store.reader import Told, load_front, load_told, open_pieces
 from torchrec_stream_ckpt.store.summaries import by_summaries
 from torchrec_stream_ckpt.util.layout import SUMMARIES_DIR
@@ -319,6 +321,31 @@ def check_there(log: LogReader, lineage: Lineage, marker: MarkerId, needed: Sequ
             marker=marker,
             store=last.store,
         ) from None
+
+
+def lacks_trimmed(error: StreamCkptError, objects: Objects | None) -> bool:
+    """Return whether the store that was read is the one that had the rows when the log was trimmed."""
+    kept = error.where.get("store") if isinstance(error, TrimmedError) else None
+    return objects is not None and kept in (objects.url, place_of(objects))
+
+
+def lacking(error: StreamCkptError, objects: Objects | None) -> StreamCkptError:
+    """Return the error for a reader of this store. It does not tell to read a store that was just read.
+
+    Args:
+        error: The error of the log.
+        objects: The store that was read in addition to the log, if any.
+    """
+    if not isinstance(error, TrimmedError) or objects is None:
+        return error
+    message, hint = error.message, f"{error.hint}; if {objects.url} is a copy of it, complete the copy"
+    if lacks_trimmed(error, objects):
+        message = f"{message.partition(';')[0]}, and the store {objects.url}, which held it, lacks it now"
+        hint = (
+            "check whether the store is mounted and whole (a copy may have been cut short), or bring it back from "
+            "another copy; until then name an older marker that stream-ckpt list shows as restorable"
+        )
+    return TrimmedError(message, hint=hint, **error.where)
 
 
 def check_incarnation(log: LogReader, lineage: Lineage, marker: MarkerId, walked: Iterable[int]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torchrec_stream_ckpt.errors import CorruptionError, StreamCkptError, TrimmedError
 from torchrec_stream_ckpt.find.holdings import Holding, Holdings
 from torchrec_stream_ckpt.find.job import Job
-from torchrec_stream_ckpt.find.route import Route, source_of
+from torchrec_stream_ckpt.find.route import Route, lacking, lacks_trimmed, source_of
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.rank_ends import RankEnds
 from torchrec_stream_ckpt.log.stream import read_stream
@@ -179,6 +179,8 @@ class Survey:
             for each in route.intervals:
                 next(read_stream(log, each.commit, each.end, each.after))
         except TrimmedError as error:
+            if lacks_trimmed(error, self._job.objects):
+                return lacking(error, self._job.objects).headline, ""
             store = str(error.where["store"])
             return f"trimmed, in the store {store}", store
         except StreamCkptError as error:

@@ -282,6 +282,8 @@ class Log(LogReader, Protocol):
     def examine(self) -> Iterator[Finding]:
         """Check the external conditions that the log's safety depends on. Leaves nothing in the log.
 
+        If the log does not exist, checks whether a job could create it, and what it would be like.
+
         Raises:
             LogUnavailableError: the log does not answer.
         """

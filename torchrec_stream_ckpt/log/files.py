@@ -31,7 +31,7 @@ from torchrec_stream_ckpt.log.segments import (
     size_of,
     unlink,
 )
-from torchrec_stream_ckpt.util.durable import fsync_dir, make_dirs, write_synced
+from torchrec_stream_ckpt.util.durable import fsync_dir, make_dirs, nearest_folder, write_synced
 from torchrec_stream_ckpt.util.layout import (
     CONTROL_FILE,
     DATA_DIR,
@@ -99,7 +99,10 @@ class FileLog:
         return Rows(newest[0], "the file log holds", CONTROL_FILE, str(newest[1])) if newest is not None else None
 
     def examine(self) -> Iterator[Finding]:
-        return examine_folder("log", self._root)
+        there = nearest_folder(self._root)
+        if there != self._root:
+            yield Finding("log: folder", f"{self._root} does not exist; {there} is examined instead")
+        yield from examine_folder("log", there)
 
     def open_writer(self, generation: int, partition: int, resume_at: int, *, again: bool = False) -> DataWriter:
         again = again or resume_at > 0 or (generation, partition) in self._begun

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, ScratchUnavailableError, TrimmedError
 from torchrec_stream_ckpt.find.job import Job
-from torchrec_stream_ckpt.find.route import Route, instead_of_log, locate
+from torchrec_stream_ckpt.find.route import Route, instead_of_log, lacking, locate
 from torchrec_stream_ckpt.find.tiers import Tiers
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -412,9 +412,11 @@ def open_rows(
         )
     with ThreadPoolExecutor(_READERS) as pool, scratch_folder(scratch) as folder:
         catalog = Catalog.of_job(objects, lineage)
-        with contextlib.closing(
-            MarkerRows(log, lineage, marker, since, catalog, folder, pool, progress, proofs=proofs)
-        ) as rows:
+        try:
+            rows = MarkerRows(log, lineage, marker, since, catalog, folder, pool, progress, proofs=proofs)
+        except TrimmedError as error:
+            raise lacking(error, objects) from None
+        with contextlib.closing(rows):
             yield rows
 
 

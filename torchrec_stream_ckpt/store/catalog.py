@@ -181,6 +181,7 @@ class Catalog:
         Raises:
             StoreUnavailableError: it does not answer.
             UnsupportedError: the store has a newer format.
+            MissingObjectError: the store has lost its format.
         """
         if objects is None or not lineage.claims or not check_store(objects):
             return None

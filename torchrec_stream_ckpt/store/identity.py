@@ -6,14 +6,23 @@ Also the jobs whose markers a store holds.
 from __future__ import annotations
 
 import json
+import logging
 import os
 
-from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, MissingObjectError, UnsupportedError
+from torchrec_stream_ckpt.errors import (
+    CorruptionError,
+    MarkerNotFoundError,
+    MissingObjectError,
+    StreamCkptError,
+    UnsupportedError,
+)
+from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.store.api import KeepsTime, LooksFirst, Objects
 from torchrec_stream_ckpt.store.write_once import put_unless_taken
 from torchrec_stream_ckpt.util.layout import (
     CLAIMS_DIR,
     DENSE_DIR,
+    FOLDS_DIR,
     MANIFESTS_DIR,
     RECORDS_DIR,
     SEGMENTS_DIR,
@@ -29,20 +38,23 @@ OVERWRITES = (
 """Message about a store that does not refuse a name that is taken."""
 _MAX_BYTES = 2**16
 _SAID = json.dumps({"format": FORMAT}).encode()
+_AFTER_IT = (CLAIMS_DIR, MANIFESTS_DIR, FOLDS_DIR, SEGMENTS_DIR)
+"""Folders whose objects are written by programs that have written the format before."""
+log = logging.getLogger(__name__)
 
 
 def prepare_store(objects: Objects) -> None:
     """Make the store ready for writing: write its format, or check it. Any number of processes may do so.
+
+    If the object with the format was lost, it is put back, with a warning: no other format was ever written.
 
     Raises:
         UnsupportedError: it is of a newer format.
         CorruptionError: its format cannot be read.
         StoreUnavailableError: it cannot be written.
     """
-    if not check_store(objects):
-        there = put_unless_taken(objects, STORE_FILE, [_SAID])
-        if there is not None:
-            _check(objects, there)
+    if not check_store(objects, mend=True):
+        _put_format(objects)
 
 
 def prove_writable(objects: Objects) -> None:
@@ -72,22 +84,73 @@ def refuses_taken_names(objects: Objects) -> bool | None:
     """
     if not check_store(objects):
         return None
-    said = objects.read(STORE_FILE)
-    ignored = objects.create(STORE_FILE, [said])
+    return refuses_taken_name(objects, STORE_FILE, objects.read(STORE_FILE))
+
+
+def refuses_taken_name(objects: Objects, name: str, data: Buffer) -> bool:
+    """Return whether the store refuses to overwrite an object, whose bytes ``data`` are put again; see
+    :func:`refuses_taken_names`.
+
+    Raises:
+        StoreUnavailableError: it does not answer, or this user may not write.
+    """
+    ignored = objects.create(name, [data])
     if isinstance(objects, LooksFirst):
-        objects.looks_first |= ignored or objects.overwrites_in_parts(STORE_FILE, [said])
+        objects.looks_first |= ignored or objects.overwrites_in_parts(name, [data])
         return not objects.looks_first
     return not ignored
 
 
-def check_store(objects: Objects) -> bool:
+def check_store(objects: Objects, *, mend: bool = False) -> bool:
     """Return whether anything was ever written to this store. A store without writes is empty and can be read.
+
+    Args:
+        objects: The store.
+        mend: Put a missing format back, with a warning, if the store is not empty.
 
     Raises:
         UnsupportedError: it is of a newer format.
         CorruptionError: its format cannot be read.
+        MissingObjectError: its format is missing, although the store holds more: it is not empty.
         StoreUnavailableError: it does not answer, or does not accept our login.
     """
+    if _has_format(objects):
+        return True
+    if not _holds_more(objects):
+        return False
+    if _has_format(objects):  # a materializer has just begun
+        return True
+    if mend:
+        _put_format(objects)
+        log.warning("the object '%s' was missing from the store %s; it is back", STORE_FILE, objects.url)
+        return True
+    raise MissingObjectError(
+        f"the object '{STORE_FILE}', which names the store's format, is missing, but the store holds rows of markers",
+        hint=f"put it back: stream-ckpt scrub URI --store {objects.url} --repair, or stream-ckpt recover URI --store "
+        f"{objects.url}; if this is a copy of a store, check that it is complete",
+        store=objects.url,
+        name=STORE_FILE,
+    )
+
+
+def is_about_format(error: StreamCkptError) -> bool:
+    """Return whether ``error`` is about the store's format. Then no object of the store can be read."""
+    return error.where.get("name") == STORE_FILE
+
+
+def _put_format(objects: Objects) -> None:
+    """Put the format. If another program was first, its format is checked."""
+    there = put_unless_taken(objects, STORE_FILE, [_SAID])
+    if there is not None:
+        _check(objects, there)
+
+
+def _holds_more(objects: Objects) -> bool:
+    return any(True for kind in _AFTER_IT for _ in objects.list(f"{kind}/"))
+
+
+def _has_format(objects: Objects) -> bool:
+    """Return whether the object with the store's format exists; raises as :func:`check_store` if it cannot be used."""
     size = objects.size(STORE_FILE)
     if size is None:
         return False
@@ -135,6 +198,7 @@ def _unreadable(url: str) -> CorruptionError:
         hint=f"check the store's URL; if the object is damaged, restore it from a copy, or write {_SAID.decode()} to "
         "it",
         store=url,
+        name=STORE_FILE,
     )
 
 

@@ -49,3 +49,8 @@ def write_all(fd: int, parts: Iterable[memoryview]) -> None:
             written -= len(rest.pop())
         if written:
             rest[-1] = rest[-1][written:]
+
+
+def nearest_folder(path: Path) -> Path:
+    """Return ``path`` if it exists, otherwise the nearest folder above it that does."""
+    return next(each for each in (path, *path.parents) if each.exists())

@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 
 from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
-from torchrec_stream_ckpt.find.route import Route, layout_of, locate
+from torchrec_stream_ckpt.find.route import Route, lacking, lacks_trimmed, layout_of, locate
 from torchrec_stream_ckpt.find.strides import Strides
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.entry_digests import DenseProof
@@ -39,6 +39,7 @@ from torchrec_stream_ckpt.proofs.seen_marks import RankReport
 from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved
 from torchrec_stream_ckpt.restore.coverage import Coverage, rows_of_frame
 from torchrec_stream_ckpt.restore.damage_location import Placing, in_segments
+from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.reader import NOTES_READS, load_front, open_segments, read_chunks
@@ -338,6 +339,7 @@ class Verifier:
         catalog: Catalog of the store that a restore takes rows from. None for the log alone.
         compare_dense: Compares dense state. None to skip it.
         route: Route to the only marker that is read. None to choose pieces of the store by their names.
+        objects: The store, also if it is empty: then no other store is named for rows that it should have.
     """
 
     def __init__(
@@ -348,11 +350,13 @@ class Verifier:
         catalog: Catalog | None = None,
         compare_dense: CompareDense | None = None,
         route: Route | None = None,
+        objects: Objects | None = None,
     ) -> None:
         self._log = Placing(log)
         self._lineage = lineage
         self._progress = progress
         self._compare_dense = compare_dense
+        self._objects = objects
         self._catalog = catalog
         self._rotation = route.marker.marker if route is not None else 0
         self._ledger = Ledger(lineage)
@@ -399,6 +403,9 @@ class Verifier:
             locate(self._lineage, marker, since=self._steps.reach(marker)).check(self._log)
         except (TrimmedError, CorruptionError) as error:
             self._refused[marker] = error
+            if lacks_trimmed(error, self._objects):
+                here = lacking(error, self._objects)
+                self._refused[marker] = CorruptionError(here.message, hint=here.hint, **here.where)
         return marker not in self._refused
 
     def verdict(self, commit: Commit, dense: DenseStore) -> MarkerVerdict:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
-from torchrec_stream_ckpt.find.route import damage_of, instead_of_log, locate
+from torchrec_stream_ckpt.find.route import damage_of, instead_of_log, lacking, locate
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.store.api import Objects
@@ -49,7 +49,10 @@ def verify_marker(
     while True:
         route = locate(lineage, marker, catalog, damaged=damaged, told=told, summaries=False)
         if not route.wrote_to(log.incarnation()):
-            route.check_trimmed(log)  # its dense state is where its rows are
+            try:
+                route.check_trimmed(log)  # its dense state is where its rows are
+            except TrimmedError as error:
+                raise lacking(error, objects) from None
         if not damaged:
             dense.verify(commit)
         reader = Verifier(log, lineage, progress, catalog, compare_dense, route)
@@ -57,7 +60,7 @@ def verify_marker(
             reader.read([commit])
             found = reader.rows_verdict(commit, dense)
         except TrimmedError as error:
-            raise instead_of_log(error, catalog, route, damaged) from None
+            raise lacking(instead_of_log(error, catalog, route, damaged), objects) from None
         if found.verified is not None:
             first = damage_of(catalog, lineage, marker)
             said = [error.headline for error in (first, *damaged.values()) if error is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torchrec_stream_ckpt.log.api import Finding, Severity
@@ -13,6 +13,13 @@ NEEDED_RIGHTS = frozenset({"READ", "WRITE", "DESCRIBE", "DESCRIBE_CONFIGS"})
 """Operations of a trainer on both topics of its job."""
 TRIM_RIGHT = "DELETE"
 """Operation of a trim on the data topic, in addition to those of a reader. No trainer needs it."""
+BROKER_DEFAULTS = {
+    "max.message.bytes": "message.max.bytes",
+    "segment.bytes": "log.segment.bytes",
+    "min.insync.replicas": "min.insync.replicas",
+    "unclean.leader.election.enable": "unclean.leader.election.enable",
+}
+"""Setting of a topic -> the broker's setting that is its default."""
 TIME_MARGIN_S = 60.0
 """A broker has to accept records this much older or newer than our clock: clocks drift, and records wait."""
 _UNBOUNDED_S = 10 * 365 * 86400.0
@@ -129,6 +136,36 @@ def examine_topic(
         rights: Names of the operations that this user may do. Empty if the brokers do not report them.
         ahead: Differences between this host's clock and the brokers', as far as they are known.
     """
+    yield from _settings(topic, settings, replicas, ahead)
+    missing = sorted(NEEDED_RIGHTS - rights - {"ALL"}) if rights and "ALL" not in rights else []
+    yield Finding.of(
+        f"{topic}: rights",
+        f"{', '.join(missing)} not allowed" if missing else "has all permissions that a trainer needs",
+        well=not missing,
+        hint=acl_command(None, topic, missing),
+        otherwise=Severity.BAD,
+    )
+
+
+def examine_new_topics(settings: Mapping[str, str], copies: int) -> Iterator[Finding]:
+    """Yield findings about what the brokers' defaults give to topics that a job creates.
+
+    Args:
+        settings: Settings that the topics would have.
+        copies: Number of replicas that they would have.
+    """
+    what = "new topics"
+    defaults = {"replication": "default.replication.factor", **BROKER_DEFAULTS}
+    for each in _settings(what, settings, [(copies, copies)], ()):
+        default = defaults.get(each.check.removeprefix(f"{what}: "))
+        if default is not None:
+            hint = f"change {default} of the brokers, or create both topics with another value before the job begins"
+            yield replace(each, hint=hint if each.hint else "")
+
+
+def _settings(
+    topic: str, settings: Mapping[str, str], replicas: Sequence[tuple[int, int]], ahead: Sequence[Ahead]
+) -> Iterator[Finding]:
     yield from _copies(topic, settings, replicas)
     for each in demands(settings, min(count for count, _ in replicas), ahead):
         yield Finding.of(
@@ -138,14 +175,6 @@ def examine_topic(
             hint=f"{alter_command(topic, each.right)} ({each.why})",
             otherwise=Severity.BAD,
         )
-    missing = sorted(NEEDED_RIGHTS - rights - {"ALL"}) if rights and "ALL" not in rights else []
-    yield Finding.of(
-        f"{topic}: rights",
-        f"{', '.join(missing)} not allowed" if missing else "has all permissions that a trainer needs",
-        well=not missing,
-        hint=acl_command(None, topic, missing),
-        otherwise=Severity.BAD,
-    )
 
 
 def _copies(topic: str, settings: Mapping[str, str], replicas: Sequence[tuple[int, int]]) -> Iterator[Finding]:

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import confluent_kafka as ck
 import confluent_kafka.admin as ck_admin
 
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
-from torchrec_stream_ckpt.log.api import Finding, Incarnation
+from torchrec_stream_ckpt.log.api import Finding, Incarnation, Severity
 from torchrec_stream_ckpt.log.kafka.brokers import ANSWER_TIMEOUT_S, PROPAGATION_S, Brokers
+from torchrec_stream_ckpt.log.kafka.client import plain
 from torchrec_stream_ckpt.log.kafka.clocks import compare_clocks
-from torchrec_stream_ckpt.log.kafka.health import NEEDED_RIGHTS, Ahead, TimeBounds, acl_command, demands, examine_topic
+from torchrec_stream_ckpt.log.kafka.health import (
+    BROKER_DEFAULTS,
+    NEEDED_RIGHTS,
+    Ahead,
+    TimeBounds,
+    acl_command,
+    demands,
+    examine_new_topics,
+    examine_topic,
+)
 from torchrec_stream_ckpt.log.kafka.settings import NEW_TOPIC_SETTINGS, alter_command
 
 
@@ -74,9 +84,32 @@ def examine(brokers: Brokers) -> Iterator[Finding]:
     (cluster,) = brokers.ask("describe the cluster", lambda admin: {"": admin.describe_cluster()}).values()
     yield Finding("brokers", f"{len(cluster.nodes)} in cluster {cluster.cluster_id}")
     topics = brokers.describe(rights=True)
+    if new := [name for name in (brokers.uri.data_topic, brokers.uri.control_topic) if name not in topics]:
+        yield from _examine_new(brokers, new, cluster.nodes[0].id)
     for topic in _look(brokers, topics):
         rights = {each.name for each in topics[topic.name].authorized_operations or ()}
         yield from examine_topic(topic.name, topic.settings, topic.replicas, rights, topic.ahead)
+
+
+def _examine_new(brokers: Brokers, names: Sequence[str], broker: int) -> Iterator[Finding]:
+    """Yield findings about topics that do not exist: whether this user may create them, and their settings then."""
+    said = ", ".join(f"{name}={value}" for name, value in NEW_TOPIC_SETTINGS.items())
+    for name in names:
+        check = f"{name}: creation"
+        try:
+            _try_creating(brokers, name)
+            yield Finding(check, f"allowed, with {said}")
+        except LogUnavailableError as error:
+            yield Finding(check, error.headline, Severity.BAD, error.hint)
+    resource = ck_admin.ConfigResource(ck_admin.ConfigResource.Type.BROKER, str(broker))
+    (answer,) = brokers.ask("read the brokers' settings", lambda admin: admin.describe_configs([resource])).values()
+    if isinstance(answer, ck.KafkaError):
+        yield Finding(
+            "new topics: settings", f"unknown, because the brokers do not show their defaults: {plain(answer)}"
+        )
+        return
+    settings = {topic: answer[default].value for topic, default in BROKER_DEFAULTS.items()} | NEW_TOPIC_SETTINGS
+    yield from examine_new_topics(settings, int(answer["default.replication.factor"].value))
 
 
 def _check_rights(brokers: Brokers, topic: str, description: Any, needed: Collection[str]) -> None:

@@ -70,6 +70,7 @@ def recover(log: Log, control: Control, objects: Objects, uri: str, job: bytes |
         UnsupportedError: the store is of a newer format.
         LogUnavailableError, StoreUnavailableError: one of them does not answer.
     """
+    check_store(objects, mend=True)
     job = job or _job_of(log, control, objects, uri)
     known = Known.of(log, control, objects, job)
     if any(claim.mac for claim in known.claims) and not control.signs:
