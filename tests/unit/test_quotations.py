@@ -264,3 +264,13 @@ def test_what_the_page_on_kills_says() -> None:
         r"into ([\d.]+) TB of Optane on (\d+) cores": [quoted("pymm", "optane")[1], *quoted("pymm", "machine")],
     }
     check_sentences("docs/papers/pymm.md", said)
+
+
+def test_what_the_recovery_case_repeats_of_incrcp() -> None:
+    faster = [*quoted("incrcp", "11"), *quoted("incrcp", "11, XPoint")]
+    said: dict[str, Iterable[float]] = {
+        r"reports recovery ([\d.]+)x, ([\d.]+)x and ([\d.]+)x as fast": quoted("incrcp", "10 average")[1:],
+        r"\), (\d+)%, (\d+)% and (\d+)% of Check-N-Run's storage": quoted("incrcp", "12"),
+        r"that is ([\d.]+) to (\d+)% faster by naive": [min(faster), max(faster)],
+    }
+    check_sentences("benchmarks/recovery/README.md", said)
