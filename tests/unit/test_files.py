@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,19 @@ def test_whoever_comes_first_names_the_log(tmp_path: Path) -> None:
     assert len(found) == 8
     assert len(set(found)) == 1
     assert sorted(path.name for path in (tmp_path / "log").iterdir()) == ["LOG", "data"]
+
+
+def test_a_claim_on_a_log_that_exists_writes_no_file_and_syncs_its_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever made it may not have synced the names yet. The content of the identity was synced before its name."""
+    synced: Counter[str] = Counter()
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.update([Path(os.readlink(f"/proc/self/fd/{fd}")).name]))
+    first = FileLog(tmp_path / "log").prepare(2)
+    assert sum(synced.values()) > 2
+    synced.clear()
+    assert FileLog(tmp_path / "log").prepare(2) == first
+    assert synced == {"data": 1, "log": 1}
 
 
 def test_a_log_made_again_is_another_one(tmp_path: Path) -> None:

@@ -198,7 +198,13 @@ class FileLog:
 
 
 def _write_identity(root: Path, identity: str) -> None:
-    """Write the identity. The first writer wins: the name appears with its content, or not at all."""
+    """Write the identity. The first writer wins: the name appears with its content, or not at all.
+
+    If the name exists, its content was synced before it got that name. The caller syncs the folder in either case,
+    because the writer may not have done so yet.
+    """
+    if (root / IDENTITY_FILE).exists():
+        return
     scratch = root / f"{IDENTITY_FILE}.{uuid.uuid4().hex}"
     write_synced(scratch, identity.encode("ascii"))
     with contextlib.suppress(FileExistsError):
