@@ -21,7 +21,7 @@ from torchrec_stream_ckpt.capture.oracle import Oracle
 from torchrec_stream_ckpt.capture.shards import local_shards, merge_schema
 from torchrec_stream_ckpt.format.proof import POSITIONS, Window, replicated_id
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.model import FusedKernel, modules
+from torchrec_stream_ckpt.model import FusedKernel, modules, proving
 from torchrec_stream_ckpt.model.proving import digests, replicated_digests
 
 WHOLE = Window(5, POSITIONS)
@@ -149,3 +149,22 @@ def test_a_kernel_is_split_once_however_many_tables_it_has(tables: int, monkeypa
         splits.clear()
         act()
         assert set(splits.values()) <= {1}
+
+
+def test_digests_allocate_once_and_write_no_memory_that_they_overwrite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restore compares all rows of a rank: zeros first would be a second pass over as much memory."""
+    kernel = kernel_of([(0, ROWS, 0, DIM), (0, ROWS, 0, DIM), (0, ROWS // 2, 0, DIM)])
+    schema = schema_of(kernel)
+    expected = as_lists(kernel, schema, WHOLE)
+    made: list[int] = []
+    allocate = torch.empty
+
+    def counted(size: int, **options: Any) -> torch.Tensor:
+        if size:
+            made.append(size)
+        return allocate(size, **options).fill_(0xA5)
+
+    monkeypatch.setattr(proving.torch, "zeros", None)
+    monkeypatch.setattr(proving.torch, "empty", counted)
+    assert as_lists(kernel, schema, WHOLE) == expected
+    assert len(made) == 1, "one for all shards"

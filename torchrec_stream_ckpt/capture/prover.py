@@ -200,7 +200,7 @@ class Prover:
             for position, (name, tensor) in enumerate(self._tensors.items()):
                 blocks = self.window.blocks(replicated_id(name), 0, len(tensor))
                 pieces.append(replicated_piece(name, tensor, position, blocks))
-            room, self._spare = self._spare or Room(pinned=self._device.type == "cuda"), None
+            room, self._spare = self._spare or Room(pinned=self._device.type == "cuda", touched=True), None
             room.reserve(pieces)
         return _Prepared(self.window, tuple(pieces), dict(self._tensors), room)
 

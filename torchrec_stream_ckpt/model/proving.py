@@ -189,10 +189,17 @@ class _Rows:
 
 
 class Room:
-    """Memory for copied rows, reused. Pinned for a GPU."""
+    """Memory for copied rows, reused.
 
-    def __init__(self, *, pinned: bool) -> None:
+    Args:
+        pinned: Pinned memory, for a GPU.
+        touched: Write all of it when it is allocated, so that a later copy waits for no page of memory: for a cut,
+            which stops the training.
+    """
+
+    def __init__(self, *, pinned: bool, touched: bool) -> None:
         self._pinned = pinned
+        self._allocate = torch.zeros if touched else torch.empty
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.targets: list[list[torch.Tensor]] = []
         """For each piece, the target of each of its sections."""
@@ -203,7 +210,7 @@ class Room:
         begins = [0, *accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
         if self._memory.numel() < begins[-1]:
             more = begins[-1] + begins[-1] // 8  # windows differ slightly
-            self._memory = torch.zeros(more, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+            self._memory = self._allocate(more, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
         places = iter(zip(begins, sizes, strict=False))
         self.targets = [
             [self._target(*next(places), piece.rows.numel(), section) for section in piece.sections] for piece in pieces
@@ -337,10 +344,11 @@ def digests(kernels: Sequence[FusedKernel], schema: Schema, blocks_of: BlocksOf)
         blocks_of: Chooses the blocks, for example ``window.blocks``.
     """
     index, split = schema.index(), SplitTensors(kernels)
+    room = Room(pinned=any(kernel.device.type == "cuda" for kernel in kernels), touched=False)
     for number, position, shard, id_ in _held(kernels, schema):
         blocks = blocks_of(id_, shard.row0, shard.row0 + shard.rows)
         pieces = map(partial(_shard_piece, kernels, number, position, id_), _parts(blocks))
-        found = [np.empty((0, 1 + len(shard.table.states)), np.uint64), *_digested(kernels, pieces, (), split)]
+        found = [np.empty((0, 1 + len(shard.table.states)), np.uint64), *_digested(kernels, pieces, (), room, split)]
         yield ShardDigests(shard.table_shard(index), blocks, np.concatenate(found))
 
 
@@ -348,7 +356,8 @@ def replicated_digests(name: str, tensor: torch.Tensor, blocks_of: BlocksOf) -> 
     """Return (blocks, one digest for each) of a live tensor of a replicated table, as :func:`digests`."""
     blocks = blocks_of(replicated_id(name), 0, len(tensor))
     pieces = map(partial(replicated_piece, name, tensor, 0), _parts(blocks))
-    found = [np.empty((0, 1), np.uint64), *_digested((), pieces, (tensor,))]
+    room = Room(pinned=tensor.is_cuda, touched=False)
+    found = [np.empty((0, 1), np.uint64), *_digested((), pieces, (tensor,), room)]
     return blocks, np.concatenate(found)[:, 0]
 
 
@@ -362,12 +371,10 @@ def _digested(
     kernels: Sequence[FusedKernel],
     pieces: Iterable[BlockRows],
     replicated: Sequence[torch.Tensor],
+    room: Room,
     split: SplitTensors | None = None,
 ) -> Iterator[Digests]:
-    room: Room | None = None
     for piece in pieces:
-        device = kernels[piece.kernel].device if kernels else replicated[0].device
-        room = room or Room(pinned=device.type == "cuda")
         room.reserve([piece])
         for _, found in CopiedRows(kernels, [piece], replicated, room, split).digests():
             yield found
