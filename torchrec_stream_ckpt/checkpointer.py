@@ -194,7 +194,8 @@ class StreamCheckpointer:
         """Restore a marker, in place, on any number of ranks and under any plan.
 
         Args:
-            marker: The marker, as ``"GENERATION:MARKER"``; None or ``"latest"``: the newest complete one.
+            marker: The marker: ``"GENERATION:MARKER"``, ``"best:auc:max"``, or a name that ``stream-ckpt name`` gave;
+                None or ``"latest"``: the newest complete one.
                 ``Restored.skipped`` lists markers that were passed over because they are proved to be damaged.
             changes: Differences of this model from the marker's. They must be complete; otherwise the restore is
                 refused and names the missing ones. If the marker's model already has these changes, and they were its

@@ -14,7 +14,6 @@ import argparse
 import logging
 import math
 import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 from torchrec_stream_ckpt.errors import ChangesError, ConfigError, JobFinishedError
 from torchrec_stream_ckpt.util.config import Source, StreamConfig, Takeover
+from torchrec_stream_ckpt.util.marker_names import is_marker_name
 from torchrec_stream_ckpt.util.settings import PREFIX, Found, Setting, declared, gather, warn_of_strangers
 from torchrec_stream_ckpt.util.types import Restored
 
@@ -58,10 +58,11 @@ def positive(text: str) -> float:
 
 
 def marker(text: str) -> str:
-    """Parse ``latest``, ``none``, ``GENERATION:MARKER`` or ``best:auc:max`` (an argparse type)."""
-    if text not in ("latest", "none") and not re.fullmatch(r"\d{1,9}:\d{1,18}|best:[\w.-]{1,64}:(max|min)", text):
+    """Parse ``none``, or the name of a marker (an argparse type)."""
+    if text != "none" and not is_marker_name(text):
         raise argparse.ArgumentTypeError(
-            f"'{text}' is not latest, none or GENERATION:MARKER (such as 2:17), nor best:KEY:max (such as best:auc:max)"
+            f"'{text}' is not latest, none or GENERATION:MARKER (such as 2:17), nor best:KEY:max (such as "
+            "best:auc:max), nor a name that stream-ckpt name gave"
         )
     return text
 
@@ -98,14 +99,14 @@ class RunFlag:
 
 
 RUN_FLAGS = {
-    "restore": RunFlag(marker, "MARKER", "latest (default), none, GENERATION:MARKER, or best:auc:max"),
+    "restore": RunFlag(marker, "MARKER", "latest (default), none, GENERATION:MARKER, best:auc:max, or a name"),
     "changes": RunFlag(
         changes, "FILE", "how this model differs from the marker's, as TOML (docs/evolve.md); may stay at later starts"
     ),
     "warm_start": RunFlag(
         str,
         "URI[@MARKER]",
-        "begin in the newest marker, or in GENERATION:MARKER, of another job's log; as soon as this job has a marker "
+        "begin in the newest marker, or in MARKER, of another job's log; as soon as this job has a marker "
         "of its own, it goes on from that; twice for its two tiers, nearest first",
         "append",
     ),

@@ -177,6 +177,7 @@ def test_names_of_a_store_are_those_that_the_code_makes() -> None:
         base.segment_name(1),
         layout.dropped_name(make.JOB, marker),
         layout.pin_name(make.JOB, marker),
+        layout.pin_name(make.JOB, marker, "X"),
         layout.attempt_name(make.JOB, marker, "5f" * 8),
         layout.reached_name(make.JOB, marker, 2),
         layout.verdict_name(make.JOB, marker, 0x1A),

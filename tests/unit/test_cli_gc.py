@@ -174,7 +174,11 @@ def test_a_pin_of_a_marker_whose_rows_are_gone_says_so(history: History) -> None
     command = ("pin", f"file://{history.root}", "2:4", "--store", str(history.root))
     assert "Warning: the store alone cannot restore it now: " in run(*command)
     assert lost.name in json.loads(run(*command, "--json"))["problem"]
-    for marker, said in (("7:7", "7:7 is not committed"), ("x", "'x' is not a marker")):
+    for marker, said in (
+        ("7:7", "7:7 is not committed"),
+        ("x", "no marker has the name x"),
+        ("2:", "'2:' is not a marker"),
+    ):
         with pytest.raises((MarkerNotFoundError, ConfigError), match=said) as told:
             run("pin", f"file://{history.root}", marker, "--store", str(history.root))
         assert told.value.hint

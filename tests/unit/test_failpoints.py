@@ -96,6 +96,7 @@ def test_trainers_trims_and_materializers_are_killed_at_every_point() -> None:
         test_tiers_kills,
     )
     from tests.unit import (
+        test_marker_names,
         test_marker_values,
         test_proof_checker,
         test_repairs,
@@ -108,6 +109,7 @@ def test_trainers_trims_and_materializers_are_killed_at_every_point() -> None:
     in_units = (
         test_copies_kills,
         test_engine_tasks,
+        test_marker_names,
         test_marker_values,
         test_trim,
         test_snapshots_kills,

@@ -71,7 +71,9 @@ def test_what_makes_no_sense_is_refused(record: Any, parse: Callable[..., Any], 
 
 def test_names_come_back_and_foreign_ones_are_none() -> None:
     marker = MarkerId(3, 17)
-    assert parse_pin_name(pin_name(JOB, marker)) == (JOB, marker)
+    assert parse_pin_name(pin_name(JOB, marker)) == (JOB, marker, "")
+    assert parse_pin_name(pin_name(JOB, marker, "prod.v2")) == (JOB, marker, "prod.v2")
+    assert parse_pin_name(pin_name(JOB, marker, "9")) is None
     assert parse_pin_name(dropped_name(JOB, marker)) is None
     assert is_garbage_list(garbage_name(JOB, 1_771_234_567_890, 7))
     assert not is_garbage_list(f"garbage/{JOB.hex()}/notes.json")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from torchrec_stream_ckpt.cli.common import console, plain, print_json, progress_bar, short_names, table
-from torchrec_stream_ckpt.cli.options import Globs, JobOptions, Json
+from torchrec_stream_ckpt.cli.options import MARKER_FORMS, Globs, JobOptions, Json
 from torchrec_stream_ckpt.evolve.table_outcome import table_bytes
 from torchrec_stream_ckpt.extras.interchange.diff import DenseDiff, TableDiff, diff_dense, diff_tables, pairs
 from torchrec_stream_ckpt.extras.interchange.export import chosen_tables
@@ -20,8 +20,8 @@ from torchrec_stream_ckpt.inner import Job, open_rows
 
 def diff_markers(
     options: JobOptions,
-    first: Annotated[str, typer.Argument(metavar="MARKER1", help="GENERATION:MARKER")],
-    second: Annotated[str, typer.Argument(metavar="MARKER2", help="GENERATION:MARKER, on any branch")],
+    first: Annotated[str, typer.Argument(metavar="MARKER1", help=f"{MARKER_FORMS}.")],
+    second: Annotated[str, typer.Argument(metavar="MARKER2", help="The same, on any branch.")],
     sent: Annotated[
         bool, typer.Option("--sent", help="Only count the rows that were sent on the way from the first to the second.")
     ] = False,

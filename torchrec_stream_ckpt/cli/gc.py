@@ -117,9 +117,13 @@ def collect_garbage(
         grace_s=parse_duration(grace),
         compact=compact,
     )
-    named = _named(give_up or (), force=force)
+    if force and not give_up:
+        raise ConfigError("--force requires named markers", hint="name markers with --give-up MARKER, or omit --force")
+    for each in set(give_up or ()) - {_LOST}:
+        MarkerId.checked_name(each)  # a name of another form is refused before anything is opened
     with _opened(uri, store, access) as (objects, opened):
         lineage = opened.lineage if opened is not None else None
+        named = [_named(each, opened) for each in give_up or ()]
         jobs = _jobs(objects, lineage, job)
         run = partial(_run, objects, lineage, dry_run=dry_run)
         if named and len(jobs) > 1:
@@ -199,11 +203,14 @@ def _opened(uri: str | None, store: str | None, access: Access) -> Iterator[tupl
         yield objects, None
 
 
-def _named(texts: Sequence[str], *, force: bool) -> list[MarkerId | str]:
-    """Return the markers of ``--give-up``, and the word for all lost markers."""
-    if force and not texts:
-        raise ConfigError("--force requires named markers", hint="name markers with --give-up MARKER, or omit --force")
-    return [text if text == _LOST else MarkerId.parse(text) for text in texts]
+def _named(text: str, job: Job | None) -> MarkerId | str:
+    """Return a marker of ``--give-up``, or the word for all lost markers."""
+    if text == _LOST:
+        return text
+    if job is None:  # only the log knows what other names mean
+        return MarkerId.parse(text)
+    found = job.named(text)
+    return found if found is not None else job.find(text).id
 
 
 @contextlib.contextmanager

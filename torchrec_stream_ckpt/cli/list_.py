@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby, islice
 from typing import Annotated, Any
@@ -69,7 +69,8 @@ def list_markers(
         survey = Survey(job)
         said = _said(job, survey)
         compared = of_history(job.lineage, said)
-        rows = [_row(job, survey, commit, compared.get(commit.id)) for commit in chosen]
+        aliases = job.lineage.aliases
+        rows = [_row(job, survey, commit, compared.get(commit.id), aliases) for commit in chosen]
         if rows and not any(row["restorable"] or row["dropped"] for row in rows):
             check_named_store(job)
         if json:
@@ -122,13 +123,16 @@ def _pick(job: Job, conditions: Sequence[Condition], sort: str | None, newest: i
     return [commits[marker] for marker in (ordered(found, said, sort) if sort else found)]
 
 
-def _row(job: Job, survey: Survey, commit: Commit, compared: Comparison | None) -> dict[str, Any]:
+def _row(
+    job: Job, survey: Survey, commit: Commit, compared: Comparison | None, aliases: Mapping[str, MarkerId]
+) -> dict[str, Any]:
     parent = job.lineage.claims[commit.generation].parent
     standing = survey.look(commit)
     return {
         "marker": str(commit.id),
         **numbers_of(commit),
         "meta": dict(job.lineage.meta(commit.id)),
+        "names": [name for name, marker in aliases.items() if marker == commit.id],
         "parent": str(parent) if parent else None,
         "restorable": not standing.reason,
         "reason": standing.reason,
@@ -159,7 +163,7 @@ def _print(job: Job, rows: list[dict[str, Any]]) -> None:
         why = _why_not(row, "no")
         why = f"no, see ({notes.index(why) + 1}) below" if why in notes else why
         shown.add_row(
-            row["marker"],
+            _named(row),
             str(row["step"]),
             *([clock(row["time_s"])] * wide),
             age(row["time_s"]),
@@ -179,6 +183,11 @@ def _print(job: Job, rows: list[dict[str, Any]]) -> None:
         out.print(f"{row['marker']}: {plain(in_words(row['meta']))}", soft_wrap=True)
     for number, why in enumerate(notes, 1):
         out.print(f"({number}) {plain(why)}", soft_wrap=True)
+
+
+def _named(row: dict[str, Any]) -> str:
+    """Return a marker with its names."""
+    return f"{row['marker']} ({', '.join(row['names'])})" if row["names"] else str(row["marker"])
 
 
 def _compared(compared: dict[str, Any] | None) -> str:
@@ -249,5 +258,6 @@ def _print_tree(job: Job, rows: dict[str, dict[str, Any]]) -> None:
                 continue
             state = "" if row["restorable"] else f", {plain(_why_not(row, 'not restorable'))}"
             said = f", {plain(in_words(row['meta']))}" if row["meta"] else ""
-            markers[marker] = branch.add(f"marker {marker}, step {row['step']}, {age(row['time_s'])} ago{said}{state}")
+            when = f"step {row['step']}, {age(row['time_s'])} ago"
+            markers[marker] = branch.add(f"marker {_named(row)}, {when}{said}{state}")
     console().print(roots)

@@ -40,6 +40,7 @@ VERBS = {
     "gc": "gc:collect_garbage",
     "pin": "pin:pin_marker",
     "unpin": "pin:unpin_marker",
+    "name": "name:name_marker",
     "config": "config_:print_config",
     "broker": "broker:app",
 }
@@ -73,6 +74,7 @@ SAYS = {
     "gc": "Give up the markers that no option keeps, and delete what is no longer needed, in this store alone.",
     "pin": "Keep a marker in the store, whatever the retention says.",
     "unpin": "Undo a pin: retention may give the marker up again.",
+    "name": "Give a marker a name that all verbs and calls accept, or move the name; without MARKER, list the names.",
     "config": "Print the settings in force for a training script, and the source of each: flag, environment, file, "
     "default.",
     "broker": "A private Kafka broker on this machine (loopback only).",
@@ -103,6 +105,8 @@ ALSO_CALLED = {
     "delete": "gc",
     "clean": "gc",
     "keep": "pin",
+    "tag": "name",
+    "alias": "name",
     "settings": "config",
     "env": "config",
 }

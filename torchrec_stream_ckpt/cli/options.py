@@ -51,6 +51,7 @@ Width = Annotated[
 ]
 Globs = Annotated[list[str] | None, typer.Option(help="Only tables of this name.", metavar="GLOB")]
 DAY_S = 86_400
+MARKER_FORMS = "GENERATION:MARKER, latest, best:auc:max, or a name"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +140,8 @@ class MarkerOptions(JobOptions):
     """A job, and one of its markers: given after the URI, or by ``--marker``."""
 
     place: Annotated[
-        str | None, typer.Argument(help="GENERATION:MARKER, latest (default), or best:auc:max.", metavar="[MARKER]")
+        str | None,
+        typer.Argument(help=f"{MARKER_FORMS} (default: latest).", metavar="[MARKER]"),
     ] = None
     marker: Annotated[str | None, typer.Option(help="The same as MARKER.", metavar="MARKER")] = None
 

@@ -7,12 +7,12 @@ from typing import Annotated
 import typer
 
 from torchrec_stream_ckpt.cli.common import print_json
-from torchrec_stream_ckpt.cli.options import JobOptions, Json
+from torchrec_stream_ckpt.cli.options import MARKER_FORMS, JobOptions, Json
 from torchrec_stream_ckpt.errors import printable
 from torchrec_stream_ckpt.inner import Catalog, Holdings
 from torchrec_stream_ckpt.store.pins import pin, unpin
 
-Marker = Annotated[str, typer.Argument(help="GENERATION:MARKER, latest, or best:auc:max.", metavar="MARKER")]
+Marker = Annotated[str, typer.Argument(help=f"{MARKER_FORMS}.", metavar="MARKER")]
 
 
 def pin_marker(

@@ -44,6 +44,7 @@ def _record(job: Job, commit: Commit) -> dict[str, Any]:
         "step": commit.step,
         "time_s": commit.time_s,
         "meta": dict(job.lineage.meta(commit.id)),
+        "names": [name for name, marker in job.lineage.aliases.items() if marker == commit.id],
         "lineage": [str(ancestor.id) for ancestor in job.lineage.path(commit.id)],
         "trimmed": _trimmed(job, commit),
         **_standing(job, commit),
@@ -155,6 +156,8 @@ def _print(job: Job, commit: Commit) -> None:
         f"marker {record['marker']}, step {commit.step}, {age(commit.time_s)} ago, job {record['job']}, "
         f"committed at {clock(commit.time_s)}"
     )
+    if record["names"]:
+        out.print(f"names: {', '.join(record['names'])}", soft_wrap=True)
     if record["meta"]:
         out.print(f"meta: {plain(in_words(record['meta']))}", soft_wrap=True)
     out.print(f"lineage: {' -> '.join(record['lineage'])}")

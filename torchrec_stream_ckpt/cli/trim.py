@@ -43,8 +43,8 @@ def trim_job(
     place: Annotated[
         str | None,
         typer.Argument(
-            help="Delete log data up to this marker: GENERATION:MARKER, best:auc:max, or latest (default), the store's "
-            "newest.",
+            help="Delete log data up to this marker: GENERATION:MARKER, best:auc:max, a name, or latest (default), "
+            "the store's newest.",
             metavar="[MARKER]",
         ),
     ] = None,

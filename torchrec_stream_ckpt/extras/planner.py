@@ -44,7 +44,7 @@ def planner_constraints(
 
     Args:
         config: The job's settings; a URI alone if they are all defaults.
-        marker: The marker to restore, as ``"GENERATION:MARKER"``; None or ``"latest"``: the newest complete one.
+        marker: The marker to restore, in any form that ``restore()`` accepts; None: the newest complete one.
         base: Your own constraints by table. They are kept, narrowed to those that the marker allows.
         source: Source of a warm start: its marker is used as long as this job has none.
         changes: Changes of the restore: a renamed table keeps the split that it had under its old name.
@@ -60,15 +60,13 @@ def planner_constraints(
         StreamCkptError: as ``StreamCheckpointer.restore()`` while it chooses a marker.
     """
     config = StreamConfig(uri=config) if isinstance(config, str) else config
-    if isinstance(marker, str):
-        marker = MarkerId.parse(marker) if marker != "latest" else None
     constraints = dict(base or {})
     with closing(open_job(config, copies=False)) as job:
         route = find(job, marker)
     if route is None and source is not None:
         there = source if isinstance(source, Source) else Source.of(source)
         with closing(open_job(there.settings(config), copies=False)) as job:
-            route = find(job, MarkerId.of(there.marker))
+            route = find(job, there.marker)
     if route is not None:
         schema = route.schema
         widths = _widths(schema, route.own_shards)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError
+from torchrec_stream_ckpt.format.aliases import without_aliases
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.util.types import MarkerId
@@ -28,10 +29,6 @@ OF_EACH: Mapping[str, Callable[[Commit], int | float]] = {
 }
 """Values that every marker has for comparison; their names are not allowed in metadata."""
 
-LATEST = "latest"
-"""Name of the newest marker, in place of a marker's id."""
-PREFIX = "best:"
-"""Prefix of ``KEY:max`` or ``KEY:min`` in place of a marker's id."""
 _KEY = r"[A-Za-z0-9_.-]{1,64}"
 _CONDITION = re.compile(rf"\s*({_KEY}?)\s*(<=|>=|==|!=|=|<|>)\s*(.*?)\s*", re.S)
 _OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
@@ -94,7 +91,7 @@ class Best:
 def said_of(lineage: Lineage, without: Collection[MarkerId] = ()) -> dict[MarkerId, dict[str, Value]]:
     """Return the metadata of all committed markers except those in ``without``, oldest first."""
     return {
-        marker: {**dict(commit.meta or ()), **dict(lineage.notes.get(marker, ()))}
+        marker: dict(without_aliases({**dict(commit.meta or ()), **dict(lineage.notes.get(marker, ()))}.items()))
         for marker, commit in lineage.commits.items()
         if marker not in without
     }

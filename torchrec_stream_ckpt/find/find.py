@@ -26,8 +26,9 @@ from torchrec_stream_ckpt.errors import (
     TrimmedError,
 )
 from torchrec_stream_ckpt.find.job import Job
+from torchrec_stream_ckpt.find.named import Named, wanted
 from torchrec_stream_ckpt.find.route import Route, damage_of, ends_early, lacking, locate, warm
-from torchrec_stream_ckpt.find.tiers import OUTER, Place, Tiers, TierState
+from torchrec_stream_ckpt.find.tiers import OUTER, Place, Tiers, TierState, named
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -150,19 +151,19 @@ def verify_all(job: Job, commit: Commit) -> None:
 
 def find(
     job: Job | Tiers,
-    marker: MarkerId | None,
+    name: Named,
     head: OpenHead = no_head,
     damaged: Damaged | None = None,
     check_dense: CheckDense = verify_all,
 ) -> Route | None:
-    """(rank 0) Find ``marker``, or the newest one that is intact, judging by dense state, names and directories.
+    """(rank 0) Find a marker, or the newest one that is intact, judging by dense state, names and directories.
 
     In a job with tiers, the nearest tier that has the marker is used. If markers are given up or the log is trimmed
     during the search, it is repeated.
 
     Args:
         job: The job's log, or both of its logs.
-        marker: The marker; None for the newest.
+        name: The marker, in any form that users name it; None for the newest.
         head: Opens HEAD.
         damaged: Known damage; markers that are skipped now are added.
         check_dense: Compares the dense state before a marker is chosen.
@@ -171,14 +172,14 @@ def find(
         The route; None if no marker was ever committed.
 
     Raises:
-        MarkerNotFoundError: ``marker`` was never committed, or was given up; or no marker is named, and all were given
-            up.
-        ConfigError: the dense state is in another store.
+        MarkerNotFoundError: it was never committed, or was given up; or no marker is named, and all were given up.
+        ConfigError: the name has no known form; or the dense state is in another store.
         CorruptionError: the marker is damaged in every place, or too many newer ones are damaged, or the log is lost.
         LogUnavailableError, StoreUnavailableError: a log or store that may have the marker does not answer.
         TrimmedError: the log was trimmed, and the marker needs the trimmed part.
         UnsupportedError: the store has a newer format.
     """
+    marker = named(job, wanted(name))
     damaged = Damaged() if damaged is None else damaged
     before = damaged.passed
     for number in range(1, LOOKS + 1):

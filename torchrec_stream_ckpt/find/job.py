@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
-from torchrec_stream_ckpt.find.best import LATEST, PREFIX, Best, Value, best_of, said_of
+from torchrec_stream_ckpt.find.best import Value, said_of
+from torchrec_stream_ckpt.find.named import Named, resolve, wanted
 from torchrec_stream_ckpt.find.new_job import examine_new_job
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Finding, Log, open_log
+from torchrec_stream_ckpt.log.control.marker_names import give_name, remove_name
 from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore, dense_in
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.util.config import StreamConfig
+from torchrec_stream_ckpt.util.marker_names import Alias
 from torchrec_stream_ckpt.util.options import Options
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.uris import FileUri, check_store_url, parse_uri
@@ -161,23 +164,43 @@ class Job:
     def find(self, marker: str | None) -> Commit:
         """Return the COMMIT of a marker.
 
-        ``marker`` is ``GENERATION:MARKER``, None or ``latest`` for the newest one, or for example ``best:auc:max`` for
-        the best one.
+        ``marker`` is ``GENERATION:MARKER``, None or ``latest`` for the newest one, for example ``best:auc:max`` for the
+        best one, or a name that ``stream-ckpt name`` gave.
 
         Raises:
             MarkerNotFoundError: no such marker was committed.
             ConfigError: the text does not name a marker, or no marker has such a value.
         """
-        if marker is not None and marker.startswith(PREFIX):
-            return self.lineage.find(best_of(self.offered(), Best.parse(marker.removeprefix(PREFIX))))
-        if marker not in (None, LATEST):
-            assert marker is not None
-            return self.lineage.find(MarkerId.parse(marker))
+        if (found := self.named(marker)) is not None:
+            return self.lineage.find(found)
         if self.lineage.newest is None:
             raise MarkerNotFoundError(
                 "this job has no committed marker", hint="let the job run until it commits a marker", uri=self.uri
             )
         return self.lineage.newest
+
+    def named(self, marker: Named) -> MarkerId | None:
+        """Return the marker that a name means, from the last read of the control partition; None for the newest one.
+
+        Raises as :meth:`find`, but does not check that the marker is committed.
+        """
+        return resolve(wanted(marker), self.lineage.aliases, self.offered)
+
+    def give_name(self, marker: MarkerId, name: str) -> MarkerId | None:
+        """Give a marker a name, and return the marker that had it before; see :func:`give_name`."""
+        with closing(self.copying(self.objects)) as control:
+            return give_name(control, self.objects, marker, Alias.parse(name))
+
+    def remove_name(self, name: str) -> MarkerId:
+        """Remove a name, and return the marker that had it.
+
+        Raises:
+            MarkerNotFoundError: no marker has this name.
+        """
+        marker = self.find(str(Alias.parse(name))).id
+        with closing(self.copying(self.objects)) as control:
+            remove_name(control, self.objects, marker, Alias(name))
+        return marker
 
     def offered(self) -> dict[MarkerId, dict[str, Value]]:
         """Return the metadata of each marker that was not given up, oldest first.

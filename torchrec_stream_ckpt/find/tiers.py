@@ -18,7 +18,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
+from torchrec_stream_ckpt.find.best import Value
 from torchrec_stream_ckpt.find.job import Job, Tier, open_tier
+from torchrec_stream_ckpt.find.named import Wanted, resolve
+from torchrec_stream_ckpt.format.aliases import aliases
 from torchrec_stream_ckpt.format.commits import Commits
 from torchrec_stream_ckpt.format.control import Claim, Commit, Trim
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -406,3 +409,27 @@ def _read(job: Job) -> tuple[Lineage, str]:
     """Read the control partition and the incarnation of one log; both are empty if there is no log."""
     now = job.log.incarnation()
     return (job.control.refresh(), now.id) if now is not None else (Lineage(), "")
+
+
+def named(job: Job | Tiers, marker: Wanted) -> MarkerId | None:
+    """Return the marker that a name means; None for the newest one. With two tiers, reads both logs.
+
+    Raises:
+        MarkerNotFoundError: no marker has this name, or there is no marker to choose the best from.
+        ConfigError: no marker has the value that decides.
+        StoreUnavailableError: the store does not answer; it holds the list of markers that were given up.
+    """
+    if marker is None or isinstance(marker, MarkerId):
+        return marker
+    state = TierState.read(job)
+    return resolve(marker, aliases(state.outer.notes, state.inner.notes), lambda: _offered(job, state))
+
+
+def _offered(job: Job | Tiers, state: TierState) -> dict[MarkerId, dict[str, Value]]:
+    """Return the metadata of each marker that can be restored, oldest first; with two tiers, from both."""
+    found = job.outer.offered()
+    if job.inner is not None and state.inner.claims:
+        for marker, said in job.inner.offered().items():
+            if state.owns(marker.generation):
+                found[marker] = {**found.get(marker, {}), **said}
+    return {marker: found[marker] for marker in sorted(found)}

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby, islice, takewhile
 
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
+from torchrec_stream_ckpt.format.aliases import aliases, without_aliases
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, in_words
 from torchrec_stream_ckpt.format.claim_features import check_readable
 from torchrec_stream_ckpt.format.claim_references import resolved
@@ -129,8 +130,12 @@ class Lineage:
 
     def meta(self, marker: MarkerId) -> Meta:
         """Return the metadata of a committed marker: its trainer's, overridden by metadata added later."""
-        said = dict(self.commits[marker].meta or ()) | dict(self.notes.get(marker, ()))
-        return tuple(sorted(said.items()))
+        return without_aliases(_all_meta(self, marker))
+
+    @property
+    def aliases(self) -> dict[str, MarkerId]:
+        """The names that operators have given to markers."""
+        return aliases(self.notes)
 
     @property
     def job(self) -> bytes:
@@ -343,6 +348,12 @@ def _deciding_notes(notes: list[Note]) -> list[Note]:
     return deciding[::-1]
 
 
+def _all_meta(lineage: Lineage, marker: MarkerId) -> Meta:
+    """Return the metadata of a committed marker, and its names."""
+    said = dict(lineage.commits[marker].meta or ()) | dict(lineage.notes.get(marker, ()))
+    return tuple(sorted(said.items()))
+
+
 def notes_of(lineage: Lineage, marker: MarkerId) -> tuple[Note, ...]:
     """Return the NOTEs of a marker that still have an effect, oldest first."""
     return tuple(lineage._noted.get(marker, ()))
@@ -360,7 +371,7 @@ def knows(lineage: Lineage, record: ControlRecord) -> bool:
         return lineage.ends.get(record.generation) == record
     if isinstance(record, Snapshot):
         return True
-    return record.id in lineage.commits and set(record.meta) <= set(lineage.meta(record.id))
+    return record.id in lineage.commits and set(record.meta) <= set(_all_meta(lineage, record.id))
 
 
 def changed_tables(lineage: Lineage, claim: Claim) -> list[str]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, StreamCkptError
 from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes
+from torchrec_stream_ckpt.find.named import wanted
 from torchrec_stream_ckpt.find.route import Route
 from torchrec_stream_ckpt.find.tiers import TieredJob, Tiers, open_job
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
@@ -19,7 +20,7 @@ from torchrec_stream_ckpt.format.record import EVENT_S
 from torchrec_stream_ckpt.job.standby import Standby
 from torchrec_stream_ckpt.ranks.collective import PEERS_S
 from torchrec_stream_ckpt.restore.plan import RestorePlan
-from torchrec_stream_ckpt.restore.session import Begun, RestoreParts, Session
+from torchrec_stream_ckpt.restore.session import Begun, RestoreParts, Session, chosen
 from torchrec_stream_ckpt.save.retry_policy import Patience, at_once
 from torchrec_stream_ckpt.save.stream import JOIN_S
 from torchrec_stream_ckpt.save.streaming import Streaming
@@ -67,7 +68,7 @@ def check_begun(begun: Begun, source: Source, uri: str) -> None:
             uri=uri,
         )
     job, marker = begun.origin
-    if source.marker is not None and MarkerId.parse(source.marker) != marker:
+    if isinstance(named := wanted(source.marker), MarkerId) and named != marker:
         raise ConfigError(
             f"this job started from marker {marker} of job {job}, not from {source.marker}, and has its own "
             f"markers, up to {begun.newest}",
@@ -233,15 +234,18 @@ class Restoring:
             tier, tiers = (there.inner, TieredJob(there)) if isinstance(there, Tiers) else (there, None)
             self._team.on_rank0(there.outer.preflight)
             other = Session(replace(self._parts, config=config.inner, tier=tier, tiers=tiers), own=False)
-            return self._begin_in(other, source, changes, accept_unproved=accept_unproved)
+            named = chosen(self._team, there, source.marker, None)
+            return self._begin_in(other, source, named, changes, accept_unproved=accept_unproved)
 
-    def _begin_in(self, other: Session, source: Source, changes: Changes | None, *, accept_unproved: bool) -> Restored:
+    def _begin_in(
+        self, other: Session, source: Source, named: MarkerId | None, changes: Changes | None, *, accept_unproved: bool
+    ) -> Restored:
         """(all ranks) Load a marker of another job, and open this job's first generation with all of its rows."""
-        schema, wanted = self._attached.schema, MarkerId.of(source.marker)
-        if wanted is None and other.begun() is None:
+        schema = self._attached.schema
+        if named is None and other.begun() is None:
             raise nothing_there(source)
         try:
-            found = other.rows(wanted, changes)
+            found = other.rows(named, changes)
             assert found is not None
             plan, route, rows = found
             loaded = other.finish(plan, route, accept_unproved=accept_unproved)

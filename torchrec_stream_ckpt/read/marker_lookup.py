@@ -11,12 +11,12 @@ from pathlib import Path
 from torchrec_stream_ckpt.errors import MarkerNotFoundError
 from torchrec_stream_ckpt.find.find import CheckDense, Damaged, find, no_head, verify_dense_state
 from torchrec_stream_ckpt.find.job import Job
+from torchrec_stream_ckpt.find.named import Named
 from torchrec_stream_ckpt.find.route import Route
 from torchrec_stream_ckpt.find.tiers import Tiers, open_tiers
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.util.config import StreamConfig
 from torchrec_stream_ckpt.util.options import Options
-from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.uris import check_store_url, parse_uri
 
 
@@ -66,7 +66,7 @@ class Where:
 
 def find_marker(
     job: Job | Tiers,
-    marker: MarkerId | None,
+    marker: Named,
     damaged: Damaged,
     check_dense: CheckDense | None,
 ) -> Route:
@@ -75,7 +75,7 @@ def find_marker(
     ``check_dense`` looks at the files of the dense state, in the store of a job; None if they are not needed.
 
     Raises:
-        MarkerNotFoundError: no marker is committed, or none is complete.
+        MarkerNotFoundError: no marker is committed, none is complete, or none has this name.
     """
     if isinstance(job, Job) and job.log.incarnation() is not None:
         newest = job.control.refresh().newest  # if the caller has named no store, this marker names it

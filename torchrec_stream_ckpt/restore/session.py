@@ -22,11 +22,12 @@ from torchrec_stream_ckpt.evolve.changes import Changes
 from torchrec_stream_ckpt.evolve.findings import Findings
 from torchrec_stream_ckpt.evolve.model_evolution import ModelEvolution
 from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
-from torchrec_stream_ckpt.find.best import LATEST, PREFIX, Best, Value, best_of
+from torchrec_stream_ckpt.find.best import Best
 from torchrec_stream_ckpt.find.find import Damaged, OpenHead, find, no_head
 from torchrec_stream_ckpt.find.job import Job, Tier
+from torchrec_stream_ckpt.find.named import Named, Wanted, wanted
 from torchrec_stream_ckpt.find.route import Path, Route
-from torchrec_stream_ckpt.find.tiers import OUTER, TieredJob, Tiers, TierState
+from torchrec_stream_ckpt.find.tiers import OUTER, TieredJob, Tiers, TierState, named
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, same_tables
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.imported import begun_in, check_may_begin, check_no_import
@@ -60,10 +61,8 @@ from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.head import Head, HeadDamagedError, head_root
 from torchrec_stream_ckpt.util.config import StreamConfig
 from torchrec_stream_ckpt.util.failpoints import failpoint
+from torchrec_stream_ckpt.util.marker_names import LATEST
 from torchrec_stream_ckpt.util.types import MarkerId, RowRange, TableShard
-
-Named = MarkerId | str | tuple[int, int] | None
-"""Forms in which a user can name a marker; None for the newest one."""
 
 
 def chosen(team: Team, job: Job | Tiers, marker: Named, best: str | None) -> MarkerId | None:
@@ -71,46 +70,30 @@ def chosen(team: Team, job: Job | Tiers, marker: Named, best: str | None) -> Mar
 
     Raises:
         ConfigError: the name is not a marker, the ranks ask for different ones, or no marker has a value of that name.
-        MarkerNotFoundError: there is no marker to choose the best from.
+        MarkerNotFoundError: no marker has the name, or there is no marker to choose the best from.
         StoreUnavailableError: the store does not answer; it holds the list of markers that were given up.
     """
-    wanted = team.together(lambda: _wanted(marker, best))
-    said = team.gather(wanted)
+    mine = team.together(lambda: _wanted(marker, best))
+    said = team.gather(mine)
     if len(set(said)) > 1:
         asked = ", ".join(str(each or LATEST) for each in said)
         raise ConfigError(
             f"the ranks ask for different markers: {asked}"[:400], hint="name the same marker on all ranks"
         )
-    if not isinstance(wanted, Best):
-        return wanted
-    found = team.on_rank0(lambda: best_of(_offered(job), wanted))
+    if mine is None or isinstance(mine, MarkerId):
+        return mine
+    found = team.on_rank0(lambda: named(job, mine))
     if team.rank == 0:
-        log.info("the best marker by %s is %s", wanted, found)
+        log.info("%s is %s", f"the best marker by {mine}" if isinstance(mine, Best) else f"marker {mine}", found)
     return found
 
 
-def _wanted(marker: Named, best: str | None) -> MarkerId | Best | None:
-    if best is not None:
-        if marker is not None:
-            raise ConfigError(f"marker={marker} and best={best} were both given", hint="pass only one of them")
-        return Best.parse(best)
-    if isinstance(marker, str):
-        if marker == LATEST:
-            return None
-        if marker.startswith(PREFIX):
-            return Best.parse(marker.removeprefix(PREFIX))
-    return MarkerId.of(marker)
-
-
-def _offered(job: Job | Tiers) -> dict[MarkerId, dict[str, Value]]:
-    """(rank 0) Return the metadata of each marker that can be restored, oldest first; with two tiers, from both."""
-    state = TierState.read(job)
-    found = job.outer.offered()
-    if job.inner is not None and state.inner.claims:
-        for marker, said in job.inner.offered().items():
-            if state.owns(marker.generation):
-                found[marker] = {**found.get(marker, {}), **said}
-    return {marker: found[marker] for marker in sorted(found)}
+def _wanted(marker: Named, best: str | None) -> Wanted:
+    if best is None:
+        return wanted(marker)
+    if marker is not None:
+        raise ConfigError(f"marker={marker} and best={best} were both given", hint="pass only one of them")
+    return Best.parse(best)
 
 
 log = logging.getLogger(__name__)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError, StreamCkptError
 from torchrec_stream_ckpt.find.best import OF_EACH
 from torchrec_stream_ckpt.find.job import Tier
+from torchrec_stream_ckpt.format.aliases import ALIAS
 from torchrec_stream_ckpt.format.end_note import Note
 from torchrec_stream_ckpt.format.record import PIN, REFUSED, Meta, meta_of
 from torchrec_stream_ckpt.ranks.collective import Team
@@ -70,6 +71,11 @@ def given(meta: Mapping[str, object] | None, why_pinned: str | None) -> Meta:
         raise ConfigError(
             f"metadata name {REFUSED} is reserved for the reason why the next marker was refused",
             hint=f"use another name: my_{REFUSED}",
+        )
+    if names := [name for name in values if name.startswith(ALIAS)]:
+        raise ConfigError(
+            f"metadata name {names[0]} is reserved for names of markers",
+            hint="use stream-ckpt name URI MARKER NAME to name a marker",
         )
     if taken := sorted(values.keys() & OF_EACH.keys()):
         raise ConfigError(

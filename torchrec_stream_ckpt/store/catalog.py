@@ -197,7 +197,7 @@ class Catalog:
             found[1] for name in _names(self, DROPPED_DIR) if (found := parse_dropped_name(name)) is not None
         )
         if self.dropped:  # listed before pins: a pin that existed when a marker was given up is seen
-            pins = {found[1] for name in _names(self, PINS_DIR) if (found := parse_pin_name(name)) is not None}
+            pins = {pin[1] for name in _names(self, PINS_DIR) if (pin := parse_pin_name(name)) is not None}
             self.dropped -= {each for each in pins & self.markers & self.dropped if _is_of_choice(self, each)}
         self.folds = frozenset(
             (fold.start, fold.end) for name in _names(self, FOLDS_DIR) if (fold := parse_fold_name(name)) is not None

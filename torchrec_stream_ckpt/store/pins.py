@@ -98,21 +98,23 @@ def _said(objects: Objects, job: bytes) -> list[Reached]:
     return [Reached(*found[1:]) for name in names if (found := parse_reached_name(name)) is not None]
 
 
-def pin(objects: Objects, job: bytes, marker: MarkerId, *, folded: bool = True) -> None:
-    """Keep a marker in the store until :func:`unpin`.
+def pin(objects: Objects, job: bytes, marker: MarkerId, *, folded: bool = True, alias: str = "") -> None:
+    """Keep a marker in the store until :func:`unpin`, or as long as it has a name.
 
     Args:
         objects: The store.
         job: Job of the marker.
         marker: A committed marker.
         folded: Whether it must be in the store. If False, it may arrive there later, and is kept from then on.
+        alias: Name of the marker that this pin keeps; empty for a pin of a person or a trainer.
 
     Raises:
         MarkerNotFoundError: it is not in the store, or was given up.
         StoreUnavailableError: the store does not answer, or took longer than gc waits.
     """
     _check_offered(objects, job, marker, folded=folded)
-    attempt, name, body = attempt_name(job, marker, secrets.token_hex(8)), pin_name(job, marker), Pin(time.time())
+    attempt, name = attempt_name(job, marker, secrets.token_hex(8)), pin_name(job, marker, alias)
+    body = Pin(time.time())
     objects.put(attempt, [body.to_bytes()])
     failpoint("pin.attempted")
     try:
@@ -157,6 +159,21 @@ def unpin(objects: Objects, job: bytes, marker: MarkerId) -> None:
     objects.delete(name)
     for entry, attempted in attempts(objects, job):
         if attempted == marker:
+            objects.delete(entry.name)
+
+
+def unpin_others(objects: Objects, job: bytes, alias: str, kept: MarkerId | None) -> None:
+    """Delete the pins that keep a name at markers that no longer have it.
+
+    Args:
+        objects: The store.
+        job: Job of the markers.
+        alias: The name.
+        kept: The marker that has it now; None if no marker has.
+    """
+    for entry in objects.list(f"{PINS_DIR}/{job.hex()}/"):
+        found = parse_pin_name(entry.name)
+        if found is not None and found[2] == alias and found[1] != kept:
             objects.delete(entry.name)
 
 

@@ -22,17 +22,18 @@ from torchrec_stream_ckpt.errors import (
     StreamCkptError,
 )
 from torchrec_stream_ckpt.find.tiers import Tiers, TierState
+from torchrec_stream_ckpt.format.aliases import aliases, names_in
 from torchrec_stream_ckpt.format.claim_references import alone
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.lineage import notes_of
-from torchrec_stream_ckpt.format.record import PIN
+from torchrec_stream_ckpt.format.record import PIN, Meta
 from torchrec_stream_ckpt.log.api import DataWriter
 from torchrec_stream_ckpt.log.control.ancestor_check import Older
 from torchrec_stream_ckpt.log.stream import read_stream
 from torchrec_stream_ckpt.save.generation import check_claimed
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import copy_dense
-from torchrec_stream_ckpt.store.pins import note_reached, pin, pin_before_commit
+from torchrec_stream_ckpt.store.pins import note_reached, pin, pin_before_commit, unpin_others
 from torchrec_stream_ckpt.tiers.lock import RelayLock
 from torchrec_stream_ckpt.util.failpoints import failpoint
 from torchrec_stream_ckpt.util.layout import dropped_name
@@ -193,10 +194,23 @@ class Relay:
             there = {note.nonce for note in notes_of(state.outer, marker)}
             for note in notes_of(state.inner, marker):
                 if note.nonce not in there:
-                    if PIN in dict(note.meta):
-                        pin(self._tiers.outer.objects, note.job, marker, folded=False)
+                    self._pin(note.job, marker, note.meta)
                     failpoint("relay.note")
                     self._tiers.outer.control.note(note, COMMIT_TIMEOUT_S)
+                    self._unpin_moved(note.job, note.meta)
+
+    def _pin(self, job: bytes, marker: MarkerId, meta: Meta) -> None:
+        """Pin a marker of the outer log before a NOTE says so, or names the marker."""
+        if PIN in dict(meta):
+            pin(self._tiers.outer.objects, job, marker, folded=False)
+        for name in names_in(meta):
+            pin(self._tiers.outer.objects, job, marker, folded=False, alias=name)
+
+    def _unpin_moved(self, job: bytes, meta: Meta) -> None:
+        """Delete the pins of markers that had a name before a NOTE moved or removed it."""
+        for name in names_in(meta):
+            now = aliases(self._tiers.outer.control.lineage.notes).get(name)
+            unpin_others(self._tiers.outer.objects, job, name, now)
 
     def _note(self, job: bytes, reached: MarkerId) -> None:
         """Note in the inner store how far the outer log is, so that gc keeps what the outer log does not have yet.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.util.marker_names import LATEST, MARKER_FORMS, is_marker_name
 from torchrec_stream_ckpt.util.options import Options
 from torchrec_stream_ckpt.util.settings import Spec, check, declared, gather, warn_of_strangers
 from torchrec_stream_ckpt.util.stats import RESTORE_BYTES_PER_S
@@ -238,7 +239,7 @@ class Source:
     """Its log, ``file://DIR`` or ``kafka://HOST:PORT[,HOST:PORT...]/JOB``. For a job with two tiers, both of them,
     nearest first, if this machine can reach both: the marker then comes from the nearest tier that has it intact."""
     marker: str | None = None
-    """The marker to use, as ``GENERATION:MARKER``. None for the newest intact one."""
+    """The marker to use, in any form that ``restore()`` accepts. None for the newest intact one."""
     store: str | None = None
     """Its store. With two tiers, the outer one's. Default: inside the file log's folder. Required with Kafka."""
     store_options: Options = field(default=None, repr=False)
@@ -251,12 +252,12 @@ class Source:
     def __post_init__(self) -> None:
         check(self)
         StreamConfig(uri=self.uri, store=self.store)  # they must also fit together
-        if self.marker is not None and not _MARKER.fullmatch(self.marker):
-            raise ConfigError(f"{self.marker!r:.80} is not a marker", hint="name it as GENERATION:MARKER, as in 2:17")
+        if self.marker is not None and not is_marker_name(self.marker):
+            raise ConfigError(f"{self.marker!r:.80} is not a marker", hint=f"name it as {MARKER_FORMS}")
 
     @staticmethod
     def of(text: str | Sequence[str], *, store: str | None = None) -> Source:
-        """Read ``URI``, ``URI@latest`` or ``URI@GENERATION:MARKER``.
+        """Read ``URI`` or ``URI@MARKER``, with the marker in any form that ``restore()`` accepts.
 
         For two tiers, pass both, either of them with the marker.
 
@@ -272,16 +273,16 @@ class Source:
         uris, markers = [], set()
         for each in (text,) if isinstance(text, str) else text:
             uri, separator, marker = each.rpartition("@")
-            named = bool(separator) and _MARKER.fullmatch(marker) is not None
-            if separator and not named and "/" not in marker and not _is_folder(each):
-                if marker != "latest":
-                    raise ConfigError(
-                        f"{marker!r:.80} is not a marker, in the source of a warm start {each!r:.200}",
-                        hint="name URI, URI@latest or URI@GENERATION:MARKER, as in file:///old/job@2:17",
-                    )
-                each = uri
+            named = bool(separator) and "/" not in marker
+            if named and (_is_folder(each) and not _MARKER.fullmatch(marker)):
+                named = False
+            if named and not is_marker_name(marker):
+                raise ConfigError(
+                    f"{marker!r:.80} is not a marker, in the source of a warm start {each!r:.200}",
+                    hint=f"name URI or URI@MARKER, as in file:///old/job@2:17; MARKER is {MARKER_FORMS}",
+                )
             uris.append(uri if named else each)
-            markers |= {marker} if named else set()
+            markers |= {marker} if named and marker != LATEST else set()
         if len(markers) > 1:
             raise ConfigError(f"the source of a warm start must be one marker, got {' and '.join(sorted(markers))}")
         return Source(uris[0] if len(uris) == 1 else tuple(uris), markers.pop() if markers else None, store)

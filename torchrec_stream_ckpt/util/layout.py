@@ -21,6 +21,7 @@ Store, below its URL (``<job>`` is the job's id in 32 hex digits)::
     segments/<job>/f-g00000001-m00000048-from-root-p000.seg     part 0 of a fold's rows
     dropped/<job>/g00000001-m00000003                           retention gave this marker up
     pins/<job>/g00000001-m00000003                              retention must not give this marker up
+    pins/<job>/g00000001-m00000003-as-prod                      the same, because the marker has this name
     pins/<job>/g00000001-m00000003-0123456789abcdef             it is about to be pinned
     outer/<job>/g00000001-m00000004-e00000002                   the outer tier has marker 4, and gets every second one
     verdicts/<job>/g00000001-m00000007-1a2b3c4d.json            rows that differ from the tables at the cut
@@ -88,7 +89,7 @@ _FOLD = re.compile(rf"{FOLDS_DIR}/{_JOB}/{_MARKER}-from-(?:root|{_MARKER})\.json
 _FOLD_SEGMENT = re.compile(rf"{SEGMENTS_DIR}/{_JOB}/f-{_MARKER}-from-(?:root|{_MARKER})-p([0-9]{{3,9}})\.seg")
 _MANIFEST = re.compile(rf"{MANIFESTS_DIR}/{_JOB}/{_MARKER}\.json")
 _DROPPED = re.compile(rf"{DROPPED_DIR}/{_JOB}/{_MARKER}")
-_PIN = re.compile(rf"{PINS_DIR}/{_JOB}/{_MARKER}")
+_PIN = re.compile(rf"{PINS_DIR}/{_JOB}/{_MARKER}(?:-as-([A-Za-z][A-Za-z0-9._-]{{0,47}}))?")
 _ATTEMPT = re.compile(rf"{PINS_DIR}/{_JOB}/{_MARKER}-([0-9a-f]{{16}})")
 _REACHED = re.compile(rf"{OUTER_DIR}/{_JOB}/{_MARKER}-e([0-9]{{8,20}})")
 _VERDICT = re.compile(rf"{VERDICTS_DIR}/{_JOB}/{_MARKER}-([0-9a-f]{{8}})\.json")
@@ -245,14 +246,16 @@ def parse_dropped_name(name: str) -> tuple[bytes, MarkerId] | None:
     return found if found and dropped_name(*found) == name else None
 
 
-def pin_name(job: bytes, marker: MarkerId) -> str:
-    return f"{PINS_DIR}/{job.hex()}/{_marker_name(marker)}"
+def pin_name(job: bytes, marker: MarkerId, alias: str = "") -> str:
+    """Return the name of a pin; ``alias`` is the name of the marker that it keeps, if it keeps one."""
+    return f"{PINS_DIR}/{job.hex()}/{_marker_name(marker)}" + (f"-as-{alias}" if alias else "")
 
 
-def parse_pin_name(name: str) -> tuple[bytes, MarkerId] | None:
-    """Return (job, marker). Returns None if it is not the name of a pin."""
-    found = _job_and_marker(_PIN.fullmatch(name))
-    return found if found and pin_name(*found) == name else None
+def parse_pin_name(name: str) -> tuple[bytes, MarkerId, str] | None:
+    """Return (job, marker, alias), with an empty alias if it keeps no name. Returns None for any other name."""
+    match = _PIN.fullmatch(name)
+    found, alias = _job_and_marker(match), match[4] or "" if match else ""
+    return (*found, alias) if found and pin_name(*found, alias) == name else None
 
 
 def attempt_name(job: bytes, marker: MarkerId, attempt: str) -> str:

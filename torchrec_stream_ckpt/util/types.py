@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.util.marker_names import MARKER_FORMS, is_marker_name
 
 
 class MarkerId(NamedTuple):
@@ -43,16 +44,18 @@ class MarkerId(NamedTuple):
             raise ConfigError(f"'{text}' is not a marker", hint="write it as GENERATION:MARKER, for example 2:17")
         return cls(int(match[1]), int(match[2]))
 
-    @classmethod
-    def or_latest(cls, marker: str) -> MarkerId | None:
-        """Read ``GENERATION:MARKER``; returns None for ``latest``.
+    @staticmethod
+    def checked_name(text: str) -> str:
+        """Return ``text`` if it has one of the forms that name a marker; only the log knows which marker it means.
 
         Raises:
-            ConfigError: it is neither.
+            ConfigError: it has none of them.
         """
-        if not isinstance(marker, str):
-            raise ConfigError(f'marker must be a string such as "2:17", got {marker!r}', hint='pass "2:17" or "latest"')
-        return None if marker == "latest" else cls.parse(marker)
+        if not isinstance(text, str):
+            raise ConfigError(f'marker must be a string such as "2:17", got {text!r}', hint='pass "2:17" or "latest"')
+        if not is_marker_name(text):
+            raise ConfigError(f"{text!r:.80} is not a marker", hint=f"name it as {MARKER_FORMS}")
+        return text
 
 
 @dataclass(frozen=True, slots=True)

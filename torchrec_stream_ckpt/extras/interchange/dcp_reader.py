@@ -60,8 +60,8 @@ class StreamReader(StorageReader):
 
     Args:
         uri: The job's log; for a job with two tiers both of them, nearest first.
-        marker: ``GENERATION:MARKER``, or ``latest`` for the newest one that is complete, judging by names and
-            directories.
+        marker: Its name, in any form that ``restore()`` accepts; ``latest``: the newest one that is complete, judging
+            by names and directories.
         store: The job's store; None: the place where the job keeps it. Dense state holds pickles: if only the log names
             the store, name it here, or give the commit key.
         model_key: Key of the model in the state dict that is loaded, such as ``model`` for
@@ -89,7 +89,7 @@ class StreamReader(StorageReader):
     ) -> None:
         super().__init__()
         self._where = Where(uri, store, store_options, kafka_options, commit_key_file)
-        self._marker = MarkerId.or_latest(marker)
+        self._marker = MarkerId.checked_name(marker)
         self._keys = Keys(model_key, optimizer_key)
         self._look: _Look | None = None
         self._failure: StreamCkptError | None = None
@@ -100,8 +100,10 @@ class StreamReader(StorageReader):
 
     @property
     def marker(self) -> MarkerId | None:
-        """The marker that is read; None before the first load of ``latest``."""
-        return self._look.route.marker if self._look is not None else self._marker
+        """The marker that is read; None before the first load, unless it was named as ``GENERATION:MARKER``."""
+        if self._look is not None:
+            return self._look.route.marker
+        return MarkerId.parse(self._marker) if self._marker[:1].isdigit() else None
 
     @property
     def step(self) -> int | None:
@@ -114,21 +116,21 @@ class StreamReader(StorageReader):
         """Search again at the next load: for another marker, or for the marker that is then the newest.
 
         Args:
-            checkpoint_id: The other marker, ``GENERATION:MARKER`` or ``latest``; None: as before.
+            checkpoint_id: The other marker, in any form that ``restore()`` accepts; None: as before.
 
         Raises:
             ConfigError: it is not a marker.
         """
         if checkpoint_id is not None:
-            self._marker = MarkerId.or_latest(os.fspath(checkpoint_id))
+            self._marker = MarkerId.checked_name(os.fspath(checkpoint_id))
         self._look, self._failure = None, None
         self._forget_columns()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether it is a marker: ``GENERATION:MARKER`` or ``latest``."""
+        """Return whether it may name a marker, judging by its form."""
         with contextlib.suppress(StreamCkptError):
-            MarkerId.or_latest(os.fspath(checkpoint_id))
+            MarkerId.checked_name(os.fspath(checkpoint_id))
             return True
         return False
 
@@ -195,7 +197,7 @@ class StreamReader(StorageReader):
                 self._look = self._look_at(job, self._marker)
         return self._look
 
-    def _look_at(self, job: Job | Tiers, marker: MarkerId | None) -> _Look:
+    def _look_at(self, job: Job | Tiers, marker: MarkerId | str) -> _Look:
         route = find_marker(job, marker, Damaged(), check_dense_sizes)
         check_vouched(job, route.commit)
         dense = DenseFiles(route.place.nearest(job), route.commit)

@@ -57,8 +57,8 @@ def open_marker(
 
     Args:
         uri: The job's log; for a job with two tiers both of them, nearest first.
-        marker: ``GENERATION:MARKER``, or ``latest`` for the newest one that is complete, judging by names and
-            directories.
+        marker: Its name, in any form that ``restore()`` accepts; ``latest``: the newest one that is complete, judging
+            by names and directories.
         store: The job's store; None: the place where the job keeps it.
         store_options: Options of the store's client, as of :class:`StreamConfig`.
         kafka_options: Options of Kafka's client, as of :class:`StreamConfig`.
@@ -73,7 +73,7 @@ def open_marker(
     """
     with ExitStack() as undo:
         job = undo.enter_context(Where(uri, store, store_options, kafka_options, commit_key_file).open())
-        route = find_marker(job, MarkerId.or_latest(marker), Damaged(), None)
+        route = find_marker(job, MarkerId.checked_name(marker), Damaged(), None)
         lazy = _RowsOnDemand(job, route, Path(scratch if scratch is not None else tempfile.gettempdir()))
         undo.callback(lazy.close)
         return OpenMarker(route, lazy, undo.pop_all())

@@ -13,6 +13,7 @@ from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, MissingObjectError
 from torchrec_stream_ckpt.find.holdings import Holdings
+from torchrec_stream_ckpt.format.aliases import aliases
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Garbage
 from torchrec_stream_ckpt.log.api import Incarnation
@@ -101,6 +102,7 @@ def take_inventory(objects: Objects, lineage: Lineage | None, job: bytes) -> Sto
     lists = tuple((name, found) for name, found in loaded if found is not None)
     probes = tuple(filter(is_probe, names))
     home = bytes(objects.read(IDENTITY_FILE)).decode("ascii", "replace") if objects.size(IDENTITY_FILE) else ""
+    pins |= frozenset(aliases(holdings.lineage.notes).values())  # their pins may be on their way
     wanted = awaited(objects, holdings.lineage, catalog.markers - catalog.dropped)
     copies = ((parse_summary_name(each.name), each) for each in objects.list(f"{SUMMARIES_DIR}/{job.hex()}/"))
     summaries = tuple((name, each) for name, each in copies if name is not None)
