@@ -19,6 +19,7 @@ from torchrec_stream_ckpt.errors import FencedError
 from torchrec_stream_ckpt.find.route import Route
 from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.restore.session import Attempt
 from torchrec_stream_ckpt.util.layout import DATA_DIR
 
 pytestmark = pytest.mark.distributed
@@ -51,8 +52,8 @@ def stand_by(spec: Spec, settings: StreamConfig, folder: Path, takeover: Takeove
     session = inside(checkpointer).session
     advance = session.advance
 
-    def advancing(behind: Route) -> int:
-        rows = advance(behind)
+    def advancing(held: Attempt, behind: Route) -> int:
+        rows = advance(held, behind)
         (folder / f"advanced-{behind.commit.marker}-{dist.get_rank()}").touch()
         return rows
 

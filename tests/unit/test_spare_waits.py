@@ -62,12 +62,12 @@ def spare(control: _Control, load: Callable[[], Any]) -> Standby:
     team = SimpleNamespace(rank=0, on_rank0=lambda action: action(), together=lambda action: action())
     takeover = Takeover(after_s=0.05, poll_s=0.01)
     claims = SimpleNamespace(after=None, nonce="that of the next claim")
-    return Standby(team, log, control, load, lambda route: 0, takeover, claims, "file:///job")  # type: ignore[arg-type]
+    return Standby(team, log, control, load, lambda held, route: 0, takeover, claims, "file:///job")  # type: ignore[arg-type]
 
 
 def loaded(control: _Control) -> Callable[[], Any]:
     plan = SimpleNamespace(merged={}, marker=MarkerId(1, 1), source="store")
-    return lambda: (plan, SimpleNamespace(all_shards=dict), 1)
+    return lambda: SimpleNamespace(plan=plan, route=SimpleNamespace(all_shards=dict), rows=1)
 
 
 def test_a_log_that_is_silent_right_after_the_fence_does_not_end_the_spare() -> None:

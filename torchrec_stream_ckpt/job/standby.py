@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +31,7 @@ from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.ranks.collective import Team
 from torchrec_stream_ckpt.restore.model_change import refuse_changed
 from torchrec_stream_ckpt.restore.plan import RestorePlan
+from torchrec_stream_ckpt.restore.session import Attempt
 from torchrec_stream_ckpt.save.claims import Claims
 from torchrec_stream_ckpt.save.generation import check_newest, fence_of
 from torchrec_stream_ckpt.util.config import Takeover
@@ -77,7 +79,8 @@ class Standby:
         control: Its control partition; used on rank 0 only.
         load: (all ranks) Writes all rows of the newest marker into the live tables; returns None if no marker is
             committed.
-        advance: (each rank) Writes the rows committed after the marker that the tables hold; returns their number.
+        advance: (each rank) Writes the rows committed after the marker that the attempt's tables hold; returns their
+            number.
         takeover: Settings for when to take over.
         claims: Claims the generation of the takeover; used on rank 0 only.
         uri: URI of the log, for messages.
@@ -88,8 +91,8 @@ class Standby:
         team: Team,
         log_: Log,
         control: Control,
-        load: Callable[[], tuple[RestorePlan, Route, int] | None],
-        advance: Callable[[Route], int],
+        load: Callable[[], Attempt | None],
+        advance: Callable[[Attempt, Route], int],
         takeover: Takeover,
         claims: Claims,
         uri: str,
@@ -112,6 +115,8 @@ class Standby:
         self.touched = False
         """True if rows of the live tables have been written."""
         self.rows = 0
+        self.held: Attempt | None = None
+        """Attempt that loaded the rows in the live tables."""
 
     def wait(self) -> MarkerId | None:
         """(all ranks) Keep the tables at the newest marker until it is time to take over.
@@ -244,8 +249,9 @@ class Standby:
             if route is None:
                 self._load_all()
             elif route.commit.id != self._at:
+                assert self.held is not None
                 self.touched, self._towards = True, route.commit.id
-                self.rows += self._team.together(lambda: self._advance(route))
+                self.rows += self._team.together(partial(self._advance, self.held, route))
                 self._at, self._towards = route.commit.id, None
         except (CorruptionError, TrimmedError) as error:
             if self._team.rank == 0:
@@ -274,10 +280,10 @@ class Standby:
             self.touched = before
             return
         self._towards = None
-        plan, choice, rows = loaded
+        self.held, plan = loaded, loaded.plan
         self._team.together(lambda: _refuse_merges(plan))
-        self._known, self._at = choice.all_shards(), plan.marker
-        self.rows = rows
+        self._known, self._at = loaded.route.all_shards(), plan.marker
+        self.rows = loaded.rows
         if self._team.rank == 0:
             log.info("standing by at marker %s, loaded from %s", plan.marker, plan.source)
 

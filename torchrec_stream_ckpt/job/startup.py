@@ -13,14 +13,12 @@ from dataclasses import replace
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, StreamCkptError
 from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes
 from torchrec_stream_ckpt.find.named import wanted
-from torchrec_stream_ckpt.find.route import Route
 from torchrec_stream_ckpt.find.tiers import TieredJob, Tiers, open_job
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
 from torchrec_stream_ckpt.format.record import EVENT_S
 from torchrec_stream_ckpt.job.standby import Standby
 from torchrec_stream_ckpt.ranks.collective import PEERS_S
-from torchrec_stream_ckpt.restore.plan import RestorePlan
-from torchrec_stream_ckpt.restore.session import Begun, RestoreParts, Session, chosen
+from torchrec_stream_ckpt.restore.session import Attempt, Begun, RestoreParts, Session, chosen
 from torchrec_stream_ckpt.save.retry_policy import Patience, at_once
 from torchrec_stream_ckpt.save.stream import JOIN_S
 from torchrec_stream_ckpt.save.streaming import Streaming
@@ -163,11 +161,15 @@ class Restoring:
         if marker is None:
             return self.restore(None, accept_unproved=accept_unproved, patience=spare.outlast)
         try:
-            plan, route = spare.outlast(lambda: session.held(marker))
+            held = spare.held
+            assert held is not None
+            found = spare.outlast(lambda: session.taken_over(held, marker))
         except CorruptionError as error:  # its dense state is damaged: an older marker may be intact
             log.warning("marker %s cannot be taken over: %s", marker, error.headline)
             return self.restore(None, accept_unproved=accept_unproved, patience=spare.outlast)
-        return self._go_on_from(plan, route, spare.rows, accept_unproved=accept_unproved, patience=spare.outlast)
+        return self._go_on_from(
+            replace(found, rows=spare.rows), accept_unproved=accept_unproved, patience=spare.outlast
+        )
 
     def restore(
         self,
@@ -201,7 +203,7 @@ class Restoring:
             self.check_whole()
             self._streaming.open_root()
             return None
-        return self._go_on_from(*found, accept_unproved=accept_unproved, patience=patience)
+        return self._go_on_from(found, accept_unproved=accept_unproved, patience=patience)
 
     def warm_start(self, source: Source, changes: Changes | None, *, accept_unproved: bool) -> Restored:
         """Implement ``StreamCheckpointer.warm_start()``."""
@@ -247,8 +249,8 @@ class Restoring:
         try:
             found = other.rows(named, changes)
             assert found is not None
-            plan, route, rows = found
-            loaded = other.finish(plan, route, accept_unproved=accept_unproved)
+            plan, route, rows = found.plan, found.route, found.rows
+            loaded = other.finish(found, accept_unproved=accept_unproved)
         except BaseException as error:
             self.broken = _text(error) if other.touched else ""
             raise
@@ -321,18 +323,17 @@ class Restoring:
                 "and create a new one",
             )
 
-    def _go_on_from(
-        self, plan: RestorePlan, route: Route, rows: int, *, accept_unproved: bool, patience: Patience
-    ) -> Restored:
+    def _go_on_from(self, attempt: Attempt, *, accept_unproved: bool, patience: Patience) -> Restored:
         """(all ranks) Load the dense state of a marker whose rows are restored, and open a generation based on it."""
         try:
-            loaded = patience(lambda: self._session.finish(plan, route, accept_unproved=accept_unproved))
+            loaded = patience(lambda: self._session.finish(attempt, accept_unproved=accept_unproved))
         except BaseException as error:
             self.broken = _text(error)
             raise
         finally:
             self._session.let_go()
         self.broken = ""
+        plan, route = attempt.plan, attempt.route
         path = route.lineage.path(plan.marker)
         parent_bytes = sum(commit.num_bytes for commit in path) // self._team.world
         self._streaming.go_on_from(
@@ -348,7 +349,7 @@ class Restoring:
             marker,
             plan.step,
             plan.world,
-            rows,
+            attempt.rows,
             route.skipped,
             loaded.source,
             loaded.share,

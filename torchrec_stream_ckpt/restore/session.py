@@ -26,7 +26,7 @@ from torchrec_stream_ckpt.find.best import Best
 from torchrec_stream_ckpt.find.find import Damaged, OpenHead, find, no_head
 from torchrec_stream_ckpt.find.job import Job, Tier
 from torchrec_stream_ckpt.find.named import Named, Wanted, wanted
-from torchrec_stream_ckpt.find.route import Path, Route
+from torchrec_stream_ckpt.find.route import Route
 from torchrec_stream_ckpt.find.tiers import OUTER, TieredJob, Tiers, TierState, named
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, same_tables
 from torchrec_stream_ckpt.format.head import HeadState
@@ -39,6 +39,7 @@ from torchrec_stream_ckpt.restore.apply import apply_rows, set_scalars
 from torchrec_stream_ckpt.restore.damage_location import located
 from torchrec_stream_ckpt.restore.model_change import (
     Evolved,
+    MarkerComparison,
     compared,
     declared,
     evolved,
@@ -307,6 +308,22 @@ class RestoreParts:
     """The live tables."""
 
 
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt to restore a marker, from its plan to its dense state."""
+
+    plan: RestorePlan
+    route: Route
+    saved: SavedDense
+    """Dense state of the marker, from which the plan was made. The same object is loaded."""
+    evolved: Evolved | None
+    """Resolved changes of the model. None if the marker is of this model."""
+    seen: SeenMarks
+    """MARKs and newest markers of blocks, collected while the rows were read."""
+    rows: int = 0
+    """Number of row records that this rank has written."""
+
+
 class Session:
     """Finds markers and restores them. Every method except ``advance`` is collective.
 
@@ -324,16 +341,6 @@ class Session:
         self._attached = parts.attached
         self._own = own
         self._finder = Finder(parts.config, parts.team, parts.tier, parts.tiers)
-        self._seen = SeenMarks(Path())
-        """MARKs and newest markers of blocks, collected while the rows of the live tables were read."""
-        self._changes: Changes | None = None
-        """Changes that the user has declared."""
-        self._named = False
-        """True if the user has named the marker."""
-        self._evolved: Evolved | None = None
-        """Resolved changes for the marker that was planned last; None if it is of this model."""
-        self._planned: SavedDense | None = None
-        """Dense state of the marker that was planned last."""
         self.touched = False
         """True if rows of the live tables have been written."""
 
@@ -343,16 +350,16 @@ class Session:
 
     def plan(self, marker: MarkerId | None, changes: Changes | None = None) -> RestorePlan | None:
         """Plan a restore on this rank, judging by names and directories. Returns None if no marker exists."""
-        self._begin(marker, changes)
+        declared = self._begin(changes)
         try:
             route = self._finder.find(marker)
-            return self._plan(route) if route is not None else None
+            return self._prepare(route, declared, again=marker is not None).plan if route is not None else None
         finally:
             self._finder.close()
 
     def rows(
         self, marker: MarkerId | None, changes: Changes | None = None, *, fall_back: bool = True, once: bool = False
-    ) -> tuple[RestorePlan, Route, int] | None:
+    ) -> Attempt | None:
         """Write all rows of ``marker`` or of the newest intact one. Returns None if no marker was ever committed.
 
         Args:
@@ -363,7 +370,7 @@ class Session:
             once: If the job has already made the same changes to ``marker``, continue from its newest marker.
 
         Returns:
-            The executed plan, the route to the marker, and the number of row records that this rank has written.
+            The attempt that wrote the rows.
 
         Raises:
             CorruptionError: the marker is damaged in every place that it can be read from, or too many newer ones are
@@ -372,70 +379,72 @@ class Session:
             SchemaMismatchError, ChangesError, ConfigError, UnsupportedError: the marker does not match this job with
                 the declared changes. Everything is compared before a row is written.
         """
-        self._begin(marker, changes)
+        declared = self._begin(changes)
         if once:
-            marker = self._unless_made(marker)
+            marker = self._unless_made(marker, declared)
         written: tuple[RestorePlan, CorruptionError] | None = None
         try:
             while (route := self._finder.find(marker)) is not None:
-                plan = None
+                attempt = None
                 try:
-                    plan = self._plan(route)
+                    attempt = self._prepare(route, declared, again=marker is not None)
                     if written is not None:
-                        check_cells(plan, *written)
+                        check_cells(attempt.plan, *written)
                     failpoint("restore.planned")
                     self.touched = True
-                    applied = self._team.together(partial(self._apply, plan, route))
-                    self._share_scalars(plan)
-                    return plan, route, applied
+                    attempt = replace(attempt, rows=self._team.together(partial(self._apply, attempt)))
+                    self._share_scalars(attempt)
+                    return attempt
                 except HeadDamagedError as error:
                     log.warning("HEAD is damaged; restoring without it: %s", error.headline)
                     self._finder.use_head = False
                 except CorruptionError as error:
                     self._finder.damaged.elsewhere(route, error, may_pass=marker is None and fall_back)
-                    written = (plan, error) if plan is not None else written
+                    written = (attempt.plan, error) if attempt is not None else written
             if fall_back:
                 self._team.on_rank0(self._finder.check_may_begin)
-            if self._changes is not None:
+            if declared is not None:
                 raise nothing_to_change(self._tier.uri)
             return None
         finally:
             self._finder.close()
 
     def let_go(self) -> None:
-        """Release everything that was read of a marker after its restore has ended or failed."""
-        self._planned = self._evolved = self._changes = None
-        self._seen = SeenMarks(Path())
+        """Release the copies of dense state after a restore has ended or failed."""
         self._finder.dense.release()
 
     def begun(self) -> Begun | None:
         """Return the newest marker of this log and its origin, as :meth:`Finder.begun`."""
         return self._team.on_rank0(self._finder.begun)
 
-    def newest_rows(self) -> tuple[RestorePlan, Route, int] | None:
+    def newest_rows(self) -> Attempt | None:
         """Write the newest marker into the live tables. A spare calls it. Returns None if no marker is committed."""
         try:
             return self.rows(None, fall_back=False)
         finally:
             self._finder.dense.release()
 
-    def advance(self, route: Route) -> int:
-        """(each rank) Write the rows committed after the marker that the tables hold; returns their number."""
+    def advance(self, held: Attempt, route: Route) -> int:
+        """(each rank) Write the rows committed after the marker that the tables hold; returns their number.
+
+        Args:
+            held: The attempt that wrote the tables. Its ``seen`` grows.
+            route: Route from the marker that the tables hold to a newer one.
+        """
         assert route.since is not None
         plan = self._plain(route)
-        self._seen.path = self._seen.path.then(route.since, plan.path)
-        return apply_rows(self._tier.log, plan, self._attached.kernels, seen=self._seen)
+        held.seen.path = held.seen.path.then(route.since, plan.path)
+        return apply_rows(self._tier.log, plan, self._attached.kernels, seen=held.seen)
 
-    def held(self, marker: MarkerId) -> tuple[RestorePlan, Route]:
-        """Return plan and route of the marker that the live tables hold, after ``advance`` has written ``marker``.
+    def taken_over(self, held: Attempt, marker: MarkerId) -> Attempt:
+        """Return the attempt for ``marker``, to which ``advance`` has brought the live tables.
 
         Raises:
             CorruptionError: the dense state of the marker is damaged.
         """
         route = self._team.on_rank0(lambda: self._held(marker))
-        self._evolved = self._changes = None
-        self._compare(route)
-        return self._team.together(lambda: self._plain(route.stay())), route
+        saved, _ = self._compare(route, None)
+        return Attempt(self._team.together(lambda: self._plain(route.stay())), route, saved, None, held.seen)
 
     def _held(self, marker: MarkerId) -> Route:
         """(rank 0) Return the route of the marker that the live tables hold, after a check of its dense state."""
@@ -444,31 +453,32 @@ class Session:
         self._tier.dense.verify(commit)
         return Route(lineage, commit)
 
-    def finish(self, plan: RestorePlan, route: Route, *, accept_unproved: bool) -> Loaded:
+    def finish(self, attempt: Attempt, *, accept_unproved: bool) -> Loaded:
         """Compare the restored rows in the live tables with the marker's proofs, then load the dense state.
 
         Raises:
             ProofMismatchError: rows or dense state differ from their proofs, and ``accept_unproved`` is false.
         """
-        team, attached, new = self._team, self._attached, self._evolved
+        team, attached, plan, route = self._team, self._attached, attempt.plan, attempt.route
+        new, saved, seen = attempt.evolved, attempt.saved, attempt.seen
         schema = new.schema if new is not None else plan.schema
-        checked = check_live(team, attached.kernels, schema, self._comparable(plan, schema), self._seen)
+        checked = check_live(team, attached.kernels, schema, self._comparable(plan, schema), seen)
         unproved = checked.compared.unproved
         if unproved is not None and team.rank == 0 and self._own:
             say_unproved(self._tier.objects, route.commit, unproved, schema)
         refuse_or_accept(unproved, plan.marker, accept=accept_unproved, say=team.rank == 0)
         match = new.match if new is not None else None
-        load_rest = team.together(lambda: self._dense.loader.load(self._saved(route), match))
-        replicas = "rank0" if self._saved(route).one_replica else "same"
+        load_rest = team.together(lambda: self._dense.loader.load(saved, match))
+        replicas = "rank0" if saved.one_replica else "same"
         replicated = attached.replicated().tensors()
-        compared = check_replicated(team, match.replicated(replicated) if match is not None else replicated, self._seen)
+        compared = check_replicated(team, match.replicated(replicated) if match is not None else replicated, seen)
         refuse_or_accept(compared.unproved, plan.marker, accept=accept_unproved, say=team.rank == 0)
-        proofs = self._seen.marks.dense(len(self._seen.path.chain) - 1)
-        different = check_dense(team, self._dense.live, self._saved(route), match, proofs)
+        proofs = seen.marks.dense(len(seen.path.chain) - 1)
+        different = check_dense(team, self._dense.live, saved, match, proofs)
         refuse_or_accept_dense(different, plan.marker, accept=accept_unproved, say=team.rank == 0)
         merged = {table for tables in team.gather(plan.merged) for table in tables}
         swept = merged | set(new.tables.swept) if new is not None else merged
-        self._adopt(schema)
+        self._adopt(schema, evolved=new is not None)
         attached.begin(swept)
         team.together(load_rest)  # changes that the user's objects make from here on are captured
         failpoint("restore.dense")
@@ -487,32 +497,31 @@ class Session:
         """Return the live shards whose rows are those of the marker; proofs do not cover changed tables."""
         return tuple(shard for shard in self._attached.shards_in(schema) if plan.is_same(shard.table))
 
-    def _adopt(self, schema: Schema) -> None:
+    def _adopt(self, schema: Schema, *, evolved: bool) -> None:
         """(all ranks) Adopt the schema that the next generation is based on: an index must always mean one table."""
-        own = schema if self._evolved is not None else same_tables(schema, self._attached.schema)
+        own = schema if evolved else same_tables(schema, self._attached.schema)
         assert own is not None
-        if self._evolved is not None or own != self._attached.schema:
+        if evolved or own != self._attached.schema:
             self._attached.adopt(own)
 
-    def _share_scalars(self, plan: RestorePlan) -> None:
+    def _share_scalars(self, attempt: Attempt) -> None:
         """(all ranks, changed model) Share kernel state with ranks that read no rows of a table."""
-        if plan.views is not None:
-            said = self._team.gather(self._seen.scalars)
+        if attempt.plan.views is not None:
+            said = self._team.gather(attempt.seen.scalars)
             records = list(dict.fromkeys(each for scalars in said for each in scalars))
-            self._team.together(lambda: set_scalars(plan, self._attached.kernels, records))
+            self._team.together(lambda: set_scalars(attempt.plan, self._attached.kernels, records))
 
-    def _begin(self, marker: MarkerId | None, changes: Changes | None) -> None:
+    def _begin(self, changes: Changes | None) -> Changes | None:
+        """(all ranks) Begin a search; returns the changes that the user declares, if any."""
         given = self._team.together(lambda: declared(changes))
         self._finder.begin()
-        self._planned = None
-        self._changes, self._named = given, marker is not None
         said = self._team.gather(given.digest if given is not None else None)
         if len(set(said)) > 1:
             raise ConfigError("ranks declare different changes", hint="pass the same Changes on all ranks")
+        return given
 
-    def _unless_made(self, marker: MarkerId | None) -> MarkerId | None:
+    def _unless_made(self, marker: MarkerId | None, changes: Changes | None) -> MarkerId | None:
         """(all ranks) Return ``marker``, or None if the newest marker came from it by the declared changes."""
-        changes = self._changes
         if marker is None or changes is None:
             return marker
         newest = self._team.on_rank0(lambda: self._finder.made_of(marker, changes.digest))
@@ -526,41 +535,40 @@ class Session:
                 newest,
                 marker,
             )
-        self._named = False
         return None
 
-    def _plan(self, route: Route) -> RestorePlan:
+    def _prepare(self, route: Route, changes: Changes | None, *, again: bool) -> Attempt:
+        """(all ranks) Compare a marker with this job, and plan how to read it; ``again`` as of :func:`evolved`."""
         merge = self._config.on_column_resplit == "merge"
         here = self._team.gather(self._dense.live.collisions)
-        model = self._compare(route)
-        self._evolved = self._team.together(lambda: self._evolve(route, model, frozenset().union(*here)))
-        if self._evolved is None:
-            return self._team.together(lambda: self._plain(route, merge=merge))
-        return self._team.together(partial(self._plan_evolved, route, self._evolved, merge=merge))
+        saved, model = self._compare(route, changes)
 
-    def _compare(self, route: Route) -> ModelEvolution | None:
+        def evolve() -> Evolved | None:
+            if changes is None:
+                return None
+            assert model is not None
+            return evolved(route, model, saved, changes, collisions=frozenset().union(*here), again=again)
+
+        new = self._team.together(evolve)
+        make = partial(self._plain, route) if new is None else partial(self._plan_evolved, route, new)
+        plan = self._team.together(partial(make, merge=merge))
+        return Attempt(plan, route, saved, new, SeenMarks(plan.path))
+
+    def _compare(self, route: Route, changes: Changes | None) -> tuple[SavedDense, ModelEvolution | None]:
         """(all ranks) Compare a marker with this job before anything is written; raises the same error on all ranks.
 
         Raises:
             SchemaMismatchError, ConfigError, ChangesError: they differ; the error names all differences of all ranks.
         """
-        schema, changes = self._attached.schema, self._changes
-        mine = self._team.together(lambda: compared(route, schema, self._dense, self._saved(route), changes))
+        schema = self._attached.schema
+
+        def compare() -> tuple[SavedDense, MarkerComparison]:
+            saved = SavedDense(self._finder.dense.local(route.commit), len(route.commit.ranks), self._team.rank)
+            return saved, compared(route, schema, self._dense, saved, changes)
+
+        saved, mine = self._team.together(compare)
         Findings.merged(self._team.gather(mine.found)).check()
-        return mine.model
-
-    def _evolve(self, route: Route, model: ModelEvolution | None, collisions: frozenset[str]) -> Evolved | None:
-        if self._changes is None:
-            return None
-        assert model is not None
-        return evolved(route, model, self._saved(route), self._changes, collisions=collisions, again=self._named)
-
-    def _saved(self, route: Route) -> SavedDense:
-        """Return the dense state of a marker. A restore makes its plan from it, and then loads the same one."""
-        path = self._finder.dense.local(route.commit)
-        if self._planned is None or self._planned.path != path:
-            self._planned = SavedDense(path, len(route.commit.ranks), self._team.rank)
-        return self._planned
+        return saved, mine.model
 
     def _plain(self, route: Route, *, merge: bool = False) -> RestorePlan:
         """Plan a marker that has the tables of this model, in any order."""
@@ -573,12 +581,11 @@ class Session:
         plan = plan_evolved(route, Views.make(new.tables, shards), shards, merge=merge)
         return replace(plan, report=new.report)
 
-    def _apply(self, plan: RestorePlan, route: Route) -> int:
-        data = self._finder.frames
-        self._seen = SeenMarks(plan.path)
+    def _apply(self, attempt: Attempt) -> int:
+        data, plan, route, seen = self._finder.frames, attempt.plan, attempt.route, attempt.seen
         try:
-            self._seen.told(route.told)
-            return apply_rows(data, plan, self._attached.kernels, self._finder.objects, self._finder.head, self._seen)
+            seen.told(route.told)
+            return apply_rows(data, plan, self._attached.kernels, self._finder.objects, self._finder.head, seen)
         except HeadDamagedError:
             assert self._finder.head is not None
             self._finder.head.drop()
