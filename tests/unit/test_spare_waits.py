@@ -104,9 +104,9 @@ def test_rows_of_an_advance_that_broke_off_do_not_stay_when_the_trainer_goes_on_
     def load() -> Any:
         did.append(f"load {control.lineage.newest.id}")  # type: ignore[union-attr]
         plan = SimpleNamespace(merged={}, marker=control.lineage.newest.id, source="log")  # type: ignore[union-attr]
-        return plan, SimpleNamespace(all_shards=dict), 1
+        return SimpleNamespace(plan=plan, route=SimpleNamespace(all_shards=dict), rows=1)
 
-    def advance(route: Any) -> int:
+    def advance(_: object, route: Any) -> int:
         did.append(f"advance to {route.commit.id}")
         if silent:
             raise SILENT

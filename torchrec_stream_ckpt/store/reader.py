@@ -216,7 +216,7 @@ def read_chunks(
         StoreUnavailableError: the store does not answer.
     """
     pending: deque[tuple[Picked, list[ChunkEntry], Future[memoryview]]] = deque()
-    wanted = ((each, run) for each in picked for run in _runs(each))
+    wanted = ((each, run) for each in picked for run in runs_of(entries_of(each.entries)))
     try:
         while True:
             while len(pending) < ahead and (following := next(wanted, None)) is not None:
@@ -238,12 +238,12 @@ def read_chunks(
             future.cancel()
 
 
-def _runs(picked: Picked) -> Iterator[list[ChunkEntry]]:
-    """Yield groups of chunks that are read together."""
+def runs_of(entries: Iterable[ChunkEntry], most_bytes: int = RANGE_BYTES) -> Iterator[list[ChunkEntry]]:
+    """Yield groups of chunks that are read together, each at most ``most_bytes`` long unless one chunk is longer."""
     run: list[ChunkEntry] = []
-    for entry in entries_of(picked.entries):
+    for entry in entries:
         end = entry.offset + entry.num_bytes
-        if run and (entry.offset - run[-1].offset - run[-1].num_bytes > GAP_BYTES or end - run[0].offset > RANGE_BYTES):
+        if run and (entry.offset - run[-1].offset - run[-1].num_bytes > GAP_BYTES or end - run[0].offset > most_bytes):
             yield run
             run = []
         run.append(entry)

@@ -21,12 +21,12 @@ from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, SegmentRef
-from torchrec_stream_ckpt.format.segment import ChunkEntry, check_chunk, entries_of, parse_front
+from torchrec_stream_ckpt.format.segment import check_chunk, entries_of, parse_front
 from torchrec_stream_ckpt.maintain.engine.api import Site
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense_objects import files_in, read_dense_file
-from torchrec_stream_ckpt.store.reader import load_front
+from torchrec_stream_ckpt.store.reader import load_front, runs_of
 from torchrec_stream_ckpt.store.summaries import list_summaries, load_summary
 from torchrec_stream_ckpt.util.failpoints import failpoint
 from torchrec_stream_ckpt.util.layout import (
@@ -91,7 +91,7 @@ class SegmentPart:
         if not self.begin:
             yield ref.front_bytes
         mine = [each for each in entries_of(front.directory) if self.begin <= each.offset < self.end]
-        for run in _runs(mine):
+        for run in runs_of(mine, PIECE_BYTES):
             begin, end = run[0].offset, run[-1].offset + run[-1].num_bytes
             data = objects.read(ref.name, begin, end)
             for entry in run:
@@ -162,18 +162,6 @@ class ScrubTask:
                 found.append(num_bytes)
             failpoint("scrub.part")
         return tuple(found)
-
-
-def _runs(entries: Sequence[ChunkEntry]) -> Iterator[list[ChunkEntry]]:
-    """Group the chunks that are read together."""
-    run: list[ChunkEntry] = []
-    for entry in entries:
-        if run and entry.offset + entry.num_bytes - run[0].offset > PIECE_BYTES:
-            yield run
-            run = []
-        run.append(entry)
-    if run:
-        yield run
 
 
 _SOME_FILE = "x"
