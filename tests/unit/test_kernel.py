@@ -166,7 +166,10 @@ def test_rows_are_placed_as_by_numpy(
     np.maximum.at(newest, ids[chosen] // 64 - first_block, np.int32(place))
 
     columns = columns_of(live, packed)
-    written = native.place(ids, row0, wanted, first, columns, arrived, sent, 6, first_block, place)
+    flagged = [each.ctypes.data for each in arrived]
+    written = native.place(
+        *(ids.ctypes.data, count, row0, wanted, first, columns, flagged, sent.ctypes.data, 6, first_block, place)
+    )
     assert written == len(chosen)
     assert [each.tobytes() for each in live] == [each.tobytes() for each in expected]
     assert all((each == flags).all() for each in arrived)

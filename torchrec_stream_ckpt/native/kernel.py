@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import ConfigError
@@ -108,13 +107,14 @@ class Kernel:
 
     def place(
         self,
-        ids: npt.NDArray[np.int64],
+        ids: int,
+        count: int,
         row0: int,
         rows: int,
         first: int,
         columns: ctypes.Array[Column],
-        arrived: Sequence[npt.NDArray[np.bool_]],
-        sent: npt.NDArray[np.int32] | None,
+        arrived: Sequence[int],
+        sent: int | None,
         block_bits: int,
         first_block: int,
         place: int,
@@ -122,13 +122,14 @@ class Kernel:
         """Write the rows whose ids are in [row0, row0+rows) into live tensors, and record them as arrived.
 
         Args:
-            ids: Id of each packed row, contiguous.
+            ids: Address of the id of each packed row, int64.
+            count: Number of packed rows.
             row0: First wanted id.
             rows: Number of wanted ids. The tensors must have a row for each of them.
             first: Id of the first row of the tensors.
             columns: All columns.
-            arrived: Flags by row of the tensors, contiguous.
-            sent: By block of ids: raised to ``place``. May be None.
+            arrived: Addresses of flags by row of the tensors, one byte each.
+            sent: Address of one int32 for each block of ids: raised to ``place``. May be None.
             block_bits: A block has 2^block_bits ids.
             first_block: Number of the block that ``sent`` begins with.
             place: The value for ``sent``.
@@ -136,12 +137,11 @@ class Kernel:
         Returns:
             Number of written rows.
         """
-        flags = (c_void_p * len(arrived))(*[each.ctypes.data for each in arrived])
-        newest = None if sent is None else sent.ctypes.data
+        flags = (c_void_p * len(arrived))(*arrived)
         return int(
             self._place(
-                *(ids.ctypes.data, len(ids), row0, rows, first, columns, len(columns)),
-                *(flags, len(arrived), newest, block_bits, first_block, place),
+                *(ids, count, row0, rows, first, columns, len(columns)),
+                *(flags, len(arrived), sent, block_bits, first_block, place),
             )
         )
 

@@ -37,6 +37,7 @@ class Plane:
         if not tensor.is_cuda:
             plain = tensor.detach()
             self.array = (plain.view(torch.int16) if plain.dtype == torch.bfloat16 else plain).numpy()
+        self._address = self.array.ctypes.data if self.array is not None else 0
 
     @property
     def is_straight(self) -> bool:
@@ -49,11 +50,12 @@ class Plane:
         array = self.array
         return array is not None and (array.ndim == 1 or array.shape[1] <= 1 or array.strides[1] == array.itemsize)
 
-    def column(self, packed: Array, here: int, there: int, cols: int) -> Column | None:
+    def column(self, packed: Array, address: int, here: int, there: int, cols: int) -> Column | None:
         """Return the copy of rows for the kernel; requires :attr:`is_by_row`.
 
         Args:
             packed: The rows as they come, shape (rows,) or (rows, cols of the source).
+            address: Address of ``packed``.
             here: Column of this tensor from which on they are written, if they are 2-D.
             there: Column of ``packed`` from which on they are read.
             cols: Number of columns.
@@ -66,7 +68,7 @@ class Plane:
         size = array.itemsize
         if packed.ndim != array.ndim or packed.itemsize != size:
             return None
-        live, source = array.ctypes.data, packed.ctypes.data
+        live, source = self._address, address
         if array.ndim == 1:
             return Column(live, array.strides[0], source, packed.strides[0], size)
         if packed.shape[1] > 1 and packed.strides[1] != size:
@@ -236,6 +238,7 @@ class Target:
         self._cuts = sorted({edge for move in moves for edge in (move.col0, move.col0 + move.cols)})
         """Column boundaries of the moves: columns between two of them always arrive together."""
         self._arrived = np.zeros((max(1, len(self._cuts) - 1), shard.rows), np.bool_)
+        self._flags, self._newest = self._arrived.ctypes.data, self._sent.ctypes.data
         # Row-wise state of each column shard of the source, kept separately until all shards have arrived.
         self._pieces = {(move.col0, move.cols): [np.zeros(shard.rows) for _ in states] for move in moves if merged}
 
@@ -334,21 +337,28 @@ class Target:
         assert shard.row0 <= move.row0
         assert move.row0 + move.rows <= shard.row0 + shard.rows
         here, there = move.col0 - shard.col0, move.col0 - move.source.col0
+        begin, arrays = rows.ids.ctypes.data, (rows.weights, *rows.states)
+        addresses = (
+            [array.ctypes.data for array in arrays]
+            if rows.offsets is None
+            else [begin + offset for offset in rows.offsets[1:]]
+        )
         columns = []
-        for plane, packed in zip(self._plain, (rows.weights, *rows.states), strict=True):
+        for plane, packed, address in zip(self._plain, arrays, addresses, strict=True):
             if plane is not None:
-                column = plane.column(packed, here, there, move.cols)
+                column = plane.column(packed, address, here, there, move.cols)
                 if column is None:
                     return None
                 columns.append(column)
         return native.place(
-            rows.ids,
+            begin,
+            len(rows.ids),
             move.row0,
             move.rows,
             shard.row0,
             (Column * len(columns))(*columns),
-            [self._arrived[cut] for cut in self._columns(move)],
-            self._sent if place is not None else None,
+            [self._flags + cut * shard.rows for cut in self._columns(move)],
+            self._newest if place is not None else None,
             _BLOCK_BITS,
             self._first_block,
             place if place is not None else NEVER,
