@@ -37,7 +37,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """The pages of the repository at their own places, and what they link to."""
     pages = {path.relative_to(ROOT).as_posix(): path for pattern in PAGES for path in sorted(ROOT.glob(pattern))}
     pages |= {f"docs/reference/{path.name}": path for path in sorted(MADE.glob("*.md"))}
-    linked: dict[str, Path] = {}
+    linked: dict[str, Path] = {place: ROOT / place for place in config.extra_css if (ROOT / place).is_file()}
     for place, path in pages.items():
         for target in _targets(path.read_text()):
             file = (ROOT / place).parent.joinpath(target).resolve()
