@@ -70,6 +70,7 @@ def test_anything_else_is_refused_with_its_path(
     with pytest.raises(CorruptionError, match=said) as caught:
         verify_dense(tmp_path, made)
     assert str(file) in str(caught.value)
+    assert ("--give-up" if "altered" in caught.value.message else "check --store") in caught.value.hint
 
 
 @pytest.mark.parametrize("name", ["../escape", "", "..", "a/b", "a\nb"])

@@ -12,9 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.builders import claim, commit
-from tests.stores import contents
+from tests.stores import History, contents
 from tests.unit.folded_job import folded_job, store_of
 from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.errors import MarkerNotFoundError
 from torchrec_stream_ckpt.log.api import Finding, Severity
 from torchrec_stream_ckpt.log.disk import examine_folder, file_system
 from torchrec_stream_ckpt.log.files import FileLog
@@ -78,6 +79,11 @@ def test_missing_rights_are_named(rights: set[str], missing: str) -> None:
     assert [each.found for each in found.values()] == ([f"{missing} not allowed"] if missing else [])
 
 
+def test_the_command_that_grants_a_right_names_the_login_of_this_client() -> None:
+    (finding,) = not_well(list(examine_topic("job.data", SAFE, COPIES, RIGHTS - {"WRITE"}, user="trainer"))).values()
+    assert finding.hint == "kafka-acls.sh --add --allow-principal User:trainer --topic job.data --operation WRITE"
+
+
 def test_memory_is_no_place_for_a_log(tmp_path: Path) -> None:
     assert file_system(Path("/proc")) == "proc"
     if file_system(Path("/dev/shm")) != "tmpfs":
@@ -121,6 +127,19 @@ def test_the_command_fails_when_the_newest_marker_cannot_be_restored(tmp_path: P
     done = CliRunner().invoke(app, ["doctor", f"file://{tmp_path}"])
     assert done.exit_code == 1
     assert "Try: bring back the missing data" in done.output
+
+
+def test_a_store_of_another_job_is_named_by_doctor_and_verify(tmp_path: Path) -> None:
+    History(tmp_path / "job").generation(1, [1])
+    uri, other = f"file://{tmp_path}/job", f"file://{tmp_path}/other"
+    done = CliRunner().invoke(app, ["doctor", uri, "--store", other, "--json"])
+    found = {each["check"]: each for each in json.loads(done.stdout)}
+    assert found["store"]["found"].startswith("the store holds nothing of this job")
+    assert found["store"]["hint"].startswith("check --store, or omit it: the job keeps its markers in ")
+    assert "second copy of control records" not in found
+    refused = CliRunner().invoke(app, ["verify", uri, "--store", other])
+    assert isinstance(refused.exception, MarkerNotFoundError)
+    assert str(refused.exception).startswith("the store holds nothing of this job")
 
 
 def test_doctor_and_list_agree_about_what_can_be_restored(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def test_a_marker_with_a_damaged_base_is_verified_by_what_the_base_was_made_of(
     said = [each.getMessage() for each in caplog.records]
     assert len(said) == 1, "it is said once"
     assert "reading the store without" in said[0]
+    assert said[0].endswith("Try: stream-ckpt scrub URI --store URL --repair")
     assert path.name in said[0]
 
 

@@ -327,6 +327,7 @@ def test_where_a_damaged_fold_is_all_there_is_the_log_is_read(tmp_path: Path, ca
         (tmp_path / FoldName(JOB, MarkerId(1, marker), None).segment_name(0)).unlink()
     assert locate(history.lineage, newest, Catalog.load(history.objects, JOB)).stored is None
     assert "the store cannot provide marker 1:3; reading the log" in caplog.text
+    assert "Try: stream-ckpt scrub URI --store URL --repair" in caplog.text
     choice = choose(history.log, history.lineage, open_dense(str(tmp_path)), newest, history.objects)
     assert choice is not None
     assert choice.stored is None

@@ -12,9 +12,9 @@ from typing import Annotated
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import console, plain, print_json, table
+from torchrec_stream_ckpt.cli.common import check_named_store, console, plain, print_json, table
 from torchrec_stream_ckpt.cli.options import JobOptions, Json
-from torchrec_stream_ckpt.errors import StreamCkptError, printable
+from torchrec_stream_ckpt.errors import MarkerNotFoundError, StreamCkptError, printable
 from torchrec_stream_ckpt.extras.reporting.job_status import in_words, refused_after, strays_of
 from torchrec_stream_ckpt.find.survey import Survey
 from torchrec_stream_ckpt.format.control import Commit
@@ -30,6 +30,7 @@ from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri
 _MAY_LACK = 2
 """Number of records that a running or dead trainer may not have copied."""
 _STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.BAD: "red"}
+INCIDENTS = "docs/incidents.md"
 _PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "confluent-kafka")
 
 
@@ -72,7 +73,7 @@ def _examine(job: Job) -> Iterator[Finding]:
             "newest marker",
             f"{newest.id}, step {newest.step}: {standing.reason or 'can be restored'}",
             well=not standing.reason or bool(standing.trimmed),
-            hint=(store.hint or f"bring back the missing data; {_until_then(job, survey)}") if standing.reason else "",
+            hint=(_cause(store) or _until_then(job, survey)) if standing.reason else "",
             otherwise=Severity.BAD,
         )
         refused = refused_after(job.lineage, newest)
@@ -89,20 +90,26 @@ def _examine(job: Job) -> Iterator[Finding]:
             # If only COMMIT names the store, any writer of the log may have named it: write nothing there.
             yield from examine_folder("store", folder, write=job.store is not None or job.control.signs)
         yield store
-        yield _second_copy(job)
-        if job.store is not None:
-            yield _taken_names(job)
+        if store.verdict is not Severity.WARNING:  # a store of another job has nothing else to compare
+            yield _second_copy(job)
+            if job.store is not None:
+                yield _taken_names(job)
     yield _clock(job)
     yield _native()
     yield _versions_here()
+
+
+def _cause(store: Finding) -> str:
+    """Return the hint of a store that cannot be read, which mends the marker as well."""
+    return store.hint if store.verdict is Severity.BAD else ""
 
 
 def _until_then(job: Job, survey: Survey) -> str:
     """Name the newest marker that can be restored although the newest one cannot, as ``list`` shows it."""
     for commit in reversed(job.lineage.commits.values()):
         if not survey.look(commit).reason:
-            return f"until then {commit.id} is the newest marker that can be restored"
-    return "without it no marker can be restored"
+            return f"bring back the missing data; until then {commit.id} is the newest marker that can be restored"
+    return "bring back the missing data; without it no marker can be restored"
 
 
 def _strays(newest: Commit) -> Finding:
@@ -119,9 +126,13 @@ def _strays(newest: Commit) -> Finding:
 
 
 def _store(job: Job) -> Finding:
-    """Report whether the store can be read. One without its format is not an empty one."""
+    """Report whether the store can be read. One without its format is not an empty one; a named one that holds nothing
+    of the job may be new, or another job's."""
     try:
         written = check_store(job.objects)
+        check_named_store(job)
+    except MarkerNotFoundError as error:
+        return Finding("store", error.headline, Severity.WARNING, error.hint)
     except StreamCkptError as error:
         return Finding("store", error.headline, Severity.BAD, error.hint or "check the store")
     return Finding("store", job.objects.url + ("" if written else ": no rows were folded into it so far"))
@@ -208,3 +219,5 @@ def _print(findings: list[Finding]) -> None:
         if each.hint:
             text = f"{printable(f'{each.check}: {each.found}')}\n  Try: {printable(each.hint)}"
             out.print(text, soft_wrap=True, highlight=False, markup=False)
+    if any(each.verdict is Severity.BAD for each in findings):
+        out.print(f"Incidents by symptom: {INCIDENTS}", soft_wrap=True, highlight=False, markup=False)

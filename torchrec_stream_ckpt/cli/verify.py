@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import print_json, progress_bar
+from torchrec_stream_ckpt.cli.common import check_named_store, print_json, progress_bar
 from torchrec_stream_ckpt.cli.options import Json, MarkerOptions
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, TrimmedError, printable
 from torchrec_stream_ckpt.find.survey import Survey
@@ -51,6 +51,8 @@ def verify_markers(
     if all_markers and options.chosen is not None:
         raise ConfigError("--all verifies every marker", hint="omit MARKER or --all", marker=options.chosen)
     with options.open() as job:
+        if not log_alone:
+            check_named_store(job)
         said: list[Verified | MarkerVerdict | _NotRead]
         if all_markers:
             said = [*_verdicts(job, quiet=json, log_alone=log_alone)]
@@ -71,6 +73,7 @@ def verify_markers(
         if isinstance(each, Verified) and each.unproved is not None and not accept_unproved:
             raise each.unproved.error(each.marker)
     if any(isinstance(each, Verified) and each.read_around for each in said):
+        typer.echo("Try: stream-ckpt scrub URI --store URL --repair", err=True)
         raise typer.Exit(1)  # every row exists, but not where a trim or gc would rely on it
 
 

@@ -112,7 +112,7 @@ class Damaged:
         self._errors[marker] = error
         if len(self._errors) > self._most:
             raise self.exhausted()
-        log.warning("marker %s is damaged; falling back to the previous one: %s", marker, error.headline)
+        log.warning("marker %s is damaged; falling back to the previous one: %s", marker, error)
 
     def exhausted(self) -> CorruptionError:
         """Return an error with the damage of the newest skipped marker, and of the older ones."""

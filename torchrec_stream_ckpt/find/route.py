@@ -39,6 +39,9 @@ from torchrec_stream_ckpt.store.summaries import by_summaries
 from torchrec_stream_ckpt.util.layout import SUMMARIES_DIR
 from torchrec_stream_ckpt.util.types import MarkerId, RankEnd, TableShard
 
+_REPAIR = "stream-ckpt scrub URI --store URL --repair"
+"""Hint of the warnings of reading around damage in the store."""
+
 
 @dataclass(frozen=True, slots=True)
 class Path:
@@ -515,11 +518,19 @@ def _around_damage(
     intact = _intact(catalog, route, damaged)
     found, _ = _with_store(intact, route, damaged)
     if not found.pieces:
-        _log.warning("the store cannot provide marker %s; reading the log: %s", route.marker, error.headline)
+        _log.warning(
+            "the store cannot provide marker %s; reading the log: %s\n  Try: %s", route.marker, error.headline, _REPAIR
+        )
         return route
     count = len(catalog.folds - intact.folds) + len(catalog.markers - intact.markers)
     way = f"{len(found.pieces)} pieces hold the rows up to {found.stored}"
-    _log.warning("reading the store without %d damaged folds or intervals: %s; %s", count, error.headline, way)
+    _log.warning(
+        "reading the store without %d damaged folds or intervals: %s; %s\n  Try: %s",
+        count,
+        error.headline,
+        way,
+        _REPAIR,
+    )
     return found
 
 

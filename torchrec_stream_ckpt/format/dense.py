@@ -19,6 +19,14 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense_files import LIST_NAME, DenseFile, parse_list
 from torchrec_stream_ckpt.util.layout import dense_name
 
+ALTERED_HINT = (
+    "bring the file back from a copy of the store; without a copy, give the marker up: "
+    "stream-ckpt gc URI --store URL --give-up GENERATION:MARKER"
+)
+MISSING_HINT = (
+    "check --store, or omit it: stream-ckpt list URI finds the job's; if that lacks the file, bring it back from a copy"
+)
+
 
 def digest_files(path: Path, names: Iterable[str]) -> tuple[DenseFile, ...]:
     """Return size and SHA-256 of files of a dense directory. They must be plain files in that directory, not links.
@@ -97,13 +105,15 @@ def verify_dense(store: Path, commit: Commit) -> None:
         except OSError as error:
             raise _unreadable(error, path / expected.name) from None
         if found != expected:
-            raise CorruptionError("dense state was altered since it was committed", path=path / expected.name)
+            raise CorruptionError(
+                "dense state was altered since it was committed", hint=ALTERED_HINT, path=path / expected.name
+            )
 
 
 def _unreadable(error: OSError, path: Path) -> StreamCkptError:
     """Return the error for an unreadable file. Only an absent file proves a loss, not failed disks or permissions."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL):
-        return MissingObjectError(f"dense state is missing: {error.strerror}", path=path)
+        return MissingObjectError(f"dense state is missing: {error.strerror}", hint=MISSING_HINT, path=path)
     return StoreUnavailableError(
         f"cannot read the dense state: {error.strerror}",
         hint="repair the disk or the permissions and try again",

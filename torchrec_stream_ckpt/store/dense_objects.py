@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.errors import (
     StreamCkptError,
 )
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.format.dense import check_names
+from torchrec_stream_ckpt.format.dense import ALTERED_HINT, MISSING_HINT, check_names
 from torchrec_stream_ckpt.format.dense_files import LIST_NAME, DenseFile, agree, altered, parse_list, whole
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.identity import check_store, prove_writable
@@ -58,7 +58,7 @@ def _pieces(objects: Objects, name: str, file: DenseFile, piece_bytes: int = _RA
     """
     size = objects.size(name)
     if size is None:
-        raise MissingObjectError("dense state is missing", store=objects.url, name=name)
+        raise MissingObjectError("dense state is missing", hint=MISSING_HINT, store=objects.url, name=name)
     if size != file.num_bytes:  # the file is altered and need not be read
         raise CorruptionError(altered("the file", size, file), store=objects.url, name=name)
     digest = hashlib.sha256()
@@ -67,7 +67,9 @@ def _pieces(objects: Objects, name: str, file: DenseFile, piece_bytes: int = _RA
         digest.update(data)
         yield data
     if digest.hexdigest() != file.sha256:
-        raise CorruptionError("dense state was altered since it was committed", store=objects.url, name=name)
+        raise CorruptionError(
+            "dense state was altered since it was committed", hint=ALTERED_HINT, store=objects.url, name=name
+        )
 
 
 class DenseObjects:

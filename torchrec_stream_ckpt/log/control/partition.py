@@ -345,7 +345,7 @@ class Control:
                 else f"generation {lineage.newest_generation} has taken over this job",
                 hint="stop this trainer; a new job restores the newest marker"
                 if by_operator
-                else "stop this trainer: another one has restored the job",
+                else "stop this trainer, or fence the other one: stream-ckpt list URI --tree shows both",
                 generation=commit.generation,
                 marker=commit.marker,
             )

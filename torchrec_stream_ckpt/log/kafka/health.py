@@ -126,6 +126,8 @@ def examine_topic(
     replicas: Sequence[tuple[int, int]],
     rights: set[str],
     ahead: Sequence[Ahead] = (),
+    *,
+    user: str | None = None,
 ) -> Iterator[Finding]:
     """Yield findings about one topic.
 
@@ -135,6 +137,7 @@ def examine_topic(
         replicas: (replicas, those in sync) of each partition.
         rights: Names of the operations that this user may do. Empty if the brokers do not report them.
         ahead: Differences between this host's clock and the brokers', as far as they are known.
+        user: Login of this client, for the command that grants a missing right.
     """
     yield from _settings(topic, settings, replicas, ahead)
     missing = sorted(NEEDED_RIGHTS - rights - {"ALL"}) if rights and "ALL" not in rights else []
@@ -142,7 +145,7 @@ def examine_topic(
         f"{topic}: rights",
         f"{', '.join(missing)} not allowed" if missing else "has all permissions that a trainer needs",
         well=not missing,
-        hint=acl_command(None, topic, missing),
+        hint=acl_command(user, topic, missing),
         otherwise=Severity.BAD,
     )
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torchrec_stream_ckpt.errors import CorruptionError, StreamLostError
 from torchrec_stream_ckpt.format.frame import parse_header
-from torchrec_stream_ckpt.log.kafka.reasons import DESTROYED_HINT, LOST_HINT
+from torchrec_stream_ckpt.log.kafka.reasons import LOST_HINT, RETENTION_HINT
 from torchrec_stream_ckpt.util.types import LogSpan, MarkPlace
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Presence:
                 raise CorruptionError(
                     f"rows from offset {span.begin} on are required, but the log begins at "
                     f"{lows[span.partition]}: retention or a user deleted them",
-                    hint=DESTROYED_HINT,
+                    hint=RETENTION_HINT,
                     **self._where(span),
                 )
         self._check_order(spans)

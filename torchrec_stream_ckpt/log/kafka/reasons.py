@@ -18,6 +18,10 @@ LOST_HINT = "check the brokers' logs: a disk or machine failed, or an unclean le
 DESTROYED_HINT = (
     "restore from another copy of the log, or start a new job; make sure that no other program changes the retention"
 )
+RETENTION_HINT = (
+    "end the retention: stream-ckpt doctor URI has the command; then, if a store holds these rows: "
+    "stream-ckpt trim URI --store URL --upto latest; otherwise restore from another copy of the log, or start a new job"
+)
 SECURITY_GRACE_S = 1.5
 _SECRET_WORDS = ("password", "secret", "token", "key.pem", "jaas", "oauthbearer.config", "credentials")
 

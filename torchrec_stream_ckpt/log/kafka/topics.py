@@ -88,7 +88,8 @@ def examine(brokers: Brokers) -> Iterator[Finding]:
         yield from _examine_new(brokers, new, cluster.nodes[0].id)
     for topic in _look(brokers, topics):
         rights = {each.name for each in topics[topic.name].authorized_operations or ()}
-        yield from examine_topic(topic.name, topic.settings, topic.replicas, rights, topic.ahead)
+        user = brokers.options.get("sasl.username")
+        yield from examine_topic(topic.name, topic.settings, topic.replicas, rights, topic.ahead, user=user)
 
 
 def _examine_new(brokers: Brokers, names: Sequence[str], broker: int) -> Iterator[Finding]:
