@@ -156,7 +156,7 @@ lock: $(STAMP) ## Resolve the locks of requirements/ anew (UPGRADE=1 takes newer
 	@bash scripts/lock.sh $(if $(UPGRADE),--upgrade)
 
 clean: ## Remove caches, build products and the demo's folder; .venv* stay
-	rm -rf build dist demo-run evolve-run tour-run *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist demo-run evolve-run tour-run incidents-run *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 kafka-tools: $(STAMP)

@@ -48,6 +48,7 @@ LONG = (
     "tests/distributed/test_elastic.py",
     "tests/played/test_played_gpu.py",
     "tests/distributed/test_damage.py",
+    "tests/distributed/test_incidents.py",
     "tests/distributed/test_tour.py",
     "tests/distributed/test_tiered_jobs.py",
     "tests/fuzz/test_fuzz.py",

@@ -1,0 +1,103 @@
+"""The incidents of docs/incidents.md, each one played as scripts/incidents.py does, with one rank that is forked."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.forks import ROOT, Torchrun
+from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.errors import StreamCkptError
+
+pytestmark = [pytest.mark.distributed, pytest.mark.kafka]
+
+PAGE = (ROOT / "docs" / "incidents.md").read_text()
+AWAY_S = 8.0
+SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
+ROWS = re.findall(r"^\| \*(.+?)\* \| \[(.+?)\]\(#(\S+)\) \| (.+) \|$", PAGE, re.M)
+"""Words of the message, incident, its anchor, what ends it."""
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("incidents", ROOT / "scripts" / "incidents.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["incidents"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SCRIPT = load()
+
+
+def tool(arguments: Sequence[str]) -> Any:
+    """The command line in this process, with errors as a shell shows them."""
+    done = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+    output = done.stdout if "--json" in arguments else done.output
+    if isinstance(done.exception, StreamCkptError):
+        output += f"Error: {done.exception.headline}\nTry: {done.exception.hint}\n"
+    elif done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return SCRIPT.Ran(done.exit_code, output)
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the day has shown. One day, because a broker and its job serve several incidents."""
+    day = SCRIPT.Day(tmp_path_factory.mktemp("day"), AWAY_S, Torchrun, tool)
+    day.run()
+    return dict(day.records)
+
+
+def literally(text: str) -> str:
+    """A pattern for words of the page, where ``...`` stands for anything."""
+    return ".*".join(re.escape(part) for part in " ".join(text.split()).split("..."))
+
+
+def options(command: str) -> list[str]:
+    """The verb and the names of the options of a ``stream-ckpt``."""
+    words = command.split()
+    return [words[1], *sorted(word for word in words if word.startswith("--") and word != "--kafka-options")]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row[1] for row in ROWS])
+def test_the_first_message_leads_to_the_section_and_the_command_ends_the_incident(
+    row: tuple[str, ...], records: dict[str, Any]
+) -> None:
+    words, name, anchor, ends = row
+    record = records[name.capitalize()]
+    assert anchor == name.replace(" ", "-")
+    if record.not_played:
+        pytest.skip(record.not_played)
+    seen = [" ".join(line.split()) for text in record.seen for line in text.splitlines()]
+    assert any(re.search(literally(words), text) for text in seen), (words, seen)
+    for line in re.findall(r"^    (.+)$", SECTIONS[name.capitalize()], re.M):
+        assert any(re.search(literally(line), text) for text in seen), (line, seen)
+    ran = [options(command) for command in record.commands if command.startswith("stream-ckpt")]
+    named = [options(command) for command in re.findall(r"`(stream-ckpt [^`]+)`", ends) if " doctor " not in command]
+    assert [command for command in named if command not in ran] == []
+    assert record.checked
+
+
+def test_the_page_has_one_row_and_one_section_for_each_incident(records: dict[str, Any]) -> None:
+    assert [name.capitalize() for _, name, _, _ in ROWS] == list(SECTIONS) == list(records)
+    assert len(PAGE.split()) <= 1200
+
+
+def test_a_folder_of_somebody_else_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine").write_text("kept")
+    monkeypatch.setattr(sys, "argv", ["incidents.py", "--dir", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        SCRIPT.main()
+    assert "was not made by this script" in capsys.readouterr().err
+    assert (tmp_path / "mine").read_text() == "kept"
