@@ -216,7 +216,7 @@ def read_chunks(
         StoreUnavailableError: the store does not answer.
     """
     pending: deque[tuple[Picked, list[ChunkEntry], Future[memoryview]]] = deque()
-    wanted = ((each, run) for each in picked for run in runs_of(entries_of(each.entries)))
+    wanted = ((each, run) for each in picked for run in runs_of(entries_of(each.entries), RANGE_BYTES))
     try:
         while True:
             while len(pending) < ahead and (following := next(wanted, None)) is not None:
@@ -238,7 +238,7 @@ def read_chunks(
             future.cancel()
 
 
-def runs_of(entries: Iterable[ChunkEntry], most_bytes: int = RANGE_BYTES) -> Iterator[list[ChunkEntry]]:
+def runs_of(entries: Iterable[ChunkEntry], most_bytes: int) -> Iterator[list[ChunkEntry]]:
     """Yield groups of chunks that are read together, each at most ``most_bytes`` long unless one chunk is longer."""
     run: list[ChunkEntry] = []
     for entry in entries:
