@@ -185,7 +185,7 @@ def test_a_file_of_changes_that_is_edited_does_not_repeat_what_was_made(
     evolve(after, here, edited, made=told, again=True)
     evolve(after, here, edited, made=[other])
     unknown = replace(told[1], text=None)
-    with pytest.raises(ChangesError, match="would be made again"):
+    with pytest.raises(ChangesError, match="would be applied twice"):
         evolve(after, here, edited, made=[unknown])
 
 

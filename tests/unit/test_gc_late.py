@@ -139,7 +139,7 @@ def test_a_fold_that_lost_a_segment_before_it_was_put_is_merged_again(
     dense = open_dense(str(tmp_path))
     with ThreadPoolExecutor(2) as pool:
         made = Materializer(history.log, history.objects, lambda _: dense, pool, ALWAYS)
-        with pytest.raises(StoreUnavailableError, match="were deleted while it was merged"):
+        with pytest.raises(StoreUnavailableError, match="were deleted during its merge"):
             list(made.catch_up(history.lineage))
         assert not Catalog.load(history.objects, history.lineage.job).folds
         list(made.catch_up(history.lineage))
@@ -218,7 +218,7 @@ def test_a_fold_whose_segment_goes_while_it_is_put_is_merged_again(tmp_path: Pat
     dense = open_dense(str(tmp_path))
     with ThreadPoolExecutor(2) as pool:
         made = Materializer(history.log, Slow(tmp_path), lambda _: dense, pool, ALWAYS)
-        with pytest.raises(StoreUnavailableError, match="were deleted while it was merged"):
+        with pytest.raises(StoreUnavailableError, match="were deleted during its merge"):
             list(made.catch_up(history.lineage))
         assert history.objects.size(taken[0]) is None
         list(made.catch_up(history.lineage))

@@ -89,7 +89,7 @@ def test_a_schema_that_changes_in_mid_log_is_refused(job: Job) -> None:
         header.pack_into(memoryview(data)[begin : begin + 128])
 
     newest_bytes(job, alter)
-    check_refused(job, materialize(job), "another schema than the CLAIM", "copy of the log")
+    check_refused(job, materialize(job), "schema differs from the CLAIM", "copy of the log")
 
 
 def test_a_damaged_manifest_is_set_aside_and_made_anew(job: Job) -> None:
@@ -202,7 +202,7 @@ def test_a_store_that_holds_another_history_is_refused(job: Job) -> None:
     status, _, said = command(f"file://{other.root}", "--store", str(store_of(job)), "--once", "--json")
     assert status == 1
     assert re.search(r"Error: the store holds marker 1:3, which is not in the log", said), said
-    assert re.search(r"Try: .*a store of its own", said), said
+    assert re.search(r"Try: .*name a separate store", said), said
     check_folded(job, [1, 2, 3])
 
 

@@ -232,5 +232,5 @@ def test_a_log_with_other_rows_than_the_manifest_says_replaces_nothing(job: Job,
     error = CorruptionError("a bit", name=name_of(job, segment))
     with pytest.raises(CorruptionError, match="a bit") as told:
         Repairer(objects, pool, folder, progress, lambda _: None).mend(lineage, catalog, name_of(job, segment), error)
-    assert "other rows than the manifest says" in str(told.value.where["elsewhere"])
+    assert "differ from those that the manifest describes" in str(told.value.where["elsewhere"])
     assert contents(open_store(str(store_of(job)))) == before

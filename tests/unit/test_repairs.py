@@ -186,7 +186,7 @@ def test_a_fold_that_holds_other_bits_than_were_merged_is_never_used(job: Job, m
     said = r"a fold was written with \d+ rows, but \d+ rows or other bits were read back"
     with ThreadPoolExecutor(2) as pool, pytest.raises(CorruptionError, match=said) as told:
         merge.merge(objects, lineage, cover, pool)
-    assert told.value.hint.startswith("it is not used")
+    assert told.value.hint.endswith("the fold is not used")
     assert {path.name for path in store_of(job).glob("folds/*/*")} == before
 
 
