@@ -89,7 +89,11 @@ def test_a_store_that_may_not_be_written_is_bad(tmp_path: Path, monkeypatch: pyt
     def refuse(*_: object) -> None:
         raise StoreUnavailableError("permission denied", hint="grant s3:PutObject", store="s3://b/p")
 
+    def refuse_too(*_: object) -> None:
+        raise StoreUnavailableError("nothing may be deleted either", store="s3://b/p")
+
     monkeypatch.setattr(FolderObjects, "put", refuse)
+    monkeypatch.setattr(FolderObjects, "delete", refuse_too)
     status, found = doctor(f"file://{tmp_path}/log")
     assert status == 1
     assert (found["log: objects"]["verdict"], found["log: objects"]["hint"]) == ("bad", "grant s3:PutObject")

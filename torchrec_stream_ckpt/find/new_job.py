@@ -90,10 +90,10 @@ def _try(what: str, objects: Objects, *, stored: bool = True) -> Iterator[Findin
     """
     name, data = f"doctor-{uuid.uuid4().hex}", bytes(_TRIAL_BYTES)
     try:
+        begin = time.monotonic()
+        objects.put(name, [data])
+        took_s = time.monotonic() - begin
         try:
-            begin = time.monotonic()
-            objects.put(name, [data])
-            took_s = time.monotonic() - begin
             if objects.read(name) != data:
                 raise StoreUnavailableError("it returns other bytes than those that were put", store=objects.url)
             refuses = refuses_taken_name(objects, name, data)
