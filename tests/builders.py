@@ -113,7 +113,7 @@ class Stream:
         self.json(Kind.HELLO, hello.to_json(), version=hello.version)
 
     def json(self, kind: Kind, text: bytes, **fields: int) -> bytes:
-        header = self._header(kind, **fields)
+        header = self.header_of(kind, **fields)
         self.frames.append(bytes(json_frame(header, text)))
         return self.frames[-1]
 
@@ -132,7 +132,7 @@ class Stream:
 
     def _add(self, header: Header, frame: bytearray) -> bytes:
         """Number, chain and seal a ROWS frame."""
-        like = self._header(Kind.ROWS)
+        like = self.header_of(Kind.ROWS)
         for name in ("job", "generation", "rank", "seq", "chain", "schema_crc"):
             setattr(header, name, getattr(like, name))
         seal(header, frame)
@@ -148,7 +148,7 @@ class Stream:
         """The MARK that ``commit(generation, marker)`` asks for."""
         return self.json(Kind.MARK, Mark(0, sum(map(len, self.frames)), ()).to_json(), marker=marker, step=10 * marker)
 
-    def _header(self, kind: Kind, **fields: int) -> Header:
+    def header_of(self, kind: Kind, **fields: int) -> Header:
         chain = parse_header(self.frames[-1]).header_crc if self.frames else 0
         return Header(
             kind,

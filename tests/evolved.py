@@ -164,9 +164,9 @@ class EvolvingJob(Job):
         swept = [index for index, _ in schema.live if self.random.random() < 0.15]
         self.evolve(parent, schema, swept, int(self.random.integers(1, 4)))
 
-    def _put(self, stream: Stream, shard: TableShard, ids: np.ndarray) -> None:
+    def put_rows(self, stream: Stream, shard: TableShard, ids: np.ndarray) -> None:
         stream.filling = self.marker + 1
-        super()._put(stream, shard, ids)
+        super().put_rows(stream, shard, ids)
 
     def note(self, shard: TableShard, arrays: Sequence[np.ndarray]) -> None:
         self.live[shard.table].put(shard.col0, arrays[0], arrays[1:])

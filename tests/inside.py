@@ -7,16 +7,19 @@ and the class that users hold has no member for tests. ``tests/unit/test_fences.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 
 from torchrec_stream_ckpt import StreamCheckpointer
+from torchrec_stream_ckpt.capture.attached_model import Attached
 from torchrec_stream_ckpt.capture.hook import Capture
+from torchrec_stream_ckpt.capture.sender import Sender
 from torchrec_stream_ckpt.capture.staging import RowStager
 from torchrec_stream_ckpt.capture.touched import TouchedRows
 from torchrec_stream_ckpt.dense.dense_state import DenseState
@@ -26,6 +29,7 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.publisher import Publisher
 from torchrec_stream_ckpt.model import FusedKernel
 from torchrec_stream_ckpt.restore.session import Session
+from torchrec_stream_ckpt.save.cadence import Cadence
 from torchrec_stream_ckpt.save.coordinator import Coordinator
 from torchrec_stream_ckpt.save.rank_cut import Cuts
 from torchrec_stream_ckpt.save.stream import Stream
@@ -43,16 +47,21 @@ class Inside:
     # What lives as long as the checkpointer.
 
     @property
+    def attached(self) -> Attached:
+        """The model with our hooks on it; another one after a reshard."""
+        return self._checkpointer._attached
+
+    @property
     def capture(self) -> Capture:
-        return self._checkpointer._attached.capture
+        return self.attached.capture
 
     @property
     def kernels(self) -> list[FusedKernel]:
-        return self._checkpointer._attached.kernels
+        return self.attached.kernels
 
     @property
     def schema(self) -> Schema:
-        return self._checkpointer._attached.schema
+        return self.attached.schema
 
     @property
     def ring(self) -> FrameRing:
@@ -74,8 +83,9 @@ class Inside:
 
     @property
     def tiers(self) -> Tiered:
-        assert self._checkpointer._tiers is not None
-        return self._checkpointer._tiers
+        tiers = self._checkpointer._tiers
+        assert tiers is not None
+        return tiers
 
     @property
     def outer_tier(self) -> Tier:
@@ -112,6 +122,10 @@ class Inside:
         self._streaming._next_marker = number
 
     @property
+    def cadence(self) -> Cadence:
+        return self._streaming._cadence
+
+    @property
     def stranded(self) -> bool:
         """Whether a drain has raised on this rank."""
         return self._streaming._drains.stranded
@@ -138,50 +152,37 @@ class Inside:
 
     def only_affordable_if(self, fact: Callable[[], bool]) -> None:
         """(``max_overhead``) No marker is affordable to this rank where ``fact`` says no."""
-        cadence = self._streaming._cadence
-        own = cadence._affordable
+        own = self.cadence._affordable
         assert own is not None
-        cadence._affordable = lambda: own() if fact() else 1
+        self.cadence._affordable = lambda: own() if fact() else 1
 
     def count_votes(self) -> list[int]:
         """Grows by one with each vote among the ranks that this one starts from here on."""
-        cadence, votes = self._streaming._cadence, list[int]()
-        group = cadence._group
+        votes = list[int]()
+        group = self.cadence._group
 
         class Counting:
             def allreduce(self, *given: Any) -> dist.Work:
                 votes.append(1)
                 return group.allreduce(*given)
 
-        cadence._group = Counting()  # type: ignore[assignment]
+        self.cadence._group = Counting()  # type: ignore[assignment]
         return votes
 
-    @contextmanager
-    def commit_timeout(self, timeout_s: float) -> Iterator[None]:
+    def commit_timeout(self, timeout_s: float) -> AbstractContextManager[object]:
         """Markers that are cut within wait so long for the log."""
-        coordinator = self.coordinator
-        before, coordinator._timeout_s = coordinator._timeout_s, timeout_s
-        try:
-            yield
-        finally:
-            coordinator._timeout_s = before
+        return patch.object(self.coordinator, "_timeout_s", timeout_s)
 
-    @contextmanager
-    def without_proofs(self) -> Iterator[None]:
+    def without_proofs(self) -> AbstractContextManager[object]:
         """Markers that are cut within prove nothing."""
-        cuts = self.cuts
-        before, cuts._prover = cuts._prover, None
-        try:
-            yield
-        finally:
-            cuts._prover = before
+        return patch.object(self.cuts, "_prover", None)
 
     # Parts of the capture, and faults in it.
 
     @property
     def masks(self) -> list[TouchedRows]:
         """One a kernel."""
-        return self.capture._masks
+        return masks_of(self.capture)
 
     def lose_a_hook(self) -> None:
         """The first kernel is updated from here on, and nobody marks its rows."""
@@ -194,13 +195,23 @@ class Inside:
     @property
     def stager(self) -> RowStager:
         """Of the first shard."""
-        return self.capture._sender.stagers[0][0]
+        return sender_of(self.capture).stagers[0][0]
 
     def number_rows_wrong(self) -> None:
         """Frames of the first shard name the row before each of theirs from here on."""
         stager = self.stager
         shard = replace(stager._shard, row0=stager._shard.row0 - 1)
-        self.capture._sender.stagers[0][0] = RowStager(shard, stager._table, stager._identity)
+        sender_of(self.capture).stagers[0][0] = RowStager(shard, stager.table, stager._identity)
+
+
+def masks_of(capture: Capture) -> list[TouchedRows]:
+    """The rows that it has to send, one a kernel."""
+    return capture._masks
+
+
+def sender_of(capture: Capture) -> Sender:
+    """What gathers them into frames."""
+    return capture._sender
 
 
 def inside(checkpointer: StreamCheckpointer) -> Inside:

@@ -27,7 +27,7 @@ def train_with(spec: Spec, settings: StreamConfig, steps: int, build: Build) -> 
     job = trainer(spec, **build)
     checkpointer = attach(job, settings)
     assert checkpointer.restore() is None
-    losses, truths = _go_on(job, checkpointer, steps)
+    losses, truths = go_on(job, checkpointer, steps)
     committed = checkpointer.mark().result(60)
     assert committed.step == steps
     checkpointer.close()
@@ -47,7 +47,7 @@ def restore_with(
     assert restored is not None
     assert f"marker {restored.id}, step {restored.step}" in plan.describe()
     state = truth(job)
-    losses, truths = _go_on(job, checkpointer, steps)
+    losses, truths = go_on(job, checkpointer, steps)
     checkpointer.close()
     return state, restored.step, losses, truths
 
@@ -66,7 +66,7 @@ def restore_once(
     return state, restored.step, restored.source
 
 
-def _go_on(job: Trainer, checkpointer: StreamCheckpointer, steps: int) -> tuple[list[float], Truths]:
+def go_on(job: Trainer, checkpointer: StreamCheckpointer, steps: int) -> tuple[list[float], Truths]:
     losses, truths = [], {}
     for _ in range(steps):
         losses.append(job.step())

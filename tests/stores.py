@@ -170,34 +170,34 @@ class HeldObjects:
     reads_ahead = 4
 
     def __init__(self, held: Mapping[str, bytes]) -> None:
-        self._held = dict(held)
+        self.held = dict(held)
 
     def put(self, name: str, parts: Sequence[Buffer]) -> None:
-        self._held[check_object_name(name)] = b"".join(map(bytes, parts))
+        self.held[check_object_name(name)] = b"".join(map(bytes, parts))
 
     def create(self, name: str, parts: Sequence[Buffer]) -> bool:
-        if name in self._held:
+        if name in self.held:
             return False
         self.put(name, parts)
         return True
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
-        if check_object_name(name) not in self._held:
+        if check_object_name(name) not in self.held:
             raise MissingObjectError("there is no such object", name=name)
-        data = self._held[name]
+        data = self.held[name]
         end = len(data) if end is None else end
         if not 0 <= begin <= end <= len(data):
             raise CorruptionError(f"bytes [{begin}, {end}) were requested, but the object has {len(data)}", name=name)
         return memoryview(data)[begin:end]
 
     def size(self, name: str) -> int | None:
-        return len(self._held[name]) if name in self._held else None
+        return len(self.held[name]) if name in self.held else None
 
     def list(self, prefix: str) -> Iterator[Entry]:
-        return iter([Entry(name, len(data)) for name, data in self._held.items() if name.startswith(prefix)])
+        return iter([Entry(name, len(data)) for name, data in self.held.items() if name.startswith(prefix)])
 
     def delete(self, name: str) -> None:
-        self._held.pop(name, None)
+        self.held.pop(name, None)
 
     def clear_leftovers(self) -> int:
         return 0

@@ -125,7 +125,7 @@ class Job:
         for stream in self.streams:
             for shard in stream.shards:
                 if shard.table in swept:
-                    self._put(stream, shard, np.arange(shard.row0, shard.row0 + shard.rows))
+                    self.put_rows(stream, shard, np.arange(shard.row0, shard.row0 + shard.rows))
 
     def layout(self) -> RankShards | None:
         """Which shards each rank of this generation holds."""
@@ -141,7 +141,7 @@ class Job:
             for part in range(parts):
                 yield TableShard(table, first, last - first, part * cols, cols)
 
-    def _put(self, stream: Stream, shard: TableShard, ids: np.ndarray) -> None:
+    def put_rows(self, stream: Stream, shard: TableShard, ids: np.ndarray) -> None:
         layout = RowLayout.of(self.schema.tables[shard.table], shard.cols)
         arrays: list[np.ndarray] = [ids.astype(np.int64)]
         for section in layout.sections[1:]:
@@ -162,7 +162,7 @@ class Job:
                 shard = stream.shards[number]
                 count = int(self.random.integers(1, shard.rows + 1))
                 ids = shard.row0 + self.random.permutation(shard.rows)[:count]
-                self._put(stream, shard, ids)
+                self.put_rows(stream, shard, ids)
         self.flush()
 
     def flush(self, *, twice: bool = False) -> None:

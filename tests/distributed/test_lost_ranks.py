@@ -200,7 +200,7 @@ def _one_save_is_left_out(uri: str, left_out_by: int, pause_s: float) -> list[st
         collective.new_group = lambda _: made(pause_s - 3)  # gloo's own time-out, which ends a group for good
     job, checkpointer = _attach(uri)
     checkpointer.restore()
-    prepare, left_out = Coordinator._prepare, []
+    prepare, left_out = Coordinator.prepare, []
 
     def once(self: Coordinator, cut: CutOrder, deadline: float) -> MarkerVote:
         if dist.get_rank() == left_out_by and cut.marker == 2:
@@ -208,7 +208,7 @@ def _one_save_is_left_out(uri: str, left_out_by: int, pause_s: float) -> list[st
             return MarkerVote(cut.marker, cut.step, "it still saves an earlier one")
         return prepare(self, cut, deadline)
 
-    Coordinator._prepare = once  # type: ignore[method-assign]
+    Coordinator.prepare = once  # type: ignore[method-assign]
     said = []
     for number in range(1, 5):
         job.step()

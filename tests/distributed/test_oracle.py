@@ -194,7 +194,7 @@ def ids_that_are_off_by_one(_: Trainer, checkpointer: StreamCheckpointer) -> Non
 def sections_of_another_table(_: Trainer, checkpointer: StreamCheckpointer) -> None:
     if dist.get_rank() == 1:
         stager = inside(checkpointer).stager
-        stager._table = inside(checkpointer).schema.index()["ebc.t_user"]
+        stager.table = inside(checkpointer).schema.index()["ebc.t_user"]
 
 
 FAULTS = {

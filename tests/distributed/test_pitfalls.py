@@ -153,7 +153,7 @@ def test_key_value_tables_are_refused_by_name() -> None:
     config = SimpleNamespace(embedding_tables=[SimpleNamespace(name="t")])
     kernel = SimpleNamespace(config=config, emb_module=_bare(SSDTableBatchedEmbeddingBags))
     with pytest.raises(UnsupportedError, match="SSDTableBatchedEmbeddingBags") as caught:
-        modules._kernel("sparse.ebc", kernel)
+        modules.kernel_of("sparse.ebc", kernel)
     assert "tables=t" in str(caught.value)
 
 

@@ -225,17 +225,17 @@ def test_a_row_wise_state_beside_weights_of_other_columns_is_refused(log: Path, 
 
 def test_columns_are_checked_whatever_is_loaded_first_and_not_by_an_earlier_model(log: Path) -> None:
     reader = StreamReader(f"file://{log}")
-    look = reader._looked()
+    look, columns, states = reader._looked(), reader._columns, reader._states
     table = look.entries.tables[WIDE].table
-    reader._columns[table] = {(0, 11), (11, 11), (22, 10)}  # of a model of three ranks
+    columns[table] = {(0, 11), (11, 11), (22, 10)}  # of a model of three ranks
     dcp.load(plain(), storage_reader=reader, no_dist=True)
-    assert reader._columns[table] == {(0, 32)}
-    assert table in reader._states
-    reader._columns[table] = {(0, 11)}
+    assert columns[table] == {(0, 32)}
+    assert table in states
+    columns[table] = {(0, 11)}
     with pytest.raises(ColumnResplitError):
         reader._check_table(look, table)  # as the weights of another model would, after these states
     reader.reset()
-    assert not reader._states
+    assert not states
 
 
 def test_a_failure_to_find_a_marker_is_not_raised_by_a_later_load(log: Path) -> None:

@@ -46,7 +46,7 @@ def train_and_hang(spec: Spec, settings: StreamConfig, steps: int, told: str) ->
     checkpointer = attach(job, settings)
     restored = checkpointer.restore()
     truths: Truths = {0: truth(job)}
-    losses, more = jobs._go_on(job, checkpointer, steps)
+    losses, more = jobs.go_on(job, checkpointer, steps)
     truths |= more
     torch.save((restored.source if restored else None, truths), f"{told}.{dist.get_rank()}")
     dist.barrier()
@@ -156,7 +156,7 @@ def test_a_marker_that_is_damaged_on_both_tiers_leads_to_the_one_before(tmp_path
 
 def train_while_relays_die(spec: Spec, settings: StreamConfig, steps: int, kills: int) -> tuple[Truths, int]:
     """A job whose relay gets SIGKILL again and again."""
-    process._RESTART_S = (0.1, 0.2)
+    process.RESTART_S = (0.1, 0.2)
     job = trainer(spec)
     checkpointer = attach(job, settings)
     checkpointer.restore()

@@ -64,7 +64,7 @@ class Boundaries:
         for _ in range(steps):
             self.pass_step()
             self.boundary()
-            if self.cadence._works:
+            if self.cadence.works:
                 self.votes.append(self.step)
 
     def pass_step(self) -> None:
@@ -181,7 +181,9 @@ def _interrupted_anywhere() -> list[tuple[int, int, list[int]]]:
             boundaries.train(8)
             left[0] = 0
             boundaries.train(4)
-            found.append((boundaries.cadence._next, boundaries.step, [step for step in boundaries.cuts if step > 6]))
+            found.append(
+                (boundaries.cadence.next_step, boundaries.step, [step for step in boundaries.cuts if step > 6])
+            )
             boundaries.cadence.close(20.0)
             last = torch.tensor(int(not hit))
             dist.all_reduce(last)

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.gpu.job import Build, attach, make, restored, run, truth
-from tests.inside import inside
+from tests.inside import inside, masks_of, sender_of
 from tests.played import cuda
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.capture import sender, staging
@@ -140,9 +140,9 @@ def test_launches_of_a_drain_grow_with_its_runs_and_by_one_copy_a_frame(
         checkpointer.mark().result(60)
         capture = inside(checkpointer).capture
         for most in (64, 16):
-            for stager in (each for stagers in capture._sender.stagers for each in stagers):
-                stager._layout = dataclasses.replace(stager._layout, max_rows=most)
-            for mask in capture._masks:
+            for stager in (each for stagers in sender_of(capture).stagers for each in stagers):
+                stager.layout = dataclasses.replace(stager.layout, max_rows=most)
+            for mask in masks_of(capture):
                 mask.mark_rows(None)
             runs.clear()
             assert not capture.look(due=True)

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.gpu.job import Build, attach, covers, make, restored, truth
 from torchrec_stream_ckpt.errors import StreamCkptError, UnsupportedError
-from torchrec_stream_ckpt.model.modules import _check_kernel
+from torchrec_stream_ckpt.model.modules import check_kernel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -34,7 +34,7 @@ def test_lars_is_refused(device: torch.device, tmp_path: Path) -> None:
         [(4, 8, EmbeddingLocation.DEVICE, ComputeDevice.CUDA)], optimizer=EmbOptimType.LARS_SGD, device=device
     )
     with pytest.raises(UnsupportedError, match="the fused optimizer LARS_SGD is not captured"):
-        _check_kernel(kernel, {})
+        check_kernel(kernel, {})
 
 
 @covers(SSD, outcome="refused", why="`SSDTable`; the wheels of FBGEMM have no RocksDB, so such a table cannot be built")

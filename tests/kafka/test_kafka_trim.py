@@ -132,7 +132,7 @@ def test_a_partition_is_trimmed_up_to_the_first_offset_that_anybody_needs(log: L
     from confluent_kafka import TopicPartition
     from confluent_kafka.admin import AdminClient
 
-    name, brokers = str(log._brokers.uri.data_topic), log._brokers.uri.brokers  # type: ignore[attr-defined]
+    name, brokers = str(log.uri.data_topic), log.uri.brokers  # type: ignore[attr-defined]
     admin = AdminClient({"bootstrap.servers": brokers})
     for deleted in admin.delete_records([TopicPartition(name, 0, 15)]).values():
         deleted.result(20)

@@ -285,7 +285,7 @@ def _prove_and_die(root: Path, environment: dict[str, str], *, small: bool) -> N
     os.environ.update(environment)
     if small:
         window.SHARE_BYTES = PART_BYTES
-        failpoints._arm_by_environment()  # the driver does small tasks itself
+        failpoints.arm_by_environment()  # the driver does small tasks itself
     else:
         make_all_large()
     materialize(root, None)

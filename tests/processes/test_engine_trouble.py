@@ -87,7 +87,7 @@ def test_a_task_in_which_workers_end_by_themselves_is_not_called_short_of_memory
     error = error_of(future)
     assert "3 workers in a row have died at one task (ends): status 3, status 3, status 3" in error.message
     assert error.hint == "read what they have printed: nothing has killed them"
-    assert [processes._how(-9), processes._how(-40)] == ["SIGKILL", "signal 40"]
+    assert [processes.how_it_ended(-9), processes.how_it_ended(-40)] == ["SIGKILL", "signal 40"]
 
 
 def test_a_worker_that_cannot_be_started_is_named_and_started_once_it_can_be(tmp_path: Path) -> None:

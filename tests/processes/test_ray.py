@@ -218,5 +218,5 @@ def test_a_cluster_that_is_away_or_of_another_version_is_named(
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(ConfigError, match="Ray cannot be imported") as told:
-        on_ray._library()
+        on_ray.library()
     assert told.value.hint == "pip install 'torchrec_stream_ckpt[ray]'"

@@ -43,7 +43,9 @@ def test_a_shortening_that_is_killed_takes_nothing_and_is_finished_by_the_next(l
     shorten(log)
     grow(log, 4, 6)
     fuse = os.environ | {"STREAM_CKPT_FAILPOINTS": f"{point}=kill"}
-    killed = subprocess.run([sys.executable, "-c", _PROGRAM, str(log._root)], env=fuse, timeout=300, check=False)
+    killed = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, str(log.uri.directory)], env=fuse, timeout=300, check=False
+    )
     assert killed.returncode == -signal.SIGKILL
     assert markers(log) == [1, 2, 3, 4, 5, 6]
     grow(log, 7, 7)

@@ -52,7 +52,7 @@ class FaultyProxy:
 
         class Handler(socketserver.StreamRequestHandler):
             def handle(self) -> None:
-                proxy._serve(self)
+                proxy.serve(self)
 
         class Server(socketserver.ThreadingTCPServer):
             daemon_threads = True
@@ -105,7 +105,7 @@ class FaultyProxy:
         self._server.server_close()
         self._thread.join()
 
-    def _serve(self, client: socketserver.StreamRequestHandler) -> None:
+    def serve(self, client: socketserver.StreamRequestHandler) -> None:
         while line := client.rfile.readline():
             method, target, _ = line.decode("latin-1").split()
             headers = http.client.parse_headers(client.rfile)

@@ -20,6 +20,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from hypothesis import strategies as st
 
+from tests.inside import sender_of
 from torchrec_stream_ckpt.capture.counts import Record, deferral
 from torchrec_stream_ckpt.capture.hook import Capture
 from torchrec_stream_ckpt.capture.sender import Drain
@@ -60,8 +61,8 @@ class Job:
         self.read: State = [torch.full_like(values, float("nan")) for values in self.tables()]
         identity = StreamIdentity(b"0" * 16, 1, 0, self.schema.crc)
         self.capture.open(identity, self.ring, self._take, swept=range(len(ROWS)))
-        for stager in self.capture._sender.stagers[0]:
-            stager._layout = replace(stager._layout, max_rows=FRAME_ROWS)
+        for stager in sender_of(self.capture).stagers[0]:
+            stager.layout = replace(stager.layout, max_rows=FRAME_ROWS)
         while not self.capture.swept:
             self.capture.sweep(Drain(0, 0), 1_000)
             self.log_takes(9)
@@ -85,7 +86,7 @@ class Job:
         ]
         config = SimpleNamespace(embedding_tables=tables)
         optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}])
-        return modules._kernel("m", SimpleNamespace(config=config, emb_module=self.tbe, fused_optimizer=optimizer))
+        return modules.kernel_of("m", SimpleNamespace(config=config, emb_module=self.tbe, fused_optimizer=optimizer))
 
     def tables(self) -> State:
         """Weights and states: live views. A write to them between a forward and its backward goes unnoticed."""

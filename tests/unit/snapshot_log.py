@@ -57,7 +57,7 @@ RECORDS = st.one_of(
 
 def again(log: FileLog) -> FileLog:
     """As another process opens it."""
-    return FileLog(log._root)
+    return FileLog(log.uri.directory)
 
 
 def grow(log: FileLog, first: int, last: int, sign: Callable[[Commit], Commit] = lambda made: made) -> None:

@@ -52,7 +52,7 @@ class Store(HeldObjects):
         return super().read(name, begin, end)
 
     def copy(self) -> Store:
-        return Store(dict(self._held))
+        return Store(dict(self.held))
 
 
 @cache

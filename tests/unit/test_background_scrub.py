@@ -124,7 +124,7 @@ def test_a_store_that_is_away_is_outlasted(job: Job, monkeypatch: pytest.MonkeyP
 def test_its_values_are_among_the_metrics_and_its_events_are_said() -> None:
     events: list[Event] = []
     service = MaterializeService(lambda: None, lambda _: None, events.append)
-    values: dict[str, Any] = dict(verb._values(service, None))
+    values: dict[str, Any] = dict(verb.metric_values(service, None))
     assert values.keys() == METRICS.keys()
     assert [values[name] for name in ("scrubbed_bytes", "scrub_damaged", "scrub_repaired", "scrub_oldest_s")] == [0] * 4
     service.scrub_trouble(StoreUnavailableError("the disk is away", hint="mend it"))

@@ -112,7 +112,7 @@ def folded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folded]:
             for stream in job.streams:
                 for shard in stream.shards:
                     ids = np.sort(job.random.choice(shard.rows, round(SHARE * shard.rows), replace=False))
-                    job._put(stream, shard, shard.row0 + ids)
+                    job.put_rows(stream, shard, shard.row0 + ids)
             job.flush()
             job.commit()
         made = Folded(job, ByKind(open_store(str(root / "store"))))

@@ -197,7 +197,7 @@ def test_a_cover_is_gapless_and_no_other_leads_further(markers: set[str], spans:
         (chain[start].id if start >= 0 else None, chain[end].id) for start, end in spans
     )
     for each in chain:
-        catalog._kept.put(manifest_name(JOB, each.id), Shelf.manifest(_Bare(), each), 1)
+        catalog.kept.put(manifest_name(JOB, each.id), Shelf.manifest(_Bare(), each), 1)
     cover = catalog.cover(chain)
     ends = [place for place in reached - {-1} if str(chain[place].id) in markers]
     if not ends:

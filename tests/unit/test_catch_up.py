@@ -126,7 +126,7 @@ def test_what_was_read_of_many_manifests_is_bounded(tmp_path: Path, monkeypatch:
     chain = lineage.chain(max(lineage.commits))
     for _ in range(2):
         assert len(found.cover(chain)) == 30
-        assert len(found._kept) <= 10
+        assert len(found.kept) <= 10
 
 
 def work_of(act: Callable[[], object]) -> int:

@@ -185,13 +185,13 @@ def test_a_pin_of_a_marker_whose_rows_are_gone_says_so(history: History) -> None
 
 
 def test_a_pin_that_comes_too_late_says_so_and_is_not_there(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
-    look = pins._check_offered
+    look = pins.check_offered
 
     def look_and_lose(objects: Objects, job: bytes, marker: MarkerId, **how: bool) -> None:
         look(objects, job, marker, **how)
         gc(history, "--newest", "1")
 
-    monkeypatch.setattr(pins, "_check_offered", look_and_lose)
+    monkeypatch.setattr(pins, "check_offered", look_and_lose)
     with pytest.raises(MarkerNotFoundError, match="marker 1:1 was given up by retention on 20"):
         run("pin", f"file://{history.root}", "1:1", "--store", str(history.root))
     assert not list(history.objects.list("pins/"))

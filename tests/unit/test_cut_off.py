@@ -66,6 +66,14 @@ def log_of(monkeypatch: pytest.MonkeyPatch, ends: dict[str, tuple[int, int]]) ->
     return KafkaLog(KafkaUri(f"{OLD},{AWAY},{NEW}", "job"), {})
 
 
+def brokers_of(part: KafkaLog | Reader) -> Brokers:
+    return part._brokers
+
+
+def reader_of(log: KafkaLog) -> Reader:
+    return log._reader
+
+
 SPAN = LogSpan(1, 0, 10, 20)
 
 
@@ -82,8 +90,8 @@ def test_a_record_that_a_broker_was_not_given_is_an_outage_and_one_that_is_gone_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log = log_of(monkeypatch, {OLD: (15, 3), NEW: (25, 4)})
-    assert isinstance(log._reader._out_of_range("job.data", 0, 18), LogUnavailableError)
-    assert isinstance(log._reader._out_of_range("job.data", 0, 30), CorruptionError)
+    assert isinstance(reader_of(log).out_of_range("job.data", 0, 18), LogUnavailableError)
+    assert isinstance(reader_of(log).out_of_range("job.data", 0, 30), CorruptionError)
 
 
 def test_after_a_failure_new_clients_ask_the_brokers_that_know_the_newest_leader(
@@ -91,14 +99,14 @@ def test_after_a_failure_new_clients_ask_the_brokers_that_know_the_newest_leader
 ) -> None:
     ends = {OLD: (15, 3), NEW: (25, 4)}
     log = log_of(monkeypatch, ends)
-    log._brokers.look_around("job.data", [0])
-    assert (log._brokers.asked.brokers, log._brokers.uri.brokers) == (NEW, f"{OLD},{AWAY},{NEW}")
+    brokers_of(log).look_around("job.data", [0])
+    assert (brokers_of(log).asked.brokers, brokers_of(log).uri.brokers) == (NEW, f"{OLD},{AWAY},{NEW}")
     ends[OLD] = ends[AWAY] = ends[NEW]  # it is back
-    log._brokers.look_around("job.data", [0])
-    assert log._brokers.asked.brokers == f"{OLD},{AWAY},{NEW}"
+    brokers_of(log).look_around("job.data", [0])
+    assert brokers_of(log).asked.brokers == f"{OLD},{AWAY},{NEW}"
     ends.clear()
-    log._brokers.look_around("job.data", [0])
-    assert log._brokers.asked == log._brokers.uri
+    brokers_of(log).look_around("job.data", [0])
+    assert brokers_of(log).asked == brokers_of(log).uri
 
 
 def answering(monkeypatch: pytest.MonkeyPatch, *said: tuple[int, int]) -> Brokers:
@@ -133,7 +141,7 @@ def test_a_topic_that_was_made_anew_counts_its_leaders_anew(monkeypatch: pytest.
     for made in ("first", "second"):
         monkeypatch.setattr(Brokers, "ask", lambda *_, made=made: {"job.data": SimpleNamespace(topic_id=made)})
         brokers.describe()
-        assert brokers._epochs == ({("job.data", 0): 4} if made == "first" else {})
+        assert brokers.epochs == ({("job.data", 0): 4} if made == "first" else {})
 
 
 def test_who_begins_to_read_control_records_asks_the_newest_leader_for_all_of_them(
@@ -145,7 +153,7 @@ def test_who_begins_to_read_control_records_asks_the_newest_leader_for_all_of_th
     read = lambda _reader, _topic, _partition, begin, end, _idle_s: ((each, b"") for each in range(begin, end))  # noqa: E731
     monkeypatch.setattr(Reader, "_read_on", read)
     assert [offset for offset, _ in log.read_control()] == [0, 1, 2, 3]
-    assert log._brokers.asked.brokers == NEW
+    assert brokers_of(log).asked.brokers == NEW
 
 
 def test_a_mark_that_a_broker_was_not_given_is_read_from_one_that_knows_the_leader(
@@ -154,8 +162,8 @@ def test_a_mark_that_a_broker_was_not_given_is_read_from_one_that_knows_the_lead
     log, asked = log_of(monkeypatch, {OLD: (15, 3), NEW: (25, 4)}), list[str]()
 
     def fetch(reader: Reader, offsets: Mapping[int, int]) -> dict[int, bytes | None]:
-        asked.append(reader._brokers.asked.brokers)
-        if reader._brokers.asked.brokers != NEW:
+        asked.append(brokers_of(reader).asked.brokers)
+        if brokers_of(reader).asked.brokers != NEW:
             raise LogUnavailableError("no answer")
         return dict.fromkeys(offsets)
 
@@ -173,7 +181,7 @@ def test_a_mark_that_is_the_first_record_that_a_broker_was_not_given_is_not_lost
     frame = claim(1).to_frame()
 
     def fetch(reader: Reader, offsets: Mapping[int, int]) -> dict[int, bytes | None]:
-        return dict.fromkeys(offsets, frame if reader._brokers.asked.brokers == NEW else None)
+        return dict.fromkeys(offsets, frame if brokers_of(reader).asked.brokers == NEW else None)
 
     monkeypatch.setattr(Reader, "_fetch_at", fetch)
     log.check_marks([MarkPlace(1, 0, 10, parse_header(frame).header_crc)])
@@ -185,12 +193,12 @@ def test_who_reads_and_gets_no_answer_reads_on_from_one_that_knows_the_leader(mo
     def read(
         reader: Reader, _topic: str, _partition: int, begin: int, end: int, _idle_s: float
     ) -> Iterator[tuple[int, bytes]]:
-        asked.append((reader._brokers.asked.brokers, begin))
-        knows = reader._brokers.asked.brokers == NEW
+        asked.append((brokers_of(reader).asked.brokers, begin))
+        knows = brokers_of(reader).asked.brokers == NEW
         yield from ((offset, b"") for offset in range(begin, end if knows else 15))
         if not knows:
             raise LogUnavailableError("no answer")
 
     monkeypatch.setattr(Reader, "_read_on", read)
-    assert [offset for offset, _ in log._reader.records("job.data", 0, 10, 20)] == list(range(10, 20))
+    assert [offset for offset, _ in reader_of(log).records("job.data", 0, 10, 20)] == list(range(10, 20))
     assert asked == [(f"{OLD},{AWAY},{NEW}", 10), (NEW, 15)]

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.inside import masks_of, sender_of
 from tests.sampled import sampled
 from tests.unit.captured_job import BUDGET_BYTES, EVENTS, ROWS, Job
 from torchrec_stream_ckpt.capture.counts import LateCounts
@@ -57,7 +58,7 @@ class DeferredJob(Job):
     def __init__(self, budget_bytes: int = BUDGET_BYTES, ring_frames: int = 2) -> None:
         self.copies = Copies()
         super().__init__(budget_bytes, defer=lambda _device: self.copies)
-        self.ring = self.capture._sender.ring = FrameRing(ring_frames * MAX_FRAME_BYTES, budget_bytes)
+        self.ring = sender_of(self.capture).ring = FrameRing(ring_frames * MAX_FRAME_BYTES, budget_bytes)
         self.taken.clear()
 
     def arrive(self) -> None:
@@ -65,7 +66,7 @@ class DeferredJob(Job):
 
     def sweep_again(self, table: int) -> None:
         if self.cut is None:
-            self.capture._masks[0].sweep.again([table])
+            masks_of(self.capture)[0].sweep.again([table])
 
     def sweep(self, max_bytes: int) -> None:
         if self.cut is None:
@@ -89,7 +90,7 @@ class DeferredJob(Job):
 
     @property
     def marked(self) -> list[int]:
-        return self.capture._masks[0].touched.find().tolist()
+        return masks_of(self.capture)[0].touched.find().tolist()
 
 
 MORE_EVENTS = st.one_of(
@@ -259,7 +260,7 @@ def test_a_few_ids_of_a_large_shard_are_marked_without_flags() -> None:
 
 def test_an_id_of_no_table_is_refused_once_the_counts_are_there_and_by_a_marker() -> None:
     job = DeferredJob()
-    job.capture._masks[0].touched.fill_rows(torch.tensor([sum(ROWS)]))
+    masks_of(job.capture)[0].touched.fill_rows(torch.tensor([sum(ROWS)]))
     for _ in range(2):
         with pytest.raises(UnsupportedError, match=r"contained id -1.*"):
             job.drain_by_counts()
@@ -322,9 +323,9 @@ def asynchronous() -> Iterator[None]:
 
 def test_look_drain_and_sweep_wait_for_nothing() -> None:
     job = DeferredJob(ring_frames=3)
-    job.capture._sender.submit = lambda buffer: job.taken.append(buffer) or 0
+    sender_of(job.capture).submit = lambda buffer: job.taken.append(buffer) or 0
     job.sweep_again(0)
-    job.capture._masks[0].mark_rows(None)
+    masks_of(job.capture)[0].mark_rows(None)
     with asynchronous():
         for _ in range(20):
             job.capture.sweep(Drain(1, 1), 100)

@@ -58,8 +58,8 @@ def test_a_digest_is_that_of_the_definition(dtype: torch.dtype) -> None:
 def test_a_gpu_finds_the_same_digests(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dense_digests, "_PIECE_WORDS", 2 * COLUMNS)
     tensors = {f"{shape}": random_tensor(dtype, *shape) for shape in [(), (0,), (3,), (40, 170), (1024,), (90, 91)]}
-    runs = [run for name, tensor in tensors.items() for run in dense_digests._runs(name, LocalBox.of(tensor))]
-    found = {run.name: digest for run, digest in zip(runs, dense_digests._on_device(runs), strict=True)}
+    runs = [run for name, tensor in tensors.items() for run in dense_digests.word_runs(name, LocalBox.of(tensor))]
+    found = {run.name: digest for run, digest in zip(runs, dense_digests.digest_on_device(runs), strict=True)}
     assert {"(0,)": 0, **found} == digests(tensors)
 
 
@@ -107,7 +107,7 @@ def test_parts_add_up(box: tuple[int, int, int, int]) -> None:
     rest = whole.clone()
     rest[row:row_end, column:column_end] = 0
     part = LocalBox(whole[row:row_end, column:column_end], (40, 70), (row, column))
-    digest = sum(digest_words("a", run.words.numpy(), run.first) for run in dense_digests._runs("a", part))
+    digest = sum(digest_words("a", run.words.numpy(), run.first) for run in dense_digests.word_runs("a", part))
     assert (digest + digests({"a": rest})["a"]) % MODULUS == digests({"a": whole})["a"]
     if row < row_end:
         assert (len(list(part.runs())) == 1) == (column_end - column == 70 or row_end - row == 1)

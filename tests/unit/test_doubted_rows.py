@@ -341,7 +341,7 @@ def test_doubts_go_with_the_table_where_two_tables_change_names(tmp_path: Path) 
                 for shard in stream.shards:
                     mine = np.array([each for each in ids if shard.row0 <= each < shard.row0 + shard.rows])
                     if shard.table == 1 and len(mine):  # t_a now
-                        job._put(stream, shard, mine)
+                        job.put_rows(stream, shard, mine)
             job.flush()
             job.commit()
         with pytest.raises(ProofMismatchError, match=r"t_b weights rows \[64, 128\) \(proved by 1:2"):

@@ -195,10 +195,10 @@ def test_a_serving_stream_goes_along_with_a_change(tmp_path: Path) -> None:
 class Halves(EvolvingJob):
     """Sends values that bfloat16 holds exactly."""
 
-    def _put(self, stream: Stream, shard: TableShard, ids: np.ndarray) -> None:
+    def put_rows(self, stream: Stream, shard: TableShard, ids: np.ndarray) -> None:
         random, self.random = self.random, _Half(self.random)  # type: ignore[assignment]
         try:
-            super()._put(stream, shard, ids)
+            super().put_rows(stream, shard, ids)
         finally:
             self.random = random
 

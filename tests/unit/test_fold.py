@@ -318,13 +318,13 @@ def test_memory_is_kept_for_rows_like_the_last_ones_alone() -> None:
     sorter = RowSorter(SCHEMA)
     for _ in range(50):
         sorter.add(ROWWISE, 0, 8, rows(list(range(60)), 1.0))
-    kept = sum(part.capacity_bytes for part in sorter._slices.values())
+    kept = sum(part.capacity_bytes for part in sorter.slices.values())
     assert kept <= 1.25 * 1.05 * sorter.num_bytes
     sorter.chunks()
-    assert sum(part.capacity_bytes for part in sorter._slices.values()) == kept
+    assert sum(part.capacity_bytes for part in sorter.slices.values()) == kept
     sorter.add(ROWWISE, 0, 8, rows([1], 1.0))
     sorter.chunks()
-    assert sorter._slices == {}
+    assert sorter.slices == {}
 
 
 def test_more_rows_than_a_chunk_takes_are_cut() -> None:

@@ -214,7 +214,7 @@ class Breaking:
     def __init__(self, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
         self._rng = rng
         self.on = False
-        for method in ("_windows", "_sent", "_picked"):
+        for method in ("_windows", "sent", "_picked"):
             monkeypatch.setattr(FollowedJob, method, self._broken(getattr(FollowedJob, method)))
 
     def _broken(self, whole: Callable[..., Iterator[Changed]]) -> Callable[..., Iterator[Changed]]:

@@ -134,7 +134,7 @@ class LosingJob(EvolvingJob):
             for shard in stream.shards:
                 mine = ids[(ids >= shard.row0) & (ids < shard.row0 + shard.rows)]
                 if shard.table == 0 and len(mine):
-                    EvolvingJob._put(self, stream, shard, mine)
+                    EvolvingJob.put_rows(self, stream, shard, mine)
         self.flush()
 
 
@@ -236,7 +236,7 @@ def test_a_serving_stream_publishes_nothing_that_is_not_as_it_was_proved(
     for stream in losing.streams:
         for shard in stream.shards:
             if shard.table == 1:
-                EvolvingJob._put(losing, stream, shard, np.arange(shard.row0, shard.row0 + shard.rows))
+                EvolvingJob.put_rows(losing, stream, shard, np.arange(shard.row0, shard.row0 + shard.rows))
     losing.flush()
     losing.commit()
     out = f"file://{tmp_path / 'out'}"

@@ -137,13 +137,13 @@ def test_half_an_update_is_never_served_and_the_next_one_mends_it(
     tables.advance()
     job.touch()
     marker = job.commit()
-    chunks = FollowedJob._sent
+    chunks = FollowedJob.sent
 
     def breaking(source: FollowedJob, sources: object) -> Iterator[Changed]:
         yield next(chunks(source, sources))  # type: ignore[arg-type]
         raise CorruptionError("the disk has failed")
 
-    monkeypatch.setattr(FollowedJob, "_sent", breaking)
+    monkeypatch.setattr(FollowedJob, "sent", breaking)
     with pytest.raises(CorruptionError, match="the disk has failed"):
         tables.advance()
     with pytest.raises(ReplicaNotReadyError, match="was interrupted"):
@@ -159,7 +159,7 @@ def test_a_store_that_is_away_in_the_middle_of_an_update_is_waited_for(
     tables.advance()
     job.touch()
     marker = job.commit()
-    chunks, failures = FollowedJob._sent, iter([True, True])
+    chunks, failures = FollowedJob.sent, iter([True, True])
 
     def breaking(source: FollowedJob, sources: object) -> Iterator[Changed]:
         for changed in chunks(source, sources):  # type: ignore[arg-type]
@@ -167,7 +167,7 @@ def test_a_store_that_is_away_in_the_middle_of_an_update_is_waited_for(
             if next(failures, False):
                 raise StoreUnavailableError("nobody answers")
 
-    monkeypatch.setattr(FollowedJob, "_sent", breaking)
+    monkeypatch.setattr(FollowedJob, "sent", breaking)
     tables.start()
     wait_for(lambda: tables.follower.marker == marker.id or tables.failure is not None)
     assert tables.failure is None

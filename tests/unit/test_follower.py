@@ -22,7 +22,7 @@ from tests.followers import (
     truth,
 )
 from tests.synthetic import SCHEMA, Job
-from torchrec_stream_ckpt import follow
+from torchrec_stream_ckpt import Follower, follow
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
@@ -32,6 +32,7 @@ from torchrec_stream_ckpt.errors import (
     StreamLostError,
 )
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.inner import Log
 from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.control.trim import trim_log
 from torchrec_stream_ckpt.maintain.compactor import Policy
@@ -49,6 +50,10 @@ def job(tmp_path: Path) -> Job:
 def replica(job: Job, tmp_path: Path) -> Iterator[Replica]:
     with following(job, tmp_path) as replica:
         yield replica
+
+
+def log_of(follower: Follower) -> Log:
+    return follower._source.job.log
 
 
 def test_each_marker_is_reached_by_what_changed_alone(job: Job, replica: Replica) -> None:
@@ -242,7 +247,7 @@ def test_an_outage_is_outlasted_for_a_while(
                 raise LogUnavailableError("nobody answers")
             return read(start, garbage=garbage)
 
-        monkeypatch.setattr(follower._source.job.log, "read_control", failing)
+        monkeypatch.setattr(log_of(follower), "read_control", failing)
         job.touch()
         marker = job.commit()
         update = next(follower.updates(30))
@@ -258,7 +263,7 @@ def test_an_outage_that_lasts_is_raised(job: Job, tmp_path: Path, monkeypatch: p
         raise LogUnavailableError("nobody answers")
 
     with follow(f"file://{job.root}", scratch=tmp_path, poll_s=0.01, outage_s=0.05) as follower:
-        monkeypatch.setattr(follower._source.job.log, "read_control", failing)
+        monkeypatch.setattr(log_of(follower), "read_control", failing)
         with pytest.raises(LogUnavailableError, match="nobody answers"):
             list(follower.updates())
 

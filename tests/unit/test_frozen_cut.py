@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.inside import sender_of
 from tests.sampled import sampled
 from tests.unit.captured_job import BUDGET_BYTES, EVENTS, Job
 from torchrec_stream_ckpt.capture.sender import Drain
@@ -58,7 +59,7 @@ def test_one_step_fills_the_ring_once_whatever_the_log_takes_meanwhile() -> None
         job.ring.release(buffer)
         return 0
 
-    job.capture._sender.submit = acknowledged_at_once
+    sender_of(job.capture).submit = acknowledged_at_once
     assert not job.capture.drain(Drain(1, 1))
     assert sent == job.ring.capacity
 
@@ -130,11 +131,11 @@ def test_a_stream_that_has_ended_gives_the_cut_up_and_lets_the_update_pass() -> 
     def ended(_buffer: FrameBuffer) -> int:
         raise RuntimeError("the publisher thread has died")
 
-    live, job.capture._sender.submit = job.capture._sender.submit, ended
+    live, sender_of(job.capture).submit = sender_of(job.capture).submit, ended
     before = [values.clone() for values in job.tables()]
     job.forward([8], [])
     job.backward(0)
     assert job.given_up == 1
     assert not torch.equal(before[0], job.tables()[0])
-    job.capture._sender.submit = live
+    sender_of(job.capture).submit = live
     job.end()

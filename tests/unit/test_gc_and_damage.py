@@ -50,10 +50,6 @@ class Stepped(HeldObjects):
         self._step()
         return super().read(name, begin, end)
 
-    @property
-    def held(self) -> dict[str, bytes]:
-        return self._held
-
 
 @pytest.fixture
 def history(tmp_path: Path) -> History:
@@ -69,7 +65,7 @@ def folded(history: History, pool: Executor) -> dict[str, bytes]:
         history.log, store, lambda _: open_dense(str(history.root)), pool, Policy(rebase=1e-9, compact="none")
     )  # type: ignore[arg-type]
     assert len(list(one.catch_up(history.lineage))) == 6
-    return store._held
+    return store.held
 
 
 def gc(history: History, store: HeldObjects, pool: Executor, now_s: float, newest: int = 1) -> GcPlan:
@@ -80,10 +76,10 @@ def gc(history: History, store: HeldObjects, pool: Executor, now_s: float, newes
 
 def flip(store: HeldObjects, part: str) -> str:
     """One bit of the newest base; returns which object."""
-    name = next(name for name in sorted(store._held) if part in name)
-    data = bytearray(store._held[name])
+    name = next(name for name in sorted(store.held) if part in name)
+    data = bytearray(store.held[name])
     data[-10] ^= 4
-    store._held[name] = bytes(data)
+    store.held[name] = bytes(data)
     return name
 
 
@@ -93,7 +89,7 @@ def is_there(history: History, store: HeldObjects) -> bool:
     catalog, found = Catalog.load(store, lineage.job), False  # type: ignore[arg-type]
     for folds in (catalog.folds, *(catalog.folds - {fold} for fold in catalog.folds), frozenset()):
         try:
-            one = replace(catalog, folds=frozenset(folds), _kept=ObjectCache())
+            one = replace(catalog, folds=frozenset(folds), kept=ObjectCache())
             cover = one.cover(lineage.chain(NEWEST))
             if cover:
                 assert stores.rows_in(one, lineage, NEWEST, cover) == history.rows[NEWEST]
@@ -124,7 +120,7 @@ def test_gc_at_any_moment_of_a_repair_leaves_a_good_copy(history: History, pool:
     gc(history, listed, pool, 0.0)
     lineage, deleted = history.lineage, 0
     for step in count(1):
-        store = Stepped(listed._held)
+        store = Stepped(listed.held)
         name = flip(store, f"{BASE}-p000.seg")
         catalog = Catalog.load(store, lineage.job)  # type: ignore[arg-type]
         progress = Progress(lambda: None)

@@ -250,7 +250,7 @@ def test_what_a_fold_replaces_outlasts_another_gc_that_deletes_the_folds_segment
     when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other one has looked for the fold right before it was put. What the fold replaces waits longer than that."""
-    history, merge_all, runs = plain(tmp_path), collecting._merge_all, list[Future[GcPlan]]()
+    history, merge_all, runs = plain(tmp_path), collecting.merge_all, list[Future[GcPlan]]()
     put, over = Event(), Event()
     with ThreadPoolExecutor(2) as pool, ThreadPoolExecutor(1) as other:
         left, _ = stopped_merge(history, MarkerId(1, 2), pool)
@@ -275,7 +275,7 @@ def test_what_a_fold_replaces_outlasts_another_gc_that_deletes_the_folds_segment
         if when == "before it begins":
             begin()
         else:
-            monkeypatch.setattr(collecting, "_merge_all", merging)
+            monkeypatch.setattr(collecting, "merge_all", merging)
         mine = gc(history, rules(HOUR, newest=1), pool)
         replaced = {entry.name for entry in mine.later}
         assert {name.partition("/")[0] for name in replaced} >= {"manifests", "segments"}

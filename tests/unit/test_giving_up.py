@@ -180,14 +180,14 @@ def test_without_a_log_the_store_alone_says_what_is_lost(history: History) -> No
 def test_a_marker_that_is_repaired_after_the_look_stays(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
     """The look reads the whole store, for hours; what it found was given up, whatever had been repaired meanwhile."""
     (path,) = history.root.rglob(FIFTH)
-    right, look = path.read_bytes(), cli_gc._given_up
+    right, look = path.read_bytes(), cli_gc.why_given_up
 
     def look_and_repair(*args: Any, **options: Any) -> Mapping[MarkerId, str]:
         found = look(*args, **options)
         path.write_bytes(right)
         return found
 
-    monkeypatch.setattr(cli_gc, "_given_up", look_and_repair)
+    monkeypatch.setattr(cli_gc, "why_given_up", look_and_repair)
     for named in (("--give-up", "lost"), BOTH):
         harm(history)
         (done,) = gc(history, *named)

@@ -75,8 +75,8 @@ def test_a_folder_that_cannot_be_made_is_an_error_that_says_so(warmed: Warm, pla
     in_the_way.write_text("")
     if place != "a file":
         warmed.writer = HeadWriter(in_the_way / "head", warmed.objects, warmed.pool)
-        assert warmed.materializer._head is not None
-        warmed.materializer._head._writer = warmed.writer
+        assert warmed.materializer.head is not None
+        warmed.materializer.head.writer = warmed.writer
     warmed.follow()
     assert isinstance(warmed.materializer.head_problem, StoreUnavailableError)
     assert "HEAD cannot be written" in warmed.materializer.head_problem.message

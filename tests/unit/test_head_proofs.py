@@ -77,7 +77,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def lose_a_row_of_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next rows that HEAD takes are one less."""
-    write, done = head_writer._HeadSlice.write, []
+    write, done = head_writer.SortedSlice.write, []
 
     def shorter(target: object, view: RowsView, col0: int, cols: int) -> None:
         if not done and len(view.ids) > 1:
@@ -85,7 +85,7 @@ def lose_a_row_of_head(monkeypatch: pytest.MonkeyPatch) -> None:
             view = RowsView(view.ids[1:], view.weights[1:], tuple(state[1:] for state in view.states))
         write(target, view, col0, cols)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(head_writer._HeadSlice, "write", shorter)
+    monkeypatch.setattr(head_writer.SortedSlice, "write", shorter)
 
 
 def test_a_head_that_is_whole_is_compared_and_stays(tmp_path: Path, pool: ThreadPoolExecutor, built: list[int]) -> None:
@@ -128,7 +128,7 @@ def test_a_row_that_the_store_lacks_too_is_not_heads_fault(
     lose_a_row(monkeypatch, "segment")
     for stream in job.job.streams:
         for shard in stream.shards:
-            job.job._put(stream, shard, np.arange(shard.row0, shard.row0 + shard.rows))
+            job.job.put_rows(stream, shard, np.arange(shard.row0, shard.row0 + shard.rows))
     job.job.commit()
     assert job.follow() == ""
     (check,) = job.differing

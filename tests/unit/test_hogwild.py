@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.inside import masks_of
 from tests.unit.captured_job import ROWS, Job
 from torchrec_stream_ckpt.capture import hook
 from torchrec_stream_ckpt.capture.sender import Drain
@@ -65,7 +66,7 @@ class Boundaries(Job):
 
     def __init__(self) -> None:
         super().__init__(budget_bytes=10**6)
-        (mask,) = self.capture._masks
+        (mask,) = masks_of(self.capture)
         freeze = mask.freeze
 
         def frozen() -> None:

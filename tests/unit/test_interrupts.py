@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from tests.inside import masks_of
 from tests.interrupts import interrupt
 from tests.sampled import sampled
 from tests.unit.captured_job import Job
@@ -66,7 +67,7 @@ def _push(job: Job) -> None:
 
 def _sweep(job: Job) -> None:
     for table in range(2):
-        job.capture._masks[0].sweep.again([table])
+        masks_of(job.capture)[0].sweep.again([table])
     job.capture.sweep(Drain(1, 1), 700)
 
 

@@ -114,7 +114,7 @@ def test_tables_are_not_served_with_rows_of_a_marker_that_was_left(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     older = job.commit()
-    sent = FollowedJob._sent
+    sent = FollowedJob.sent
 
     def breaking(source: FollowedJob, sources: object) -> Iterator[Changed]:
         yield next(sent(source, sources))  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ def test_tables_are_not_served_with_rows_of_a_marker_that_was_left(
         job.touch()
         job.commit()
         with monkeypatch.context() as patch:
-            patch.setattr(FollowedJob, "_sent", breaking)
+            patch.setattr(FollowedJob, "sent", breaking)
             with pytest.raises(StoreUnavailableError):
                 tables.advance()
         with pytest.raises(ReplicaNotReadyError, match="interrupted"):

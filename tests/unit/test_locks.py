@@ -135,7 +135,7 @@ def test_a_child_that_begins_during_a_commit_keeps_no_lock(log: FileLog, syncing
         # Again and again, from two logs: as the trainer's markers, and as an operator's fence beside them.
         for record in RECORDS[1:]:
             log.append_control(record)
-        FileLog(log._root).append_control(RECORDS[0])
+        FileLog(log.uri.directory).append_control(RECORDS[0])
     finally:
         end()
     assert [record for _, record in log.read_control()] == [*RECORDS, RECORDS[0]]

@@ -239,7 +239,7 @@ def test_folds_are_made_of_what_gc_has_left(job: Job, tmp_path: Path) -> None:
         assert [next(markers) for _ in range(3)][-1] == MarkerId(1, 3)
         gone = collect(objects, lineage, synthetic.JOB, rules, pool).now
         assert any("m00000002" in entry.name for entry in gone)
-        folding._compactor.policy = Policy(rebase=1e-6, compact="none")
+        folding.compactor.policy = Policy(rebase=1e-6, compact="none")
         assert list(markers) == [MarkerId(1, 4)]
     assert (None, MarkerId(1, 4)) in Catalog.load(objects, synthetic.JOB).folds
     assert folding.counts.fold_bytes > 0

@@ -66,7 +66,7 @@ def test_a_new_base_comes_when_what_came_since_is_larger(job: Job) -> None:
     for _ in range(6):
         for stream in job.streams:
             for shard in stream.shards:  # every row of every table
-                job._put(stream, shard, np.arange(shard.row0, shard.row0 + shard.rows))
+                job.put_rows(stream, shard, np.arange(shard.row0, shard.row0 + shard.rows))
         job.flush()
         job.commit()
         fold(job, objects, policy)
@@ -108,7 +108,7 @@ def test_columns_between_those_that_were_sent_have_no_rows_in_a_span(job: Job, t
         for stream in job.streams:
             for shard in stream.shards:
                 if shard.table == table and shard.col0 in (0, 6):
-                    job._put(stream, shard, np.arange(shard.row0, shard.row0 + 5))
+                    job.put_rows(stream, shard, np.arange(shard.row0, shard.row0 + 5))
         job.flush()
         job.commit()
     catalog = Catalog.load(check(job, Policy(rebase=0, compact="span4")), synthetic.JOB)

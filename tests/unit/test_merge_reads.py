@@ -86,7 +86,7 @@ def spread_job(root: Path) -> Job:
     job.commit()
     for _ in range(30):
         stream = job.streams[0]
-        job._put(stream, stream.shards[0], np.sort(job.random.choice(ROWS, 100, replace=False)))
+        job.put_rows(stream, stream.shards[0], np.sort(job.random.choice(ROWS, 100, replace=False)))
         job.flush()
         job.commit()
     fold(job, open_store(str(root.parent / "store")), Policy(rebase=0, compact="none"))

@@ -67,10 +67,10 @@ def test_markers_are_followed_to_their_end() -> None:
     telemetry.follow(MarkerId(1, 1), 10, futures[0])
     futures[0].set_result(Committed(1, 1, 10))
     telemetry.follow(MarkerId(1, 2), 20, futures[1])
-    assert telemetry._in_flight == 1
+    assert telemetry.in_flight == 1
     futures[1].set_exception(MarkerFailedError("the log is away"))
-    assert (telemetry._committed, telemetry._failed, telemetry._in_flight) == (1, 1, 0)
-    assert (telemetry._newest.marker, telemetry._newest.step) == (MarkerId(1, 1), 10)
+    assert (telemetry.committed, telemetry.failed, telemetry.in_flight) == (1, 1, 0)
+    assert (telemetry.newest.marker, telemetry.newest.step) == (MarkerId(1, 1), 10)
     assert telemetry.commit.read().count == 1
 
 

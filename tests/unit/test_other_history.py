@@ -57,8 +57,8 @@ def store(history: History, theirs: dict[str, bytes]) -> Store:
 def take(store: Store, theirs: dict[str, bytes], marker: MarkerId) -> None:
     """Put their manifest and interval of a marker in the place of ours."""
     for name in (manifest_name(JOB, marker), StoreSegment(JOB, marker, 0, 0).name):
-        assert store._held[name] != theirs[name]
-        store._held[name] = theirs[name]
+        assert store.held[name] != theirs[name]
+        store.held[name] = theirs[name]
 
 
 def test_gc_and_trims_do_not_rely_on_it(history: History, store: Store, pool: Executor) -> None:

@@ -104,7 +104,7 @@ def test_a_median_of_cold_rounds_alone_has_a_row(filed: Any) -> None:
 def test_a_goal_that_no_row_has_is_told_and_one_without_a_figure_is_named(
     filed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(goals, "CASES", {"memory": goals._memory})
+    monkeypatch.setattr(goals, "CASES", {"memory": goals.CASES["memory"]})
     rows = {"points": {"peak": point("MB", ours=2)}, "goals": [goal("ours: peak"), goal("gone: peak", None)]}
     filed("memory", "2026-01-01_a-box", rows)
     found = [(row[0], row[3], row[4]) for row in goals.table(PAGE)[1:]]
@@ -116,7 +116,7 @@ def test_a_goal_that_no_row_has_is_told_and_one_without_a_figure_is_named(
 
 def test_a_row_that_says_something_else_than_its_goal_is_told(filed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The figure comes from the rounds, the verdict from the goal: one of two files, or of two variants, is wrong."""
-    monkeypatch.setattr(goals, "CASES", {"memory": goals._memory})
+    monkeypatch.setattr(goals, "CASES", {"memory": goals.CASES["memory"]})
     for taken, said in ((368.4, "368 MB"), (400.0, "368 MB")):
         rows = {"points": {"peak": point("MB", ours=taken)}, "goals": [goal("ours: peak", found=said)]}
         filed("memory", "2026-01-01_a-box", rows)
@@ -140,7 +140,9 @@ def test_a_cell_cannot_end_its_column() -> None:
 
 
 def test_cases_that_are_not_filed_or_not_measured_keep_their_row(filed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(goals, "CASES", {"memory": goals._memory, "head": goals._head, "hooks": goals._hooks})
+    monkeypatch.setattr(
+        goals, "CASES", {"memory": goals.CASES["memory"], "head": goals.CASES["head"], "hooks": goals.CASES["hooks"]}
+    )
     filed("head", "2026-01-01_a-box", {"median": {}})
     filed("hooks", "2026-01-01_a-box", {"not measured": "1 GB of memory is free"})
     found = [(row[0], row[3], row[4]) for row in goals.table(PAGE)[1:]]

@@ -107,11 +107,11 @@ def test_what_its_writer_wrote_is_checked_at_one_go(tmp_path: Path, monkeypatch:
     slowly: list[str] = []
     from_bytes = Manifest.from_bytes
     monkeypatch.setattr(Manifest, "from_bytes", lambda data, where: slowly.append(where) or from_bytes(data, where))
-    notes._shards.cache_clear()
+    notes.parse_shards.cache_clear()
     route = planned(objects, lineage)
     assert len(route.told) == MARKERS
     assert slowly == [], "no manifest is read item by item"
-    assert notes._shards.cache_info().misses == 1, "the shards of a generation are read once for each rank"
+    assert notes.parse_shards.cache_info().misses == 1, "the shards of a generation are read once for each rank"
 
 
 def test_what_ranks_said_at_markers_within_folds_is_read_but_for_what_is_damaged(tmp_path: Path) -> None:

@@ -289,7 +289,7 @@ def test_blocks_that_differ_are_listed_and_alarm_until_they_are_compared_again(
     assert "found at marker 1:1" in alert["text"]
     for stream in job.streams:  # as the trainer does that has found the verdict
         for shard in stream.shards:
-            job._put(stream, shard, np.arange(shard.row0, shard.row0 + shard.rows))
+            job.put_rows(stream, shard, np.arange(shard.row0, shard.row0 + shard.rows))
     job.commit()
     assert materialize(job).differing == []
     watched = json.loads(cli("watch", uri, "--once", "--json"))

@@ -40,7 +40,7 @@ def touch(job: EvolvingJob, rows: int) -> None:
     for stream in job.streams:
         for shard in stream.shards:
             ids = shard.row0 + np.sort(job.random.choice(shard.rows, min(rows, shard.rows), replace=False))
-            job._put(stream, shard, ids)
+            job.put_rows(stream, shard, ids)
     job.flush()
     job.commit()
 

@@ -51,7 +51,7 @@ def kernel_of(
         for number, (row0, rows, col0, cols) in enumerate(shards)
     ]
     config = SimpleNamespace(embedding_tables=tables)
-    kernel = modules._kernel("m", SimpleNamespace(config=config, emb_module=tbe, fused_optimizer=None))
+    kernel = modules.kernel_of("m", SimpleNamespace(config=config, emb_module=tbe, fused_optimizer=None))
     generator = torch.Generator().manual_seed(len(shards))
     for tensor in (*kernel.weights(), *(state for states in kernel.states() for state in states)):
         bits = tensor.detach().view(torch.int16 if tensor.element_size() == 2 else torch.int32)

@@ -138,6 +138,10 @@ def until(done: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+def until_ended(stream: Publisher) -> None:
+    until(lambda: not stream._thread.is_alive())
+
+
 def submit(stream: Publisher, ring: FrameRing, count: int, kind: Kind = Kind.ROWS) -> list[int]:
     """Submit frames whose payload tells them apart; the seqs they got."""
     seqs = []
@@ -174,7 +178,7 @@ def test_a_few_rows_wait_for_a_mark_or_for_a_pause(script: Script, monkeypatch: 
     ring = FrameRing(8 * MAX_FRAME_BYTES, 0)
     stream = Publisher(script.open, ring)
     submit(stream, ring, 1)
-    time.sleep(3 * publisher._IDLE_S)  # it has looked by then
+    time.sleep(3 * publisher.IDLE_S)  # it has looked by then
     assert script.durable == []
     submit(stream, ring, 1, Kind.MARK)
     until(lambda: stream.pending == 0)
@@ -402,7 +406,7 @@ def test_close_is_bounded_when_the_log_takes_nothing(script: Script, ring: Frame
     submit(stream, ring, 2)
     assert not stream.close(0.05)  # the log never takes them
     assert stream.pending == 2
-    until(lambda: not stream._thread.is_alive())
+    until_ended(stream)
 
 
 def test_close_is_bounded_while_a_writer_cannot_be_opened(
@@ -414,7 +418,7 @@ def test_close_is_bounded_while_a_writer_cannot_be_opened(
     submit(stream, ring, 1)
     until(lambda: stream.failure is not None)
     assert not stream.close(0.05)
-    until(lambda: not stream._thread.is_alive())
+    until_ended(stream)
 
 
 def test_a_closed_stream_takes_no_frame(script: Script, ring: FrameRing) -> None:

@@ -59,10 +59,10 @@ class Watched(HeldObjects):
         super().put(name, parts)
 
     def flip(self, part: str) -> str:
-        (name,) = (name for name in self._held if part in name)
-        data = bytearray(self._held[name])
+        (name,) = (name for name in self.held if part in name)
+        data = bytearray(self.held[name])
         data[-10] ^= 4
-        self._held[name] = bytes(data)
+        self.held[name] = bytes(data)
         return name
 
     def bases_read(self) -> set[int]:

@@ -244,19 +244,19 @@ def test_every_marker_of_random_stores_is_what_all_its_frames_in_their_order_are
     for commit, image in images_of_all(job.log, lineage_of(job)):
         shards = lives(job, commit.id, rng)
         threads(int(rng.integers(1, 6)))
-        objects = into if rng.random() < 0.7 else HeldObjects(into._held)
+        objects = into if rng.random() < 0.7 else HeldObjects(into.held)
         route, seen, damaged = restore(job, commit.id, objects, shards)
         assert (route.stored, dict(damaged)) == (commit.id, {})
         for each in shards:
             each.check(image)
             check_sent(job, route, seen, each.shard, exactly=policy == INTERVALS)
         picked = route.segments[rng.integers(len(route.segments))]
-        held = type(objects)(into._held)
+        held = type(objects)(into.held)
         if len(picked.chunks):
             at = int(rng.choice(picked.entries["offset"]))
-            data = bytearray(held._held[picked.ref.name])
+            data = bytearray(held.held[picked.ref.name])
             data[at] ^= 1
-            held._held[picked.ref.name] = bytes(data)
+            held.held[picked.ref.name] = bytes(data)
         for each in shards:
             each.clear()
         _, _, damaged = restore(job, commit.id, held, shards)
@@ -277,13 +277,13 @@ def test_a_row_that_several_parts_of_the_first_interval_have_is_that_of_the_last
     job.begin(swept=())
     whole = TableShard(0, 0, 40, 0, 4)
     for ids in (range(0, 40, 3), range(40), range(5, 9), range(6, 30, 2)):
-        job._put(job.streams[0], whole, np.array(ids))
+        job.put_rows(job.streams[0], whole, np.array(ids))
     job.flush()
     marker = job.commit().id
     store = stored(job)
     assert len(list(store.list("segments/"))) == 5, "the last one has the notes"
     live = Live(whole, None, schema.tables[0])
-    restore(job, marker, objects(store._held), [live])
+    restore(job, marker, objects(store.held), [live])
     ((_, image),) = images_of_all(job.log, lineage_of(job))
     live.check(image)
 
@@ -301,7 +301,7 @@ def test_when_one_lane_fails_none_writes_on_and_the_next_restore_is_whole(
         if next(reads) == 4:
             raise error
 
-    shards, asked = lives(job, commit.id, rng), Asked(stored(job)._held, fail)
+    shards, asked = lives(job, commit.id, rng), Asked(stored(job).held, fail)
     threads(3)
     with pytest.raises(type(error)):
         restore(job, commit.id, asked, shards)
@@ -317,7 +317,7 @@ def test_restores_at_once_leave_torch_as_many_threads_as_it_had(tmp_path: Path, 
     rng = np.random.default_rng(6)
     job = random_job(tmp_path / "log", rng)
     *_, (commit, image) = images_of_all(job.log, lineage_of(job))
-    held, shards = stored(job)._held, [lives(job, commit.id, rng) for _ in range(2)]
+    held, shards = stored(job).held, [lives(job, commit.id, rng) for _ in range(2)]
     first, second, over = (threading.Event() for _ in range(3))
 
     def run(number: int, inside: threading.Event, until: threading.Event) -> None:
@@ -344,5 +344,5 @@ def test_restores_at_once_leave_torch_as_many_threads_as_it_had(tmp_path: Path, 
 def test_a_shard_that_is_next_to_nothing_beside_others_has_a_lane() -> None:
     shards = (TableShard(0, 0, 2**60, 0, 1), TableShard(0, 2**60, 1, 0, 1))
     plan = RestorePlan(MarkerId(1, 1), 0, 1, SCHEMA, shards, (), frozenset())
-    lanes = apply._lanes(plan, 2)
+    lanes = apply.split_lanes(plan, 2)
     assert sum(window.rows for lane in lanes for window in lane) == 2**60 + 1

@@ -48,7 +48,7 @@ def test_a_close_waits_for_a_thread_that_another_one_just_starts(
     asking = threading.Thread(target=ask, args=[closed])
     asking.start()
     assert starting.wait(WAIT_S)
-    monkeypatch.setattr(closed._ending, "set", closing.set)
+    monkeypatch.setattr(closed.ending, "set", closing.set)
     closed.close()
     asking.join(WAIT_S)
     assert not asking.is_alive()
@@ -83,7 +83,7 @@ def test_a_wait_that_is_interrupted_while_it_begins_is_over(monkeypatch: pytest.
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(roll._woken, "set", interrupted)
+        patch.setattr(roll.woken, "set", interrupted)
         with pytest.raises(KeyboardInterrupt):
             roll.wait(lambda _: False, 0.0, "marker 1")
     roll.close()

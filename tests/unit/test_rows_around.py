@@ -182,7 +182,7 @@ def test_damage_that_nothing_leads_around_does_not_stand_in_the_way_of_other_row
     for path in job.root.glob("folds/*/*-m00000005-*.json"):
         path.unlink()
     with opened(job, STORED) as rows:
-        base, *_, newest = (each.ref.name for each in rows._route.segments)
+        base, *_, newest = (each.ref.name for each in rows.route.segments)
         assert "root" in base
         assert "root" not in newest
     lost = _harm_chunk(job.root / newest, set())

@@ -184,7 +184,7 @@ def test_bytes_that_were_set_aside_and_cannot_be_read_now_are_not_overwritten() 
     into = Replacing(store)  # type: ignore[arg-type]
     into.put("claims/x", [b"three"])
     assert into.asides == ["damaged/claims/x.2"]
-    assert store._held == {"claims/x": b"three", "damaged/claims/x": b"one", "damaged/claims/x.2": b"two"}
+    assert store.held == {"claims/x": b"three", "damaged/claims/x": b"one", "damaged/claims/x.2": b"two"}
 
 
 def test_a_store_that_may_only_be_read_is_scrubbed_and_keeps_no_place(

@@ -18,7 +18,7 @@ class Played(Service):
     def __init__(self, rounds: list[StreamCkptError | None], last: int | None = None) -> None:
         self.said: list[tuple[str, object]] = []
         super().__init__(self._note, (LogUnavailableError,), (1.0, 4.0))
-        self._rounds = rounds
+        self.rounds = rounds
         self._last = last
         self.waits: list[float] = []
         self.closed = 0
@@ -28,7 +28,7 @@ class Played(Service):
 
     def _round(self, *, once: bool, last: bool) -> None:
         self.going_on()
-        error = self._rounds.pop(0)
+        error = self.rounds.pop(0)
         if error is not None:
             raise error
 
@@ -36,11 +36,11 @@ class Played(Service):
         return {}
 
     def _is_last(self) -> bool:
-        return self._last is not None and len(self._rounds) <= self._last
+        return self._last is not None and len(self.rounds) <= self._last
 
     def _wait(self, seconds: float) -> None:
         self.waits.append(seconds)
-        if not self._rounds:
+        if not self.rounds:
             self.stop()
 
     def _close(self) -> None:
@@ -80,4 +80,4 @@ def test_a_service_that_was_stopped_does_no_round() -> None:
     service = Played([None])
     service.stop()
     assert not service.run(poll_s=0.5)
-    assert service._rounds == [None]
+    assert service.rounds == [None]

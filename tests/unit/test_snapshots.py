@@ -73,9 +73,9 @@ def test_the_log_is_cut_up_to_the_second_newest_snapshot(log: FileLog) -> None:
     assert len(parts(log)) == 2
     assert markers(log) == [1, 2, 3, 4, 5]
     grow(log, 6, 6)
-    size = (log._root / CONTROL_FILE).stat().st_size
+    size = (log.uri.directory / CONTROL_FILE).stat().st_size
     shorten(log)
-    assert (log._root / CONTROL_FILE).stat().st_size < size
+    assert (log.uri.directory / CONTROL_FILE).stat().st_size < size
     assert len(parts(log)) == 2
 
 
@@ -111,7 +111,7 @@ def test_a_damaged_snapshot_is_passed_over_for_the_one_before_it(
 
 
 def _flip(log: FileLog, offsets: list[int]) -> None:
-    path = log._root / CONTROL_FILE
+    path = log.uri.directory / CONTROL_FILE
     data = bytearray(path.read_bytes())
     with path.open("rb") as file:
         shift = control_file.read_front(file).shift
@@ -128,7 +128,7 @@ def test_a_snapshot_of_another_history_is_passed_over_while_all_records_are_ther
     shorten(log)
     grow(log, 4, 4)
     shorten(log)
-    path = log._root / CONTROL_FILE
+    path = log.uri.directory / CONTROL_FILE
     begin = log.control_base()
     records = [record for _, record in log.read_control(begin)]
     path.write_bytes(b"".join([claim(1).to_frame(), commit(1, 1).to_frame(), commit(1, 3).to_frame(), *records[1:]]))
@@ -141,7 +141,7 @@ def test_a_snapshot_of_another_history_is_refused_where_records_were_deleted(log
     for first in (1, 4):
         grow(log, first, first + 2)
         shorten(log)
-    path = log._root / CONTROL_FILE
+    path = log.uri.directory / CONTROL_FILE
     with path.open("rb") as file:
         head = path.read_bytes()[: control_file.read_front(file).num_bytes]
     records = [record for _, record in log.read_control(log.control_base())]
@@ -175,7 +175,7 @@ def test_a_record_that_went_into_a_file_that_is_the_log_no_more_is_not_called_du
     def interfere(name: str) -> None:
         if name == "control.written":
             monkeypatch.undo()
-            assert control_file.prune(log._root / CONTROL_FILE, last)
+            assert control_file.prune(log.uri.directory / CONTROL_FILE, last)
 
     monkeypatch.setattr("torchrec_stream_ckpt.log.control_file.failpoint", interfere)
     with pytest.raises(CommitUnknownError, match="the control log was replaced"):
@@ -252,7 +252,7 @@ def test_with_a_commit_key_only_its_snapshots_count(tmp_path: Path) -> None:
 
 def _forge(log: FileLog) -> None:
     """Every snapshot is signed with another key."""
-    path, other = log._root / CONTROL_FILE, CommitKey(bytes(32))
+    path, other = log.uri.directory / CONTROL_FILE, CommitKey(bytes(32))
     with path.open("rb") as file:
         front = path.read_bytes()[: control_file.read_front(file).num_bytes]
     records = [parse_control(record) for _, record in log.read_control(log.control_base())]
@@ -269,7 +269,7 @@ def test_a_log_with_a_commit_key_whose_base_is_damaged_is_refused(tmp_path: Path
     for first in (1, 4):
         grow(log, first, first + 2, sign)
         shorten(log, key)
-    path = log._root / CONTROL_FILE
+    path = log.uri.directory / CONTROL_FILE
     data = bytearray(path.read_bytes())
     data[20] ^= 1
     path.write_bytes(data)
@@ -302,8 +302,8 @@ def test_a_snapshot_of_many_records_comes_in_parts(log: FileLog, monkeypatch: py
     shorten(log)
     assert len(parts(log)) > 3
     assert markers(log) == list(range(1, 21))
-    copy = log._root.with_name("copy")
-    shutil.copytree(log._root, copy)
+    copy = log.uri.directory.with_name("copy")
+    shutil.copytree(log.uri.directory, copy)
     path, (_, cut, *_) = copy / CONTROL_FILE, parts(log)
     path.write_bytes(path.read_bytes()[:cut])  # killed after the first part
     assert markers(FileLog(copy)) == list(range(1, 21))

@@ -119,20 +119,20 @@ def test_rows_of_an_advance_that_broke_off_do_not_stay_when_the_trainer_goes_on_
 
     monkeypatch.setattr("torchrec_stream_ckpt.job.standby.locate", locating)
     waiting = spare(control, load)
-    waiting._advance = advance
-    waiting._follow()
+    waiting.advance = advance
+    waiting.follow()
     for marker in (2, 4):
         silent = True
         control.lineage.apply(builders.commit(1, marker))
         with pytest.raises(LogUnavailableError):
-            waiting._follow()
+            waiting.follow()
         silent = False
         if marker == 2:  # the next one leads through it: its rows are written again
             control.lineage.apply(builders.commit(1, 3))
-            waiting._follow()
+            waiting.follow()
     control.lineage.apply(builders.claim(2, parent=MarkerId(1, 3)))
     control.lineage.apply(builders.commit(2, 4))
-    waiting._follow()
+    waiting.follow()
     assert did == ["load 1:1", "advance to 1:2", "advance to 1:3", "advance to 1:4", "load 2:4"]
 
 
@@ -214,11 +214,11 @@ def test_a_spare_takes_over_at_once_from_a_trainer_that_failed_and_after_a_while
     control = _Control()
     control.lineage.apply(builders.end(1, outcome))
     waiting, waits = spare(control, loaded(control)), []
-    waiting._pulse.after_s = 600.0
+    waiting.pulse.after_s = 600.0
 
     def nap(_: float) -> None:
         waits.append(len(control.claims))
-        waiting._pulse.after_s = -1.0
+        waiting.pulse.after_s = -1.0
 
     monkeypatch.setattr("torchrec_stream_ckpt.job.standby.time.sleep", nap)
     assert waiting.wait() == MarkerId(1, 1)

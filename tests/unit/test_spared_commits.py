@@ -41,7 +41,12 @@ def log(tmp_path: Path) -> FileLog:
 
 def held(lineage: Lineage) -> list[str]:
     """The markers whose COMMITs are in memory."""
-    return [str(marker) for marker, each in lineage.commits._held.items() if not isinstance(each, int)]
+    return [str(marker) for marker, each in kept(lineage.commits).items() if not isinstance(each, int)]
+
+
+def kept(commits: Commits) -> dict[MarkerId, object]:
+    """What is in memory of each COMMIT: all of it, its frame, or its place in the log."""
+    return dict(commits._held)
 
 
 def agree(spared: Lineage, whole: Lineage) -> None:
@@ -257,7 +262,7 @@ def test_commits_without_a_place_are_held() -> None:
     commits = Commits()
     for each in range(1, 4):
         commits.add(MarkerId(1, each), commit(1, each))
-    assert all(isinstance(each, Commit) for each in commits._held.values())
+    assert all(isinstance(each, Commit) for each in kept(commits).values())
     assert commits == {MarkerId(1, each): commit(1, each) for each in range(1, 4)}
     assert commits != {}
     with pytest.raises(KeyError):

@@ -22,6 +22,10 @@ from torchrec_stream_ckpt.util import failpoints
 WAITS: dict[str, Any] = {"default": None, "own": {"config_kwargs": '{"read_timeout": 7}'}}
 
 
+def client_of(store: FsspecObjects) -> Any:
+    return store._fs
+
+
 def test_a_protocol_that_nobody_knows_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="'nosuch://' is not a protocol of fsspec"):
         open_store("nosuch://bucket/x")
@@ -66,7 +70,7 @@ def test_s3_waits_no_longer_than_its_options_say() -> None:
     for name, options in WAITS.items():
         store = open_store("s3://bucket", options)
         assert isinstance(store, FsspecObjects)
-        waits[name] = store._fs.config_kwargs
+        waits[name] = client_of(store).config_kwargs
     assert waits["default"]["retries"]["max_attempts"] == 3
     assert waits["own"]["read_timeout"] == 7
     assert "retries" not in waits["own"]
@@ -96,7 +100,7 @@ def test_a_failure_below_fsspec_is_ours_and_names_the_object(monkeypatch: pytest
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("the library broke")
 
-    monkeypatch.setattr(store._fs, "pipe_file", fail)
+    monkeypatch.setattr(client_of(store), "pipe_file", fail)
     with pytest.raises(StoreUnavailableError, match="cannot write it: RuntimeError: the library broke") as failed:
         store.put("a/x", [b"x"])
     assert failed.value.where == {"store": "memory://failing", "name": "a/x"}
@@ -110,12 +114,12 @@ def test_what_a_store_refuses_of_a_deletion_of_many_is_told(monkeypatch: pytest.
         asked.append((call[0], given["Bucket"], [each["Key"] for each in given["Delete"]["Objects"]]))
         return {"Errors": [{"Key": "x/segments/b", "Code": "AccessDenied"}]} if len(asked) == 1 else {}
 
-    monkeypatch.setattr(store._fs, "call_s3", call_s3)
+    monkeypatch.setattr(client_of(store), "call_s3", call_s3)
     names = ["segments/a", "segments/b"]
     assert [store.delete_many(names) for _ in range(2)] == [["segments/b"], []]
     assert asked == [("delete_objects", "bucket", ["x/segments/a", "x/segments/b"])] * 2
-    monkeypatch.delattr(store._fs, "call_s3")  # any error
-    monkeypatch.setattr(type(store._fs), "call_s3", None)
+    monkeypatch.delattr(client_of(store), "call_s3")  # any error
+    monkeypatch.setattr(type(client_of(store)), "call_s3", None)
     assert store.delete_many(names) == names
     assert isinstance(memory := open_store("memory://many"), FsspecObjects)
     assert memory.delete_many(names) == names
@@ -147,7 +151,7 @@ def test_what_a_caller_was_handling_is_no_cause(monkeypatch: pytest.MonkeyPatch)
             raise ConnectionError("nobody answers")
 
         with monkeypatch.context() as patch:
-            patch.setattr(store._fs, call, fail)
+            patch.setattr(client_of(store), call, fail)
             try:
                 try:
                     raise FileExistsError("416")
@@ -163,8 +167,8 @@ def ignoring(url: str, monkeypatch: pytest.MonkeyPatch) -> FsspecObjects:
     """A store that puts an object over one of the same name, whatever it is asked."""
     store = open_store(url)
     assert isinstance(store, FsspecObjects)
-    pipe_file = store._fs.pipe_file
-    monkeypatch.setattr(store._fs, "pipe_file", lambda path, data, mode="overwrite": pipe_file(path, data))
+    pipe_file = client_of(store).pipe_file
+    monkeypatch.setattr(client_of(store), "pipe_file", lambda path, data, mode="overwrite": pipe_file(path, data))
     return store
 
 

@@ -277,7 +277,7 @@ def test_hello_must_have_the_schema_of_its_claim(log: FileLog, stream: Stream) -
 
 def test_the_schema_may_not_change_inside_a_generation(log: FileLog) -> None:
     stream = Stream()
-    like = stream._header(Kind.MARK, marker=1)
+    like = stream.header_of(Kind.MARK, marker=1)
     like.schema_crc ^= 1
     stream.frames.append(bytes(json_frame(like, Mark(0, 0, ()).to_json())))
     with pytest.raises(CorruptionError, match="the schema changes within a generation"):
@@ -400,7 +400,7 @@ def test_the_schema_may_not_change_behind_a_marker_either(log: FileLog) -> None:
     stream.mark(1)
     first = stream.end(0, sum(map(len, stream.frames)))
     stream.rows([1], 2.0)
-    like = stream._header(Kind.MARK, marker=2, step=20)
+    like = stream.header_of(Kind.MARK, marker=2, step=20)
     like.schema_crc ^= 1
     stream.frames.append(bytes(json_frame(like, Mark(0, 0, ()).to_json())))
     with pytest.raises(CorruptionError, match="the schema changes within a generation"):

@@ -133,8 +133,8 @@ def test_what_is_damaged_is_left_out(history: History, store: Store) -> None:
         store.delete(name)
     job = history.lineage.job
     bad = StoreSegment(job, MarkerId(1, 2), 0, 0).name
-    store._held[bad] = store._held[bad][:40] + b"\xff" + store._held[bad][41:]
-    del store._held[manifest_name(job, MarkerId(1, 3))]
+    store.held[bad] = store.held[bad][:40] + b"\xff" + store.held[bad][41:]
+    del store.held[manifest_name(job, MarkerId(1, 3))]
     catalog = Catalog.load(store, job)  # type: ignore[arg-type]
     catalog.markers = catalog.markers | {MarkerId(1, 3)}  # gc takes it right after the listing
     with ThreadPoolExecutor(2) as pool:
@@ -204,7 +204,7 @@ def test_verify_reads_the_objects(history: History, store: Store) -> None:
     verify_marker(history.log, history.lineage, dense, NEWEST, objects=store)  # type: ignore[arg-type]
     assert not store.reads[SUMMARIES_DIR]
     damaged = manifest_name(history.lineage.job, MarkerId(2, 16))
-    store._held[damaged] = store._held[damaged][:-2]
+    store.held[damaged] = store.held[damaged][:-2]
     told: list[CorruptionError] = []
     verify_marker(history.log, history.lineage, dense, NEWEST, objects=store, told=told.append)  # type: ignore[arg-type]
     assert [damaged in str(error.where) for error in told] == [True]
@@ -225,18 +225,18 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_one_is_as_if_it_were_not_there(history: History, store: Store, damage: str) -> None:
     for name in names(store)[::2]:
-        store._held[name] = DAMAGE[damage](store._held[name])
+        store.held[name] = DAMAGE[damage](store.held[name])
     (route,) = exact(history, store)
     assert route.summarized, "the others are used"
     for name in names(store)[1::2]:
-        store._held[name] = DAMAGE[damage](store._held[name])
+        store.held[name] = DAMAGE[damage](store.held[name])
     (route,) = exact(history, store)
     assert not route.summarized
 
 
 def test_one_of_a_newer_version_or_of_another_job_is_not_read(history: History, store: Store) -> None:
     for number, name in enumerate(names(store)):
-        data = bytearray(store._held.pop(name))
+        data = bytearray(store.held.pop(name))
         if number % 2:
             data[4] = 9
         else:
@@ -244,7 +244,7 @@ def test_one_of_a_newer_version_or_of_another_job_is_not_read(history: History, 
         data[60:64] = crc32c(bytes(data[:60])).to_bytes(4, "little")
         parsed = parse_summary_name(name)
         assert parsed is not None
-        store._held[replace(parsed, crc=crc32c(bytes(data))).name] = bytes(data)
+        store.held[replace(parsed, crc=crc32c(bytes(data))).name] = bytes(data)
     (route,) = exact(history, store)
     assert not route.summarized
 
@@ -266,7 +266,7 @@ def test_one_of_another_history_is_not_believed(history: History, store: Store, 
     list(materializer(other, theirs).catch_up(other.lineage))
     for name in names(store):
         store.delete(name)
-    store._held |= {name: theirs._held[name] for name in names(theirs)}
+    store.held |= {name: theirs.held[name] for name in names(theirs)}
     routes = exact(history, store)
     assert not routes[-1].summarized
 
@@ -284,7 +284,7 @@ def lying_history(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, by
         other.generation(1, range(1, 21))
         other.generation(2, range(15, 31), "1:14")
         list(materializer(other, theirs).catch_up(other.lineage))
-    return theirs._held
+    return theirs.held
 
 
 def test_no_parts_of_a_summary_change_what_a_plan_says(
@@ -328,7 +328,7 @@ def test_a_manifest_of_another_history_is_not_believed_where_a_fold_has_the_rows
     list(materializer(history, store, Policy(rebase=1e-9, compact="none")).catch_up(history.lineage))
     whole = locate(history.lineage, NEWEST, Catalog.of_job(store, history.lineage))  # type: ignore[arg-type]
     assert len(whole.pieces) == 1
-    store._held[name] = lying_history(tmp_path, monkeypatch)[name]
+    store.held[name] = lying_history(tmp_path, monkeypatch)[name]
     route = locate(history.lineage, NEWEST, Catalog.of_job(store, history.lineage))  # type: ignore[arg-type]
     assert route.stored == MarkerId(2, 29), "the log has the last interval"
     assert [each.mark.scalars for notes in route.told.values() for each in notes] == [()]
@@ -359,15 +359,15 @@ def test_what_is_damaged_in_the_objects_is_read_around_although_a_summary_says_t
 ) -> None:
     store = Store()
     list(materializer(history, store, Policy(rebase=0, compact="span4")).catch_up(history.lineage))
-    store._held = {name: data for name, data in store._held.items() if not name.startswith("folds/")}
+    store.held = {name: data for name, data in store.held.items() if not name.startswith("folds/")}
     store2 = Store()
     list(materializer(history, store2, Policy(rebase=0, compact="span4")).catch_up(history.lineage))
-    folds = {name: data for name, data in store2._held.items() if name.startswith("folds/")}
+    folds = {name: data for name, data in store2.held.items() if name.startswith("folds/")}
     marker = MarkerId(2, 17)
     bad = StoreSegment(history.lineage.job, marker, 0, 0).name
-    data = store._held[bad]
-    store._held[bad] = data[:-1] + bytes([data[-1] ^ 1]) if data[-1] else flip(data)
-    store._held |= folds
+    data = store.held[bad]
+    store.held[bad] = data[:-1] + bytes([data[-1] ^ 1]) if data[-1] else flip(data)
+    store.held |= folds
     exact(history, store)
 
 
@@ -383,7 +383,7 @@ def test_objects_that_gc_took_are_not_brought_back_by_a_summary(history: History
 
 
 def test_a_summary_that_would_unpack_to_more_than_it_says_is_refused(store: Store) -> None:
-    data = bytearray(store._held[names(store)[0]])
+    data = bytearray(store.held[names(store)[0]])
     bomb = zlib.compress(bytes(50_000_000))
     with pytest.raises(CorruptionError, match="the length in its header"):
         Summary.from_bytes(bytes(data[:64]) + bomb, "bomb")
@@ -400,7 +400,7 @@ def test_a_part_that_is_neither_manifest_nor_segment_is_refused(store: Store, na
 
 
 def test_segments_of_another_job_are_refused(store: Store) -> None:
-    name = next(name for name in store._held if name.startswith(SEGMENTS_DIR))
+    name = next(name for name in store.held if name.startswith(SEGMENTS_DIR))
     parsed = parse_store_segment(name)
     assert parsed is not None
     with pytest.raises(CorruptionError, match="invalid part"):

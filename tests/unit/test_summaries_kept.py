@@ -113,7 +113,7 @@ def scrubbed(history: History, store: Store, *, repair: bool = False) -> list[Da
 def test_a_scrub_names_a_damaged_and_a_stale_summary_and_takes_them_away(history: History, store: Store) -> None:
     assert scrubbed(history, store) == []
     first, second, *others = names(store)
-    store._held[first] = flip(store._held[first])
+    store.held[first] = flip(store.held[first])
     parts = parts_of(store, second)
     manifest = next(name for name in parts if name.startswith("manifests/"))
     parsed = Manifest.from_bytes(parts[manifest].data, manifest)

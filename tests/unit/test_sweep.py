@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from tests.inside import masks_of, sender_of
 from tests.unit.captured_job import ROWS, Job
 from torchrec_stream_ckpt.capture import touched as sweep_module
 from torchrec_stream_ckpt.capture.sender import Drain, KernelRows
@@ -53,11 +54,11 @@ class Counting(MaskSweep):
 def test_what_is_left_of_a_budget_is_not_sent_row_by_row() -> None:
     """It would be a frame a row, and a look at the mask for each row that was sent before."""
     job = Job()
-    mask = job.capture._masks[0]
+    mask = masks_of(job.capture)[0]
     mask.sweep = sweep = Counting(mask.bases)
     sweep.again([0, 1])
     job.taken.clear()
-    row_bytes = job.capture._sender.row_bytes(0)
+    row_bytes = sender_of(job.capture).row_bytes(0)
     for budget, rows in ((5 * row_bytes + row_bytes - 1, 5), (1, 1), (2 * row_bytes, 2)):
         before, looked = sweep.left, sweep.windows
         assert job.capture.sweep(Drain(1, 1), budget)

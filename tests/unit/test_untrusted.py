@@ -159,8 +159,8 @@ def test_doctor_writes_nothing_where_commit_says_that_the_store_is(
     elsewhere.mkdir()
     uri = job(tmp_path / "log", store=f"file://{elsewhere}")
     opened: list[str] = []
-    sync = disk._sync
-    monkeypatch.setattr(disk, "_sync", lambda what, folder: (opened.append(what), sync(what, folder))[1])
+    sync = disk.check_sync
+    monkeypatch.setattr(disk, "check_sync", lambda what, folder: (opened.append(what), sync(what, folder))[1])
     checks = {finding["check"] for finding in json.loads(cli("doctor", uri, "--json")[1]) if finding}
     assert "store: rights" in checks
     assert "store" not in opened

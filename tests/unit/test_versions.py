@@ -131,7 +131,7 @@ def test_a_kernel_of_an_optimizer_that_is_not_known_is_refused_by_name(kind: Emb
         [(4, 8, EmbeddingLocation.DEVICE, ComputeDevice.CUDA)], optimizer=kind, device=torch.device("meta")
     )
     with pytest.raises(UnsupportedError, match=f"the fused optimizer {kind.name} is not captured"):
-        modules._check_kernel(kernel, {})
+        modules.check_kernel(kernel, {})
 
 
 def test_a_class_is_checked_before_it_has_objects() -> None:

@@ -29,13 +29,13 @@ from torchrec_stream_ckpt.util.types import MarkerId
 def counted_builds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry each time that HEAD is built anew."""
     times: list[int] = []
-    make_room = head_writer._make_room
+    make_room = head_writer.make_room
 
     def count(*args: object) -> None:
         times.append(1)
         make_room(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(head_writer, "_make_room", count)
+    monkeypatch.setattr(head_writer, "make_room", count)
     return times
 
 

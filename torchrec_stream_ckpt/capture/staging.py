@@ -47,9 +47,9 @@ class RowStager:
 
     def __init__(self, shard: LocalShard, table: int, identity: StreamIdentity) -> None:
         self._shard = shard
-        self._table = table
+        self.table = table
         self._identity = identity
-        self._layout = RowLayout.of(shard.table, shard.cols)
+        self.layout = RowLayout.of(shard.table, shard.cols)
         self._row0 = np.array(shard.row0)  # numpy would create this again for each call with a Python number
         self._views: dict[int, tuple[int, npt.NDArray[Any]]] = {}
         self._seen: Sequence[tuple[object, ...]] = []
@@ -59,15 +59,15 @@ class RowStager:
     @property
     def max_rows(self) -> int:
         """Most rows that fit into one frame."""
-        return self._layout.max_rows
+        return self.layout.max_rows
 
     @property
     def row_bytes(self) -> int:
-        return self._layout.row_bytes
+        return self.layout.row_bytes
 
     def frame_bytes(self, rows: int) -> int:
         """Return the size of a frame of ``rows`` rows, in bytes."""
-        return HEADER_LEN + self._layout.offsets(rows)[1]
+        return HEADER_LEN + self.layout.offsets(rows)[1]
 
     def fill(
         self,
@@ -83,7 +83,7 @@ class RowStager:
 
         The native kernel also computes the checksum of the payload.
         """
-        shard, layout = self._shard, self._layout
+        shard, layout = self._shard, self.layout
         count = rows.numel()
         offsets, length = layout.offsets(count)
         sources = (weights, *states)
@@ -131,7 +131,7 @@ class RowStager:
             step: Step in the frames' headers.
             marker: Marker in the frames' headers.
         """
-        layout, most = self._layout, self._layout.max_rows
+        layout, most = self.layout, self.layout.max_rows
         ids, *gathered = rows + self._shard.row0, *(source.index_select(0, rows) for source in (weights, *states))
         gathered[0] = newest(rows, gathered[0])
         area = areas.take()
@@ -157,7 +157,7 @@ class RowStager:
         areas.copy(area, targets, copied)
 
     def _header(self, count: int, offsets: tuple[int, ...], length: int, step: int, marker: int) -> Header:
-        identity, shard, layout = self._identity, self._shard, self._layout
+        identity, shard, layout = self._identity, self._shard, self.layout
         return Header(
             Kind.ROWS,
             identity.job,
@@ -165,7 +165,7 @@ class RowStager:
             identity.rank,
             step=step,
             marker=marker,
-            table=self._table,
+            table=self.table,
             rows=count,
             col0=shard.col0,
             cols=shard.cols,
@@ -204,7 +204,7 @@ class RowStager:
         seen = [(source.data_ptr(), source.shape, source.stride()) for source in sources]
         if seen != self._seen:
             self._columns, self._seen = None, seen
-            widths = self._layout.widths[1:]
+            widths = self.layout.widths[1:]
             if all(_readable(source, width) for source, width in zip(sources, widths, strict=True)):
                 self._limit = min(len(source) for source in sources)
                 self._columns = (Column * len(sources))(

@@ -136,7 +136,7 @@ def collect_garbage(
             with _ways(opened, access) as ways_in:
                 stock = take_inventory(objects, lineage, jobs[0])
                 ways = ways_in(stock)
-                rules = replace(rules, give_up=_given_up(stock, named, ways, force=force))
+                rules = replace(rules, give_up=why_given_up(stock, named, ways, force=force))
                 if not dry_run:
                     take_back(objects, jobs[0], ways.damaged)
                 again = Reasked(ways, lambda: take_inventory(objects, lineage, jobs[0]))
@@ -235,7 +235,7 @@ def _ways(job: Job | None, access: Access) -> Iterator[Callable[[StoreInventory]
         yield ways
 
 
-def _given_up(
+def why_given_up(
     stock: StoreInventory, named: Sequence[MarkerId | str], ways: WaysBack, *, force: bool
 ) -> Mapping[MarkerId, str]:
     """Check the markers that are given up by hand, and return why each may be."""

@@ -246,7 +246,7 @@ def materialize_log(
         )
         if metrics_port is not None:
             endpoint = serve_metrics(
-                metrics_host, metrics_port, lambda: _values(service, setup.running), labels=labels_of(uri)
+                metrics_host, metrics_port, lambda: metric_values(service, setup.running), labels=labels_of(uri)
             )
             closing.callback(endpoint.close)
         service.report = closing.enter_context(reporter(service, lambda: setup.where, as_json=json))
@@ -257,7 +257,7 @@ def materialize_log(
         raise typer.Exit(1)
 
 
-def _values(service: MaterializeService, engine: Engine | None) -> Mapping[str, float]:
+def metric_values(service: MaterializeService, engine: Engine | None) -> Mapping[str, float]:
     """Return the values of the metrics, by the names of ``METRICS``."""
     scrub = service.scrub
     status, newest, head = service.status, service.status.newest, service.head_marker

@@ -99,7 +99,7 @@ def digests(tensors: Mapping[str, torch.Tensor], spans: Mapping[str, tuple[int, 
         if name not in spans and _is_at_most(_MEDIUM_BYTES, tensor):
             (small if tensor.nbytes <= _SMALL_BYTES else medium)[tensor.dtype].append(name)
             continue
-        for run in _runs(name, LocalBox.of(tensor), spans.get(name)):
+        for run in word_runs(name, LocalBox.of(tensor), spans.get(name)):
             if run.words.is_cuda:
                 on_device[run.words.device].append(run)
             else:
@@ -109,7 +109,7 @@ def digests(tensors: Mapping[str, torch.Tensor], spans: Mapping[str, tuple[int, 
     for names in medium.values():
         found.update(_in_rows({name: tensors[name] for name in names}))
     for runs in on_device.values():
-        for run, digest in zip(runs, _on_device(runs), strict=True):
+        for run, digest in zip(runs, digest_on_device(runs), strict=True):
             found[run.name] += digest
     return {name: digest % MODULUS for name, digest in found.items()}
 
@@ -188,7 +188,7 @@ def _zeros(dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(COLUMNS, dtype=dtype)
 
 
-def _runs(name: str, box: LocalBox, span: tuple[int, int] | None = None) -> Iterator[WordRun]:
+def word_runs(name: str, box: LocalBox, span: tuple[int, int] | None = None) -> Iterator[WordRun]:
     words, width = _words(box.local), words_per_element(box.local.element_size())
     first, end = span or (0, box.local.numel())
     for begin, place, length in box.runs():
@@ -206,7 +206,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(_SIGNED[min(4, tensor.element_size())])
 
 
-def _on_device(runs: Sequence[WordRun]) -> list[int]:
+def digest_on_device(runs: Sequence[WordRun]) -> list[int]:
     """Return digests of runs on one GPU. Rows are padded to their columns, and the sums of all rows are read back."""
     device = runs[0].words.device
     keys = _columns(device)

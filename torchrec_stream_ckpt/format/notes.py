@@ -65,7 +65,7 @@ def _in_two(data: bytes) -> Notes | None:
     """
     at = data.rfind(b',"shards":')
     try:
-        shards = _shards(b"{" + data[at + 1 :])
+        shards = parse_shards(b"{" + data[at + 1 :])
         mark = Fields(data[:at] + b"}", "notes", _OfMark).take("mark", dict)
         return Notes(shards, Mark.from_json(mark, NEWEST_VERSION))
     except CorruptionError:
@@ -73,5 +73,5 @@ def _in_two(data: bytes) -> Notes | None:
 
 
 @lru_cache(maxsize=2048)
-def _shards(data: bytes) -> tuple[TableShard, ...]:
+def parse_shards(data: bytes) -> tuple[TableShard, ...]:
     return Fields(data, "notes", _OfShards).each("shards", TableShard)

@@ -101,11 +101,11 @@ class Standby:
         self._log = log_
         self._control = control
         self._load = load
-        self._advance = advance
+        self.advance = advance
         self._takeover = takeover
         self._claims = claims
         self._uri = uri
-        self._pulse = _Pulse(takeover.after_s)
+        self.pulse = _Pulse(takeover.after_s)
         self._known: Shards = {}
         self._at: MarkerId | None = None
         self._towards: MarkerId | None = None
@@ -138,12 +138,12 @@ class Standby:
             why = order.take_over
             asks = order.newest != self._at or bool(why and self._at is None)
             # A spare that could not load the marker must not fence any trainer: it may have another model.
-            ready = not asks or self._outlasting(self._follow) or self._at is not None
+            ready = not asks or self._outlasting(self.follow) or self._at is not None
             if not (why and ready):
                 time.sleep(self._takeover.poll_s)
         begin = time.monotonic()
         self.outlast(lambda: self._team.on_rank0(self._fence))
-        self.outlast(self._follow)  # rows that were committed just before the fence
+        self.outlast(self.follow)  # rows that were committed just before the fence
         if self._team.rank == 0:
             log.warning("taking over from marker %s: %s (ready in %.2f s)", self._at, why, time.monotonic() - begin)
         return self._at
@@ -159,9 +159,9 @@ class Standby:
             sign = self._signs(lineage)
         except LogUnavailableError as error:  # a spare that cannot reach the log can neither judge nor take over
             log.info("the log does not answer: %s", error.headline)
-            self._pulse.beat()
+            self.pulse.beat()
             return _Order(newest=self._at)
-        silent = self._pulse.is_gone(sign) and bool(lineage.claims)
+        silent = self.pulse.is_gone(sign) and bool(lineage.claims)
         newest = lineage.newest.id if lineage.newest is not None else None
         end = lineage.ended
         if end is not None and end.outcome == Outcome.FINISHED:
@@ -242,7 +242,7 @@ class Standby:
             return False
         return True
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
         """(all ranks) Bring the tables to the newest marker, by changed rows if possible, otherwise by all rows."""
         try:
             route = self._team.on_rank0(self._newer)
@@ -251,7 +251,7 @@ class Standby:
             elif route.commit.id != self._at:
                 assert self.held is not None
                 self.touched, self._towards = True, route.commit.id
-                self.rows += self._team.together(partial(self._advance, self.held, route))
+                self.rows += self._team.together(partial(self.advance, self.held, route))
                 self._at, self._towards = route.commit.id, None
         except (CorruptionError, TrimmedError) as error:
             if self._team.rank == 0:

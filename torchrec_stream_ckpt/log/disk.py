@@ -36,7 +36,7 @@ def examine_folder(what: str, folder: Path, *, write: bool = True) -> Iterator[F
     yield _file_system(what, folder)
     yield _room(what, folder)
     if writable and write:
-        yield _sync(what, folder)
+        yield check_sync(what, folder)
 
 
 def _file_system(what: str, folder: Path) -> Finding:
@@ -80,7 +80,7 @@ def _room(what: str, folder: Path) -> Finding:
     )
 
 
-def _sync(what: str, folder: Path) -> Finding:
+def check_sync(what: str, folder: Path) -> Finding:
     """Return the median time until 4 KiB are on the disk."""
     scratch, took = folder / f".doctor-{uuid.uuid4().hex}", []
     try:

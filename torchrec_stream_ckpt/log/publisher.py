@@ -26,7 +26,7 @@ from torchrec_stream_ckpt.util.signal_safe import SafeCondition, SafeEvent
 
 log = logging.getLogger(__name__)
 
-_IDLE_S = 0.05
+IDLE_S = 0.05
 _POLL_S = 0.02
 _MAX_BATCH = 64
 _ENOUGH = 16
@@ -279,7 +279,7 @@ class Publisher:
         """Wait briefly for frames, and then until they are due."""
         with self._changed:
             if not self._queue and not self._closing:
-                self._changed.wait(_IDLE_S)
+                self._changed.wait(IDLE_S)
             while self._queue and not (self._due or self._closing):
                 pause = self._queued_s + _PAUSE_S - time.monotonic()
                 if pause <= 0:

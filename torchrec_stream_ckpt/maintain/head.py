@@ -170,13 +170,13 @@ class HeadWriter:
         """Mark HEAD as dirty, write the rows, and mark it as clean at ``goal``."""
         if now is None:
             folder.drop()
-            _make_room(folder, schema, goal.columns)
+            make_room(folder, schema, goal.columns)
         else:
             folder.put_state(replace(now, clean=False))
         failpoint("head.dirty")
         known = {(each.table, each.col0): each.crc for each in now.slices} if now is not None else {}
         slices = {
-            each: _HeadSlice(folder, schema, each, known.get(each[:2]), _cuts(rows, each) if now is None else None)
+            each: SortedSlice(folder, schema, each, known.get(each[:2]), _cuts(rows, each) if now is None else None)
             for each in goal.columns
         }
         for picked, entry, data in read_chunks(self._objects, [each for each in rows if len(each.chunks)], self._pool):
@@ -190,7 +190,7 @@ class HeadWriter:
         folder.put_state(replace(goal, slices=done))
 
 
-class _HeadSlice:
+class SortedSlice:
     """One column slice that is being written.
 
     Args:
@@ -302,7 +302,7 @@ def _cuts(rows: Sequence[Picked], columns: Columns) -> list[int]:
     return sorted(edge for edge in edges if begin <= edge <= begin + cols)
 
 
-def _make_room(folder: HeadFolder, schema: Schema, slices: Sequence[Columns]) -> None:
+def make_room(folder: HeadFolder, schema: Schema, slices: Sequence[Columns]) -> None:
     """Allocate all memory that the arrays need before anything is written, or none.
 
     Raises:
@@ -351,7 +351,7 @@ class HeadKeeper:
     """
 
     def __init__(self, writer: HeadWriter, repairer: Repairer, proofs: ProofChecker, progress: Progress) -> None:
-        self._writer = writer
+        self.writer = writer
         self._repairer = repairer
         self._proofs = proofs
         self._progress = progress
@@ -362,7 +362,7 @@ class HeadKeeper:
     @property
     def marker(self) -> MarkerId | None:
         """Marker that HEAD is at. None if it is at none."""
-        return self._writer.marker
+        return self.writer.marker
 
     def follow(self, lineage: Lineage, catalog: Catalog) -> None:
         """Bring HEAD to the newest marker that the store offers."""
@@ -370,27 +370,27 @@ class HeadKeeper:
         newest = next((marker for marker in reversed(lineage.commits) if marker in offered), None)
         if newest is None:
             return
-        if self._writer.marker != newest:
+        if self.writer.marker != newest:
             self._progress.doing = f"bringing HEAD to marker {newest}"
-        bring = partial(self._writer.follow, lineage, catalog, newest)
+        bring = partial(self.writer.follow, lineage, catalog, newest)
         try:
             self._repairer.mending(lineage, catalog, bring)
             self.problem = self._wrong(lineage, catalog)
-            if self.problem is not None and self._writer.free(lineage.job):
+            if self.problem is not None and self.writer.free(lineage.job):
                 self._repairer.mending(lineage, catalog, bring)
                 if (again := self._wrong(lineage, catalog)) is not None:
-                    self._writer.free(lineage.job)
+                    self.writer.free(lineage.job)
                     raise again
         except (StoreUnavailableError, ConfigError, CorruptionError) as error:
             self.problem = error  # it is tried again
 
     def _wrong(self, lineage: Lineage, catalog: Catalog) -> CorruptionError | None:
         """Return an error if rows of HEAD differ from the proof but those of the store do not. Checks a marker once."""
-        marker = self._writer.marker
+        marker = self.writer.marker
         if marker is None or marker == self._compared or not self._proofs.wanted:
             return None
         try:
-            found = self._writer.read(lineage.job, partial(check_head, lineage))
+            found = self.writer.read(lineage.job, partial(check_head, lineage))
         except CorruptionError as error:
             return error
         if found is None:

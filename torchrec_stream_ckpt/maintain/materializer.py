@@ -105,14 +105,14 @@ class Materializer:
         self._intervals = IntervalFolder(log, objects, self._progress, self.engine, pool)
         self._dense = DenseCopier(objects, dense_of, self._losses, self._progress)
         self._repairer = Repairer(objects, pool, self._intervals, self._progress, repaired)
-        self._compactor = Compactor(objects, pool, policy or Policy(), self._progress, self.engine)
+        self.compactor = Compactor(objects, pool, policy or Policy(), self._progress, self.engine)
         self._late: StreamCkptError | None = None
         """Error because of which a fold of this round was not written. Raised late, because markers have priority."""
-        self.proofs = ProofChecker(objects, pool, self._compactor, self._repairer, self._progress, proofs, self.engine)
+        self.proofs = ProofChecker(objects, pool, self.compactor, self._repairer, self._progress, proofs, self.engine)
         """Compares markers with their proofs."""
         self._summarizer = Summarizer(objects, pool, self._progress)
         keeper = HeadKeeper(head, self._repairer, self.proofs, self._progress) if head is not None else None
-        self._head = keeper
+        self.head = keeper
         self.missing: list[Commit] = []
         """Committed markers that are not in the store and were not given up, in commit order."""
         self.missing_bytes = 0
@@ -146,12 +146,12 @@ class Materializer:
     @property
     def head_marker(self) -> MarkerId | None:
         """Marker that HEAD on this host is at. None if it is at none."""
-        return self._head.marker if self._head is not None else None
+        return self.head.marker if self.head is not None else None
 
     @property
     def head_problem(self) -> StreamCkptError | None:
         """Error of the last attempt to bring HEAD to the newest marker, or the fault found in HEAD."""
-        return self._head.problem if self._head is not None else None
+        return self.head.problem if self.head is not None else None
 
     @property
     def held(self) -> Set[MarkerId]:
@@ -230,7 +230,7 @@ class Materializer:
             self._put_marker(lineage, catalog, commit, segments)
             self.missing.remove(commit)
             self.missing_bytes -= backlog_bytes(lineage, [commit])
-            self._compactor.add(commit.id)
+            self.compactor.add(commit.id)
             self._merge(lineage, catalog)
             self.counts.markers += 1
             self.proofs.add(commit)
@@ -241,8 +241,8 @@ class Materializer:
         self._are_missing(lineage, [commit for commit in self.missing if commit.id not in catalog.dropped])
         if lineage.newest is not None:
             self._summarizer.write(catalog)
-        if self._head is not None:
-            self._head.follow(lineage, catalog)
+        if self.head is not None:
+            self.head.follow(lineage, catalog)
         if self._late is not None:
             raise self._late
         if not self.merging:
@@ -251,12 +251,12 @@ class Materializer:
     @property
     def merging(self) -> bool:
         """True if folds of markers that are in the store are still to be written."""
-        return self._compactor.is_busy
+        return self.compactor.is_busy
 
     def has_merged(self, timeout_s: float) -> bool:
         """Let merges run for at most ``timeout_s``. Returns whether the next :meth:`catch_up` can advance them."""
         try:
-            return self._compactor.wait(timeout_s)
+            return self.compactor.wait(timeout_s)
         except EngineUnavailableError:  # the next catch_up gets the error from the tasks
             return True
 
@@ -266,7 +266,7 @@ class Materializer:
             return
         while self.merging:
             self._progress.going_on()
-            self._compactor.wait(_PATIENCE_S)
+            self.compactor.wait(_PATIENCE_S)
             self._merge(lineage, self._catalog)
             if self._late is not None:
                 raise self._late
@@ -277,8 +277,8 @@ class Materializer:
         if self._late is not None:
             return
         try:
-            self._compactor.wait(0)
-            self._repairer.mending(lineage, catalog, partial(self._compactor.advance, lineage, catalog))
+            self.compactor.wait(0)
+            self._repairer.mending(lineage, catalog, partial(self.compactor.advance, lineage, catalog))
         except StreamCkptError as error:
             self._late = error
 

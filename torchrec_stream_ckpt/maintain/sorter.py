@@ -75,7 +75,7 @@ class RowSorter:
 
     def __init__(self, schema: Schema) -> None:
         self._schema = schema
-        self._slices: dict[tuple[int, int, int], _Slice] = {}
+        self.slices: dict[tuple[int, int, int], _Slice] = {}
         self._payloads = np.empty(0, np.uint8)
         """Memory of the payloads that :meth:`chunks` returns."""
         self.num_bytes = 0
@@ -86,14 +86,14 @@ class RowSorter:
         if not len(rows.ids):
             return
         key = (table, col0, cols)
-        if key not in self._slices:
-            self._slices[key] = _Slice(RowLayout.of(self._schema.tables[table], cols))
-        self._slices[key].add(rows)
+        if key not in self.slices:
+            self.slices[key] = _Slice(RowLayout.of(self._schema.tables[table], cols))
+        self.slices[key].add(rows)
         self.num_bytes += rows.ids.nbytes + rows.weights.nbytes + sum(state.nbytes for state in rows.states)
 
     def chunks(self) -> list[Chunk]:
         """Return the rows held, by table, columns and id, and empty the sorter. Valid until rows are added again."""
-        held = {key: part for key, part in sorted(self._slices.items()) if part.count}
+        held = {key: part for key, part in sorted(self.slices.items()) if part.count}
         newest = {key: part.newest() for key, part in held.items()}
         plan = [
             (key, begin, min(begin + chunk_rows(part.layout), len(newest[key][0])))
@@ -121,9 +121,9 @@ class RowSorter:
 
     def _let_go(self) -> None:
         """Discard the rows. Keeps the memory unless much of it would be unused for the next segment."""
-        kept_bytes = sum(part.capacity_bytes for part in self._slices.values())
+        kept_bytes = sum(part.capacity_bytes for part in self.slices.values())
         if kept_bytes > _WASTE * self.num_bytes:
-            self._slices.clear()
-        for part in self._slices.values():
+            self.slices.clear()
+        for part in self.slices.values():
             part.count = 0
         self.num_bytes = 0

@@ -119,10 +119,10 @@ def _kernels(path: str, module: Any) -> Iterator[FusedKernel]:
                 module=path,
             )
         if not replicated:
-            yield from (_kernel(path, embedding) for embedding in lookup._emb_modules)
+            yield from (kernel_of(path, embedding) for embedding in lookup._emb_modules)
 
 
-def _kernel(path: str, embedding: Any) -> FusedKernel:
+def kernel_of(path: str, embedding: Any) -> FusedKernel:
     """Check one kernel and describe its shards."""
     versions.GROUP.require(embedding, module=path)
     tables = [table.name for table in embedding.config.embedding_tables]
@@ -135,7 +135,7 @@ def _kernel(path: str, embedding: Any) -> FusedKernel:
             **where,
         )
     _check_hook_points(embedding, where)
-    kind = _check_kernel(tbe, where)
+    kind = check_kernel(tbe, where)
     states = row_states(tbe, kind.states)
     shards = []
     for config, state in zip(embedding.config.embedding_tables, states, strict=True):
@@ -165,7 +165,7 @@ def _check_hook_points(embedding: Any, where: dict[str, str]) -> None:
         versions.CUDA_OPERATORS.require(torch.ops.fbgemm, **where)
 
 
-def _check_kernel(tbe: SplitTableBatchedEmbeddingBagsCodegen, where: dict[str, str]) -> FusedOptimizer:
+def check_kernel(tbe: SplitTableBatchedEmbeddingBagsCodegen, where: dict[str, str]) -> FusedOptimizer:
     """Return the states of its optimizer. Raises if rows of this kernel could not be captured exactly."""
     kind = describe(tbe)
     if kind is None:

@@ -76,8 +76,8 @@ class Liveness:
         self._seen = {other: _Seen(since_s=time.monotonic()) for other in range(world) if other != rank}
         self._answered_s = time.monotonic()
         """Time of the store's last answer."""
-        self._woken = SafeEvent()
-        self._ending = SafeEvent()
+        self.woken = SafeEvent()
+        self.ending = SafeEvent()
         self._closed = False
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -95,8 +95,8 @@ class Liveness:
     def close(self, call: str = "close()") -> None:
         """Report to waiting ranks that this rank makes no more calls."""
         self._call, self._waits_in_call, self._closed = call, True, True
-        self._ending.set()
-        self._woken.set()
+        self.ending.set()
+        self.woken.set()
         with self._lock:  # another thread may be starting it
             thread = self._thread
         if thread is not None and thread.is_alive():
@@ -106,9 +106,9 @@ class Liveness:
         """Start the thread if it is not running. Not needed without another rank."""
         begun = self._thread is not None and self._thread.is_alive()  # False if its start was interrupted
         if not begun and self._store is not None and self._world > 1:
-            left, woken = SafeEvent(), self._woken
+            left, woken = SafeEvent(), self.woken
             self._thread = threading.Thread(
-                target=_run, args=(weakref.ref(self), woken, self._ending, left), name="stream-ckpt-roll", daemon=True
+                target=_run, args=(weakref.ref(self), woken, self.ending, left), name="stream-ckpt-roll", daemon=True
             )
             self._thread.start()
 
@@ -254,7 +254,7 @@ class Liveness:
             self._alarm = said
         if self._store is not None:
             self._outbox = (said, fatal)
-            self._woken.set()
+            self.woken.set()
 
     _outbox: tuple[str, bool] | None = None
 
@@ -273,7 +273,7 @@ class Liveness:
                 self._waiting.add(mine)
                 self._start()
             self._waits_in_call = self._waits_in_call or in_call
-            self._woken.set()
+            self.woken.set()
             yield
         finally:
             with self._lock:

@@ -188,24 +188,24 @@ class MarkerRows:
         self._tail = LogTail.none(self._next_folder())
         self.opened = 0
         """Number of times that the rows were located. After it has grown, rows come from other places."""
-        self._route = self._open(lineage, marker, since, self._damaged)
+        self.route = self._open(lineage, marker, since, self._damaged)
 
     @property
     def schema(self) -> Schema:
-        return self._route.schema
+        return self.route.schema
 
     @property
     def lineage(self) -> Lineage:
-        return self._route.lineage
+        return self.route.lineage
 
     @property
     def marker(self) -> MarkerId:
-        return self._route.marker
+        return self.route.marker
 
     @property
     def stored(self) -> tuple[Piece, ...]:
         """Pieces of the store, oldest first."""
-        return self._route.pieces
+        return self.route.pieces
 
     def _open(
         self, lineage: Lineage, marker: MarkerId, since: MarkerId | None, damaged: Mapping[str, CorruptionError]
@@ -242,11 +242,11 @@ class MarkerRows:
         Raises:
             CorruptionError: ``error``, if its rows are nowhere else.
         """
-        name = self._route.segment_of(error)
+        name = self.route.segment_of(error)
         if name is None:
             raise error
-        route, damaged = self._route, {**self._damaged, name: error}
-        self._route = self._open(route.lineage, route.marker, route.since, damaged)
+        route, damaged = self.route, {**self._damaged, name: error}
+        self.route = self._open(route.lineage, route.marker, route.since, damaged)
         self._damaged = damaged
 
     def runs_of(self, table: int) -> Runs:
@@ -288,13 +288,13 @@ class MarkerRows:
             notes = [Notes.from_json(text, name) for text, name in fronts if text]
             if all(each.mark.proof is None for each in notes):
                 return tuple(notes)
-            shards = self._route.complete(self._log).shards[self.marker.generation]  # the notes have none
+            shards = self.route.complete(self._log).shards[self.marker.generation]  # the notes have none
             return tuple(replace(each, shards=held) for each, held in zip(notes, shards, strict=True))
-        if self._route.stored == self.marker:
-            return self._route.notes
+        if self.route.stored == self.marker:
+            return self.route.notes
         if self._catalog is None:
             raise CorruptionError("the MARK records of the ranks are in neither log nor store", marker=self.marker)
-        return load_notes(self._catalog, self._route.commit, self._pool)
+        return load_notes(self._catalog, self.route.commit, self._pool)
 
     def proof(self) -> WeightProof | None:
         """Return the proof that the marker has of its weights; None if it has none. Raises as :meth:`said`."""

@@ -422,7 +422,7 @@ def apply_store(plan: RestorePlan, objects: Objects, targets: Mapping[TableShard
         straight, rest = read_runs(plan, objects, targets)
         plan = replace(plan, stored=rest)
     with _one_thread_an_operation() as threads:
-        lanes = _lanes(plan, threads)
+        lanes = split_lanes(plan, threads)
         ahead = max(2, objects.reads_ahead // max(1, len(lanes)))
         with (
             ThreadPoolExecutor(max(1, len(lanes)), "stream-ckpt-restore") as pool,
@@ -433,7 +433,7 @@ def apply_store(plan: RestorePlan, objects: Objects, targets: Mapping[TableShard
             return straight + sum(each.result() for each in as_completed(placing))
 
 
-def _lanes(plan: RestorePlan, threads: int) -> list[list[_Window]]:
+def split_lanes(plan: RestorePlan, threads: int) -> list[list[_Window]]:
     """Divide all rows of all targets among threads by the bytes to read for them; each gets adjacent windows."""
     windows = sorted(_windows(plan, threads), key=lambda window: (window.target.table, window.row0))
     num_bytes, cells = Counter[int](), Counter[int]()

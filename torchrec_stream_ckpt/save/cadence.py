@@ -100,11 +100,11 @@ class Cadence:
         self._spacing = Spacing(alone=self._alone)
         self._listens = listens or every_s is not None or affordable is not None or self.events.counts
         """True if votes take place regularly, and not only for markers that are due by steps or in flight."""
-        self._next = NEVER
+        self.next_step = NEVER
         """Step of the next vote, the same on all ranks."""
         self._flags: torch.Tensor | None = None
         """This rank's part of the last vote; after the vote has ended, its result."""
-        self._works: list[dist.Work] = []
+        self.works: list[dist.Work] = []
         """The open vote, if any."""
         self._own: list[int] = []
         """Vote of a job with a single rank."""
@@ -112,7 +112,7 @@ class Cadence:
 
     def open(self) -> None:
         """(all ranks) Begin a generation. Its first vote is at its first step, or when a marker is due or cut."""
-        self._next = 0 if self._listens else NEVER
+        self.next_step = 0 if self._listens else NEVER
         self._spacing.restart()
 
     def start(self, step: int, vote: StepVote) -> None:
@@ -121,7 +121,7 @@ class Cadence:
         Does not wait. All ranks vote at the same steps, because all of them know what decides that.
         """
         self._due = self._due or (self._every_steps is not None and (step + 1) % self._every_steps == 0)
-        if step < self._next and not self._due:
+        if step < self.next_step and not self._due:
             return
         self._spacing.voting(step)
         # Rank 0's clock decides by seconds; all ranks know the steps.
@@ -139,7 +139,7 @@ class Cadence:
         self._flags = torch.tensor(said, dtype=torch.int64, device="cpu")
         with self._naming():
             # A single C call starts the collective and stores it: no signal handler runs in between.
-            self._works.extend(map(self._group.allreduce, [[self._flags]], [dist.ReduceOp.MIN]))
+            self.works.extend(map(self._group.allreduce, [[self._flags]], [dist.ReduceOp.MIN]))
 
     def _soon(self, left_s: float, *, polls: bool) -> int:
         """Return the number of steps after which this rank needs the next vote.
@@ -168,15 +168,15 @@ class Cadence:
         if self.events.is_due or not vote.calm:  # all ranks know it, and cut at the first boundary at which all can
             vote = replace(vote, ready=bool(able))
         steps = 1 if vote.ready else soon if later >= 0 else min(soon, -later)
-        self._next = first + steps
+        self.next_step = first + steps
         self._void()
         return vote
 
     def _said(self) -> list[int]:
         """Wait for the vote, and return the minimum over all ranks of each field; empty if no vote is open."""
-        if not self._works:
+        if not self.works:
             return self._own
-        (work,) = self._works
+        (work,) = self.works
         try:
             if not work.is_completed() and self._roll is not None:
                 self._roll.wait(lambda seconds: _done(work, seconds), self._bound_s)
@@ -191,7 +191,7 @@ class Cadence:
 
     def _void(self) -> None:
         """Discard the open vote."""
-        self._works, self._own = [], []
+        self.works, self._own = [], []
 
     @contextlib.contextmanager
     def _naming(self) -> Iterator[None]:
@@ -208,13 +208,13 @@ class Cadence:
         self.decide()
         self.events.cut()
         self._due = False
-        self._next = 0
+        self.next_step = 0
         self._spacing.restart()
         self._last_cut_s = time.monotonic()
 
     def close(self, timeout_s: float) -> None:
         """Wait up to ``timeout_s`` for an open vote to end, because its threads must not outlive the process group."""
-        works = self._works
+        works = self.works
         self._void()
         for work in works:
             with contextlib.suppress(RuntimeError):  # a peer is gone: there is nothing left to decide

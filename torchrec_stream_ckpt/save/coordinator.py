@@ -408,7 +408,7 @@ class Coordinator:
             check_same(self._agree(cut, 2, self._dense.held, deadline))
         self.compared = True
         failpoint("cut.agreed")
-        votes = self._agree(cut, 3, self._prepare(cut, deadline), deadline)
+        votes = self._agree(cut, 3, self.prepare(cut, deadline), deadline)
         failpoint("votes.gathered")
         outcome = self._outcome(cut, votes, deadline) if self._team.rank == 0 else ()
         try:
@@ -462,7 +462,7 @@ class Coordinator:
             return StreamCkptError(f"{type(failure).__name__}: {failure}", rank=0)
         return self._found_again  # kept until the other ranks have them
 
-    def _prepare(self, cut: CutOrder, deadline: float) -> MarkerVote:
+    def prepare(self, cut: CutOrder, deadline: float) -> MarkerVote:
         """Make this rank's part durable; an error becomes the reason in the vote."""
         vote = partial(MarkerVote, cut.marker, cut.step)
         try:

@@ -62,9 +62,9 @@ class Telemetry:
         self._bytes_per_s = bytes_per_s
         self.blocked, self.drain, self.cut, self.commit = (Stopwatch() for _ in range(4))
         self._sent = _Sent()
-        self._newest = _Newest(None, 0, time.monotonic())
+        self.newest = _Newest(None, 0, time.monotonic())
         self._lock = threading.Lock()
-        self._committed = self._failed = self._differed = self._in_flight = 0
+        self.committed = self.failed = self._differed = self.in_flight = 0
 
     def opened(
         self,
@@ -94,12 +94,12 @@ class Telemetry:
             parent_bytes = before.restore_bytes + num_bytes - before.num_bytes
         others = before.before + before.strays.count
         self._sent = _Sent(rows, num_bytes, parent_bytes, generation, publisher, others, strays)
-        self._newest = _Newest(parent, step, time.monotonic())
+        self.newest = _Newest(parent, step, time.monotonic())
 
     def follow(self, marker: MarkerId, step: int, future: Future[Committed]) -> None:
         """(training thread) Record a marker that was just cut, and its outcome when it settles."""
         with self._lock:
-            self._in_flight += 1
+            self.in_flight += 1
         future.add_done_callback(partial(self._settled, _Newest(marker, step, time.monotonic())))
 
     def _settled(self, cut: _Newest, future: Future[Committed]) -> None:
@@ -107,24 +107,24 @@ class Telemetry:
         error = future.exception()
         failed = error is not None
         with self._lock:
-            self._in_flight -= 1
-            self._failed += failed
+            self.in_flight -= 1
+            self.failed += failed
             self._differed += isinstance(error, ReplicaMismatchError)
-            self._committed += not failed
+            self.committed += not failed
         if not failed:
-            self._newest = cut
+            self.newest = cut
             self.commit.add(time.monotonic() - cut.cut_s)
 
     def stats(self, step: int, capture: Capture, ring: FrameRing, prover: Prover | None) -> Stats:
         """Return all current metrics. Safe on any thread."""
         proved = prover.proved if prover is not None else Proved(0, 0.0, 0)
-        sent, newest, publisher = self._sent, self._newest, self._sent.publisher
+        sent, newest, publisher = self._sent, self.newest, self._sent.publisher
         rows, num_bytes = (publisher.rows, publisher.num_bytes) if publisher is not None else (0, 0)
         pending, pending_bytes = publisher.backlog if publisher is not None else (0, 0)
         restore_bytes = sent.restore_bytes + num_bytes
         swept, all_rows = capture.sweep_progress
         with self._lock:
-            committed, failed, in_flight = self._committed, self._failed, self._in_flight
+            committed, failed, in_flight = self.committed, self.failed, self.in_flight
             differed = self._differed
         return Stats(
             rank=self._rank,

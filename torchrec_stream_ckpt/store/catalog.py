@@ -162,7 +162,7 @@ class Catalog:
     """Number of listings and cache resets. Until it grows, only the caller's own folds are new."""
     small: Readable | None = None
     """Source of manifests and directories. None for the objects themselves."""
-    _kept: ObjectCache = field(default_factory=ObjectCache, compare=False, repr=False)
+    kept: ObjectCache = field(default_factory=ObjectCache, compare=False, repr=False)
     """Cache of manifests, folds and records of markers that were given up, up to a bound."""
     _assumed: Mapping[Stride, Fold] = field(default_factory=dict)
     """Folds that are still to be written."""
@@ -232,12 +232,12 @@ class Catalog:
             CorruptionError: it is missing or was altered.
         """
         name = manifest_name(self.job, marker)
-        manifest = self._kept.get(name, Manifest)
+        manifest = self.kept.get(name, Manifest)
         if manifest is None:
             manifest = self._read(name, read_manifest)
             if (manifest.commit.job, manifest.commit.id) != (self.job, marker):
                 raise CorruptionError("manifest does not match its file name (wrong or renamed object)", name=name)
-            self._kept.put(name, manifest, sum(map(len, manifest.segments)))
+            self.kept.put(name, manifest, sum(map(len, manifest.segments)))
         return manifest
 
     def _read(self, name: str, parse: Callable[[Buffer, str], T]) -> T:
@@ -257,7 +257,7 @@ class Catalog:
     def forget(self) -> None:
         """Drop cached manifests and folds, because one was written again."""
         self.listed += 1
-        self._kept.clear()
+        self.kept.clear()
 
     def check(self, commit: Commit) -> Manifest:
         """Return the manifest of a marker that has one. Raises also if it is of another history than ``commit``."""
@@ -280,12 +280,12 @@ class Catalog:
     def drop_of(self, marker: MarkerId) -> Dropped:
         """Read the record of a marker that was given up; raises as :meth:`manifest`."""
         name = dropped_name(self.job, marker)
-        drop = self._kept.get(name, Dropped)
+        drop = self.kept.get(name, Dropped)
         if drop is None:
             drop = self._read(name, Dropped.from_bytes)
             if (drop.commit.job, drop.commit.id) != (self.job, marker):
                 raise CorruptionError("record does not match its file name (wrong or renamed object)", name=name)
-            self._kept.put(name, drop, len(drop.commit.ranks))
+            self.kept.put(name, drop, len(drop.commit.ranks))
         return drop
 
     def is_dropped(self, commit: Commit) -> bool:
@@ -316,12 +316,12 @@ class Catalog:
         if (start, end) in self._assumed:
             return self._assumed[start, end]
         name = FoldName(self.job, end, start).name
-        fold = self._kept.get(name, Fold)
+        fold = self.kept.get(name, Fold)
         if fold is None:
             fold = self._read(name, Fold.from_bytes)
             if (fold.job, fold.start, fold.end) != (self.job, start, end):
                 raise CorruptionError("fold does not match its file name (wrong or renamed object)", name=name)
-            self._kept.put(name, fold, len(fold.segments))
+            self.kept.put(name, fold, len(fold.segments))
         return fold
 
     def assuming(self, spans: Iterable[Stride]) -> Catalog:
@@ -394,7 +394,7 @@ class Catalog:
             with suppress(CorruptionError):
                 _ = self.fold(*step) if step in self.folds else self.manifest(step[1])
 
-        unread = [step for step in steps if self._kept.get(self._named(step), object) is None]
+        unread = [step for step in steps if self.kept.get(self._named(step), object) is None]
         if len(unread) > _FEW:
             with ThreadPoolExecutor(min(_AHEAD, len(unread))) as pool:
                 list(pool.map(read, unread))

@@ -112,13 +112,13 @@ def pin(objects: Objects, job: bytes, marker: MarkerId, *, folded: bool = True, 
         MarkerNotFoundError: it is not in the store, or was given up.
         StoreUnavailableError: the store does not answer, or took longer than gc waits.
     """
-    _check_offered(objects, job, marker, folded=folded)
+    check_offered(objects, job, marker, folded=folded)
     attempt, name = attempt_name(job, marker, secrets.token_hex(8)), pin_name(job, marker, alias)
     body = Pin(time.time())
     objects.put(attempt, [body.to_bytes()])
     failpoint("pin.attempted")
     try:
-        _check_offered(objects, job, marker, folded=folded)
+        check_offered(objects, job, marker, folded=folded)
     except MarkerNotFoundError:
         objects.delete(attempt)
         raise
@@ -191,7 +191,7 @@ def attempts(objects: Objects, job: bytes) -> Iterator[tuple[Entry, MarkerId]]:
             yield entry, found[1]
 
 
-def _check_offered(objects: Objects, job: bytes, marker: MarkerId, *, folded: bool) -> None:
+def check_offered(objects: Objects, job: bytes, marker: MarkerId, *, folded: bool) -> None:
     catalog = Catalog.load(objects, job) if check_store(objects) else None
     if catalog is not None:
         catalog.check_offered(marker)

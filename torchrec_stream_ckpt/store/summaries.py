@@ -96,7 +96,7 @@ def by_summaries(catalog: Catalog, chain: Sequence[Commit], since: MarkerId | No
     names = chosen(list_summaries(catalog.objects, catalog.job), wanted)
     for found in pool.map(lambda name: _intact(catalog, name), names):
         parts |= found
-    return replace(catalog, small=Summarized(catalog.objects, parts), _kept=ObjectCache()) if parts else None
+    return replace(catalog, small=Summarized(catalog.objects, parts), kept=ObjectCache()) if parts else None
 
 
 def _intact(catalog: Catalog, name: SummaryName) -> Mapping[str, Part]:

@@ -76,9 +76,9 @@ def _fire(name: str, action: str) -> None:
     signal.pthread_kill(threading.get_ident(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
 
 
-def _arm_by_environment() -> None:
+def arm_by_environment() -> None:
     report = os.environ.get("STREAM_CKPT_FAILPOINTS_REPORT")
     arm(os.environ.get("STREAM_CKPT_FAILPOINTS", ""), Path(report) if report else None)
 
 
-_arm_by_environment()
+arm_by_environment()

@@ -192,7 +192,7 @@ class FollowedJob:
         """
         objects = self.objects(commit) if stored else None
         with self._open(lineage, commit, objects, start) as rows:
-            yield Delivered(partial(self._sent, rows), rows.proof)
+            yield Delivered(partial(self.sent, rows), rows.proof)
 
     @contextlib.contextmanager
     def some(self, lineage: Lineage, commit: Commit, ids: Ids) -> Iterator[Callable[[], Iterator[Changed]]]:
@@ -254,7 +254,7 @@ class FollowedJob:
             )
             yield Changed(reader.spec, col0, ids, window.weights[places, columns], states)
 
-    def _sent(self, rows: MarkerRows) -> Iterator[Changed]:
+    def sent(self, rows: MarkerRows) -> Iterator[Changed]:
         """Yield the sent rows, oldest first."""
         for entry, view in rows.sent(self._wanted(rows.schema)):
             yield self.changed(rows.schema.tables[entry.table], entry.col0, view)

@@ -37,7 +37,7 @@ FENCED = 3
 LINGER_S = 120.0
 """Longest time, in seconds, that a relay continues after its trainer has ended."""
 _POLL_S = 0.5
-_RESTART_S = (0.5, 30.0)
+RESTART_S = (0.5, 30.0)
 _STABLE_S = 60.0
 _left: list[subprocess.Popen[bytes]] = []
 """Relays that still copy when their trainer has released them. They are kept so that no finalizer complains about
@@ -99,17 +99,17 @@ class RelayProcess:
         return process
 
     def _watch(self) -> None:
-        pause_s = _RESTART_S[0]
+        pause_s = RESTART_S[0]
         while True:
             begin = time.monotonic()
             code = self._process.wait()
             if self._closing.is_set() or code == FENCED:
                 return
-            pause_s = _RESTART_S[0] if time.monotonic() - begin > _STABLE_S else pause_s
+            pause_s = RESTART_S[0] if time.monotonic() - begin > _STABLE_S else pause_s
             log.warning("the relay to the outer tier ended with status %d, and is started again", code)
             if self._closing.wait(pause_s):
                 return
-            pause_s = min(2 * pause_s, _RESTART_S[1])
+            pause_s = min(2 * pause_s, RESTART_S[1])
             with self._starting:
                 if self._closing.is_set():
                     return

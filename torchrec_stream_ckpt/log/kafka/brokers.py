@@ -63,7 +63,7 @@ class Brokers:
         self.options = dict(options)
         self.asked = uri
         """Brokers that new clients ask. If there are several: those that knew the newest leaders at the last check."""
-        self._epochs: dict[tuple[str, int], int] = {}
+        self.epochs: dict[tuple[str, int], int] = {}
         """Newest known leader epoch of each partition. Answers of older leaders do not count."""
         self._topic_ids: dict[str, str] = {}
         self._timeout_s = ANSWER_TIMEOUT_S if timeout_s is None else timeout_s
@@ -157,7 +157,7 @@ class Brokers:
             made = str(description.topic_id)
             if self._topic_ids.setdefault(name, made) != made:  # recreated: its leader epochs start at 0 again
                 self._topic_ids[name] = made
-                self._epochs = {each: epoch for each, epoch in self._epochs.items() if each[0] != name}
+                self.epochs = {each: epoch for each, epoch in self.epochs.items() if each[0] != name}
         return found
 
     def require(
@@ -262,8 +262,8 @@ class Brokers:
     def _are_of_the_newest(self, topic: str, edges: Mapping[int, Edge]) -> bool:
         """Return whether these edges are from the newest leaders known so far."""
         for partition, edge in edges.items():
-            newest = self._epochs.get((topic, partition), edge.epoch)
+            newest = self.epochs.get((topic, partition), edge.epoch)
             if edge.epoch < newest:
                 return False
-            self._epochs[topic, partition] = edge.epoch
+            self.epochs[topic, partition] = edge.epoch
         return True

@@ -128,13 +128,13 @@ class Reader:
             if error is None or error.code() == ck.KafkaError._PARTITION_EOF:
                 continue
             if error.code() in (ck.KafkaError._AUTO_OFFSET_RESET, ck.KafkaError.OFFSET_OUT_OF_RANGE):
-                raise self._out_of_range(topic, message.partition(), message.offset())
+                raise self.out_of_range(topic, message.partition(), message.offset())
             if error.code() in (ck.KafkaError.UNKNOWN_TOPIC_OR_PART, ck.KafkaError._UNKNOWN_PARTITION):
                 raise CorruptionError(f"topic '{topic}' was deleted while it was read", hint=DESTROYED_HINT)
             raise reasons.unavailable(self._brokers.uri, doing, plain(error))
         return batch
 
-    def _out_of_range(self, topic: str, partition: int, offset: int) -> CorruptionError | LogUnavailableError:
+    def out_of_range(self, topic: str, partition: int, offset: int) -> CorruptionError | LogUnavailableError:
         """Return the error for a broker without a record at ``offset``: it was deleted, or did not reach this
         broker."""
         edge = self._brokers.newest_edges(topic, self._brokers.edges(topic, [partition]))[partition]

@@ -77,7 +77,7 @@ class OnRay(Dispatcher):
             self._lose(error)
 
     def _connect(self) -> None:
-        ray = _library()
+        ray = library()
         _check_reachable(*self._where)
         try:
             ray.init(":".join(map(str, self._where)), log_to_driver=False, logging_level=logging.ERROR)
@@ -107,7 +107,7 @@ class OnRay(Dispatcher):
 
     def _hear(self, ref: Any) -> None:
         """Receive the answer of one task."""
-        lost = _library("ray.exceptions")
+        lost = library("ray.exceptions")
         try:
             answer = self._ray.get(ref)
         except (lost.WorkerCrashedError, lost.NodeDiedError, lost.OutOfMemoryError, lost.ObjectLostError) as error:
@@ -157,7 +157,7 @@ def run_task(version: str, data: bytes) -> bytes:
     return work((version, data), _opened)
 
 
-def _library(name: str = "ray") -> Any:
+def library(name: str = "ray") -> Any:
     """Import Ray, or a part of it.
 
     Raises:
@@ -194,7 +194,7 @@ def _misfit(error: RuntimeError, engine: str) -> StreamCkptError:
     said = " ".join(str(error).split())
     if "ersion" not in said:
         return _away(engine, error)
-    mine = f"Python {platform.python_version()}, Ray {_library().__version__}"
+    mine = f"Python {platform.python_version()}, Ray {library().__version__}"
     return ConfigError(
         f"the cluster's version of Ray or Python differs from the materializer's ({mine}): {said:.200}",
         hint="install the same Ray and the same minor version of Python here and on all nodes",

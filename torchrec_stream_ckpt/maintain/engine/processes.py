@@ -108,7 +108,7 @@ class Processes(Dispatcher):
             worker.process.kill()
             worker.process.join()
         if worker.order is not None:
-            self._died(worker.order, _how(worker.process.exitcode or 0))
+            self._died(worker.order, how_it_ended(worker.process.exitcode or 0))
 
     def close(self) -> None:
         for worker in self._workers:
@@ -160,7 +160,7 @@ def _serve(pipe: Connection) -> None:
             return
 
 
-def _how(code: int) -> str:
+def how_it_ended(code: int) -> str:
     """Describe how a process has ended, by its exit code."""
     if code >= 0:
         return f"{ENDED} {code}"

@@ -313,7 +313,7 @@ def collect(
                 came_back.append(marker)
                 continue
             _drop(objects, stock.holdings.lineage, marker, BY_HAND if by_hand else RETENTION)
-        unmerged += _merge_all(objects, stock.holdings.lineage, plan.spans, pool)
+        unmerged += merge_all(objects, stock.holdings.lineage, plan.spans, pool)
     stock, now = take_inventory(objects, lineage, job), read()
     # Plan from the objects that exist now, including those added meanwhile, and from what their bytes prove.
     idle_now = plan_gc(_apart_from_damage(stock, read_back), GcRules(grace_s=rules.grace_s), now)
@@ -364,7 +364,7 @@ def collect(
     )
 
 
-def _merge_all(
+def merge_all(
     objects: Objects, lineage: Lineage, spans: Iterable[Span], pool: Executor
 ) -> list[tuple[Span, StreamCkptError]]:
     """Merge spans. Returns those that cannot be merged, each with the reason: they need not stop every deletion."""
