@@ -172,7 +172,7 @@ def test_workers_that_see_another_log_or_store_or_are_of_another_version_write_n
     monkeypatch.setattr(parcel, "__version__", "0.0.9")
     with (
         on_cluster(job, objects, cluster.address) as (made, _),
-        pytest.raises(ConfigError, match=r"its tasks are of version 0\.0\.9"),
+        pytest.raises(ConfigError, match=r"its tasks come from version 0\.0\.9"),
     ):
         list(made.catch_up(lineage_of(job)))
     assert not [name for name in stores.contents(objects) if name.startswith("segments/")]
@@ -208,7 +208,7 @@ def test_a_cluster_that_is_away_or_of_another_version_is_named(
     assert "ray start --head" in told.value.hint
     monkeypatch.setattr(ray, "__version__", "1.0.0")
     with (
-        pytest.raises(ConfigError, match=r"another version of Ray or Python .*1\.0\.0") as refused,
+        pytest.raises(ConfigError, match=r"version of Ray or Python differs .*1\.0\.0") as refused,
         on_cluster(job, objects, cluster.address),
     ):
         pass
