@@ -23,6 +23,7 @@ from torchrec_stream_ckpt.errors import (
     SchemaMismatchError,
     StoreUnavailableError,
 )
+from torchrec_stream_ckpt.extras.follower import tables as tables_module
 from torchrec_stream_ckpt.extras.follower.source import FollowedJob
 from torchrec_stream_ckpt.extras.follower.tables import weights_of
 from torchrec_stream_ckpt.extras.follower.updates import Changed
@@ -185,3 +186,71 @@ def test_a_thread_of_its_own_follows_and_says_why_it_ended(job: Job, tables: Fol
     assert isinstance(tables.failure, CorruptionError)
     with tables.reading() as served:  # what it had is still there
         assert served.marker == marker.id
+
+
+def _sliced(job: Job, folder: Path) -> FollowedTables:
+    return FollowedTables(follow(f"file://{job.root}", scratch=folder, poll_s=0.01), slices=True)
+
+
+def test_readers_read_between_the_slices_of_an_update(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row a slice: a reader that waits gets its turn before the next one, and is told that rows are mixed."""
+    monkeypatch.setattr(tables_module, "_SLICE_BYTES", 1)
+    with _sliced(job, tmp_path) as tables:
+        tables.advance()
+        first = held(tables)
+        job.touch()
+        marker = job.commit()
+        put, seen = FollowedTables._put, []
+
+        def put_and_read(self: FollowedTables, changed: Changed) -> None:
+            assert len(changed.ids) == 1
+            put(self, changed)
+            reader = threading.Thread(target=read)
+            reader.start()
+            wait_for(lambda: self._gate._waiting > 0)
+            readers.append(reader)
+
+        def read() -> None:
+            with tables.reading() as served:
+                seen.append((str(served.marker), served.mixed))
+
+        readers: list[threading.Thread] = []
+        monkeypatch.setattr(FollowedTables, "_put", put_and_read)
+        tables.advance()
+        for reader in readers:
+            reader.join(30)
+        assert len(seen) == len(readers) > 1
+        assert seen.count(("1:1", True)) >= len(readers) - 1
+        with tables.reading() as served:
+            assert (served.marker, served.mixed) == (marker.id, False)
+        assert held(tables) == weights_at(job, marker.id) != first
+
+
+def test_an_update_that_breaks_off_between_slices_is_not_served(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _sliced(job, tmp_path) as tables:
+        tables.advance()
+        job.touch()
+        marker = job.commit()
+        with monkeypatch.context() as patched:
+            patched.setattr(FollowedTables, "_put", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                tables.advance()
+        with pytest.raises(ReplicaNotReadyError, match="interrupted"), tables.reading():
+            pass
+        tables.advance(30.0)
+        with tables.reading() as served:
+            assert (served.marker, served.mixed) == (marker.id, False)
+        assert held(tables) == weights_at(job, marker.id)
+
+
+def test_a_module_that_has_quantized_tables_alone_is_named() -> None:
+    class Quantized(nn.Module):
+        __module__ = "torchrec.quant.embedding_modules"
+
+    with pytest.raises(ConfigError, match="no float tables: 2 quantized collections were found"):
+        weights_of(nn.Sequential(Quantized(), Quantized()))
+    assert weights_of(nn.Linear(2, 2)) == {}

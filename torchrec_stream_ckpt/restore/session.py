@@ -272,12 +272,12 @@ class Loaded:
     def say(self, plan: RestorePlan) -> None:
         """(rank 0) Log what was restored."""
         log.info(
-            "restored marker %s (step %d, written by %d ranks) from %s; %.1f%% of its rows are as they were proved",
+            "restored marker %s (step %d, written by %d ranks) from %s; %s rows match the digests taken in training",
             plan.marker,
             plan.step,
             plan.world,
             self.source,
-            100 * self.share,
+            "all" if self.share >= 1 else f"{100 * self.share:.1f}% of its",
         )
         if self.replicas != "same":
             log.warning("the marker was saved with replicas='rank0': all ranks now have the dense state of its rank 0")

@@ -7,9 +7,9 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -39,11 +39,14 @@ from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
 
 
 class Gate:
-    """Many readers or one writer. A waiting writer goes before new readers."""
+    """Many readers or one writer. A waiting writer goes before new readers, but not twice before one that waits."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._readers = 0
+        self._waiting = 0
+        self._owed = 0
+        """Readers that have waited for a writer, and go before the next one."""
         self._writers = 0
         self._writing = False
 
@@ -51,8 +54,14 @@ class Gate:
     def reading(self) -> Iterator[None]:
         """Hold the gate for reading. One thread must not enter it twice: a writer may wait in between."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._writers)
-            self._readers += 1
+            self._waiting += 1
+            try:
+                self._changed.wait_for(lambda: not self._writers or (self._owed > 0 and not self._writing))
+                self._readers += 1
+            finally:
+                self._waiting -= 1
+                self._owed = min(max(0, self._owed - 1), self._waiting)
+                self._changed.notify_all()
         try:
             yield
         finally:
@@ -64,7 +73,7 @@ class Gate:
     def writing(self) -> Iterator[None]:
         with self._changed:
             self._writers += 1
-            self._changed.wait_for(lambda: not self._readers and not self._writing)
+            self._changed.wait_for(lambda: not self._readers and not self._writing and not self._owed)
             self._writing = True
         try:
             yield
@@ -72,12 +81,15 @@ class Gate:
             with self._changed:
                 self._writing = False
                 self._writers -= 1
+                self._owed = self._waiting
                 self._changed.notify_all()
 
 
 log = logging.getLogger(__name__)
 
 _JOIN_S = 30.0
+_SLICE_BYTES = 2**18
+"""Weights that are written while readers wait, if updates are applied in slices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +105,33 @@ class Served:
     """(``rows`` mode) True if some rows are newer than the marker."""
     tables: Mapping[str, torch.Tensor]
     """Weights by ``TableSpec.name``, shape (rows that are held, dim). Read-only."""
+    mixed: bool = False
+    """(``slices``) True if some rows are already those of the next update, which was not compared with its proof."""
 
     @property
     def age_s(self) -> float:
         return max(0.0, time.time() - self.committed_s)
+
+
+Differing: TypeAlias = list[tuple[TableSpec, Unproved]]
+"""Tables whose held blocks differ from a proof."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """Comparisons of the held weights with proofs."""
+
+    own: tuple[WeightProof, Differing] | None
+    """With the proof of the update's marker; None if it has none."""
+    older: list[tuple[WeightProof, Differing]]
+
+
+def _parts(changed: Changed) -> Iterator[Changed]:
+    """Cut changed rows into slices."""
+    height = max(1, _SLICE_BYTES // max(1, changed.weights[:1].nbytes))
+    for begin in range(0, len(changed.ids), height):
+        end = begin + height
+        yield replace(changed, ids=changed.ids[begin:end], weights=changed.weights[begin:end])
 
 
 class FollowedTables:
@@ -111,6 +146,8 @@ class FollowedTables:
         shard: (number, count): hold block ``number`` of ``count`` of the rows of each table.
         device: Device of new tensors. Tested on a CPU and on one H100.
         accept_unproved: Serve rows even if they differ from their marker's proof. They are named and counted.
+        slices: Apply updates in slices of 256 KiB, so that a reader waits for one slice and not for an update. While
+            an update is applied, readers see rows of two markers (``Served.mixed``).
     """
 
     def __init__(
@@ -121,6 +158,7 @@ class FollowedTables:
         shard: tuple[int, int] = (0, 1),
         device: torch.device | str = "cpu",
         accept_unproved: bool = False,
+        slices: bool = False,
     ) -> None:
         number, count = shard
         if not 0 <= number < count:
@@ -140,7 +178,9 @@ class FollowedTables:
         self._accept = accept_unproved
         self._doubts = Doubts()
         self._half = ""
-        """Why the tables are not those of a marker; empty if they are."""
+        """Why the tables are not those of a marker; empty if they are, or may be mixed."""
+        self._slices = slices
+        self._mixed = False
         self._closing = contextlib.ExitStack()
         self._thread: threading.Thread | None = None
         self.failure: BaseException | None = None
@@ -160,7 +200,7 @@ class FollowedTables:
     def advance(self, timeout_s: float = 0.0) -> list[Update]:
         """Apply all available updates; wait at most ``timeout_s`` for the first one.
 
-        Readers wait while one update is applied, never between two. Raises as :meth:`Follower.updates`.
+        Readers wait while one update, or a slice of it, is applied. Raises as :meth:`Follower.updates`.
 
         Returns:
             The applied updates, in order. Their rows cannot be read any more.
@@ -275,7 +315,7 @@ class FollowedTables:
                 why = refusal(unproved, update.marker)
                 raise ReplicaNotReadyError(why.message, hint=why.hint, **why.where)
             commit = update.commit
-            yield Served(commit.id, commit.step, commit.time_s, update.is_provisional, self._tensors)
+            yield Served(commit.id, commit.step, commit.time_s, update.is_provisional, self._tensors, self._mixed)
 
     def dense(self) -> DenseTensors:
         """Return the dense state of the applied marker.
@@ -304,34 +344,77 @@ class FollowedTables:
     # Writing.
 
     def _apply(self, update: Update) -> None:
-        others, stats = self._others(update.schema), self._follower.stats
+        others = self._others(update.schema)
+        if self._slices and others is None and self._newest is not None and not self._half:
+            self._apply_in_slices(update)
+            return
         with self._gate.writing(), torch.no_grad():
             self._half = "an update of this replica was interrupted"
             if others is not None:
                 self._tensors = others
                 self._planes = {name: Plane(tensor) for name, tensor in others.items()}
                 self._schema = update.schema
-            self._doubts.keep(table for _, table in update.schema.live if table.name in self._planes)
+            self._keep_doubts(update)
             for changed in update.changes():
-                self._put(changed)
-                if update.kind is not UpdateKind.LOAD:  # rows of a load may be older than the proof
-                    self._doubts.sent(changed, update.marker)
-            if update.kind is UpdateKind.LOAD:
-                self._doubts.loaded(update.includes)
-            found = stats.unproved
-            self._check(update)
-            for proof in older_proofs_of(update) if self._follower.mode == "markers" else ():
-                self._loaded(proof, update.schema)
-            stats.doubted = len(self._doubts)
-            self._newest = update
-            self._half = ""
+                self._put_noted(changed, update)
+            self._settle(update, self._compared(update))
+
+    def _apply_in_slices(self, update: Update) -> None:
+        """Apply an update while readers read between its slices. If it fails, nothing is served until the next load."""
+        try:
+            with self._gate.writing():
+                self._mixed = True
+                self._keep_doubts(update)
+            with torch.no_grad():
+                for changed in update.changes():
+                    for part in _parts(changed):
+                        with self._gate.writing():
+                            self._put_noted(part, update)
+                found = self._compared(update)
+            with self._gate.writing():
+                self._settle(update, found)
+                self._mixed = False
+        except BaseException:
+            with self._gate.writing():
+                self._half, self._mixed = self._half or "an update of this replica was interrupted", False
+            raise
+
+    def _keep_doubts(self, update: Update) -> None:
+        self._doubts.keep(table for _, table in update.schema.live if table.name in self._planes)
+
+    def _put_noted(self, changed: Changed, update: Update) -> None:
+        self._put(changed)
+        if update.kind is not UpdateKind.LOAD:  # rows of a load may be older than the proof
+            self._doubts.sent(changed, update.marker)
+
+    def _compared(self, update: Update) -> _Compared:
+        """Compare the held weights with the proof of an update's marker, and with older ones."""
+        proof = proof_of(update) if self._follower.mode == "markers" else None
+        older = older_proofs_of(update) if self._follower.mode == "markers" else ()
+        return _Compared(
+            (proof, self._differing(proof, update.schema)) if proof is not None else None,
+            [(each, self._differing(each, update.schema)) for each in older],
+        )
+
+    def _settle(self, update: Update, compared: _Compared) -> None:
+        """Serve an update that was applied, unless its rows differ from their proof; raises as :meth:`_check`."""
+        stats = self._follower.stats
+        if update.kind is UpdateKind.LOAD:
+            self._doubts.loaded(update.includes)
+        found = stats.unproved
+        self._check(update, compared.own)
+        for proof, differing in compared.older:
+            self._loaded(proof, differing)
+        stats.doubted = len(self._doubts)
+        self._newest = update
+        self._half = ""
         doubted = self._doubts.unproved
         if doubted is not None and (update.kind is UpdateKind.LOAD or stats.unproved > found):
             what = "served as they are" if self._accept else "nothing is served"
             log.error("%s: %s", what, refusal(doubted, update.marker).headline)
 
-    def _check(self, update: Update) -> None:
-        """Compare the held weights with the marker's proof.
+    def _check(self, update: Update, compared: tuple[WeightProof, Differing] | None) -> None:
+        """Judge the comparison of the held weights with the marker's proof.
 
         Raises:
             ProofMismatchError: they differ, and log and store may have other values: nothing is served, and the next
@@ -340,11 +423,11 @@ class FollowedTables:
         stats, self._proof = self._follower.stats, None
         if self._follower.mode != "markers":
             return
-        proof = self._proof = proof_of(update)
-        if proof is None:
+        if compared is None:
             stats.uncompared += 1
             return
-        differing = self._differing(proof, update.schema)
+        proof, differing = compared
+        self._proof = proof
         blocks = tuple(block for _, unproved in differing for block in unproved.blocks)
         stats.unproved += len(blocks)
         # If a load has not repaired a block, another load does not either.
@@ -363,15 +446,14 @@ class FollowedTables:
             self._doubts.add(table, unproved.blocks)
         stats.proofs += 1
 
-    def _loaded(self, proof: WeightProof, schema: Schema) -> None:
-        """Compare weights that were just loaded with the proof of an older marker."""
-        differing = self._differing(proof, schema)
+    def _loaded(self, proof: WeightProof, differing: Differing) -> None:
+        """Judge the comparison of weights that were just loaded with the proof of an older marker."""
         self._doubts.proved(proof, is_load=True)
         for table, unproved in differing:
             self._follower.stats.unproved += len(unproved.blocks)
             self._doubts.add(table, unproved.blocks)
 
-    def _differing(self, proof: WeightProof, schema: Schema) -> list[tuple[TableSpec, Unproved]]:
+    def _differing(self, proof: WeightProof, schema: Schema) -> Differing:
         """Return the tables whose held blocks differ from a marker's proof."""
         found = [
             (table, self._compare(proof, table).unproved) for _, table in schema.live if table.name in self._planes
@@ -446,12 +528,21 @@ def weights_of(module: torch.nn.Module, prefix: str = "") -> dict[str, torch.Ten
     Args:
         module: Built as the trainer's model was, before sharding.
         prefix: Path of ``module`` in that model, if it is a part of it.
+
+    Raises:
+        ConfigError: it has quantized tables only.
     """
     found: dict[str, torch.Tensor] = {}
     for key, parameter in module.named_parameters(prefix=prefix):
         name = TorchRecName.parse(key)
         if name is not None:
             found[name.spec_name] = parameter.detach()
+    quantized = [each for each in module.modules() if type(each).__module__.startswith("torchrec.quant")]
+    if quantized and not found:
+        raise ConfigError(
+            f"the module holds no float tables: {len(quantized)} quantized collections were found",
+            hint="pass the module before it is quantized, or let FollowedTables make the tensors: omit into",
+        )
     return found
 
 
