@@ -159,7 +159,7 @@ def test_a_marker_whose_dense_state_is_gone_stops_it_unless_told_to_pass(tmp_pat
     status, _, said = materialize(job)
     assert status == 1
     assert re.search(r"Error: dense state is missing", said), said
-    assert re.search(r"Try: bring it back, say where it is \(--dense\)", said), said
+    assert re.search(r"Try: restore it from a copy, name its place \(--dense\), .*--pass-over-lost", said), said
     status, events, _ = materialize(job, "--pass-over-lost")
     assert status == 0
     assert [event["marker"] for event in events if event["event"] == "passed_over"] == ["1:1"]

@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.store.dense_objects import files_in
 from torchrec_stream_ckpt.util.failpoints import failpoint
 from torchrec_stream_ckpt.util.layout import DENSE_DIR, dense_name, dropped_name
 
-_HINT = "bring it back, say where it is (--dense), or give the marker up with --pass-over-lost"
+_HINT = "restore it from a copy, name its place (--dense), or give the marker up with --pass-over-lost"
 
 
 class DenseCopier:
@@ -49,7 +49,8 @@ class DenseCopier:
         try:
             self._copy(commit)
         except CorruptionError as error:
-            self._losses.pass_over(commit, error, _HINT)
+            # The hint of a reader of dense state does not know that a materializer can go on.
+            self._losses.pass_over(commit, CorruptionError(error.message, hint=_HINT, **error.where), _HINT)
             self._checked = False  # the next step may be interrupted by an outage
             return False
         return True
