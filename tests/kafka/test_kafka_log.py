@@ -191,16 +191,6 @@ def test_a_failed_connection_is_named_by_our_error_and_not_logged_before_it(capl
     assert caplog.records == []
 
 
-def test_a_job_name_that_kafka_does_not_tell_from_another_is_refused_with_the_reason() -> None:
-    told = Reasons({}).unavailable(
-        KafkaUri("h:1", "a.b"),
-        "create topic a.b.data",
-        "Topic 'a.b.data' collides with existing topics: a_b.data (TOPIC_EXCEPTION)",
-    )
-    assert "a job whose name differs only in '.' and '_'" in told.message
-    assert "choose another job name" in told.hint
-
-
 @pytest.mark.parametrize(
     "name", ["acks", "enable.idempotence", "auto.offset.reset", "enable.partition.eof", "enable.auto.commit"]
 )

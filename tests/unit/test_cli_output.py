@@ -206,8 +206,8 @@ def test_the_folder_of_an_export_is_a_path(job: PaperJob, tmp_path: Path) -> Non
 
 
 def test_a_plan_for_a_file_log_has_no_brokers(job: PaperJob) -> None:
-    assert "brokers" not in run("plan", f"file://{job.root}", columns=200)
-    assert "brokers" in run("plan", f"file://{job.root}", "--log", "kafka", columns=200)
+    assert "brokers" not in run("plan", f"file://{job.root}", "--all", columns=200)
+    assert "brokers" in run("plan", f"file://{job.root}", "--all", "--log", "kafka", columns=200)
 
 
 def test_a_trim_says_bytes_as_people_do(job: PaperJob) -> None:

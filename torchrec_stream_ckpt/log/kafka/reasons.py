@@ -120,12 +120,6 @@ _MEANINGS = (
         "the cluster has fewer brokers than default.replication.factor",
         "bring the other brokers back, or create the topics with fewer replicas",
     ),
-    (
-        "collides with existing topic",
-        1,
-        "this cluster has a job whose name differs only in '.' and '_', which Kafka does not tell apart",
-        "choose another job name in the URI, one that also differs in a letter, digit or '-'",
-    ),
     ("_TRANSPORT", 1, "no connection to the broker", "check that the broker runs and can be reached from here"),
 )
 _FINAL_RANK = 4
