@@ -14,7 +14,8 @@ from torchrec_stream_ckpt.format.end_note import End
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, parse_header, seal
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.log.api import Ack, Log
+from torchrec_stream_ckpt.inner import Log
+from torchrec_stream_ckpt.log.api import Ack
 from torchrec_stream_ckpt.util.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
 
 JOB = uuid.UUID(int=7).bytes

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.store.api import Entry, Objects
+from torchrec_stream_ckpt.inner import Objects
+from torchrec_stream_ckpt.store.api import Entry
 
 
 class CountingObjects:

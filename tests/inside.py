@@ -23,9 +23,9 @@ from torchrec_stream_ckpt.capture.sender import Sender
 from torchrec_stream_ckpt.capture.staging import RowStager
 from torchrec_stream_ckpt.capture.touched import TouchedRows
 from torchrec_stream_ckpt.dense.dense_state import DenseState
-from torchrec_stream_ckpt.find.job import Tier
 from torchrec_stream_ckpt.format.ring import FrameRing
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.inner import Tier
 from torchrec_stream_ckpt.log.publisher import Publisher
 from torchrec_stream_ckpt.model import FusedKernel
 from torchrec_stream_ckpt.restore.session import Session

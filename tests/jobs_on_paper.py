@@ -16,7 +16,7 @@ from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.proof import Proof, Window
 from torchrec_stream_ckpt.format.record import meta_of
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.inner import Log
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard
 

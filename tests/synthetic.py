@@ -20,11 +20,8 @@ from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout, RowsView, decode_rows
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import decode_chunk
-from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.inner import Catalog, Log, Objects, read_stream
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.log.stream import read_stream
-from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.reader import open_pieces, read_chunks
 from torchrec_stream_ckpt.util.types import MarkerId, StateSpec, TableShard
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from tests import synthetic
 from tests.builders import Stream
 from tests.synthetic import Image, image_of_log
-from torchrec_stream_ckpt.find.tiers import Tiers, open_tiers
+from torchrec_stream_ckpt.find.tiers import open_tiers
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.dense import digest_files
-from torchrec_stream_ckpt.tiers.relay import Relay
+from torchrec_stream_ckpt.inner import Relay, Tiers
 from torchrec_stream_ckpt.tiers.two_claims import claim_both
 from torchrec_stream_ckpt.util.config import StreamConfig
 from torchrec_stream_ckpt.util.layout import dense_name

@@ -14,9 +14,9 @@ from torch import nn
 from tests import ranks
 from tests.jobs import attach
 from tests.model import OPTIMIZERS, PLAN_1, Trainer, batch, differences, trainer, truth
+from tests.parts import fused_kernels
 from tests.pool import Pool
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.model import fused_kernels
 
 pytestmark = pytest.mark.distributed
 

@@ -21,24 +21,19 @@ from tests import zoo
 from tests.forged import Frames, copy_log, forge, forge_segment
 from tests.laps import config
 from tests.model import differences
+from tests.parts import FileLog, Policy, app, open_log, verify_marker
 from tests.pool import Pool
 from tests.stores import fold, lose_rows
 from tests.zoo import MARK
 from tests.zoo_models import Model, Part, Place, Plan, Table
 from torchrec_stream_ckpt import StreamConfig
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.extras.interchange.dense_state import compare_dense
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.rows import RowsView
-from torchrec_stream_ckpt.log.api import open_log
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.inner import Control, open_store
 from torchrec_stream_ckpt.store.dense import DenseFolder
 from torchrec_stream_ckpt.util.types import MarkerId
-from torchrec_stream_ckpt.verify.verify import verify_marker
 
 pytestmark = pytest.mark.distributed
 

@@ -17,16 +17,15 @@ from tests import ranks, stores, tiered, zoo
 from tests.evolving import Origin, State, Step, expected, restored
 from tests.laps import config, one
 from tests.model import differences
+from tests.parts import FileLog
 from tests.ranks import RankFailed
 from tests.zoo import MARK, Marks
 from tests.zoo_models import Model, Place, Plan, Table
-from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt import Changes, DenseChanges, StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.dense.live_dense import LiveDense
 from torchrec_stream_ckpt.errors import StreamCkptError
-from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges
 from torchrec_stream_ckpt.format.frame import NEWEST_VERSION
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.util import failpoints
 
 pytestmark = pytest.mark.distributed

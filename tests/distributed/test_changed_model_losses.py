@@ -17,14 +17,13 @@ from tests.evolving import State, restored
 from tests.inside import inside
 from tests.laps import config
 from tests.model import differences
+from tests.parts import FileLog
 from tests.ranks import RankFailed
 from tests.zoo import MARK, Marks
 from tests.zoo_models import Place
-from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt import Changes, DenseChanges, StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import StreamCkptError
-from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.distributed

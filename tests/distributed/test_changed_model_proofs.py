@@ -14,9 +14,8 @@ from tests.distributed.test_changed_model_faults import ALONE, CHANGES, NEW, OLD
 from tests.inside import inside
 from tests.laps import config
 from tests.zoo import MARK
-from torchrec_stream_ckpt import StreamConfig
+from torchrec_stream_ckpt import Changes, StreamConfig
 from torchrec_stream_ckpt.errors import ProofMismatchError
-from torchrec_stream_ckpt.evolve.changes import Changes
 
 pytestmark = pytest.mark.distributed
 

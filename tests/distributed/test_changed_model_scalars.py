@@ -20,8 +20,7 @@ from torchrec.optim.optimizers import SGD, Adagrad
 from tests import ranks
 from tests.inside import inside
 from tests.laps import config
-from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.evolve.changes import Changes
+from torchrec_stream_ckpt import Changes, StreamCheckpointer, StreamConfig
 
 pytestmark = pytest.mark.distributed
 

@@ -13,10 +13,9 @@ from tests.distributed.test_changed_model_faults import ALONE, CHANGES, EVENTS, 
 from tests.evolving import State, restored
 from tests.laps import config
 from tests.model import differences
+from tests.parts import Policy, app
 from tests.zoo_models import Model, Plan
 from torchrec_stream_ckpt import FollowedTables, StreamConfig, follow
-from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.maintain.compactor import Policy
 
 pytestmark = pytest.mark.distributed
 

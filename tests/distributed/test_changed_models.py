@@ -20,7 +20,7 @@ from tests.model import differences
 from tests.pool import Pool
 from tests.zoo import MARK
 from tests.zoo_models import Table
-from torchrec_stream_ckpt.evolve.changes import Changes
+from torchrec_stream_ckpt import Changes
 
 pytestmark = pytest.mark.distributed
 

@@ -16,14 +16,12 @@ from tests.distributed.test_changed_model_faults import ALONE, CHANGES, EVENTS, 
 from tests.evolving import State, pasted
 from tests.laps import config
 from tests.model import differences
+from tests.parts import app
 from tests.ranks import RankFailed
 from tests.zoo import MARK, Marks
 from tests.zoo_models import Model, Plan
-from torchrec_stream_ckpt import ModelSchema, StreamConfig
-from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt import Changes, IdMap, ModelSchema, RowChange, StreamConfig
 from torchrec_stream_ckpt.errors import StreamCkptError
-from torchrec_stream_ckpt.evolve.changes import Changes, RowChange
-from torchrec_stream_ckpt.evolve.row_maps import IdMap
 
 pytestmark = pytest.mark.distributed
 

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from tests import jobs, ranks, stores
 from tests.clouds.servers import CLOUDS, CloudServer
 from tests.model import PLAN_2, PLAN_3, differences
+from tests.parts import app
 from torchrec_stream_ckpt import StreamConfig
-from torchrec_stream_ckpt.cli.main import app
 
 pytestmark = pytest.mark.distributed
 

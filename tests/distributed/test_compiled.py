@@ -11,12 +11,11 @@ from torch import nn
 
 from tests import warm
 from tests.model import PLAN_2, Net, Trainer, trainer
-from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt import Changes, DenseChanges, ModelSchema, StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import SchemaMismatchError
-from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges
 from torchrec_stream_ckpt.evolve.dense import resolve_dense
-from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, ModelSchema
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.inner import DenseEntry
 
 pytestmark = pytest.mark.distributed
 

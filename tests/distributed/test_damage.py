@@ -19,14 +19,14 @@ import torch.distributed as dist
 
 from tests import jobs, stores, warm
 from tests.model import PLAN_1, PLAN_2, PLAN_3, differences, trainer, truth
+from tests.parts import FileLog
 from torchrec_stream_ckpt import MarkerId, StreamCkptError, StreamConfig
 from torchrec_stream_ckpt.cli.main import main
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.format.control import parse_control
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, parse_header
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.util.layout import StoreSegment
 from torchrec_stream_ckpt.util.types import LogSpan
 

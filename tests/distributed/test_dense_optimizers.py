@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.dense_job import OPTIMIZERS, Job, OneOfItsOwn, attach, build, go_on, resume, train, unequal
+from tests.parts import fused_kernels
 from tests.pool import Pool
 from tests.starts import from_both_starts
+from torchrec_stream_ckpt import Changes, DenseChanges
 from torchrec_stream_ckpt.errors import MarkerFailedError, SchemaMismatchError, UnsupportedError
-from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges
-from torchrec_stream_ckpt.model import fused_kernels
 
 pytestmark = pytest.mark.distributed
 

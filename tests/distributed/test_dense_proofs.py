@@ -20,17 +20,16 @@ from tests.distributed.test_fsdp import Root
 from tests.forged import Frames, forge, on_rank_0
 from tests.inside import inside
 from tests.model import PLAN_1, PLAN_2, PLAN_3, trainer
+from tests.parts import FileLog, app
 from tests.stores import fold
 from torchrec_stream_ckpt import MarkerId, StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerFailedError, ProofMismatchError
 from torchrec_stream_ckpt.extras.interchange.dense_state import read_entries
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.proof import replicated_id
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.log.stream import read_mark, read_stream
+from torchrec_stream_ckpt.inner import Control, read_stream
+from torchrec_stream_ckpt.log.stream import read_mark
 from torchrec_stream_ckpt.util.layout import CONTROL_FILE, RECORDS_DIR
 
 pytestmark = pytest.mark.distributed

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from tests import jobs, stores, warm
 from tests.model import PLAN_2, PLAN_3, Spec
+from tests.parts import app
 from torchrec_stream_ckpt import StreamConfig
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.distributed

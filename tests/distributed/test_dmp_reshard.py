@@ -13,9 +13,9 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from tests import jobs, ranks
 from tests.model import PLAN_2, PLAN_3, Net, Spec, Trainer, differences, trainer, truth
+from tests.parts import FileLog
 from torchrec_stream_ckpt import StreamConfig
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Control
 
 pytestmark = [pytest.mark.distributed, pytest.mark.pitfall(31)]
 

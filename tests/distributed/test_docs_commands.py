@@ -17,9 +17,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tests.forks import ROOT, Torchrun
-from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from tests.parts import FileLog, app
+from torchrec_stream_ckpt.inner import Control
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

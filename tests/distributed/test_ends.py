@@ -14,16 +14,14 @@ import torch.distributed as dist
 from tests import jobs, ranks
 from tests.inside import inside
 from tests.model import PLAN_1, PLAN_2, Spec, Trainer, trainer
+from tests.parts import FileLog, arm, fence_of
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import ConfigError, JobFinishedError
 from torchrec_stream_ckpt.format.control import Commit, parse_control
 from torchrec_stream_ckpt.format.end_note import End
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.save import generation_end
-from torchrec_stream_ckpt.save.generation import fence_of
-from torchrec_stream_ckpt.util.failpoints import arm
 
 pytestmark = pytest.mark.distributed
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tests.distributed.test_docs_commands import commands
 from tests.forks import ROOT, Torchrun
-from torchrec_stream_ckpt.cli.main import app
+from tests.parts import app
 
 pytestmark = pytest.mark.distributed
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from tests import jobs, ranks
 from tests.model import PLAN_2, trainer
+from tests.parts import FileLog
 from torchrec_stream_ckpt import StreamConfig
-from torchrec_stream_ckpt.log.files import FileLog
 
 pytestmark = pytest.mark.distributed
 

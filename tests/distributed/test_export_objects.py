@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from tests import warm
 from tests.model import PLAN_1, Trainer, trainer
+from tests.parts import app
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.cli.main import app
 
 pytestmark = pytest.mark.distributed
 

@@ -12,11 +12,11 @@ import torch
 from tests import jobs, ranks
 from tests.forks import ROOT, Torchrun
 from tests.model import PLAN_2, PLAN_3, Spec
+from tests.parts import UpdateKind
 from tests.unit.recipe_helper import load_recipe
 from torchrec_stream_ckpt import FollowedTables, StreamConfig, follow
 from torchrec_stream_ckpt.errors import ProofMismatchError
 from torchrec_stream_ckpt.extras.follower import tables as followed
-from torchrec_stream_ckpt.extras.follower.updates import UpdateKind
 from torchrec_stream_ckpt.extras.interchange.dense_state import DenseTensors
 from torchrec_stream_ckpt.util.types import MarkerId
 

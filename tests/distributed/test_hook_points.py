@@ -13,9 +13,9 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from tests import ranks
 from tests.jobs import attach
 from tests.model import PLAN_2, Trainer, trainer
+from tests.parts import installed
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.errors import UnsupportedError
-from torchrec_stream_ckpt.model.versions import installed
 
 pytestmark = pytest.mark.distributed
 

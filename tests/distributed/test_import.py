@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from tests import jobs, warm
 from tests.evolving import pasted
 from tests.model import OPTIMIZERS, PLAN_1, PLAN_2, PLAN_3, Spec, differences, trainer, truth
+from tests.parts import app
 from torchrec_stream_ckpt import StreamConfig
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError, StreamCkptError
 
 pytestmark = pytest.mark.distributed

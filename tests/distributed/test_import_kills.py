@@ -18,16 +18,15 @@ from tests.evolving import State, restored
 from tests.forks import context
 from tests.laps import config
 from tests.model import differences
+from tests.parts import FileLog, app, fence_of
 from tests.pool import Pool
 from tests.zoo import MARK
 from tests.zoo_models import Place, Plan
 from torchrec_stream_ckpt import Changes, StreamConfig
-from torchrec_stream_ckpt.cli.main import app, main
+from torchrec_stream_ckpt.cli.main import main
 from torchrec_stream_ckpt.errors import ConfigError, FencedError, StreamCkptError
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.save import import_writer
-from torchrec_stream_ckpt.save.generation import fence_of
 from torchrec_stream_ckpt.util import failpoints
 
 pytestmark = pytest.mark.distributed

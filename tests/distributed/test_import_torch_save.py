@@ -18,12 +18,12 @@ from tests import zoo
 from tests.evolving import Origin, State, Step, expected, restored
 from tests.laps import config
 from tests.model import assemble, differences
+from tests.parts import app
 from tests.pool import Pool
 from tests.zoo import MARK
 from tests.zoo_models import Model, Part, Place, Plan, Table
-from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt import Changes
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, SchemaMismatchError, UnsupportedError
-from torchrec_stream_ckpt.evolve.changes import Changes
 
 pytestmark = pytest.mark.distributed
 

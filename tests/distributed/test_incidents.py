@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.forks import ROOT, Torchrun
-from torchrec_stream_ckpt.cli.main import app
+from tests.parts import app
 from torchrec_stream_ckpt.errors import StreamCkptError
 
 pytestmark = [pytest.mark.distributed, pytest.mark.kafka]

@@ -15,19 +15,16 @@ from tests import jobs, warm
 from tests.forged import Frames, forge
 from tests.jobs import Truths
 from tests.model import PLAN_1, PLAN_2, PLAN_3, Spec, differences, trainer, truth
+from tests.parts import FileLog, open_dense, verify_marker
 from tests.tiered import config
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.errors import CorruptionError, StreamCkptError
 from torchrec_stream_ckpt.format.control import Hello, parse_control
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, parse_header, payload_of
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Control, open_store
 from torchrec_stream_ckpt.maintain.recover.recover import recover
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.util.layout import CONTROL_FILE, RECORDS_DIR
 from torchrec_stream_ckpt.util.types import LogSpan
-from torchrec_stream_ckpt.verify.verify import verify_marker
 
 pytestmark = pytest.mark.distributed
 

@@ -19,10 +19,10 @@ from tests import ranks
 from tests.forged import Frames, forge, on_rank_0
 from tests.inside import inside
 from tests.model import PLAN_1, PLAN_2, trainer
+from tests.parts import FileLog, Materializer, Policy, app, verify_marker
 from tests.stores import fold
 from torchrec_stream_ckpt import MarkerId, StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.capture.touched import TouchedRows
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ProofMismatchError
 from torchrec_stream_ckpt.extras.interchange.dense_state import compare_dense
 from torchrec_stream_ckpt.format.control import Mark
@@ -30,19 +30,13 @@ from torchrec_stream_ckpt.format.frame import Kind, payload_of
 from torchrec_stream_ckpt.format.manifest import TableRows
 from torchrec_stream_ckpt.format.proof import ReplicatedProof
 from torchrec_stream_ckpt.format.rows import decode_rows
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.log.stream import read_stream
+from torchrec_stream_ckpt.inner import Control, open_store, read_stream
 from torchrec_stream_ckpt.maintain import fold as materialize_fold
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.maintain.proof_checker import ProofRule
 from torchrec_stream_ckpt.proofs.window import WindowCheck
 from torchrec_stream_ckpt.restore.target import Target
-from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import DenseFolder
 from torchrec_stream_ckpt.store.verdicts import leave_verdict, new_verdicts
-from torchrec_stream_ckpt.verify.verify import verify_marker
 
 pytestmark = pytest.mark.distributed
 

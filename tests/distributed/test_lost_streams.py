@@ -11,9 +11,9 @@ import torch.distributed as dist
 from tests import jobs, ranks
 from tests.jobs import Truths, attach, settle
 from tests.model import PLAN_2, Spec, differences, trainer, truth
+from tests.parts import FileLog
 from torchrec_stream_ckpt import StreamConfig
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.distributed

@@ -12,13 +12,12 @@ from tests import ranks
 from tests.inside import inside
 from tests.jobs import attach
 from tests.model import PLAN_2, trainer
+from tests.parts import open_log
 from torchrec_stream_ckpt import MarkerReport, StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.find.best import said_of
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.log.api import open_log
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.inner import Control, open_store
 from torchrec_stream_ckpt.store.pins import pinned
 
 pytestmark = pytest.mark.distributed

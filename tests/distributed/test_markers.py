@@ -15,6 +15,7 @@ from tests import ranks
 from tests.inside import inside
 from tests.jobs import attach, settle
 from tests.model import PLAN_1, PLAN_2, PLAN_3, Trainer, differences, trainer, truth
+from tests.parts import open_log
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import (
     ConfigError,
@@ -25,7 +26,6 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.format.control import parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.log.api import open_log
 
 pytestmark = pytest.mark.distributed
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tests import ranks
 from tests.model import PLAN_2, Trainer, differences, trainer, truth
-from torchrec_stream_ckpt.cli.main import app
+from tests.parts import app
 
 pytestmark = [
     pytest.mark.distributed,

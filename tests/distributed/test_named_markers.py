@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from tests import ranks
 from tests.jobs import attach
 from tests.model import PLAN_2, trainer
+from tests.parts import app
 from torchrec_stream_ckpt import StreamConfig, StreamReader, open_marker, planner_constraints
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError
 
 pytestmark = pytest.mark.distributed

@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from tests import ranks
 from tests.inside import inside
 from tests.model import PLAN_2, Trainer, differences, trainer, truth
+from tests.parts import open_log
 from tests.pressure import everywhere
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError, StoreUnavailableError, StreamCkptError
 from torchrec_stream_ckpt.format.control import parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.log.api import open_log
 from torchrec_stream_ckpt.log.file_writer import FileWriter
 
 pytestmark = pytest.mark.distributed

@@ -16,10 +16,10 @@ from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from tests import ranks
 from tests.model import PLAN_2, PLAN_3, Trainer, batch, differences, trainer, truth
+from tests.parts import fused_kernels
 from tests.starts import from_both_starts
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import SchemaMismatchError, UnsupportedError
-from torchrec_stream_ckpt.model import fused_kernels
 
 pytestmark = pytest.mark.distributed
 

@@ -15,12 +15,11 @@ from tests import ranks
 from tests.inside import inside
 from tests.jobs import attach, settle
 from tests.model import PLAN_2, PLAN_3, Trainer, trainer
+from tests.parts import fused_kernels, open_log
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import CaptureMismatchError
 from torchrec_stream_ckpt.format.control import parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.log.api import open_log
-from torchrec_stream_ckpt.model import fused_kernels
 
 pytestmark = pytest.mark.distributed
 

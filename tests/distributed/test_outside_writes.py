@@ -19,10 +19,10 @@ from tests import ranks
 from tests.inside import inside
 from tests.jobs import attach
 from tests.model import PLAN_1, PLAN_2, Spec, Trainer, differences, trainer, truth
+from tests.parts import fused_kernels
 from tests.pool import Pool
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
-from torchrec_stream_ckpt.model import fused_kernels
 
 pytestmark = pytest.mark.distributed
 

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from tests import jobs
 from tests.model import PLAN_1, Spec, differences, trainer, truth
+from tests.parts import FileLog
 from tests.pool import Pool
 from torchrec_stream_ckpt import MarkerId, StreamConfig
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, parse_header
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.util.types import LogSpan
 
 pytestmark = pytest.mark.distributed

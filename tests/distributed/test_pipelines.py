@@ -17,8 +17,8 @@ from torchrec.streamable import Pipelineable
 
 from tests import jobs, ranks
 from tests.model import FEATURES, OPTIMIZERS, PLAN_2, PLAN_3, Net, Trainer, batch, differences, trainer, truth
+from tests.parts import fused_kernels
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig, TrackedLoader
-from torchrec_stream_ckpt.model import fused_kernels
 
 pytestmark = pytest.mark.distributed
 

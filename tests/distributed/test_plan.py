@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from tests import ranks
 from tests.inside import inside
+from tests.parts import app
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.cli.main import app
 
 pytestmark = pytest.mark.distributed
 

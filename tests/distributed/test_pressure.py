@@ -16,13 +16,13 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import EmainplaceMod
 from tests.inside import inside
 from tests.jobs import attach, gradient_accumulation, settle, two_forwards_before_their_backwards
 from tests.model import PLAN_2, PLAN_3, Trainer, batch, differences, truth
+from tests.parts import open_log
 from tests.pressure import RING, RING_BYTES, ROWS, Agreed, Gate, cut, large, steps, steps_until_done, touch_everything
 from tests.ranks import run
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import CaptureMismatchError, MarkerFailedError
 from torchrec_stream_ckpt.format.control import parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.log.api import open_log
 
 pytestmark = pytest.mark.distributed
 

@@ -11,15 +11,14 @@ from typer.testing import CliRunner
 
 from tests import zoo
 from tests.laps import config
+from tests.parts import app, fused_kernels
 from tests.plain_proof import Said, Shards, in_window, plain_digest, plain_digests, said_in, shards_of
 from tests.pool import Pool
 from tests.zoo import MARK
 from tests.zoo_models import OPTIMIZERS, Job, Model, Part, Place, Plan, Table
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import MarkerFailedError
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Window, replicated_id
-from torchrec_stream_ckpt.model import fused_kernels
 from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.distributed

@@ -19,12 +19,11 @@ from typer.testing import CliRunner
 from tests import warm
 from tests.forks import ROOT, Torchrun, run_script
 from tests.launched import Launched
+from tests.parts import FileLog, app
 from tests.wrapped import wrapped
 from torchrec_stream_ckpt import GlobalSampler, StreamCheckpointer, StreamConfig, TrackedLoader
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Control
 
 pytestmark = pytest.mark.distributed
 

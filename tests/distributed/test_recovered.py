@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from tests import jobs, ranks, stores, warm
 from tests.model import PLAN_2, PLAN_3, Spec, differences, trainer, truth
+from tests.parts import app
 from torchrec_stream_ckpt import StreamConfig
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.log import file_writer
 from torchrec_stream_ckpt.util.layout import CONTROL_FILE, RECORDS_DIR
 

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from tests import warm
 from tests.distributed.test_dense import DENSE, Job, Position, build
 from tests.inside import inside
+from tests.parts import app
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ReplicaMismatchError, StreamCkptError
 
 pytestmark = pytest.mark.distributed

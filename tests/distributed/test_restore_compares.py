@@ -17,11 +17,10 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests import ranks, warm
 from tests.buffers_job import BufferJob, Holding, attach, build
-from torchrec_stream_ckpt import StreamCkptError, TrackedLoader
+from torchrec_stream_ckpt import Changes, DenseChanges, StreamCkptError, TrackedLoader
 from torchrec_stream_ckpt.dense.saved_dense import SavedDense
 from torchrec_stream_ckpt.errors import UnsupportedError
-from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges
-from torchrec_stream_ckpt.find.route import Route
+from torchrec_stream_ckpt.inner import Route
 from torchrec_stream_ckpt.model.proving import SplitTensors
 from torchrec_stream_ckpt.restore.plan import RestorePlan
 

@@ -13,12 +13,11 @@ from typer.testing import CliRunner
 
 from tests import jobs, ranks
 from tests.model import PLAN_2, PLAN_3, differences, trainer, truth
+from tests.parts import app, open_log
 from tests.s3.server import SECRET, S3Server
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError, StoreUnavailableError
-from torchrec_stream_ckpt.log.api import open_log
-from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.inner import open_store
 from torchrec_stream_ckpt.util import failpoints
 
 pytestmark = pytest.mark.distributed

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from tests import jobs, ranks
 from tests.inside import inside
 from tests.model import PLAN_2, Trainer, differences, trainer, truth
+from tests.parts import FileLog
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.save import stop_requests
 
 pytestmark = pytest.mark.distributed

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from tests import ranks
 from tests.inside import inside
 from tests.model import PLAN_2, trainer
+from tests.parts import FileLog
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import CommitUnknownError, MarkerFailedError
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.save import coordinator
 
 pytestmark = pytest.mark.distributed

@@ -14,11 +14,10 @@ import torch.distributed as dist
 from tests import jobs, ranks
 from tests.inside import inside
 from tests.model import PLAN_1, PLAN_2, PLAN_2_OTHER, PLAN_3, Spec, differences, trainer, truth
+from tests.parts import FileLog
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import FencedError
-from torchrec_stream_ckpt.find.route import Route
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Control, Route
 from torchrec_stream_ckpt.restore.session import Attempt
 from torchrec_stream_ckpt.util.layout import DATA_DIR
 

@@ -15,12 +15,12 @@ from tests.evolving import restored
 from tests.inside import inside
 from tests.laps import config
 from tests.model import differences
+from tests.parts import FileLog
 from tests.zoo import MARK
 from tests.zoo_models import Model, Plan
 from torchrec_stream_ckpt import StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import SchemaMismatchError, StoreUnavailableError
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.save.generation_end import Ending
 from torchrec_stream_ckpt.util.types import MarkerId
 

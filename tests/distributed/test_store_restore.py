@@ -14,16 +14,9 @@ import pytest
 
 from tests import jobs, stores, warm
 from tests.model import PLAN_1, PLAN_2, PLAN_2_OTHER, PLAN_3, PLAN_3_OTHER, Spec, differences
+from tests.parts import FileLog, GcRules, Policy, Retention, check_synced, collect, trim_log
 from torchrec_stream_ckpt import StreamConfig
-from torchrec_stream_ckpt.find.holdings import Holdings
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.control.trim import trim_log
-from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
-from torchrec_stream_ckpt.maintain.gc.retention import Retention
-from torchrec_stream_ckpt.maintain.gc.trim_check import check_synced
-from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.inner import Control, Holdings, open_store
 from torchrec_stream_ckpt.util.layout import FOLDS_DIR
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from tests import jobs, ranks, stores
 from tests.dcp_readers import failure_alone, load_alone, refusal
 from tests.model import PLAN_1, PLAN_2, PLAN_3, Spec, differences
+from tests.parts import FolderObjects
 from tests.pool import Pool
 from torchrec_stream_ckpt import StreamConfig, StreamReader
 from torchrec_stream_ckpt.errors import (
@@ -24,7 +25,6 @@ from torchrec_stream_ckpt.errors import (
     MarkerNotFoundError,
     StreamCkptError,
 )
-from torchrec_stream_ckpt.store.folder import FolderObjects
 
 pytestmark = pytest.mark.distributed
 

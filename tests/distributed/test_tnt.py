@@ -15,11 +15,11 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from tests import ranks
 from tests.model import GLOBAL_BATCH, PLAN_1, PLAN_2, PLAN_3, Trainer, batch, differences, trainer, truth
+from tests.parts import FileLog
 from tests.pool import Pool
 from torchrec_stream_ckpt import GlobalBatches, StreamCheckpointer, StreamConfig, TrackedLoader
 from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Control
 
 tnt = pytest.importorskip(
     "torchrec_stream_ckpt.tnt",

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.forks import ROOT, Torchrun
-from torchrec_stream_ckpt.cli.main import app
+from tests.parts import app
 
 pytestmark = pytest.mark.distributed
 

@@ -18,11 +18,9 @@ from typer.testing import CliRunner
 
 from tests import jobs, stores, warm
 from tests.model import PLAN_1, PLAN_2, PLAN_3, differences
+from tests.parts import FileLog, Policy, app
 from torchrec_stream_ckpt import StreamConfig
-from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.distributed

@@ -16,12 +16,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.parts import Broker, open_log
 from torchrec_stream_ckpt.cli import broker as cli
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.extras.broker import runtime
-from torchrec_stream_ckpt.extras.broker.kraft import Broker
 from torchrec_stream_ckpt.extras.broker.process import ProcessId
-from torchrec_stream_ckpt.log.api import open_log
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from tests import ranks, zoo
 from tests.distributed.test_changed_model_faults import ALONE, CHANGES, EVENTS, NEW, OLD, TWO, check
 from tests.evolving import restored
 from tests.model import differences
+from tests.parts import open_log
 from torchrec_stream_ckpt import StreamConfig
-from torchrec_stream_ckpt.log.api import open_log
-from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.kafka

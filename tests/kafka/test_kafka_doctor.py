@@ -11,8 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.builders import claim
-from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.log.api import open_log
+from tests.parts import app, open_log
 
 pytestmark = pytest.mark.kafka
 

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.parts import UpdateKind, open_log
 from tests.synthetic import SCHEMA, Image, Job, image_of_log
-from torchrec_stream_ckpt import follow
+from torchrec_stream_ckpt import Follower, follow
 from torchrec_stream_ckpt.errors import LogUnavailableError
-from torchrec_stream_ckpt.extras.follower.core import Follower
-from torchrec_stream_ckpt.extras.follower.updates import UpdateKind
 from torchrec_stream_ckpt.format.rows import RowsView
-from torchrec_stream_ckpt.log.api import open_log
-from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.inner import Control
 
 pytestmark = pytest.mark.kafka
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from tests.parts import Broker, open_log
 from torchrec_stream_ckpt.errors import CommitUnknownError, ConfigError, CorruptionError, LogUnavailableError
-from torchrec_stream_ckpt.extras.broker.kraft import Broker
-from torchrec_stream_ckpt.log.api import Log, open_log
+from torchrec_stream_ckpt.inner import Log
 from torchrec_stream_ckpt.log.kafka import brokers as kafka_brokers
 from torchrec_stream_ckpt.log.kafka import control_topic
 from torchrec_stream_ckpt.log.kafka.brokers import Brokers

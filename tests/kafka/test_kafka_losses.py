@@ -21,14 +21,12 @@ from tests import jobs, ranks
 from tests.builders import OTHER_JOB, Stream, claim, commit, write
 from tests.jobs import Truths, attach
 from tests.model import PLAN_2, Spec, Trainer, differences, trainer, truth
+from tests.parts import Broker, app, open_log
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import StreamLostError
-from torchrec_stream_ckpt.extras.broker.kraft import Broker
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header, seal
-from torchrec_stream_ckpt.log.api import open_log
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.log.control.ancestor_check import Older
-from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.save.generation import check_claimed, newest_held
 from torchrec_stream_ckpt.util.types import LogSpan, MarkerId
 from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri

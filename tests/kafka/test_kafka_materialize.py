@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.faults.materializer import start, wait
+from tests.parts import Broker, open_log
 from tests.synthetic import JOB, ROWWISE, Job, image_of_store, images_of_chain
 from tests.unit.folded_job import events_of, has
-from torchrec_stream_ckpt.extras.broker.kraft import Broker
-from torchrec_stream_ckpt.log.api import open_log
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.inner import Control, open_store
 from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.kafka

@@ -17,14 +17,12 @@ from typer.testing import CliRunner
 from tests import ranks, stores
 from tests.jobs import attach, restore_once, train_with
 from tests.model import PLAN_2, Spec, differences, trainer
+from tests.parts import Broker, app, open_log
 from tests.tables import FIRST, write_tables
 from tests.unit.test_interchange import SCHEMA, values
 from torchrec_stream_ckpt import StreamConfig
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
-from torchrec_stream_ckpt.extras.broker.kraft import Broker
-from torchrec_stream_ckpt.log.api import open_log
-from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri
 
 pytestmark = pytest.mark.kafka

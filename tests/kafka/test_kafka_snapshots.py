@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.builders import claim, commit
+from tests.parts import open_log
 from torchrec_stream_ckpt.errors import CorruptionError, PrunedError
 from torchrec_stream_ckpt.format.folding import body_of, is_snapshot
-from torchrec_stream_ckpt.log.api import Log, open_log
-from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.inner import Control, Log
 from torchrec_stream_ckpt.log.control.snapshots import shorten_control
 from torchrec_stream_ckpt.log.kafka.log import KafkaLog
 from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri

@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from tests import tiered
+from tests.parts import app
 from tests.tiered import TieredJob, lose, relay
 from tests.unit.test_tiers_joined import check, truth_of
-from torchrec_stream_ckpt.cli.main import app
 
 pytestmark = pytest.mark.kafka
 

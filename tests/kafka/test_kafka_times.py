@@ -11,8 +11,10 @@ import pytest
 
 from tests.kafka.test_kafka_doctor import doctor
 from tests.kafka.test_kafka_log import make_topic, write
+from tests.parts import open_log
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
-from torchrec_stream_ckpt.log.api import Finding, Log, Severity, open_log
+from torchrec_stream_ckpt.inner import Log
+from torchrec_stream_ckpt.log.api import Finding, Severity
 from torchrec_stream_ckpt.log.kafka import clocks, producer
 
 pytestmark = pytest.mark.kafka

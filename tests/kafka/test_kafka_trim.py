@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.builders import Stream, claim, commit
+from tests.parts import locate, open_log, trim_log
 from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
-from torchrec_stream_ckpt.find.route import locate
 from torchrec_stream_ckpt.format.frame import parse_header
-from torchrec_stream_ckpt.log.api import Ack, Freed, Log, open_log
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.control.trim import trim_log
-from torchrec_stream_ckpt.log.stream import read_stream
+from torchrec_stream_ckpt.inner import Control, Log, read_stream
+from torchrec_stream_ckpt.log.api import Ack, Freed
 from torchrec_stream_ckpt.save.generation import Generation
 from torchrec_stream_ckpt.util.types import MarkerId
 

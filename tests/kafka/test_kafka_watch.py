@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 
 from tests.builders import end
 from tests.jobs_on_paper import PaperJob, tables
-from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.log.api import open_log
-from torchrec_stream_ckpt.log.control.partition import Control
+from tests.parts import app, open_log
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.kafka

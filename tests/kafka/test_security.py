@@ -25,6 +25,7 @@ from tests.inside import inside
 from tests.jobs import attach
 from tests.kafka.secure import HANG_S, WRONG, CommandLines, Options, Secure, Wrong, admin, allow_again, forbid
 from tests.model import PLAN_2, differences, trainer, truth
+from tests.parts import Broker, open_log, trim_log
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.cli.main import main
 from torchrec_stream_ckpt.errors import (
@@ -34,10 +35,8 @@ from torchrec_stream_ckpt.errors import (
     MarkerFailedError,
     StreamCkptError,
 )
-from torchrec_stream_ckpt.extras.broker.kraft import Broker
-from torchrec_stream_ckpt.log.api import Freed, open_log
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.control.trim import trim_log
+from torchrec_stream_ckpt.inner import Control
+from torchrec_stream_ckpt.log.api import Freed
 from torchrec_stream_ckpt.util.types import LogSpan
 
 pytestmark = pytest.mark.kafka

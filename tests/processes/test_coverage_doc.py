@@ -11,8 +11,9 @@ from tests.coverage import DOC, HEADINGS, PITFALLS, Cell, Claim, Suite, collect,
 
 pytest.importorskip("torch")  # the whole suite is collected, and most of it needs torch
 
+from tests.parts import installed
 from tests.sharders import installed_sharders
-from torchrec_stream_ckpt.model.versions import TESTED, installed
+from torchrec_stream_ckpt.model.versions import TESTED
 
 
 @pytest.fixture(scope="module")

@@ -17,23 +17,16 @@ from tests.children import is_gone, stopped, workers_of
 from tests.faults.disks import CannotMount, fill, small_disk
 from tests.faults.materializer import serve, wait
 from tests.forks import context
+from tests.parts import FileLog, Materializer, Policy, check_synced, open_dense
 from tests.synthetic import Job, image_of_store, images_of_all
 from tests.unit.folded_job import events_of, has, lineage_of, made_once
 from tests.unit.test_fold import check
 from torchrec_stream_ckpt.errors import EngineUnavailableError
-from torchrec_stream_ckpt.find.holdings import Holdings
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Catalog, Control, Holdings, Objects, open_store
 from torchrec_stream_ckpt.maintain import compactor, interval_folder
-from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.maintain.engine import api
 from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress
 from torchrec_stream_ckpt.maintain.engine.processes import Processes
-from torchrec_stream_ckpt.maintain.gc.trim_check import check_synced
-from torchrec_stream_ckpt.maintain.materializer import Materializer
-from torchrec_stream_ckpt.store.api import Objects, open_store
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.util.types import MarkerId
 
 POLICY = Policy(rebase=0.5, compact="span2")

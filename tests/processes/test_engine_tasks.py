@@ -22,6 +22,7 @@ from tests.evolved import EvolvingJob
 from tests.faults.disks import CannotMount, fill, small_disk
 from tests.faults.materializer import wait
 from tests.forks import context
+from tests.parts import FileLog, Materializer, Policy, Scrubber, open_dense
 from tests.processes.odd_tasks import Odd
 from tests.processes.test_engine import FAILPOINTS, REPORT, kill_while_workers_stand
 from tests.processes.test_scrub_kills import read_names
@@ -31,23 +32,17 @@ from tests.unit.scrubbed_job import check_markers, harm, invoke, name_of, one, s
 from torchrec_stream_ckpt.errors import StoreUnavailableError
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.inner import Control, Objects, open_store
 from torchrec_stream_ckpt.maintain.engine import api
 from torchrec_stream_ckpt.maintain.engine.api import Engine, InProcess, Order, Site, TaskQueue
 from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress
 from torchrec_stream_ckpt.maintain.engine.processes import Processes
-from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.maintain.proof_checker import ProofRule
 from torchrec_stream_ckpt.maintain.repairer import Repair
 from torchrec_stream_ckpt.maintain.scrub import scrubber
 from torchrec_stream_ckpt.maintain.scrub.background_scrub import BackgroundScrub
-from torchrec_stream_ckpt.maintain.scrub.scrubber import Scrubber
 from torchrec_stream_ckpt.proofs import window
 from torchrec_stream_ckpt.proofs.window import WindowCheck
-from torchrec_stream_ckpt.store.api import Objects, open_store
-from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.verdicts import list_proved
 from torchrec_stream_ckpt.util import failpoints
 

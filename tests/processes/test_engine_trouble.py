@@ -19,12 +19,13 @@ from torchrec_stream_ckpt.cli import engines
 from torchrec_stream_ckpt.cli.engines import kept_probe, opened_engine
 from torchrec_stream_ckpt.cli.options import Access
 from torchrec_stream_ckpt.errors import ConfigError, EngineUnavailableError, StreamCkptError
+from torchrec_stream_ckpt.inner import open_store
 from torchrec_stream_ckpt.maintain.engine import parcel, processes
 from torchrec_stream_ckpt.maintain.engine.api import Engine, Site
 from torchrec_stream_ckpt.maintain.engine.choose import EngineName
 from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress
 from torchrec_stream_ckpt.maintain.engine.processes import Processes
-from torchrec_stream_ckpt.store.api import KeepsTime, open_store
+from torchrec_stream_ckpt.store.api import KeepsTime
 
 
 @pytest.fixture(scope="module")

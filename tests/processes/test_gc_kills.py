@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests import stores
+from tests.parts import GcRules, Retention
 from tests.unit.gc_history import HOUR, branched, check_whole, gc, names, rules
-from torchrec_stream_ckpt.maintain.gc.gc import GcRules
-from torchrec_stream_ckpt.maintain.gc.retention import Retention
 
 POINTS = {"gc.dropped": 2, "gc.merged": 1, "gc.listed": 1, "gc.deleted": 3, "gc.tidied": 1, "read_back.saved": 1}
 """Where a gc is killed, and at which pass."""
@@ -30,9 +29,7 @@ def pool() -> Iterator[Executor]:
 CHILD = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
-from torchrec_stream_ckpt.maintain.gc.retention import Retention
-from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.inner import open_store
 from torchrec_stream_ckpt.util.units import size
 rules = GcRules(retention=Retention(newest=1, then_every=4), compact=True, grace_s=float(sys.argv[3]))
 with ThreadPoolExecutor(1) as pool:

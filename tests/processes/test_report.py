@@ -14,13 +14,12 @@ from typer.testing import CliRunner
 from tests.browser import Browser
 from tests.builders import claim, trim
 from tests.jobs_on_paper import EVIL, LONG, PaperJob, tables
-from torchrec_stream_ckpt.cli.main import app
+from tests.parts import FileLog, app
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.extras.reporting.history import Heat, read_history
 from torchrec_stream_ckpt.extras.reporting.sections import MOST_BARS
 from torchrec_stream_ckpt.extras.reporting.svg import ticks
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.util.types import TableSpec
 
 PICTURES = Path(__file__).parents[2] / "build" / "report"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.builders import claim
+from tests.parts import FileLog
 from tests.unit.snapshot_log import grow, markers, shorten
-from torchrec_stream_ckpt.log.files import FileLog
 
 
 @pytest.fixture
@@ -26,9 +26,8 @@ def log(tmp_path: Path) -> FileLog:
 _PROGRAM = """
 import sys
 from pathlib import Path
-from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.log.control.snapshots import shorten_control
-from torchrec_stream_ckpt.log.files import FileLog
 log = FileLog(Path(sys.argv[1]))
 shorten_control(log, Control(log), at_once=True)
 """

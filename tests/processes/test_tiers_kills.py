@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests import tiered
+from tests.parts import TierState
 from tests.synthetic import image_of_log
 from tests.tiered import TieredJob, relay
-from torchrec_stream_ckpt.find.tiers import TierState
 
 POINTS = ("relay.sent", "relay.dense", "relay.commit", "relay.committed")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.forks import ROOT, run_script
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from tests.parts import FileLog
+from torchrec_stream_ckpt.inner import Control
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from tests.faults.proxy import free_port
+from tests.parts import Entry, prepare_store
 from tests.s3.server import KEY, SECRET, S3Server
 from torchrec_stream_ckpt.errors import StoreUnavailableError
-from torchrec_stream_ckpt.store.api import Entry, Objects, open_store
-from torchrec_stream_ckpt.store.identity import check_store, prepare_store
+from torchrec_stream_ckpt.inner import Objects, open_store
+from torchrec_stream_ckpt.store.identity import check_store
 
 PARTS = [bytes([number]) * 2**20 for number in range(101)]
 """101 MiB: more than one request of an upload takes."""

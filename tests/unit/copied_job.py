@@ -11,10 +11,9 @@ from typer.testing import CliRunner
 from tests.builders import JOB
 from tests.synthetic import Image, Job, image_of_log
 from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.inner import Control, Objects, open_store
 from torchrec_stream_ckpt.log.control.loss_check import check_whole
-from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.records import read_copy
 from torchrec_stream_ckpt.util.layout import copied_log
 from torchrec_stream_ckpt.util.types import MarkerId

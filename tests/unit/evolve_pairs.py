@@ -9,8 +9,9 @@ import numpy as np
 
 from tests.unit.evolve_oracle import Array, Table
 from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges, RowChange
-from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, DenseOptimizer, ModelSchema
+from torchrec_stream_ckpt.evolve.model_schema import DenseOptimizer, ModelSchema
 from torchrec_stream_ckpt.evolve.row_maps import IdMap
+from torchrec_stream_ckpt.inner import DenseEntry
 from torchrec_stream_ckpt.util.types import TOMBSTONE, StateSpec, TableSpec
 
 _SUM = StateSpec("sum", "float32", per_row=True)

@@ -19,10 +19,8 @@ from tests import synthetic
 from tests.synthetic import Job, image_of_store, images_of_chain
 from torchrec_stream_ckpt.cli.main import main
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.inner import Catalog, Control, open_store
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.util.layout import DATA_DIR
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -13,9 +13,7 @@ from torchrec_stream_ckpt.extras.follower.core import follow
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import RowsView
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.read.rows import MarkerRows, TableReader, TableWindow, open_rows
-from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.inner import Control, MarkerRows, TableReader, TableWindow, open_rows, open_store
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.util.layout import dense_name
 from torchrec_stream_ckpt.util.types import MarkerId

@@ -12,9 +12,8 @@ from tests.synthetic import JOB, Job, image_of_store, images_of_chain
 from tests.unit.folded_job import made_once, materialize, store_of
 from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.format.dense import digest_files
-from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.inner import Control, open_store
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.util.layout import DATA_DIR, dense_name
 from torchrec_stream_ckpt.util.types import MarkerId
 

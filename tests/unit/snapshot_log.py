@@ -12,7 +12,7 @@ from torchrec_stream_ckpt.format.control import Commit, ControlRecord
 from torchrec_stream_ckpt.format.end_note import End, Note, Outcome
 from torchrec_stream_ckpt.format.folding import is_snapshot
 from torchrec_stream_ckpt.format.record import meta_of
-from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.log.control.snapshots import shorten_control
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.util.types import MarkerId

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.stores import HeldObjects, History, contents, rows_by_route
-from torchrec_stream_ckpt.find.route import Route
 from torchrec_stream_ckpt.format.summary import Part, Summary
+from torchrec_stream_ckpt.inner import Route
 from torchrec_stream_ckpt.maintain import summarizer
 from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.maintain.materializer import Materializer

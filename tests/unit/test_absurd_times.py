@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.jobs_on_paper import PaperJob, tables
-from torchrec_stream_ckpt.cli.main import app
+from tests.parts import app
 
 VIEWS = (
     (("list", "--width=100"), "an unknown day"),

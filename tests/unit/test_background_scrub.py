@@ -9,18 +9,16 @@ from typing import Any
 
 import pytest
 
+from tests.parts import FolderObjects, Scrubber
 from tests.synthetic import Job
 from tests.unit.folded_job import command, folded_job, materialize, store_of
 from torchrec_stream_ckpt.cli import materialize as verb
 from torchrec_stream_ckpt.cli.events import line
 from torchrec_stream_ckpt.errors import StoreUnavailableError, StreamCkptError
-from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.inner import Control, open_store
 from torchrec_stream_ckpt.maintain.materialize_service import MaterializeService
 from torchrec_stream_ckpt.maintain.scrub import background_scrub
 from torchrec_stream_ckpt.maintain.scrub.background_scrub import BackgroundScrub
-from torchrec_stream_ckpt.maintain.scrub.scrubber import Scrubber
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.util.metrics import METRICS
 from torchrec_stream_ckpt.util.service import Event
 

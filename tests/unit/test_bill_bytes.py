@@ -19,22 +19,16 @@ from typer.testing import CliRunner
 
 from tests import builders
 from tests.counting import CountingObjects
+from tests.parts import Materializer, Policy, app, locate, open_dense
 from tests.synthetic import Job
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.extras.sizing import requests as model
 from torchrec_stream_ckpt.extras.sizing.bills import Share, store_shares
 from torchrec_stream_ckpt.extras.sizing.folds import fold_load
 from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, TableLoad, UnitCosts, Workload
-from torchrec_stream_ckpt.find.route import locate
 from torchrec_stream_ckpt.format import segment
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.maintain.materializer import Materializer
+from torchrec_stream_ckpt.inner import Catalog, Control, open_store
 from torchrec_stream_ckpt.store import api, reader
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.util.layout import parse_fold_segment, parse_store_segment
 

@@ -14,17 +14,13 @@ from typing import Any
 import pytest
 
 from tests import synthetic
+from tests.parts import Materializer, Policy, open_dense
 from tests.synthetic import Job
 from tests.unit.folded_job import made_once
 from tests.unit.test_fold import fold, lineage_of
 from torchrec_stream_ckpt.format import commits
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.maintain.materializer import Materializer
+from torchrec_stream_ckpt.inner import Catalog, Control, open_store
 from torchrec_stream_ckpt.store import catalog
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.usefixtures("no_syncs")

@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests.parts import FileLog, Materializer, Policy, open_dense
 from tests.unit.folded_job import lineage_of
 from tests.unit.test_catch_up import history
-from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.inner import open_store
 from torchrec_stream_ckpt.maintain.engine import api
 from torchrec_stream_ckpt.maintain.engine.api import InProcess, Site, Task
-from torchrec_stream_ckpt.maintain.materializer import Materializer
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.dense import open_dense
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from tests.golden import make
+from tests.parts import FileLog
 from torchrec_stream_ckpt.errors import CommitUnknownError, FencedError, LogUnavailableError, StreamLostError
-from torchrec_stream_ckpt.find.job import Tier, open_tier
+from torchrec_stream_ckpt.find.job import open_tier
 from torchrec_stream_ckpt.format.control import Claim
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Control, Tier
 from torchrec_stream_ckpt.save import claims
 from torchrec_stream_ckpt.save.generation import claim_generation
 from torchrec_stream_ckpt.util.config import StreamConfig

@@ -13,14 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.builders import claim, commit
+from tests.parts import FileLog, app
 from tests.unit.test_evolve_messages import loaded
 from torchrec_stream_ckpt import Changes, ModelSchema
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ChangesError, ConfigError, SchemaMismatchError
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.util.types import MarkerId, StateSpec, TableSpec
 
 PAGE = (Path(__file__).parents[2] / "docs" / "evolve.md").read_text()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
+from tests.parts import app
 from tests.synthetic import SCHEMA, Job
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import MarkerNotFoundError
 
 

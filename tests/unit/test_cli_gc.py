@@ -12,18 +12,14 @@ import pytest
 from typer.testing import CliRunner
 
 from tests import stores
+from tests.parts import Policy, app, prepare_store
 from tests.stores import History, choose
 from tests.unit.copied_job import keep
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
-from torchrec_stream_ckpt.find.job import Job
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.inner import Control, Job, Objects, open_store
 from torchrec_stream_ckpt.maintain.gc import clocks
 from torchrec_stream_ckpt.store import pins
-from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.dense import DenseFolder
-from torchrec_stream_ckpt.store.identity import prepare_store
 from torchrec_stream_ckpt.util import units
 from torchrec_stream_ckpt.util.layout import DATA_DIR, claim_name
 from torchrec_stream_ckpt.util.types import MarkerId

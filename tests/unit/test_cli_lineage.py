@@ -15,13 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.builders import claim, commit, end
-from torchrec_stream_ckpt.cli.main import app
+from tests.parts import FileLog, app
 from torchrec_stream_ckpt.errors import CorruptionError, FencedError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, changed_elsewhere
 from torchrec_stream_ckpt.format.frame import CHANGED_VERSION, HEADER_LEN, json_frame
 from torchrec_stream_ckpt.format.schema import canonical
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.util.types import MarkerId
 
 

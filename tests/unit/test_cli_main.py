@@ -15,8 +15,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from tests.parts import app
 from torchrec_stream_ckpt import __version__
-from torchrec_stream_ckpt.cli.main import ALSO_CALLED, SAYS, STATUSES, VERBS, app, mistake_in
+from torchrec_stream_ckpt.cli.main import ALSO_CALLED, SAYS, STATUSES, VERBS, mistake_in
 from torchrec_stream_ckpt.cli.options import Access, JobOptions, Json, as_command, is_verbose
 from torchrec_stream_ckpt.cli.variables import give_variables
 from torchrec_stream_ckpt.errors import StreamCkptError

@@ -19,10 +19,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tests.jobs_on_paper import PaperJob, tables
+from tests.parts import app
 from tests.stores import History
 from torchrec_stream_ckpt.cli.common import short_names
 from torchrec_stream_ckpt.cli.events import line
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.end_note import End, Outcome
 from torchrec_stream_ckpt.format.schema import Schema

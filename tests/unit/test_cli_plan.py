@@ -10,9 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.builders import claim, commit
-from torchrec_stream_ckpt.cli.main import app
+from tests.parts import FileLog, app
 from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
-from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.util.types import RankEnd
 
 TABLES = ["--tables", "26", "--rows", "4e7", "--dim", "128"]

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.builders import claim, commit
+from tests.parts import FileLog
 from torchrec_stream_ckpt.cli.common import open_job
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
-from torchrec_stream_ckpt.find.job import Job
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Job
 
 
 def opened(root: Path, store: str | None, kept_at: str) -> tuple[AbstractContextManager[Job], Commit]:

@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 
 from tests import stores
+from tests.parts import FileLog, Policy
 from tests.stores import History, choose
 from tests.unit.test_cli_gc import gc, markers, run, two_generations
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
-from torchrec_stream_ckpt.find.holdings import Holdings
+from torchrec_stream_ckpt.inner import Catalog, Holdings
 from torchrec_stream_ckpt.log.control import snapshots
-from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseFolder
 from torchrec_stream_ckpt.util.types import MarkerId
 

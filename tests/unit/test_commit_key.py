@@ -17,15 +17,14 @@ from typer.testing import CliRunner
 
 from tests.builders import OTHER_JOB, Stream, claim, commit, trim, write
 from tests.fuzz.targets import resealed
-from torchrec_stream_ckpt.cli.main import app
+from tests.parts import FileLog, app
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, FencedError
 from torchrec_stream_ckpt.format.control import Claim, Commit, Trim, parse_control
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files
 from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.frame import Header, Kind, json_frame
 from torchrec_stream_ckpt.format.mac import CommitKey
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.util.config import StreamConfig
 from torchrec_stream_ckpt.util.types import MarkerId, RankEnd
 

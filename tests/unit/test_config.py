@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.parts import open_log
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.log.api import load_options, open_log
+from torchrec_stream_ckpt.log.api import load_options
 from torchrec_stream_ckpt.util.config import Source, StreamConfig
 from torchrec_stream_ckpt.util.options import read_options
 

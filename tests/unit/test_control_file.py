@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.parts import FileLog
 from tests.unit.file_log import RECORDS
 from torchrec_stream_ckpt.errors import (
     CommitUnknownError,
@@ -21,7 +22,6 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.format.control import parse_control
 from torchrec_stream_ckpt.log import control_file
-from torchrec_stream_ckpt.log.files import FileLog
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.parts import FileLog
 from tests.stores import History
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.util.layout import CONTROL_FILE
 
 

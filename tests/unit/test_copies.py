@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from tests import stores
 from tests.builders import JOB, OTHER_JOB, claim, commit, trim
+from tests.parts import FileLog, app
 from tests.synthetic import Job
 from tests.unit.copied_job import check, copied, copied_offsets, image, key, offsets, recover, trainer
 from torchrec_stream_ckpt.cli.common import open_job
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
@@ -28,12 +28,10 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.find.job import Job as OpenedJob
 from torchrec_stream_ckpt.format.frame import Buffer
+from torchrec_stream_ckpt.inner import Control, Objects, open_store
 from torchrec_stream_ckpt.log.control import copies
 from torchrec_stream_ckpt.log.control.loss_check import check_whole
-from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.control.snapshots import shorten_control
-from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.records import Copied, put_copy, read_copy
 from torchrec_stream_ckpt.util.layout import dense_name, partition_dir, segment_name
 from torchrec_stream_ckpt.util.types import MarkerId

@@ -14,16 +14,13 @@ from typer.testing import CliRunner
 
 from tests import stores
 from tests.builders import JOB, claim, commit
+from tests.parts import Entry, FileLog, FolderObjects, app
 from tests.unit.copied_job import check, copied, copied_offsets, image, keep, key, offsets, recover, trainer
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
 )
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.store.api import Entry, open_store
-from torchrec_stream_ckpt.store.folder import FolderObjects
+from torchrec_stream_ckpt.inner import Control, open_store
 from torchrec_stream_ckpt.store.records import Copied
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests.builders import claim
+from tests.parts import FileLog
 from torchrec_stream_ckpt.errors import CorruptionError, LogUnavailableError, StreamLostError
 from torchrec_stream_ckpt.format.frame import parse_header
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.log.kafka import brokers as kafka_brokers
 from torchrec_stream_ckpt.log.kafka.brokers import Brokers, Edge
 from torchrec_stream_ckpt.log.kafka.log import KafkaLog

@@ -15,15 +15,14 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.inside import masks_of, sender_of
+from tests.parts import Drain, FrameRing
 from tests.sampled import sampled
 from tests.unit.captured_job import BUDGET_BYTES, EVENTS, ROWS, Job
 from torchrec_stream_ckpt.capture.counts import LateCounts
 from torchrec_stream_ckpt.capture.rowmask import BLOCK, RowMask
-from torchrec_stream_ckpt.capture.sender import Drain
 from torchrec_stream_ckpt.capture.touched import RangeSweep
 from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
-from torchrec_stream_ckpt.format.ring import FrameRing
 
 CPU = torch.device("cpu")
 BASES = (0, 5, 5, 12)

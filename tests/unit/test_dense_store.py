@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 
 from tests.builders import commit
+from tests.parts import DenseStore, open_dense
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MissingObjectError, StoreUnavailableError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import digest_files, files_at
 from torchrec_stream_ckpt.format.dense_files import LIST_NAME, DenseFile, listed, parse_list
+from torchrec_stream_ckpt.inner import Objects, open_store
 from torchrec_stream_ckpt.store import dense_objects
-from torchrec_stream_ckpt.store.api import Objects, open_store
-from torchrec_stream_ckpt.store.dense import DenseStore, name_files, open_dense
+from torchrec_stream_ckpt.store.dense import name_files
 from torchrec_stream_ckpt.store.dense_objects import DenseObjects
 from torchrec_stream_ckpt.util.layout import dense_file_name, dense_name
 

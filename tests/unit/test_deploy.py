@@ -18,8 +18,8 @@ import yaml
 from kubernetes.client import models
 from kubernetes.client.configuration import Configuration
 
+from tests.parts import app
 from tests.unit.folded_job import folded_job, store_of
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.util.metrics import FOLLOWER_METRICS, METRICS, TRAINER_METRICS
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from torchrec_stream_ckpt.cli.main import app
+from tests.parts import app
 from torchrec_stream_ckpt.flags import add_flags
 from torchrec_stream_ckpt.util.metrics import METRICS, TRAINER_METRICS
 

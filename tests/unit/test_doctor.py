@@ -12,15 +12,14 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.builders import claim, commit
+from tests.parts import FileLog, app
 from tests.stores import History, contents
 from tests.unit.folded_job import folded_job, store_of
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import MarkerNotFoundError
+from torchrec_stream_ckpt.inner import open_store
 from torchrec_stream_ckpt.log.api import Finding, Severity
 from torchrec_stream_ckpt.log.disk import examine_folder, file_system
-from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.log.kafka.health import examine_topic
-from torchrec_stream_ckpt.store.api import open_store
 
 SAFE = {
     "max.message.bytes": "1048588",

@@ -10,15 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.builders import claim
+from tests.parts import FileLog, FolderObjects, app
 from tests.stores import contents
 from tests.unit.folded_job import folded_job, store_of
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import StoreUnavailableError
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import open_store
 from torchrec_stream_ckpt.log.kafka.health import BROKER_DEFAULTS, examine_new_topics
 from torchrec_stream_ckpt.log.kafka.settings import NEW_TOPIC_SETTINGS
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.folder import FolderObjects
 
 Found = dict[str, dict[str, Any]]
 

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from tests.builders import JOB, table, trim
+from tests.parts import UpdateKind
 from tests.unit.test_followed_proofs import LOST, LosingJob, followed, is_true, lose
 from tests.unit.test_proof_checker import SCHEMA
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.errors import CorruptionError, ProofMismatchError, ReplicaNotReadyError
 from torchrec_stream_ckpt.extras.follower.source import Delivered, FollowedJob
-from torchrec_stream_ckpt.extras.follower.updates import Update, UpdateKind
+from torchrec_stream_ckpt.extras.follower.updates import Update
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import POSITIONS

@@ -13,7 +13,8 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.dense_proof import digest_words
 from torchrec_stream_ckpt.format.entry_digests import DenseProof, bytes_digest, scalars_digest
 from torchrec_stream_ckpt.format.proof import replicated_id
-from torchrec_stream_ckpt.proofs.dense import DenseMarks, not_as_proved
+from torchrec_stream_ckpt.inner import DenseMarks
+from torchrec_stream_ckpt.proofs.dense import not_as_proved
 from torchrec_stream_ckpt.util.types import MarkerId
 
 SCALARS = [(1, 0, 2**40, 0, 16, 2**63, 1.0, 0.1, -0.0)]

@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from torchrec_stream_ckpt import Changes, IdMap, RowChange
 from torchrec_stream_ckpt.errors import ChangesError, SchemaMismatchError
-from torchrec_stream_ckpt.evolve.changes import Changes, RowChange
 from torchrec_stream_ckpt.evolve.resolve import resolve
-from torchrec_stream_ckpt.evolve.row_maps import IdMap, RowMap
+from torchrec_stream_ckpt.evolve.row_maps import RowMap
 from torchrec_stream_ckpt.evolve.table_outcome import Evolution
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.util.types import TOMBSTONE, StateSpec, TableSpec

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from torchrec_stream_ckpt import Changes, DenseChanges, ModelSchema
 from torchrec_stream_ckpt.errors import ChangesError, SchemaMismatchError
-from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges
 from torchrec_stream_ckpt.evolve.dense import resolve_dense
 from torchrec_stream_ckpt.evolve.dense_outcome import DenseEvolution
-from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, DenseOptimizer, ModelSchema
+from torchrec_stream_ckpt.evolve.model_schema import DenseOptimizer
+from torchrec_stream_ckpt.inner import DenseEntry
 
 OVER = ("over.0.weight", "over.0.bias", "over.1.weight")
 

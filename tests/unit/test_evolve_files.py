@@ -12,9 +12,10 @@ import pytest
 
 from torchrec_stream_ckpt import Changes, DenseChanges, IdMap, ModelSchema, RowChange
 from torchrec_stream_ckpt.errors import ChangesError, ConfigError
-from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, DenseOptimizer
+from torchrec_stream_ckpt.evolve.model_schema import DenseOptimizer
 from torchrec_stream_ckpt.evolve.row_maps import RowMap
 from torchrec_stream_ckpt.evolve.text import nearest
+from torchrec_stream_ckpt.inner import DenseEntry
 from torchrec_stream_ckpt.util.types import StateSpec, TableSpec
 
 FULL = Changes(

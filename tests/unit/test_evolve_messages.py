@@ -12,8 +12,9 @@ from torchrec_stream_ckpt import Changes, DenseChanges, IdMap, ModelSchema, RowC
 from torchrec_stream_ckpt.errors import ChangesError, SchemaMismatchError
 from torchrec_stream_ckpt.evolve.findings import PYTHON_FOLLOWS, TOML_FOLLOWS
 from torchrec_stream_ckpt.evolve.model_evolution import ModelEvolution, evolve
-from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, DenseOptimizer
+from torchrec_stream_ckpt.evolve.model_schema import DenseOptimizer
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
+from torchrec_stream_ckpt.inner import DenseEntry
 from torchrec_stream_ckpt.util.types import StateSpec, TableSpec
 
 SUM = StateSpec("sum", "float32", per_row=True)

@@ -6,7 +6,7 @@ import json
 
 from tests.unit.test_evolve_messages import HERE, SAVED, pasted, refusal
 from torchrec_stream_ckpt.evolve.model_evolution import evolve
-from torchrec_stream_ckpt.evolve.report import EvolutionReport
+from torchrec_stream_ckpt.inner import EvolutionReport
 
 
 def test_each_part_that_differs_has_a_line() -> None:

@@ -20,33 +20,34 @@ from typer.testing import CliRunner
 from tests import evolved, stores
 from tests.builders import JOB
 from tests.evolved import EvolvingJob, TableTruth, random_schema, random_table
+from tests.parts import (
+    FileLog,
+    GcRules,
+    Materializer,
+    Policy,
+    Retention,
+    UpdateKind,
+    app,
+    collect,
+    locate,
+    open_dense,
+    verify_marker,
+)
 from tests.sampled import paired, sampled
 from tests.synthetic import Job
 from tests.unit.folded_job import made_once
 from tests.unit.test_fold import lineage_of
 from torchrec_stream_ckpt import follow
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import SchemaMismatchError
-from torchrec_stream_ckpt.extras.follower.updates import UpdateKind
 from torchrec_stream_ckpt.extras.interchange.dcp_reader import Region, fill
 from torchrec_stream_ckpt.find import job as route_job
-from torchrec_stream_ckpt.find.route import locate
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
-from torchrec_stream_ckpt.maintain.gc.retention import Retention
+from torchrec_stream_ckpt.inner import Catalog, Objects, TableReader, open_rows, open_store
 from torchrec_stream_ckpt.maintain.head import HeadWriter
-from torchrec_stream_ckpt.maintain.materializer import Materializer
-from torchrec_stream_ckpt.read.rows import TableReader, open_rows
-from torchrec_stream_ckpt.store.api import Objects, open_store
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.head import Head
 from torchrec_stream_ckpt.util.types import TOMBSTONE, MarkerId, TableShard
 from torchrec_stream_ckpt.verify.verdicts import Verifier
-from torchrec_stream_ckpt.verify.verify import verify_marker
 
 
 def random_job(root: Path, seed: int) -> EvolvingJob:

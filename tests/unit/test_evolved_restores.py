@@ -14,27 +14,21 @@ from typer.testing import CliRunner
 from tests import stores, tiered
 from tests.builders import JOB, Stream, table
 from tests.evolved import EvolvingJob, random_change, random_schema
+from tests.parts import FileLog, UpdateKind, app, fence_of, open_dense
 from tests.sampled import paired
 from tests.tiered import TieredJob
 from tests.unit.test_evolved_lineages import POLICIES, check, flip, lineage_of, materialize, random_job
 from torchrec_stream_ckpt import FollowedTables, follow
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import CorruptionError, SchemaMismatchError
 from torchrec_stream_ckpt.extras.follower.serve import ServingWriter
-from torchrec_stream_ckpt.extras.follower.updates import UpdateKind
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, check_follows
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.log.api import Log
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Log, Objects, TableReader, open_rows
 from torchrec_stream_ckpt.proofs.seen_marks import SeenMarks
-from torchrec_stream_ckpt.read.rows import TableReader, open_rows
 from torchrec_stream_ckpt.restore.apply import apply_log, apply_store
 from torchrec_stream_ckpt.restore.plan import plan_reads, plan_restore
 from torchrec_stream_ckpt.restore.target import Target
-from torchrec_stream_ckpt.save.generation import fence_of
-from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.util.types import TOMBSTONE, MarkerId, TableShard
 
 pytestmark = pytest.mark.usefixtures("no_syncs")

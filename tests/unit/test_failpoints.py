@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 import torchrec_stream_ckpt
+from tests.parts import arm
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.util import failpoints
-from torchrec_stream_ckpt.util.failpoints import arm, failpoint
+from torchrec_stream_ckpt.util.failpoints import failpoint
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.builders import Stream, write
+from tests.parts import FileLog
 from tests.unit.file_log import RECORDS
 from torchrec_stream_ckpt.errors import (
     ConfigError,
@@ -21,7 +22,6 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.log import file_writer
 from torchrec_stream_ckpt.log.file_writer import FileWriter
-from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.util.layout import MAX_PARTITIONS, segment_name
 from torchrec_stream_ckpt.util.types import LogSpan
 

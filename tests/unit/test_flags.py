@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_stream_ckpt import Restored, Source, StreamConfig, Takeover
+from torchrec_stream_ckpt import Changes, Restored, Source, StreamConfig, Takeover
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.evolve.changes import Changes
 from torchrec_stream_ckpt.flags import add_flags, config_from, restore_from
 
 

@@ -29,6 +29,7 @@ from tests.followers import (
     wait_for,
     weights_at,
 )
+from tests.parts import trim_log
 from tests.synthetic import Job
 from tests.unit.test_followed_proofs import is_true
 from tests.unit.test_proof_checker import SCHEMA as PROVED
@@ -43,9 +44,7 @@ from torchrec_stream_ckpt.extras.follower.core import FollowMode
 from torchrec_stream_ckpt.extras.follower.source import FollowedJob
 from torchrec_stream_ckpt.extras.follower.updates import Changed
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.control.trim import trim_log
-from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.inner import Control, open_store
 from torchrec_stream_ckpt.util.layout import DATA_DIR
 from torchrec_stream_ckpt.util.types import MarkerId
 

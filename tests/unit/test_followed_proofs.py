@@ -13,16 +13,14 @@ import torch
 from typer.testing import CliRunner
 
 from tests.evolved import EvolvingJob, random_schema
+from tests.parts import Policy, UpdateKind, app
 from tests.stores import fold
 from tests.unit.test_proof_checker import ROUND, SCHEMA
 from torchrec_stream_ckpt import FollowedTables, follow
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ProofMismatchError, ReplicaNotReadyError
-from torchrec_stream_ckpt.extras.follower.updates import UpdateKind
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.restore.target import Plane
+from torchrec_stream_ckpt.inner import Plane
 
 LOST = np.arange(64, 70)
 """Rows of t_a, all of one block."""

@@ -27,6 +27,7 @@ from tests.followers import (
     truth,
     weights_at,
 )
+from tests.parts import trim_log
 from tests.synthetic import Job
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.errors import (
@@ -34,9 +35,7 @@ from torchrec_stream_ckpt.errors import (
     ReplicaNotReadyError,
 )
 from torchrec_stream_ckpt.extras.follower.updates import Update
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.control.trim import trim_log
-from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.inner import Control, open_store
 from torchrec_stream_ckpt.util.layout import DATA_DIR, SEGMENTS_DIR
 
 

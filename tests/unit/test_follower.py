@@ -21,6 +21,7 @@ from tests.followers import (
     lose_frames,
     truth,
 )
+from tests.parts import Policy, trim_log
 from tests.synthetic import SCHEMA, Job
 from torchrec_stream_ckpt import Follower, follow
 from torchrec_stream_ckpt.errors import (
@@ -32,11 +33,7 @@ from torchrec_stream_ckpt.errors import (
     StreamLostError,
 )
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.inner import Log
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.control.trim import trim_log
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.inner import Control, Log, open_store
 from torchrec_stream_ckpt.util.layout import DATA_DIR, SEGMENTS_DIR
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.inside import sender_of
+from tests.parts import Drain, FrameBuffer
 from tests.sampled import sampled
 from tests.unit.captured_job import BUDGET_BYTES, EVENTS, Job
-from torchrec_stream_ckpt.capture.sender import Drain
-from torchrec_stream_ckpt.format.ring import FrameBuffer
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import stores
+from tests.parts import GcRules, Materializer, Policy, Retention, arm, collect, open_dense
 from tests.sampled import sampled
 from tests.stores import History
 from tests.unit.gc_history import ALWAYS, HOUR, NEVER, SPANS, branched, check_whole, gc, names, offered, plain, rules
@@ -21,14 +22,9 @@ from torchrec_stream_ckpt.errors import (
     MarkerNotFoundError,
     StoreUnavailableError,
 )
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect, plan_gc
+from torchrec_stream_ckpt.inner import Catalog
+from torchrec_stream_ckpt.maintain.gc.gc import plan_gc
 from torchrec_stream_ckpt.maintain.gc.inventory import take_inventory
-from torchrec_stream_ckpt.maintain.gc.retention import Retention
-from torchrec_stream_ckpt.maintain.materializer import Materializer
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.util.failpoints import arm
 from torchrec_stream_ckpt.util.layout import dense_file_name, manifest_name
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.units import size

@@ -11,19 +11,17 @@ from pathlib import Path
 import pytest
 
 from tests import stores
+from tests.parts import GcRules, Materializer, Policy, Retention, collect, open_dense
 from tests.stores import HeldObjects, History
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.inner import Catalog
 from torchrec_stream_ckpt.maintain.engine.api import InProcess, Site
-from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
-from torchrec_stream_ckpt.maintain.gc.retention import GcPlan, Retention
+from torchrec_stream_ckpt.maintain.gc.retention import GcPlan
 from torchrec_stream_ckpt.maintain.interval_folder import IntervalFolder
-from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.maintain.progress import Progress
 from torchrec_stream_ckpt.maintain.repairer import Repairer
-from torchrec_stream_ckpt.store.catalog import Catalog, ObjectCache
-from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.store.catalog import ObjectCache
 from torchrec_stream_ckpt.util.types import MarkerId
 
 NEWEST = MarkerId(1, 6)

@@ -10,16 +10,16 @@ import pytest
 from crc32c import crc32c
 
 from tests import stores
+from tests.parts import collect
 from tests.stores import History
 from tests.unit.gc_history import HOUR, check_whole, gc, names, offered, plain, rules
 from torchrec_stream_ckpt.errors import (
     MissingObjectError,
 )
 from torchrec_stream_ckpt.format.manifest import Garbage
+from torchrec_stream_ckpt.inner import Catalog
 from torchrec_stream_ckpt.maintain.gc.clocks import PROBE_S
-from torchrec_stream_ckpt.maintain.gc.gc import collect
 from torchrec_stream_ckpt.store.api import KeepsTime
-from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.util.layout import garbage_name, probe_name
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests import stores
+from tests.parts import FolderObjects, collect
 from tests.unit.gc_history import ALWAYS, HOUR, check_whole, gc, names, offered, plain, rules
 from torchrec_stream_ckpt.errors import StoreUnavailableError
 from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.maintain.gc.gc import collect
 from torchrec_stream_ckpt.maintain.gc.gc_delete import delete_all
 from torchrec_stream_ckpt.maintain.gc.retention import GcPlan
-from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.util.layout import parse_fold_segment
 
 RULES = rules(HOUR, newest=3, compact=True)

@@ -13,21 +13,17 @@ import pytest
 from crc32c import crc32c
 
 from tests import stores
+from tests.parts import FolderObjects, GcRules, Materializer, Retention, collect, open_dense
 from tests.stores import History
 from tests.unit.gc_history import ALWAYS, HOUR, branched, check_whole, gc, plain, rules
 from torchrec_stream_ckpt.errors import StoreUnavailableError
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.manifest import Garbage
+from torchrec_stream_ckpt.inner import Catalog, Objects
 from torchrec_stream_ckpt.maintain.gc import gc as collecting
 from torchrec_stream_ckpt.maintain.gc import gc_delete
-from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
-from torchrec_stream_ckpt.maintain.gc.retention import GcPlan, Retention
-from torchrec_stream_ckpt.maintain.materializer import Materializer
+from torchrec_stream_ckpt.maintain.gc.retention import GcPlan
 from torchrec_stream_ckpt.maintain.merge import Merging, merge_share, plan_merge
-from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.util.layout import garbage_name, parse_fold_segment
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -10,19 +10,17 @@ from pathlib import Path
 import pytest
 
 from tests import stores
+from tests.parts import arm, collect
 from tests.stores import HeldObjects, History
 from tests.unit.gc_history import HOUR, check_whole, gc, names, plain, rules
 from torchrec_stream_ckpt.errors import (
     MarkerNotFoundError,
     StoreUnavailableError,
 )
-from torchrec_stream_ckpt.find.holdings import Holdings
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.manifest import Pin
-from torchrec_stream_ckpt.maintain.gc.gc import collect
-from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.inner import Catalog, Holdings
 from torchrec_stream_ckpt.store.pins import pin, unpin
-from torchrec_stream_ckpt.util.failpoints import arm
 from torchrec_stream_ckpt.util.layout import dropped_name, pin_name
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -12,18 +12,16 @@ from typing import Any
 import pytest
 
 from tests import stores
+from tests.parts import Dropped, Policy, check_synced
 from tests.stores import History, choose
 from tests.unit.test_cli_gc import gc, markers, run
 from torchrec_stream_ckpt.cli import gc as cli_gc
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
-from torchrec_stream_ckpt.find.holdings import Holdings
-from torchrec_stream_ckpt.format.manifest import BY_HAND, Dropped
-from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.format.manifest import BY_HAND
+from torchrec_stream_ckpt.inner import Catalog, Holdings
 from torchrec_stream_ckpt.maintain.gc.inventory import StoreInventory, take_inventory
 from torchrec_stream_ckpt.maintain.gc.lost_markers import FRESH_S, Reasked, WaysBack
-from torchrec_stream_ckpt.maintain.gc.trim_check import check_synced
 from torchrec_stream_ckpt.store import pins
-from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseFolder
 from torchrec_stream_ckpt.util.layout import dropped_name
 from torchrec_stream_ckpt.util.types import MarkerId

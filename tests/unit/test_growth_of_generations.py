@@ -12,9 +12,8 @@ from tests import builders
 from tests.work import grown, lines_of
 from torchrec_stream_ckpt.find.strides import Strides
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.inner import Catalog, open_store
 from torchrec_stream_ckpt.maintain.scrub.scrubber import markers_without_a_way
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.util.types import MarkerId
 
 FEW, MANY = 16, 32

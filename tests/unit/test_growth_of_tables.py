@@ -18,10 +18,10 @@ from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.proof import POSITIONS, Proof, Window
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import Front
+from torchrec_stream_ckpt.inner import TableReader
 from torchrec_stream_ckpt.model import FusedKernel
 from torchrec_stream_ckpt.proofs.compare import Check, shared_blocks
 from torchrec_stream_ckpt.proofs.seen_marks import Circle, Marks, agree
-from torchrec_stream_ckpt.read.rows import TableReader
 from torchrec_stream_ckpt.restore.apply import set_scalars
 from torchrec_stream_ckpt.restore.coverage import Coverage
 from torchrec_stream_ckpt.restore.plan import Overlaps, RestorePlan

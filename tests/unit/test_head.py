@@ -13,24 +13,19 @@ import numpy as np
 import pytest
 
 from tests.builders import JOB, trim
+from tests.parts import FileLog, GcRules, Materializer, Policy, Retention, collect, locate, open_dense
 from tests.sampled import sampled
 from tests.stores import choose
 from tests.synthetic import PLAIN, ROWWISE, SCHEMA, WIDE, Image, image_of_log
 from tests.unit.warm_head import Warm, counted_builds, whole
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.find.route import locate, warm
+from torchrec_stream_ckpt.find.route import warm
 from torchrec_stream_ckpt.format import head as head_format
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.head import HeadState, SliceLayout, column_slices, head_slice_name
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import decode_chunk
-from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
-from torchrec_stream_ckpt.maintain.gc.retention import Retention
-from torchrec_stream_ckpt.maintain.materializer import Materializer
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.inner import Catalog
 from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.util.layout import (
     DATA_DIR,

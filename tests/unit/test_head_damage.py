@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 
 from tests.builders import JOB, OTHER_JOB
+from tests.parts import Materializer, open_dense
 from tests.synthetic import PLAIN, ROWWISE, SCHEMA, WIDE
 from tests.unit.warm_head import Warm, counted_builds, image_of_head, whole
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format import head as head_format
 from torchrec_stream_ckpt.format.head import HEAD_FILE, head_slice_name
-from torchrec_stream_ckpt.maintain.materializer import Materializer
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.inner import Catalog
 from torchrec_stream_ckpt.store.head import Head, HeadDamagedError
 from torchrec_stream_ckpt.util.types import MarkerId
 

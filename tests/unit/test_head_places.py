@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.builders import JOB
+from tests.parts import app
 from tests.unit.warm_head import Warm, whole
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ConfigError, StoreUnavailableError
 from torchrec_stream_ckpt.format import head as head_format
 from torchrec_stream_ckpt.format.head import HEAD_FILE, head_slice_name, parse_head_slice

@@ -11,20 +11,17 @@ import numpy as np
 import pytest
 
 from tests.evolved import EvolvingJob
+from tests.parts import Materializer, Policy, open_dense
 from tests.unit.test_proof_checker import ROUND, SCHEMA
 from tests.unit.test_window import lose_a_row
 from tests.unit.warm_head import counted_builds
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.format.rows import RowsView
-from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.inner import Control, open_store
 from torchrec_stream_ckpt.maintain import head as head_writer
-from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.maintain.head import HeadWriter
-from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.maintain.proof_checker import ProofRule
 from torchrec_stream_ckpt.proofs.window import WindowCheck, check_head
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.util.types import MarkerId
 
 

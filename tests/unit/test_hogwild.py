@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.inside import masks_of
+from tests.parts import Drain
 from tests.unit.captured_job import ROWS, Job
 from torchrec_stream_ckpt.capture import hook
-from torchrec_stream_ckpt.capture.sender import Drain
 from torchrec_stream_ckpt.errors import MarkerFailedError
 
 

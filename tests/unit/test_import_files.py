@@ -12,12 +12,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from torchrec_stream_ckpt import open_marker
-from torchrec_stream_ckpt.cli.main import app
+from tests.parts import app
+from torchrec_stream_ckpt import Changes, ModelSchema, open_marker
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, SchemaMismatchError, StreamCkptError
-from torchrec_stream_ckpt.evolve.changes import Changes
-from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, DenseOptimizer, ModelSchema
+from torchrec_stream_ckpt.evolve.model_schema import DenseOptimizer
 from torchrec_stream_ckpt.extras.interchange import importing
+from torchrec_stream_ckpt.inner import DenseEntry
 from torchrec_stream_ckpt.util.types import StateSpec, TableSpec
 
 WEIGHT, HEAD = "ebc.embedding_bags.t_user.weight", "head.weight"

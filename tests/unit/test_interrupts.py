@@ -9,9 +9,9 @@ import torch
 
 from tests.inside import masks_of
 from tests.interrupts import interrupt
+from tests.parts import Drain
 from tests.sampled import sampled
 from tests.unit.captured_job import Job
-from torchrec_stream_ckpt.capture.sender import Drain
 
 PLACES = ("torchrec_stream_ckpt/capture/", "torchrec_stream_ckpt/model/", "torchrec_stream_ckpt/format/ring.py")
 ROOM = 10**6

@@ -16,8 +16,8 @@ from tests.proved_job import COL_CUTS, DIM, ROW_CUTS, ROWS, SCHEMA, TABLES, Fram
 from tests.sampled import sampled
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import POSITIONS
+from torchrec_stream_ckpt.inner import Unproved
 from torchrec_stream_ckpt.proofs.seen_marks import RankReport
-from torchrec_stream_ckpt.proofs.unproved import Unproved
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard
 from torchrec_stream_ckpt.verify.ledger import Ledger
 

@@ -23,16 +23,14 @@ from tests.followers import (
     weights_at,
     weights_in,
 )
+from tests.parts import Policy, trim_log
 from tests.synthetic import Image, Job
 from tests.unit.read_job import flipped
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.errors import CorruptionError, ReplicaNotReadyError, StoreUnavailableError
 from torchrec_stream_ckpt.extras.follower.source import FollowedJob
 from torchrec_stream_ckpt.extras.follower.updates import Changed
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.control.trim import trim_log
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.inner import Control, open_store
 from torchrec_stream_ckpt.util.types import MarkerId
 
 NEWEST = MarkerId(1, 4)

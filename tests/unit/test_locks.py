@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 
 from tests.builders import claim, commit
+from tests.parts import FileLog
 from torchrec_stream_ckpt.format.head import HEAD_LOCK
 from torchrec_stream_ckpt.log import control_file
-from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.store.head import HeadFolder
 from torchrec_stream_ckpt.tiers.lock import RelayLock
 from torchrec_stream_ckpt.util.layout import CONTROL_LOCK, RELAY_LOCK

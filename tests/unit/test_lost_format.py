@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.parts import app, prepare_store
 from tests.stores import contents
 from tests.synthetic import JOB, Job
 from tests.unit.folded_job import made_once, store_of
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, StreamCkptError, TrimmedError
-from torchrec_stream_ckpt.find.find import find
 from torchrec_stream_ckpt.find.job import Job as OpenJob
 from torchrec_stream_ckpt.format.dense import digest_files
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.identity import check_store, prepare_store
+from torchrec_stream_ckpt.inner import find, open_store
+from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.util.layout import MANIFESTS_DIR, STORE_FILE, dense_name
 from torchrec_stream_ckpt.util.types import MarkerId
 

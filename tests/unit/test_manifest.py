@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.builders import JOB, OTHER_JOB, claim, commit
+from tests.parts import Dropped, Manifest
 from tests.read_manifests import both_ways
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit, Mark, TableScalars
-from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, Pin, SegmentRef
+from torchrec_stream_ckpt.format.manifest import Fold, Garbage, Pin, SegmentRef
 from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.packed_commit import written_manifest
 from torchrec_stream_ckpt.format.schema import canonical

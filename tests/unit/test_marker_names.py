@@ -17,23 +17,19 @@ import pytest
 from typer.testing import CliRunner
 
 from tests import stores
+from tests.parts import GcRules, Policy, Retention, app, collect
 from tests.stores import History
 from tests.tiered import relay
 from tests.unit.copied_job import keep
 from tests.unit.test_tiers import three_markers
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError
-from torchrec_stream_ckpt.find.job import Job
 from torchrec_stream_ckpt.find.named import wanted
 from torchrec_stream_ckpt.find.tiers import named
 from torchrec_stream_ckpt.flags import marker as marker_flag
 from torchrec_stream_ckpt.format.aliases import aliases
+from torchrec_stream_ckpt.inner import Control, Job
 from torchrec_stream_ckpt.log.control import marker_names
 from torchrec_stream_ckpt.log.control.marker_names import give_name
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
-from torchrec_stream_ckpt.maintain.gc.retention import Retention
 from torchrec_stream_ckpt.save.marker_notes import given
 from torchrec_stream_ckpt.util.config import Source
 from torchrec_stream_ckpt.util.marker_names import Alias, is_marker_name

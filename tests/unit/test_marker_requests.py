@@ -11,15 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.jobs_on_paper import PaperJob, tables
+from tests.parts import Entry, FolderObjects, Materializer, Policy, open_dense
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.maintain.materializer import Materializer
-from torchrec_stream_ckpt.store.api import Entry
-from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.store.folder import FolderObjects
+from torchrec_stream_ckpt.inner import Control
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

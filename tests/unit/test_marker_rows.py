@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from tests import stores, synthetic
+from tests.parts import FolderObjects
 from tests.tables import write_tables
 from torchrec_stream_ckpt import open_marker
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.format import segment
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.store.folder import FolderObjects
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.util.types import StateSpec, TableSpec
 
 ROWS, DIM = 5000, 16

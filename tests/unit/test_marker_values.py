@@ -11,20 +11,17 @@ import torch
 from typer.testing import CliRunner
 
 from tests import stores, tiered
+from tests.parts import app, arm
 from tests.stores import History
 from tests.tiered import TieredJob, lose, relay
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError, MarkerNotFoundError
 from torchrec_stream_ckpt.find.best import Best, Condition, best_of, meeting, ordered, said_of
 from torchrec_stream_ckpt.format.end_note import Note
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.record import PIN, Meta, meta_of
-from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.inner import Catalog, Control, open_store
 from torchrec_stream_ckpt.save.marker_notes import given
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.pins import pin, pinned
-from torchrec_stream_ckpt.util.failpoints import arm
 from torchrec_stream_ckpt.util.types import MarkerId
 
 POINTS = ("note.append", "note.appended", "relay.note")

@@ -15,19 +15,16 @@ from typing import Any
 import pytest
 
 from tests import builders
+from tests.parts import FileLog, Materializer, open_dense
 from tests.synthetic import Job
 from tests.unit.folded_job import check_folded, command, folded_job, materialize, store_of
 from torchrec_stream_ckpt.cli.events import Panel, line
 from torchrec_stream_ckpt.errors import LogUnavailableError, StoreUnavailableError
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Control, open_store
 from torchrec_stream_ckpt.maintain import interval_folder
 from torchrec_stream_ckpt.maintain import materialize_service as service_module
 from torchrec_stream_ckpt.maintain.head import HeadWriter
 from torchrec_stream_ckpt.maintain.materialize_service import MaterializeService
-from torchrec_stream_ckpt.maintain.materializer import Materializer
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.util.layout import CONTROL_LOCK, STORE_FILE
 from torchrec_stream_ckpt.util.service import Event
 from torchrec_stream_ckpt.util.types import MarkerId

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import builders, synthetic
+from tests.parts import FileLog, GcRules, Materializer, Policy, Retention, collect, open_dense
 from tests.synthetic import Job, image_of_log, image_of_store
 from tests.unit.folded_job import (
     check_folded,
@@ -20,15 +21,7 @@ from tests.unit.folded_job import (
     newest_bytes,
     store_of,
 )
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
-from torchrec_stream_ckpt.maintain.gc.retention import Retention
-from torchrec_stream_ckpt.maintain.materializer import Materializer
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.inner import Catalog, Control, open_store
 from torchrec_stream_ckpt.util.layout import DATA_DIR, STORE_FILE, manifest_name
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import builders, synthetic
+from tests.parts import FileLog, GcRules, Materializer, Retention, arm, check_synced, collect, open_dense
 from tests.stores import choose
 from tests.synthetic import Job, image_of_store, images_of_chain
 from tests.unit.folded_job import (
@@ -25,19 +26,9 @@ from tests.unit.folded_job import (
     truth_of,
 )
 from torchrec_stream_ckpt.errors import MarkerNotFoundError, StoreUnavailableError
-from torchrec_stream_ckpt.find.holdings import Holdings
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
-from torchrec_stream_ckpt.maintain.gc.retention import Retention
-from torchrec_stream_ckpt.maintain.gc.trim_check import check_synced
-from torchrec_stream_ckpt.maintain.materializer import Materializer
-from torchrec_stream_ckpt.store.api import Objects, open_store
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.util.failpoints import arm
+from torchrec_stream_ckpt.inner import Catalog, Control, Holdings, Objects, open_store
 from torchrec_stream_ckpt.util.layout import DATA_DIR, claim_name, damaged_name, dense_name
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -8,22 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.parts import FileLog, FolderObjects, Materializer, open_dense
 from tests.stores import contents
 from tests.synthetic import Job, image_of_store, images_of_chain
 from tests.unit.folded_job import lineage_of, materialize, store_of
 from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Catalog, open_store
 from torchrec_stream_ckpt.maintain import fold as fold_module
 from torchrec_stream_ckpt.maintain import merge as merge_module
 from torchrec_stream_ckpt.maintain.engine.api import InProcess, Site
 from torchrec_stream_ckpt.maintain.interval_folder import IntervalFolder
-from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.maintain.progress import Progress
 from torchrec_stream_ckpt.maintain.repairer import Repair, Repairer
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.util.types import MarkerId
 
 BASES = ("--rebase", "0.3")

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from tests import synthetic
+from tests.parts import Policy
 from tests.sampled import sampled
 from tests.synthetic import ROWWISE, WIDE, Job
 from tests.unit.test_fold import check, fold, history, lineage_of
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
+from torchrec_stream_ckpt.inner import Catalog, Objects, open_store
 from torchrec_stream_ckpt.maintain import fold as fold_module
 from torchrec_stream_ckpt.maintain import merge as merge_module
-from torchrec_stream_ckpt.maintain.compactor import Policy, spans
-from torchrec_stream_ckpt.store.api import Objects, open_store
-from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.maintain.compactor import spans
 from torchrec_stream_ckpt.util.types import MarkerId
 
 POLICIES = {

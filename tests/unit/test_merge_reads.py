@@ -17,29 +17,24 @@ import numpy as np
 import pytest
 
 from tests import builders, stores, synthetic
+from tests.parts import FolderObjects, GcRules, Policy, Retention, collect, locate
 from tests.sampled import sampled
 from tests.synthetic import Job
 from tests.unit.folded_job import made_once
 from tests.unit.test_fold import fold, history, lineage_of
 from torchrec_stream_ckpt.errors import CorruptionError, ScratchUnavailableError, StoreUnavailableError
-from torchrec_stream_ckpt.find.route import locate
 from torchrec_stream_ckpt.format import segment as segment_module
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.inner import Catalog, Objects, TableReader, open_rows, open_store
 from torchrec_stream_ckpt.maintain import fold as fold_module
 from torchrec_stream_ckpt.maintain import merge as merge_module
 from torchrec_stream_ckpt.maintain import merge_plan, run_merging
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
-from torchrec_stream_ckpt.maintain.gc.retention import Retention
 from torchrec_stream_ckpt.maintain.merge import merge, merge_share, plan_merge
 from torchrec_stream_ckpt.maintain.sorter import RowSorter
 from torchrec_stream_ckpt.read import rows as rows_module
-from torchrec_stream_ckpt.read.rows import TableReader, open_rows
 from torchrec_stream_ckpt.store import reader, runs
-from torchrec_stream_ckpt.store.api import Objects, open_store
-from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
-from torchrec_stream_ckpt.store.folder import FolderObjects
+from torchrec_stream_ckpt.store.catalog import Picked, Piece
 from torchrec_stream_ckpt.util.types import StateSpec
 
 ROWS = 4000

@@ -12,14 +12,13 @@ from typer.testing import CliRunner
 
 from tests import stores
 from tests.evolved import EvolvingJob
+from tests.parts import app
 from tests.stores import History
 from tests.unit.test_proof_checker import SCHEMA
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import StoreUnavailableError
 from torchrec_stream_ckpt.format.proof import POSITIONS
+from torchrec_stream_ckpt.inner import Catalog, open_store
 from torchrec_stream_ckpt.maintain import proof_checker
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.util.layout import TEMPORARY_PREFIX
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.builders import claim, commit, trim
+from tests.parts import FileLog
 from torchrec_stream_ckpt.errors import CorruptionError, StreamLostError
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.control.ancestor_check import EACH_TIME, Older
-from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.util.layout import partition_dir, segment_name
 from torchrec_stream_ckpt.util.types import LogSpan, MarkerId, RankEnd
 

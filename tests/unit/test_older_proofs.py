@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.parts import Policy
 from tests.stores import fold
 from tests.unit.test_doubted_rows import begun, commit
 from tests.unit.test_followed_proofs import LOST, LosingJob, followed, is_true, lose
@@ -17,8 +18,7 @@ from torchrec_stream_ckpt.extras.follower.serve import ServingWriter
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.segment import ChunkEntry
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.read.rows import MarkerRows
+from torchrec_stream_ckpt.inner import MarkerRows
 from torchrec_stream_ckpt.store.catalog import Picked
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -9,21 +9,16 @@ from pathlib import Path
 import pytest
 
 from tests.builders import JOB
+from tests.parts import Policy, check_synced, locate, open_dense
 from tests.stores import History
 from tests.unit import summarized_job
 from tests.unit.summarized_job import NEVER, NEWEST, Store, folded, materializer
 from tests.unit.test_summaries import lying_history
 from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError
-from torchrec_stream_ckpt.find.holdings import Holdings
-from torchrec_stream_ckpt.find.route import locate
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.maintain.gc.trim_check import check_synced
+from torchrec_stream_ckpt.inner import Catalog, Holdings, open_rows
 from torchrec_stream_ckpt.maintain.head import HeadWriter
 from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack
 from torchrec_stream_ckpt.proofs.window import WindowReader
-from torchrec_stream_ckpt.read.rows import open_rows
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.util.layout import StoreSegment, manifest_name
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.verify.verdicts import Verifier

@@ -13,17 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.jobs_on_paper import PaperJob, tables
-from torchrec_stream_ckpt.find.route import Route, locate
+from tests.parts import Entry, FolderObjects, Manifest, Materializer, Policy, locate, open_dense
 from torchrec_stream_ckpt.format import notes
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import Manifest
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.maintain.compactor import Compact, Policy
-from torchrec_stream_ckpt.maintain.materializer import Materializer
-from torchrec_stream_ckpt.store.api import Entry
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.store.folder import FolderObjects
+from torchrec_stream_ckpt.inner import Catalog, Control, Route
+from torchrec_stream_ckpt.maintain.compactor import Compact
 from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.usefixtures("no_syncs")

@@ -15,28 +15,21 @@ from typer.testing import CliRunner
 
 from tests.builders import table
 from tests.evolved import EvolvingJob
+from tests.parts import FileLog, Materializer, Policy, app, arm, open_dense
 from tests.stores import lose_rows
 from tests.unit.folded_job import command
 from tests.unit.test_window import lose_a_row
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.format.readings import Comparison
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import entries_of
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.maintain.materializer import Materializer
+from torchrec_stream_ckpt.inner import Catalog, Control, open_store
 from torchrec_stream_ckpt.maintain.proof_checker import ProofRule
 from torchrec_stream_ckpt.maintain.repairer import Repair
 from torchrec_stream_ckpt.proofs.proof_status import status_of
 from torchrec_stream_ckpt.proofs.window import WindowCheck
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.reader import open_segments
 from torchrec_stream_ckpt.store.verdicts import list_proved, new_verdicts
-from torchrec_stream_ckpt.util.failpoints import arm
 from torchrec_stream_ckpt.util.types import MarkerId
 
 POINTS = ("proof.verdict", "proof.noted")

@@ -14,17 +14,13 @@ import pytest
 from tests.builders import table
 from tests.counting import CountingObjects
 from tests.evolved import EvolvingJob
+from tests.parts import Materializer, Policy, open_dense
 from torchrec_stream_ckpt.extras.sizing.requests import proof_requests
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.maintain.materializer import Materializer
+from torchrec_stream_ckpt.inner import Catalog, Control, open_store
 from torchrec_stream_ckpt.maintain.proof_checker import ProofRule
 from torchrec_stream_ckpt.proofs.window import WindowReader
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.util.layout import MANIFESTS_DIR, PROVED_DIR, SEGMENTS_DIR
 from torchrec_stream_ckpt.util.types import StateSpec
 

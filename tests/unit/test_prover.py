@@ -9,6 +9,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.parts import FrameRing
 from tests.plain_proof import plain_digests, shards_of
 from tests.sampled import sampled
 from tests.unit.test_proving import DIM, ROWS, kernel_of, schema_of
@@ -16,7 +17,6 @@ from torchrec_stream_ckpt.capture.prover import Load, Prover, Taken, Tensors, wi
 from torchrec_stream_ckpt.format.control import Mark
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind
 from torchrec_stream_ckpt.format.proof import POSITIONS, Proved, Window
-from torchrec_stream_ckpt.format.ring import FrameRing
 from torchrec_stream_ckpt.save.rank_cut import put_mark
 
 MIB = 2**20

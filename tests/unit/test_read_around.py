@@ -8,16 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.parts import FolderObjects, Policy, locate
 from tests.stores import fold, lose_rows
 from tests.synthetic import JOB, Image, Job, image_of_log
 from tests.unit.read_job import exported, flipped, followed, go_on, lineage_of, put, verified
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.find.route import locate
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.read.rows import TableReader, open_rows
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.folder import FolderObjects
+from torchrec_stream_ckpt.inner import Catalog, TableReader, open_rows, open_store
 from torchrec_stream_ckpt.util.layout import manifest_name, parse_store_segment
 from torchrec_stream_ckpt.util.types import MarkerId
 

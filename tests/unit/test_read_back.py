@@ -11,21 +11,16 @@ from typing import Any
 import pytest
 
 from tests import stores
+from tests.parts import GcRules, Materializer, Policy, Retention, Scrubber, collect, open_dense
 from tests.stores import HeldObjects, History
 from tests.unit.gc_history import ALWAYS, NEVER, SPANS, branched
 from torchrec_stream_ckpt.errors import CorruptionError, StoreUnavailableError
-from torchrec_stream_ckpt.find.holdings import Holdings
 from torchrec_stream_ckpt.format.manifest import Fold
 from torchrec_stream_ckpt.format.readings import Reading, ReadUnit, ScrubPlace
-from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.inner import Catalog, Holdings
 from torchrec_stream_ckpt.maintain.gc import gc as gc_module
-from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
-from torchrec_stream_ckpt.maintain.gc.retention import GcPlan, Retention
-from torchrec_stream_ckpt.maintain.materializer import Materializer
+from torchrec_stream_ckpt.maintain.gc.retention import GcPlan
 from torchrec_stream_ckpt.maintain.scrub.readings import COUNTS_FOR_S, ReadBack
-from torchrec_stream_ckpt.maintain.scrub.scrubber import Scrubber
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.verdicts import take_back
 from torchrec_stream_ckpt.util.layout import READINGS_DIR, FoldName, scrub_place_name
 from torchrec_stream_ckpt.util.types import MarkerId

@@ -14,17 +14,12 @@ import pytest
 from typer.testing import CliRunner
 
 from tests import stores
+from tests.parts import GcRules, Policy, Retention, app, collect
 from tests.stores import History
 from tests.unit.gc_history import NEVER
 from tests.unit.test_read_back import six_markers, units
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.find.find import Damaged, find
-from torchrec_stream_ckpt.find.holdings import Holdings
-from torchrec_stream_ckpt.find.job import Job
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
-from torchrec_stream_ckpt.maintain.gc.retention import Retention
+from torchrec_stream_ckpt.inner import Damaged, Holdings, Job, find
 from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack
 from torchrec_stream_ckpt.util.layout import READINGS_DIR, FoldName
 from torchrec_stream_ckpt.util.types import MarkerId

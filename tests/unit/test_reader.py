@@ -14,15 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.builders import JOB, OTHER_JOB, table
+from tests.parts import Entry
 from tests.stores import History, fold
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError
 from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.rows import RowLayout, view_rows
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import Chunk, SegmentId, SegmentKind, lay_out
+from torchrec_stream_ckpt.inner import Catalog, Objects, open_store
 from torchrec_stream_ckpt.store import reader
-from torchrec_stream_ckpt.store.api import Entry, Objects, open_store
-from torchrec_stream_ckpt.store.catalog import Catalog, Picked
+from torchrec_stream_ckpt.store.catalog import Picked
 from torchrec_stream_ckpt.store.reader import load_front, load_fronts, load_told, open_pieces, read_chunks
 from torchrec_stream_ckpt.util.layout import StoreSegment
 from torchrec_stream_ckpt.util.types import MarkerId

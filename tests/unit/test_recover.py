@@ -14,21 +14,16 @@ from typer.testing import CliRunner
 
 from tests import stores
 from tests.builders import JOB, OTHER_JOB, ROWWISE, claim, table
+from tests.parts import FileLog, Materializer, app, open_dense, prepare_store
 from tests.stores import History
 from tests.tables import FIRST, write_tables
 from tests.unit.test_interchange import SCHEMA, values
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, UnsupportedError
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.inner import Control, open_store
 from torchrec_stream_ckpt.log import file_writer
 from torchrec_stream_ckpt.log.control.loss_check import check_not_lost
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.maintain.materializer import Materializer
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.store.identity import prepare_store
 from torchrec_stream_ckpt.util.layout import CONTROL_FILE, RECORDS_DIR, STORE_FILE, claim_name, dense_name
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.uris import parse_uri

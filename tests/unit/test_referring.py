@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.builders import SCHEMA, claim, commit, table
+from tests.parts import FileLog, fence_of
 from tests.synthetic import Job, image_of_log
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.claim_references import alone, brief
@@ -22,9 +23,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage, knows, towards
 from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.save.generation import fence_of
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard
 
 WHOLE = RankShards.of([(TableShard(0, 0, 6, 0, 4), TableShard(1, 0, 8, 0, 4))])

@@ -10,20 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.parts import FileLog, FolderObjects, arm
 from tests.stores import contents
 from tests.synthetic import Job, image_of_store, images_of_chain
 from tests.unit.folded_job import materialize, store_of
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.rows import RowsView
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Catalog, Control, open_store
 from torchrec_stream_ckpt.maintain import merge
 from torchrec_stream_ckpt.maintain.sorter import RowSorter
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.folder import FolderObjects
-from torchrec_stream_ckpt.util.failpoints import arm
 from torchrec_stream_ckpt.util.layout import DATA_DIR
 from torchrec_stream_ckpt.util.types import MarkerId
 

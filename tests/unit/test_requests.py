@@ -15,29 +15,20 @@ from typer.testing import CliRunner
 
 from tests.counting import CountingObjects
 from tests.jobs_on_paper import PaperJob, tables
+from tests.parts import GcRules, Materializer, Policy, Retention, Scrubber, app, collect, locate, open_dense
 from tests.synthetic import SCHEMA, Job
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.extras.sizing import requests as model
 from torchrec_stream_ckpt.extras.sizing.folds import fold_load
 from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, TableLoad, UnitCosts, Workload, optimizer_states
 from torchrec_stream_ckpt.extras.sizing.needs import plan
 from torchrec_stream_ckpt.extras.sizing.requests import Requests, fold_requests, marker_requests
 from torchrec_stream_ckpt.extras.sizing.touched import RateTouched
-from torchrec_stream_ckpt.find.route import locate
 from torchrec_stream_ckpt.format import segment
-from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.inner import Catalog, Control, open_store
 from torchrec_stream_ckpt.maintain import fold, summarizer
-from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.maintain.gc import gc_delete
-from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
-from torchrec_stream_ckpt.maintain.gc.retention import Retention
-from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.maintain.scrub import scrub_reader
-from torchrec_stream_ckpt.maintain.scrub.scrubber import Scrubber
 from torchrec_stream_ckpt.store import api, ranges, reader
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.util.types import TableSpec
 

@@ -14,28 +14,23 @@ import pytest
 import torch
 
 from tests import builders
+from tests.parts import FileLog, Materializer, Policy, locate, open_dense
 from tests.sampled import sampled
 from tests.stores import HeldObjects
 from tests.synthetic import Image, Job, images_of_all
 from torchrec_stream_ckpt.errors import CorruptionError, StoreUnavailableError
-from torchrec_stream_ckpt.find.route import Route, locate
 from torchrec_stream_ckpt.format import segment
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Catalog, Control, Route
 from torchrec_stream_ckpt.maintain import fold, merge
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.proofs.seen_marks import SeenMarks, blocks_of
 from torchrec_stream_ckpt.restore import apply
 from torchrec_stream_ckpt.restore.apply import apply_log, apply_store
 from torchrec_stream_ckpt.restore.plan import RestorePlan, plan_reads
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.store import reader
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.util.types import MarkerId, StateSpec, TableShard, TableSpec
 
 ROWWISE, FULL = StateSpec("sum", "float32", True), StateSpec("exp_avg", "float16", False)

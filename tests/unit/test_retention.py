@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.parts import Retention
 from tests.sampled import sampled
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.maintain.gc.retention import Candidate, Decision, Retention
+from torchrec_stream_ckpt.maintain.gc.retention import Candidate, Decision
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.units import parse_duration
 

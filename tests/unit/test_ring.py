@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from tests.builders import JOB
+from tests.parts import FrameBuffer, FrameRing
 from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES, Header, Kind
-from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
 
 WAIT_S = 20.0
 

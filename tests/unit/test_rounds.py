@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests import builders
 from tests.stores import HeldObjects
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.inner import open_store
 from torchrec_stream_ckpt.maintain.gc import clocks
 from torchrec_stream_ckpt.maintain.gc.clocks import ages, elapsed, glance_at_clocks, read_clocks
-from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.identity import place_of
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from tests.parts import Policy, app, open_dense, trim_log
 from tests.stores import choose, fold
 from tests.synthetic import JOB, Image, Job, image_of_log
 from tests.unit.read_job import (
@@ -28,16 +29,10 @@ from tests.unit.read_job import (
     sent,
     verified,
 )
-from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt import follow
 from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
-from torchrec_stream_ckpt.extras.follower.core import follow
 from torchrec_stream_ckpt.format.segment import parse_front
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.control.trim import trim_log
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.read.rows import MarkerRows, TableReader
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.inner import Control, MarkerRows, TableReader, open_store
 from torchrec_stream_ckpt.util.layout import DATA_DIR, dropped_name, manifest_name
 from torchrec_stream_ckpt.util.types import MarkerId
 

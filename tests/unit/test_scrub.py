@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import stores
+from tests.parts import Dropped, GcRules, Policy, Retention, Scrubber, collect
 from tests.stores import History, contents
 from tests.synthetic import JOB, Job
 from tests.unit.folded_job import store_of
@@ -27,16 +28,11 @@ from tests.unit.scrubbed_job import (
 )
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.dense import digest_files
-from torchrec_stream_ckpt.format.manifest import Dropped
 from torchrec_stream_ckpt.format.readings import ScrubPlace
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
-from torchrec_stream_ckpt.maintain.gc.retention import Retention
+from torchrec_stream_ckpt.inner import Control, open_store
 from torchrec_stream_ckpt.maintain.scrub import scrubber as scrubber_module
 from torchrec_stream_ckpt.maintain.scrub.background_scrub import Allowance
-from torchrec_stream_ckpt.maintain.scrub.scrubber import Damage, Scrubber
-from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.maintain.scrub.scrubber import Damage
 from torchrec_stream_ckpt.util.layout import SCRUB_DIR, dense_name, dropped_name, manifest_name, scrub_place_name
 from torchrec_stream_ckpt.util.types import MarkerId
 

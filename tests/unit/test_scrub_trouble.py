@@ -9,18 +9,15 @@ from typing import Any
 
 import pytest
 
+from tests.parts import FileLog, FolderObjects, Scrubber
 from tests.stores import HeldObjects, contents
 from tests.synthetic import Job
 from tests.unit.folded_job import store_of
 from tests.unit.scrubbed_job import KINDS, MARKERS, harm, invoke, name_of, one, scrub, scrubbed_job
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, StoreUnavailableError
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Control, open_store
 from torchrec_stream_ckpt.maintain.repairer import Replacing
 from torchrec_stream_ckpt.maintain.scrub import scrubber
-from torchrec_stream_ckpt.maintain.scrub.scrubber import Scrubber
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.util.layout import SCRUB_DIR
 from torchrec_stream_ckpt.util.units import parse_rate
 

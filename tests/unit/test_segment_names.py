@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.builders import Stream, write
+from tests.parts import FileLog
 from torchrec_stream_ckpt.log import segments
-from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.util.layout import parse_segment, segment_name
 from torchrec_stream_ckpt.util.types import LogSpan
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.parts import app
 from torchrec_stream_ckpt import StreamConfig
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.flags import FlagParser, add_flags, config_from, settings_of
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.interrupts import interrupt
-from torchrec_stream_ckpt.format.ring import FrameRing
+from tests.parts import FrameRing
 from torchrec_stream_ckpt.util.signal_safe import SafeCondition, SafeEvent, SafeFuture
 
 PLACES = ("/threading.py", "/concurrent/futures/_base.py", "torchrec_stream_ckpt/")

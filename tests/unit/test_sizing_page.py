@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 from typer.testing import CliRunner
 
+from tests.parts import app
 from tests.unit.test_pages import NUMBER, check, page, rows_of
-from torchrec_stream_ckpt.cli.main import app
 
 PAGE = "docs/sizing.md"
 EXAMPLE, SMALL = "## An example, read line by line", "## A small job, without brokers"

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.builders import claim, commit, trim
+from tests.parts import FileLog
 from tests.sampled import sampled
 from tests.unit.snapshot_log import JOB, RECORDS, note
 from torchrec_stream_ckpt.errors import (
@@ -21,7 +22,6 @@ from torchrec_stream_ckpt.format.control import ControlRecord, parse_control
 from torchrec_stream_ckpt.format.folding import body_of, lineage_of
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.snapshot import Snapshot, pack, unpack
-from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.util.types import MarkerId
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.builders import claim, commit
 from tests.golden import make
+from tests.parts import FileLog
 from tests.unit.snapshot_log import RECORDS, again, grow, markers, parts, shorten
 from tests.unit.test_commit_key import KEY, key_file
 from torchrec_stream_ckpt.errors import (
@@ -25,11 +26,10 @@ from torchrec_stream_ckpt.format.folding import body_of, is_snapshot
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.mac import CommitKey
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.log import control_file
 from torchrec_stream_ckpt.log.control import snapshots
-from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.control.snapshots import shorten_control
-from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.util.layout import CONTROL_FILE
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.builders import claim, commit, trim
+from tests.parts import FileLog
 from tests.sampled import sampled
 from tests.unit.snapshot_log import RECORDS, again, note
 from tests.unit.test_commit_key import KEY, key_file
@@ -21,9 +22,8 @@ from torchrec_stream_ckpt.format.folding import body_of
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
 from torchrec_stream_ckpt.format.lineage import Lineage, towards
 from torchrec_stream_ckpt.format.mac import CommitKey
-from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.log.control.snapshots import shorten_control
-from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.util.layout import CONTROL_FILE
 from torchrec_stream_ckpt.util.types import MarkerId
 

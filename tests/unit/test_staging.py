@@ -7,10 +7,10 @@ import pytest
 import torch
 from crc32c import crc32c
 
+from tests.parts import FrameBuffer
 from torchrec_stream_ckpt.capture import staging
 from torchrec_stream_ckpt.capture.staging import RowStager, StreamIdentity
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
-from torchrec_stream_ckpt.format.ring import FrameBuffer
 from torchrec_stream_ckpt.model import LocalShard
 from torchrec_stream_ckpt.native.kernel import describe
 from torchrec_stream_ckpt.util.types import StateSpec, TableSpec

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.parts import FolderObjects
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MissingObjectError, StoreUnavailableError
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.folder import FolderObjects
+from torchrec_stream_ckpt.inner import open_store
 from torchrec_stream_ckpt.store.write_once import put_once
 from torchrec_stream_ckpt.util import failpoints
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.builders import claim, commit
+from tests.parts import Dropped, Manifest
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.manifest import Dropped, Garbage, Manifest, SegmentRef
+from torchrec_stream_ckpt.format.manifest import Garbage, SegmentRef
 from torchrec_stream_ckpt.util.layout import (
     StoreSegment,
     dropped_name,

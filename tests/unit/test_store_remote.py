@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from tests.parts import prepare_store
 from tests.unit.folded_job import command, folded_job
 from torchrec_stream_ckpt.cli import materialize as cli
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StoreUnavailableError
+from torchrec_stream_ckpt.inner import open_store
 from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress
-from torchrec_stream_ckpt.store.api import LooksFirst, open_store
-from torchrec_stream_ckpt.store.identity import prepare_store, refuses_taken_names
+from torchrec_stream_ckpt.store.api import LooksFirst
+from torchrec_stream_ckpt.store.identity import refuses_taken_names
 from torchrec_stream_ckpt.store.remote import FsspecObjects, typed
 from torchrec_stream_ckpt.util import failpoints
 

@@ -12,32 +12,35 @@ from pathlib import Path
 import pytest
 
 from tests import stores
+from tests.parts import (
+    GcRules,
+    Materializer,
+    Policy,
+    Retention,
+    Scrubber,
+    arm,
+    check_synced,
+    collect,
+    open_dense,
+    trim_log,
+)
 from tests.sampled import sampled
 from tests.stores import HeldObjects, History
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, StreamCkptError
-from torchrec_stream_ckpt.find.holdings import Holdings
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.control.trim import trim_log
+from torchrec_stream_ckpt.inner import Catalog, Control, Holdings
 from torchrec_stream_ckpt.maintain import summarizer
-from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.maintain.engine.api import InProcess, Site
-from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
 from torchrec_stream_ckpt.maintain.gc.inventory import take_inventory
 from torchrec_stream_ckpt.maintain.gc.lost_markers import WaysBack, lost_markers
-from torchrec_stream_ckpt.maintain.gc.retention import Retention
-from torchrec_stream_ckpt.maintain.gc.trim_check import check_synced
 from torchrec_stream_ckpt.maintain.interval_folder import IntervalFolder
-from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.maintain.progress import Progress
 from torchrec_stream_ckpt.maintain.repairer import Repairer
 from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack
 from torchrec_stream_ckpt.maintain.scrub.scrub_mender import ScrubMender
-from torchrec_stream_ckpt.maintain.scrub.scrubber import Damage, Scrubber
+from torchrec_stream_ckpt.maintain.scrub.scrubber import Damage
 from torchrec_stream_ckpt.store import summaries
-from torchrec_stream_ckpt.store.catalog import Catalog, Piece
-from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.store.catalog import Piece
 from torchrec_stream_ckpt.store.pins import pin, unpin
-from torchrec_stream_ckpt.util.failpoints import arm
 from torchrec_stream_ckpt.util.types import MarkerId
 
 HOUR, DAY = 3600.0, 86400.0

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.builders import table
+from tests.parts import FolderObjects
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.rows import RowLayout
@@ -18,7 +19,6 @@ from torchrec_stream_ckpt.restore.apply import apply_store, read_runs
 from torchrec_stream_ckpt.restore.plan import RestorePlan, intersect
 from torchrec_stream_ckpt.restore.target import Target
 from torchrec_stream_ckpt.store.catalog import Picked, Piece
-from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.util.types import MarkerId, StateSpec, TableShard
 
 SPEC = table("t", 10, 4, "float32", StateSpec("sum", "float32", True))

@@ -16,6 +16,7 @@ from crc32c import crc32c
 
 from tests.builders import Stream
 from tests.golden import make_store
+from tests.parts import Manifest, Policy, arm, locate, open_dense, verify_marker
 from tests.stores import History
 from tests.unit import summarized_job
 from tests.unit.summarized_job import (
@@ -32,19 +33,13 @@ from tests.unit.summarized_job import (
     put_again,
 )
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.find.route import locate
 from torchrec_stream_ckpt.format import summary as summary_format
 from torchrec_stream_ckpt.format.control import Mark, TableScalars
 from torchrec_stream_ckpt.format.frame import Kind
-from torchrec_stream_ckpt.format.manifest import Manifest
 from torchrec_stream_ckpt.format.summary import Part, Summary
+from torchrec_stream_ckpt.inner import Catalog, open_rows
 from torchrec_stream_ckpt.maintain import summarizer
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.read.rows import open_rows
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.summaries import list_summaries, load_summary
-from torchrec_stream_ckpt.util.failpoints import arm
 from torchrec_stream_ckpt.util.layout import (
     SEGMENTS_DIR,
     SUMMARIES_DIR,
@@ -54,7 +49,6 @@ from torchrec_stream_ckpt.util.layout import (
     parse_summary_name,
 )
 from torchrec_stream_ckpt.util.types import MarkerId
-from torchrec_stream_ckpt.verify.verify import verify_marker
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.parts import GcRules, Manifest, Policy, Retention, Scrubber, collect, open_dense
 from tests.stores import History
 from tests.unit import summarized_job
 from tests.unit.summarized_job import (
@@ -19,19 +20,14 @@ from tests.unit.summarized_job import (
     parts_of,
     put_again,
 )
-from torchrec_stream_ckpt.format.manifest import Manifest
 from torchrec_stream_ckpt.format.summary import Part, Summary
+from torchrec_stream_ckpt.inner import Catalog
 from torchrec_stream_ckpt.maintain import summarizer
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
-from torchrec_stream_ckpt.maintain.gc.retention import Retention
 from torchrec_stream_ckpt.maintain.interval_folder import IntervalFolder
 from torchrec_stream_ckpt.maintain.progress import Progress
 from torchrec_stream_ckpt.maintain.repairer import Repairer
 from torchrec_stream_ckpt.maintain.scrub.scrub_mender import ScrubMender
-from torchrec_stream_ckpt.maintain.scrub.scrubber import Damage, Scrubber
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import open_dense
+from torchrec_stream_ckpt.maintain.scrub.scrubber import Damage
 from torchrec_stream_ckpt.store.summaries import put_summary
 from torchrec_stream_ckpt.util.layout import parse_summary_name
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tests.inside import masks_of, sender_of
+from tests.parts import Drain
 from tests.unit.captured_job import ROWS, Job
 from torchrec_stream_ckpt.capture import touched as sweep_module
-from torchrec_stream_ckpt.capture.sender import Drain, KernelRows
+from torchrec_stream_ckpt.capture.sender import KernelRows
 from torchrec_stream_ckpt.capture.touched import MaskSweep
 
 

@@ -12,18 +12,15 @@ from typing import Any
 import pytest
 
 from tests import builders, stores
+from tests.parts import FolderObjects, Materializer, arm, open_dense
 from tests.stores import HeldObjects, History
 from tests.unit.test_read_back import HOUR, Watched, gc, six_markers, units, without_base
 from torchrec_stream_ckpt.errors import CorruptionError, StoreUnavailableError
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.readings import Reading, ReadUnit
+from torchrec_stream_ckpt.inner import Catalog
 from torchrec_stream_ckpt.maintain.gc import gc as gc_module
-from torchrec_stream_ckpt.maintain.materializer import Materializer
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.store.verdicts import put_reading, take_back
-from torchrec_stream_ckpt.util.failpoints import arm
 from torchrec_stream_ckpt.util.layout import FoldName
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -15,23 +15,19 @@ from hypothesis import strategies as st
 
 from tests.builders import JOB, SCHEMA
 from tests.golden import make_store
+from tests.parts import Manifest, Policy, locate, open_dense, verify_marker
 from tests.stores import History, choose, fold, lose_rows
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.find.route import locate
-from torchrec_stream_ckpt.format.manifest import Manifest
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
 from torchrec_stream_ckpt.format.rows import Array, RowsView
-from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.inner import Catalog
 from torchrec_stream_ckpt.maintain.merge import merge
 from torchrec_stream_ckpt.restore import apply
 from torchrec_stream_ckpt.restore.apply import apply_store
 from torchrec_stream_ckpt.restore.plan import Move, intersect, plan_reads
 from torchrec_stream_ckpt.restore.target import Target
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.util.layout import FoldName, StoreSegment, manifest_name
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard
-from torchrec_stream_ckpt.verify.verify import verify_marker
 
 DIM, ROWS = 6, 40
 DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "float64": "<f8", "int8": "|i1", "uint8": "|u1"}

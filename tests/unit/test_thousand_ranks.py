@@ -12,21 +12,23 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.jobs_on_paper import PaperJob, tables
+from tests.parts import (
+    Entry,
+    FolderObjects,
+    GcRules,
+    Materializer,
+    Policy,
+    app,
+    check_synced,
+    collect,
+    locate,
+    open_dense,
+)
 from torchrec_stream_ckpt.cli import materialize as cli
-from torchrec_stream_ckpt.cli.main import app
-from torchrec_stream_ckpt.find.holdings import Holdings
-from torchrec_stream_ckpt.find.route import _READERS, locate
+from torchrec_stream_ckpt.find.route import _READERS
 from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
-from torchrec_stream_ckpt.maintain.gc.trim_check import check_synced
-from torchrec_stream_ckpt.maintain.materializer import Materializer
+from torchrec_stream_ckpt.inner import Catalog, Control, Holdings
 from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack
-from torchrec_stream_ckpt.store.api import Entry
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.store.folder import FolderObjects
 from torchrec_stream_ckpt.util.layout import SEGMENTS_DIR
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -16,9 +16,9 @@ import pytest
 from typer.testing import CliRunner
 
 from tests import tiered
+from tests.parts import FileLog, TierState, app, verify_marker
 from tests.synthetic import Image, image_of_log
 from tests.tiered import TieredJob, lose, relay
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
@@ -29,15 +29,11 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.extras.tiers.relay_service import state_of
 from torchrec_stream_ckpt.find.find import find as find_in
-from torchrec_stream_ckpt.find.route import Route
-from torchrec_stream_ckpt.find.tiers import TierState
 from torchrec_stream_ckpt.format.end_note import End
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Relay, Route
 from torchrec_stream_ckpt.save.generation import check_same_log
-from torchrec_stream_ckpt.tiers.relay import Relay
 from torchrec_stream_ckpt.util.layout import CONTROL_FILE, DATA_DIR, DENSE_DIR, dense_name
 from torchrec_stream_ckpt.util.types import MarkerId
-from torchrec_stream_ckpt.verify.verify import verify_marker
 
 
 def three_markers(root: Path) -> TieredJob:

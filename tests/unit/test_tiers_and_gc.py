@@ -10,17 +10,14 @@ import pytest
 from typer.testing import CliRunner
 
 from tests import stores, tiered
+from tests.parts import Dropped, GcRules, Retention, TierState, app, collect
 from tests.synthetic import image_of_log
 from tests.tiered import TieredJob, relay
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import StoreUnavailableError, StreamCkptError
-from torchrec_stream_ckpt.find.tiers import TierState
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.format.manifest import Dropped
-from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
-from torchrec_stream_ckpt.maintain.gc.retention import GcPlan, Retention
+from torchrec_stream_ckpt.inner import Relay
+from torchrec_stream_ckpt.maintain.gc.retention import GcPlan
 from torchrec_stream_ckpt.store.pins import note_reached
-from torchrec_stream_ckpt.tiers.relay import Relay
 from torchrec_stream_ckpt.util.layout import OUTER_DIR, dense_file_name, dropped_name
 from torchrec_stream_ckpt.util.types import MarkerId
 

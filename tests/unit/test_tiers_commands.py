@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.parts import FileLog, TierState, app
 from tests.tiered import TieredJob, relay
 from tests.unit.test_tiers import another_node, call, three_markers
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     MarkerNotFoundError,
     TrimmedError,
 )
-from torchrec_stream_ckpt.find.tiers import TierState
-from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.util.config import StreamConfig
 
 

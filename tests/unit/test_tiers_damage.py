@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 
 from tests import stores, tiered
+from tests.parts import Policy, trim_log
 from tests.synthetic import SCHEMA, Image
 from tests.tiered import TieredJob, relay
 from tests.unit.read_job import flipped
 from torchrec_stream_ckpt import open_marker
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.find.find import Damaged, find
-from torchrec_stream_ckpt.log.control.trim import trim_log
-from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.inner import Damaged, find
 from torchrec_stream_ckpt.util.types import MarkerId
 
 NEWEST = MarkerId(1, 3)

@@ -11,18 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests import stores, tiered
+from tests.parts import GcRules, Retention, collect, trim_log
 from tests.synthetic import Image
 from tests.tiered import TieredJob, lose, relay
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.find.find import find
-from torchrec_stream_ckpt.find.route import Route
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.format.segment import decode_chunk
-from torchrec_stream_ckpt.log.control.trim import trim_log
-from torchrec_stream_ckpt.log.stream import read_stream
-from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
-from torchrec_stream_ckpt.maintain.gc.retention import Retention
+from torchrec_stream_ckpt.inner import Route, find, read_stream
 from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.util.types import MarkerId
 

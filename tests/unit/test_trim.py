@@ -16,8 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.builders import Stream, claim, commit, trim, write
+from tests.parts import FileLog, app, open_dense, trim_log, verify_marker
 from tests.stores import choose
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
@@ -26,16 +26,13 @@ from torchrec_stream_ckpt.errors import (
     TrimmedError,
 )
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.log.api import Freed, Incarnation
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.control.trim import Trimmed, trim_log, trim_range
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.log.control.trim import Trimmed, trim_range
 from torchrec_stream_ckpt.save.generation import Generation
-from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.util.layout import parse_segment
 from torchrec_stream_ckpt.util.types import LogSpan, MarkerId, RankEnd
 from torchrec_stream_ckpt.util.units import size
-from torchrec_stream_ckpt.verify.verify import verify_marker
 
 STORE = "s3://bucket/job"
 POINTS = {"trim.append": 1, "trim.appended": 1, "trim.recorded": 1, "trim.deleted": 2}
@@ -303,9 +300,6 @@ def test_a_job_with_a_commit_key_is_trimmed_with_it_alone(tmp_path: Path) -> Non
 
 _PROGRAM = """
 import sys
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.control.trim import trim_log
-from torchrec_stream_ckpt.log.api import open_log
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.units import size
 log = open_log(sys.argv[1])

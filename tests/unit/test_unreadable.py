@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.parts import FolderObjects, prepare_store
 from tests.synthetic import Job, image_of_log
 from tests.unit import read_job, test_read_around, test_repairs
 from tests.unit.folded_job import materialize, store_of
 from torchrec_stream_ckpt.errors import CorruptionError, StoreUnavailableError
 from torchrec_stream_ckpt.store import folder as folder_module
-from torchrec_stream_ckpt.store.folder import FolderObjects
-from torchrec_stream_ckpt.store.identity import prepare_store
 from torchrec_stream_ckpt.util.types import MarkerId
 
 Break = Callable[..., None]

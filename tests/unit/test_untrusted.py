@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.builders import SCHEMA, Stream, claim, commit, table, write
-from torchrec_stream_ckpt.cli.main import app
+from tests.parts import FileLog, app
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, parse_control
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files
@@ -19,7 +19,6 @@ from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES, Kind
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log import disk
-from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.util.types import TableShard, TableSpec
 from torchrec_stream_ckpt.util.uris import check_store_url
 

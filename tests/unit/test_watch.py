@@ -16,16 +16,14 @@ from typer.testing import CliRunner
 
 from tests.builders import claim, end
 from tests.jobs_on_paper import EVIL, PaperJob, tables
+from tests.parts import FileLog, app
 from tests.stores import lose_rows
 from torchrec_stream_ckpt.cli.common import open_job
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.cli.watch import Watcher
 from torchrec_stream_ckpt.cli.watching import facts, line, view
 from torchrec_stream_ckpt.extras.reporting.job_status import Ended, Look, look
-from torchrec_stream_ckpt.find.job import Job
 from torchrec_stream_ckpt.format.proof import Window
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Control, Job
 from torchrec_stream_ckpt.util.types import MarkerId
 
 RATE = 1e6

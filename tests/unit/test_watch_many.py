@@ -13,10 +13,9 @@ from typer.testing import CliRunner
 
 from tests.builders import end
 from tests.jobs_on_paper import PaperJob, tables
-from torchrec_stream_ckpt.cli.main import app
+from tests.parts import FileLog, app
 from torchrec_stream_ckpt.cli.options import JobOptions
 from torchrec_stream_ckpt.cli.watch_many import Watched, view
-from torchrec_stream_ckpt.log.files import FileLog
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 
 from tests.builders import table
 from tests.evolved import EvolvingJob, random_job
+from tests.parts import FileLog, Policy
 from tests.sampled import paired
 from tests.stores import fold
 from torchrec_stream_ckpt.errors import CorruptionError
@@ -20,15 +21,11 @@ from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import entries_of
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Catalog, Control, open_store
 from torchrec_stream_ckpt.maintain import fold as fold_module
 from torchrec_stream_ckpt.maintain import merge as merge_module
-from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.proofs import window as window_module
 from torchrec_stream_ckpt.proofs.window import WindowCheck, WindowReader, cells_of
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.reader import open_segments
 from torchrec_stream_ckpt.util.types import StateSpec
 
