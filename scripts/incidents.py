@@ -269,6 +269,7 @@ class Day:
         self._broker_away(job, trainer)
         self._broker_stopped(job, trainer)
         self._rights_withdrawn(job, trainer)
+        self._clock_off(job, trainer)
         self._topic_retention(job, trainer)
         trainer.kill()
 
@@ -318,6 +319,21 @@ class Day:
         self._check(f"the next marker is committed: {trainer.marker()}")
         self._same_rows(job, marker, before)
 
+    def _clock_off(self, job: Job, trainer: Watched) -> None:
+        self._begin("Clock off", "The topic takes no records that are 1 ms older than the broker's clock.")
+        marker, since = trainer.marker(), trainer.count
+        before = self._rows(job, marker)
+        self._configs(job, "", message_timestamp_type="CreateTime", message_timestamp_before_max_ms="1")
+        self._see(trainer.line("the log accepts no frames", since))
+        self._see(trainer.line(r"marker \S+ failed", since))
+        found = self._run("doctor", job.uri, *job.options, status=1).output
+        self._see(found)
+        for command, kind in re.findall(r"(kafka-configs\.sh .* --add-config message\.timestamp\.type=(\S+))", found):
+            self._configs(job, command, message_timestamp_type=kind)
+        self._see(trainer.line("the log accepts frames again", since))
+        self._check(f"the next marker is committed: {trainer.marker()}")
+        self._same_rows(job, marker, before)
+
     def _topic_retention(self, job: Job, trainer: Watched) -> None:
         from confluent_kafka import TopicPartition
 
@@ -325,13 +341,13 @@ class Day:
         self._run("materialize", job.uri, *job.options, "--store", job.store, "--once")
         marker = self._newest(job)
         before, since = self._rows(job, marker), trainer.count
-        self._configs(job, "retention.ms=1000", "")
+        self._configs(job, "", retention_ms="1000")
         _done(self._admin.delete_records([TopicPartition(f"{job.name}.data", 0, 10)]))
         self._see(trainer.line(r"marker \S+ failed: rows from offset", since))
         found = self._run("doctor", job.uri, *job.options, status=1).output
         self._see(found)
-        for command, setting in re.findall(r"(kafka-configs\.sh .* --add-config (\S+=-1))", found):
-            self._configs(job, setting, command)
+        for command, value in re.findall(r"(kafka-configs\.sh .* --add-config retention\.ms=(\S+))", found):
+            self._configs(job, command, retention_ms=value)
         admin = ("--kafka-options", f"{self._clients}/admin.properties")  # DELETE is nobody else's right
         since = trainer.count
         self._do("trim", job.uri, *admin, "--store", job.store, "--upto", "latest")
@@ -350,6 +366,7 @@ class Day:
             self._run("materialize", job.uri, "--store", job.store, "--once")
             self._segment_lost(job)
             self._object_flipped(job)
+            self._store_lost(job)
             self._wrong_store(job)
 
     def _disk_full(self, job: Job, trainer: Watched, problem: str) -> None:
@@ -391,12 +408,13 @@ class Day:
 
     def _segment_lost(self, job: Job) -> None:
         self._begin("Segment lost", "An object with rows is deleted from the store.")
-        before = self._rows(job, "latest")
+        marker = self._newest(job)
+        before = self._rows(job, marker)
         self._object("segments", "m00000001").unlink()
         self._see(self._run("verify", job.uri, status=1).output)
         self._do("scrub", job.uri, "--store", job.store, "--repair")
         self._run("verify", job.uri)
-        self._same_rows(job, "latest", before)
+        self._same_rows(job, marker, before)
 
     def _object_flipped(self, job: Job) -> None:
         self._begin("Object flipped", "A disk flips one bit of the newest marker's dense state, which has no copy.")
@@ -420,14 +438,26 @@ class Day:
         self._see(self._run("verify", job.uri, "--marker", newest, status=1).output)
         self._same_rows(job, older, before)
 
+    def _store_lost(self, job: Job) -> None:
+        self._begin("STORE lost", "The object that names the format of the store is deleted.")
+        marker = self._newest(job)
+        before = self._rows(job, marker)
+        self._object("", "store/STORE").unlink()
+        self._see(self._run("verify", job.uri, "--store", job.store, status=1).output)
+        self._see(self._run("doctor", job.uri, "--store", job.store, status=1).output)
+        self._do("scrub", job.uri, "--store", job.store, "--repair")
+        self._run("doctor", job.uri, "--store", job.store)
+        self._same_rows(job, marker, before)
+
     def _wrong_store(self, job: Job) -> None:
         self._begin("Wrong store", "A command gets the store of another job.")
-        before = self._rows(job, "latest")
+        marker = self._newest(job)
+        before = self._rows(job, marker)
         other = f"file://{self._folder}/kafka-store"
         self._see(self._run("verify", job.uri, "--store", other, status=1).output)
         self._see(self._run("list", job.uri, "--store", other, status=1).output)
         self._do("verify", job.uri, "--store", job.store)
-        self._same_rows(job, "latest", before)
+        self._same_rows(job, marker, before)
 
     # ------------------------------------------------------------------------------------------------ on two tiers
 
@@ -500,7 +530,6 @@ class Day:
 
     def _rows(self, job: Job, marker: str) -> dict[str, bytes]:
         """All rows of a marker, by file of an export."""
-        marker = self._newest(job) if marker == "latest" else marker
         to = self._folder / "export"
         words = ("export", job.uri, *job.options, "--marker", marker, "--to", f"safetensors://{to}", "--force")
         self._run(*words)
@@ -555,15 +584,17 @@ class Day:
         options = load_options(f"{self._clients}/admin.properties")
         return AdminClient({"bootstrap.servers": self._broker()["bootstrap"], **options})
 
-    def _configs(self, job: Job, setting: str, command: str) -> None:
+    def _configs(self, job: Job, command: str, **settings: str) -> None:
         """What ``kafka-configs.sh`` does, by Kafka's client for Python."""
         from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
 
         if command:
             self._operator(command)
-        name, _, value = setting.partition("=")
-        entry = ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET)
-        topic = ConfigResource(ConfigResource.Type.TOPIC, f"{job.name}.data", incremental_configs=[entry])
+        entries = [
+            ConfigEntry(name.replace("_", "."), value, incremental_operation=AlterConfigOpType.SET)
+            for name, value in settings.items()
+        ]
+        topic = ConfigResource(ConfigResource.Type.TOPIC, f"{job.name}.data", incremental_configs=entries)
         _done(self._admin.incremental_alter_configs([topic]))
 
     def _acls(self, command: str) -> None:
