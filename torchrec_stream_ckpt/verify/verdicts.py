@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
 from torchrec_stream_ckpt.find.route import Route, lacking, lacks_trimmed, layout_of, locate
@@ -304,6 +307,8 @@ class _Reading:
     commit: Commit
     claim: Claim
     coverage: Coverage
+    stale: Collection[int] = ()
+    """Tables whose rows of this interval or piece do not count: a later generation has sent them whole."""
     frames: int = 0
     rows: int = 0
     num_bytes: int = 0
@@ -320,6 +325,11 @@ class _Reading:
         """Record an error with its known place."""
         where = {"marker": str(self.commit.id), **error.where, **place}
         self.damage.append(type(error)(error.message, hint=error.hint, **where))
+
+    def sent(self, table: int, col0: int, cols: int, ids: npt.NDArray[np.int64]) -> None:
+        """Record that rows of one column slice were sent."""
+        if table not in self.stale:
+            self.coverage.add(table, col0, cols, ids)
 
     def check(self) -> None:
         if not self.damage:  # rows that were not read cannot be distinguished from rows that were not sent
@@ -358,7 +368,12 @@ class Verifier:
         self._compare_dense = compare_dense
         self._objects = objects
         self._catalog = catalog
+        self._route = route
         self._rotation = route.marker.marker if route is not None else 0
+        self._whole: Coverage | None = None
+        """Rows on the whole route: a row that is missing in one interval may have been sent again in a later one."""
+        if route is not None:
+            self._whole = Coverage(route.schema, range(len(route.schema.tables)))
         self._ledger = Ledger(lineage)
         self._opened: Mapping[MarkerId, Sequence[Picked]] = {}
         """Segments whose directories were read, by the end of their piece."""
@@ -485,7 +500,11 @@ class Verifier:
             for table in range(len(claim.schema.tables))
             if before is None or bases.get(table, 0) > before.marker.generation
         ]
-        reading = _Reading(commit, claim, Coverage(claim.schema, wanted))
+        coverage, stale = Coverage(claim.schema, wanted), frozenset[int]()
+        if self._whole is not None and self._route is not None:
+            coverage, final = self._whole, self._route.bases
+            stale = frozenset(table for table, base in final.items() if base > commit.generation)
+        reading = _Reading(commit, claim, coverage, stale)
         way = self._ways[before] if before is not None else _Way()
         damage = way.damage
         self._turn(step, before, claim.schema)
@@ -509,7 +528,8 @@ class Verifier:
                 rows=way.rows + reading.rows,
                 num_bytes=way.num_bytes + reading.num_bytes,
             )
-        reading.check()
+        if self._route is None or (commit.id == self._route.marker and not damage):
+            reading.check()
         if not (damage or reading.damage):
             try:
                 self._ledger.judge(commit.id, reading.said)
@@ -555,7 +575,7 @@ class Verifier:
         elif header.kind is Kind.ROWS:
             view = rows_of_frame(header, payload, reading.schema)
             reading.rows += header.rows
-            reading.coverage.add(header.table, header.col0, header.cols, view.ids)
+            reading.sent(header.table, header.col0, header.cols, view.ids)
             self._ledger.rows(header.table, header.col0, header.cols, view)
 
     def _read_store(self, step: Step, reading: _Reading) -> None:
@@ -589,7 +609,7 @@ class Verifier:
                 except CorruptionError as error:
                     note(error)
                     continue
-                reading.coverage.add(entry.table, entry.col0, entry.cols, view.ids)
+                reading.sent(entry.table, entry.col0, entry.cols, view.ids)
                 self._ledger.rows(entry.table, entry.col0, entry.cols, view)
                 reading.rows += len(view.ids)
                 reading.num_bytes += len(data)
