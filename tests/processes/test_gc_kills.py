@@ -29,7 +29,9 @@ def pool() -> Iterator[Executor]:
 CHILD = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from torchrec_stream_ckpt.inner import open_store
+from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
+from torchrec_stream_ckpt.maintain.gc.retention import Retention
+from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.util.units import size
 rules = GcRules(retention=Retention(newest=1, then_every=4), compact=True, grace_s=float(sys.argv[3]))
 with ThreadPoolExecutor(1) as pool:

@@ -52,9 +52,12 @@ def test_a_writer_that_is_killed_leaves_none_and_the_next_one_builds_it_anew(
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from torchrec_stream_ckpt.inner import Control, open_store
-from tests.parts import FileLog, Materializer, open_dense
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.maintain.head import HeadWriter
+from torchrec_stream_ckpt.maintain.materializer import Materializer
+from torchrec_stream_ckpt.store.api import open_store
+from torchrec_stream_ckpt.store.dense import open_dense
 folder = Path(sys.argv[1])
 with ThreadPoolExecutor(2) as pool:
     log, objects = FileLog(folder / "log"), open_store(str(folder / "store"))

@@ -26,8 +26,9 @@ def log(tmp_path: Path) -> FileLog:
 _PROGRAM = """
 import sys
 from pathlib import Path
-from torchrec_stream_ckpt.inner import Control
+from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.control.snapshots import shorten_control
+from torchrec_stream_ckpt.log.files import FileLog
 log = FileLog(Path(sys.argv[1]))
 shorten_control(log, Control(log), at_once=True)
 """

@@ -300,6 +300,9 @@ def test_a_job_with_a_commit_key_is_trimmed_with_it_alone(tmp_path: Path) -> Non
 
 _PROGRAM = """
 import sys
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.log.control.trim import trim_log
+from torchrec_stream_ckpt.log.api import open_log
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.units import size
 log = open_log(sys.argv[1])
