@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.optim import lr_scheduler
 
 from tests import ranks, warm
-from tests.model import PLAN_1, PLAN_2, PLAN_2_OTHER, PLAN_3, Trainer, trainer
+from tests.model import PLAN_1, PLAN_2, PLAN_2_OTHER, PLAN_3, Trainer, batch, trainer
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import ReplicaMismatchError, SchemaMismatchError
 
@@ -254,39 +254,89 @@ class Box:
         self.schedule.load_state_dict(state_dict["parts"][0]["schedule"])
 
 
+class Handmade(lr_scheduler.LRScheduler):
+    """A schedule of the user's that shares the name with torch's and nothing else: it never runs their constructor."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.steps = optimizer, 0
+
+    def step(self, epoch: int | None = None) -> None:
+        self.steps += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.1 / self.steps
+
+
 def _watched(uri: str, order: str) -> list[str]:
-    """Warnings of a job whose loop has its calls in this order: o(ptimizer), s(chedule), c(heckpointer)."""
+    """Warnings about schedules in a job whose loop makes its calls in this order."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("torchrec_stream_ckpt").addHandler(handler)
-    job, schedule = _build("chained" if "chained" in order else "step", "1")
-    handed = {"left out": {}, "boxed": {"run": Box(schedule)}}.get(order, {"schedule": schedule})
-    config = StreamConfig(uri=uri, marker_every=2)
+    kind = next((kind for kind in ("chained", "plateau") if kind in order), "step")
+    job, schedule = _build(kind, "1")
+    if "handmade" in order:
+        schedule = Handmade(job.dense)
+    other = lr_scheduler.LinearLR(job.dense) if "one of two" in order else None
+    handed = {} if "left out" in order else {"schedule": Box(schedule) if "boxed" in order else schedule}
+    if other is not None:
+        handed["other"] = other
+    config = StreamConfig(uri=uri, marker_every=None if "marks" in order else 2)
+    every = 3 if "micro" in order else 1  # batches for each step of the optimizer
+
+    def advance() -> None:
+        schedule.step(*([1.0] if kind == "plateau" else []))
+
     with StreamCheckpointer(job.dmp, job.optimizer, config=config, stateful={"loader": job, **handed}) as checkpointer:
-        for step in range(8):
-            job.step()
-            if "late" not in order or (order == "late once" and step % 3):
-                schedule.step()
+        if "restored" in order:
+            checkpointer.restore()
+        for step in range(8 * every):
+            late = "late" in order and not ("late once" in order and step % 3)
+            due = step % every == every - 1
+            if due and "first" in order:
+                advance()
+            job.step_number += 1
+            job.dmp(*batch(job.step_number)).backward()
+            if due:
+                job.optimizer.step()
+                job.optimizer.zero_grad()
+            if due and not late and "first" not in order:
+                advance()
             checkpointer.step()
-            if "late" in order and not (order == "late once" and step % 3):
-                schedule.step()
+            if due and late:
+                advance()
+            if "marks" in order and step % 4 == 3:
+                checkpointer.mark().result(60)
     logging.getLogger("torchrec_stream_ckpt").removeHandler(handler)
     return [line for line in lines if "schedule" in line]
 
 
+LEFT, LATE = "is not in `stateful`: after a restart it begins again", "is stepped after StreamCheckpointer.step()"
 ORDERS = {
     "in time": None,
+    "in time restored": None,
+    "first": None,
+    "first restored": None,
+    "micro": None,
     "boxed": None,
     "late once": None,
-    "left out": "is not in `stateful`: after a restart it begins again",
-    "late": "the schedule 'schedule' is stepped after StreamCheckpointer.step()",
-    "late chained": "the schedule 'schedule' is stepped after StreamCheckpointer.step()",
+    "late before marks": None,
+    "late": f"the schedule 'schedule' {LATE}",
+    "late restored": f"the schedule 'schedule' {LATE}",
+    "late chained": f"the schedule 'schedule' {LATE}",
+    "late micro": f"the schedule 'schedule' {LATE}",
+    "late boxed": f"the schedule 'StepLR' {LATE}",
+    "left out": f"(StepLR) controls the optimizer and {LEFT}",
+    "left out plateau": f"(ReduceLROnPlateau) controls the optimizer and {LEFT}",
+    "left out handmade": f"(Handmade) controls the optimizer and {LEFT}",
+    "left out one of two": f"(StepLR) controls the optimizer and {LEFT}",
 }
 
 
 def test_a_schedule_that_markers_miss_is_reported_once(tmp_path: Path) -> None:
     for order, expected in ORDERS.items():
-        (lines,) = ranks.run(1, _watched, f"file://{tmp_path}/{order.replace(' ', '_')}", order)
+        uri = f"file://{tmp_path}/{order.replace(' ', '_')}"
+        if "restored" in order:
+            ranks.run(1, _watched, uri, "in time")
+        (lines,) = ranks.run(1, _watched, uri, order)
         assert len(lines) == (expected is not None), (order, lines)
-        assert all(expected in line for line in lines)
+        assert all(expected in line for line in lines), (order, lines)

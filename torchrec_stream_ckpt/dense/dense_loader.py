@@ -270,6 +270,7 @@ class DenseLoader:
                     hint="make it accept the state saved in the marker, then call restore() again",
                     rank=dist.get_rank(),
                 ) from error
+        self._live.schedule_watch.begin()
         seed, random = saved.random()
         if dist.get_rank() < saved.world:
             set_random_state(random, seed, dist.get_rank())
