@@ -23,7 +23,7 @@ from tests.tiered import relay
 from tests.unit.copied_job import keep
 from tests.unit.test_tiers import three_markers
 from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError
-from torchrec_stream_ckpt.find.named import wanted
+from torchrec_stream_ckpt.find.job import wanted
 from torchrec_stream_ckpt.find.tiers import named
 from torchrec_stream_ckpt.flags import marker as marker_flag
 from torchrec_stream_ckpt.format.aliases import aliases

@@ -25,8 +25,7 @@ from torchrec_stream_ckpt.errors import (
     StreamCkptError,
     TrimmedError,
 )
-from torchrec_stream_ckpt.find.job import Job
-from torchrec_stream_ckpt.find.named import Named, wanted
+from torchrec_stream_ckpt.find.job import Job, Named, wanted
 from torchrec_stream_ckpt.find.route import Route, damage_of, ends_early, lacking, locate, warm
 from torchrec_stream_ckpt.find.tiers import OUTER, Place, Tiers, TierState, named
 from torchrec_stream_ckpt.format.control import Commit

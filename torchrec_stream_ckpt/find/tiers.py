@@ -19,8 +19,7 @@ from pathlib import Path
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.find.best import Value
-from torchrec_stream_ckpt.find.job import Job, Tier, open_tier
-from torchrec_stream_ckpt.find.named import Wanted, resolve
+from torchrec_stream_ckpt.find.job import Job, Tier, Wanted, open_tier, resolve
 from torchrec_stream_ckpt.format.aliases import aliases
 from torchrec_stream_ckpt.format.commits import Commits
 from torchrec_stream_ckpt.format.control import Claim, Commit, Trim

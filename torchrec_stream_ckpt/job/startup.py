@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, StreamCkptError
 from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes
-from torchrec_stream_ckpt.find.named import wanted
+from torchrec_stream_ckpt.find.job import wanted
 from torchrec_stream_ckpt.find.tiers import TieredJob, Tiers, open_job
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
 from torchrec_stream_ckpt.format.record import EVENT_S

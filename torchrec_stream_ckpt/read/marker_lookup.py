@@ -10,8 +10,7 @@ from pathlib import Path
 
 from torchrec_stream_ckpt.errors import MarkerNotFoundError
 from torchrec_stream_ckpt.find.find import CheckDense, Damaged, find, no_head, verify_dense_state
-from torchrec_stream_ckpt.find.job import Job
-from torchrec_stream_ckpt.find.named import Named
+from torchrec_stream_ckpt.find.job import Job, Named
 from torchrec_stream_ckpt.find.route import Route
 from torchrec_stream_ckpt.find.tiers import Tiers, open_tiers
 from torchrec_stream_ckpt.format.control import Commit

@@ -24,8 +24,7 @@ from torchrec_stream_ckpt.evolve.model_evolution import ModelEvolution
 from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
 from torchrec_stream_ckpt.find.best import Best
 from torchrec_stream_ckpt.find.find import Damaged, OpenHead, find, no_head
-from torchrec_stream_ckpt.find.job import Job, Tier
-from torchrec_stream_ckpt.find.named import Named, Wanted, wanted
+from torchrec_stream_ckpt.find.job import Job, Named, Tier, Wanted, wanted
 from torchrec_stream_ckpt.find.route import Route
 from torchrec_stream_ckpt.find.tiers import OUTER, TieredJob, Tiers, TierState, named
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, same_tables
