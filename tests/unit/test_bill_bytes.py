@@ -6,7 +6,6 @@ Ranges and chunks are made small, so that folds are read in several requests, as
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -25,10 +24,11 @@ from torchrec_stream_ckpt.extras.sizing import requests as model
 from torchrec_stream_ckpt.extras.sizing.bills import Share, store_shares
 from torchrec_stream_ckpt.extras.sizing.folds import fold_load
 from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, TableLoad, UnitCosts, Workload
+from torchrec_stream_ckpt.find import job
 from torchrec_stream_ckpt.format import segment
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import Catalog, Control, open_store
-from torchrec_stream_ckpt.store import api, reader
+from torchrec_stream_ckpt.store import reader
 from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.util.layout import parse_fold_segment, parse_store_segment
 
@@ -192,8 +192,7 @@ def test_a_restore_reads_no_more_than_the_longest_way(folded: Folded, shares: di
 def test_a_trim_reads_what_is_new_once(
     folded: Folded, shares: dict[str, Share], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    importlib.import_module("torchrec_stream_ckpt.cli.trim")  # first: it would keep what is put in place here
-    monkeypatch.setattr(api, "open_store", lambda *_: folded.objects)
+    monkeypatch.setattr(job, "open_store", lambda *_: folded.objects)
     folded.objects.taken()
     done = CliRunner().invoke(app, ["trim", f"file://{folded.job.root}", "--store", folded.objects.url])
     assert "deleted" in done.output

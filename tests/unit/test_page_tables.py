@@ -199,20 +199,6 @@ def test_a_recovery_goal_of_another_form_is_not_dropped(filed: Any) -> None:
         thesis.recoveries(PAGE)
 
 
-def test_smaller_tables_of_the_thesis_have_a_row_each_over_files_and_over_a_broker(filed: Any) -> None:
-    for variant, jobs in thesis.SIZES.items():
-        points = {f"{job}, 1 rank, every 1": point("s", none=1, thesis=3, ours=2) for job in jobs}
-        for job in jobs:
-            for state in ("", ", cold"):
-                points[f"{job}, 1 rank, recovery{state}"] = point("ms", **{"torch.load + copy": 4.0, "ours, log": 2.0})
-        filed("thesis", f"2026-01-01_a-box_{variant}", {"points": points, "goals": []})
-    wanted = [f"{job}, 1 rank" for jobs in thesis.SIZES.values() for job in jobs]
-    assert [row[0] for row in thesis.sizes(PAGE)[1:]] == [f"{job}, 1" for job in wanted]
-    rows = thesis.size_recoveries(PAGE)[1:]
-    assert [row[0] for row in rows] == [job + state for job in wanted for state in ("", ", cold")]
-    assert rows[0][1:7] == ["4", "not measured", "not measured", "2", "not measured", "not measured"]
-
-
 def test_a_restore_stands_beside_the_fastest_way_that_the_result_has() -> None:
     found = Point("p", "ms", point(**{"dcp.load": 6.0, costs.MAPPED: 1.0, "ours, log": 2.0})["variants"])
     dcp, mapped = (
