@@ -38,7 +38,7 @@ WAIT_S = 240.0
 NO_ANSWER_S = 5.0
 """After this time a marker of the day is given up, and the publisher reports a silent log."""
 SMALL_DISK_BYTES = 8 * 2**20
-TRAIN = ("--marker_every", "5", "--rest_s", "0.2")
+TRAIN = ("--marker_every", "5", "--rest_s", "0.4")
 
 
 class DayError(Exception):
