@@ -105,6 +105,18 @@ def test_wrong_combinations_are_refused_with_the_right_form(
     assert caught.value.hint
 
 
+def test_an_inner_log_is_not_folded_into_the_store_of_the_outer_tier(job: TieredJob, tmp_path: Path) -> None:
+    """Its markers that were not copied would be lost with the node, and the outer log would refuse that store."""
+    relay(job.tiers, upto="1:2")
+    inner, outer = job.settings.uris
+    for store in (outer, f"file://{tmp_path}/store"):
+        with pytest.raises(ConfigError, match="is the inner tier of a job") as refused:
+            call("materialize", inner, "--store", store, "--once")
+        assert f"materialize OUTER --store {store}" in refused.value.hint
+    call("materialize", inner, "--store", inner, "--once")
+    call("materialize", outer, "--store", outer, "--once")
+
+
 def test_a_file_log_alone_is_what_it_was(tmp_path: Path) -> None:
     assert StreamConfig(uri=f"file://{tmp_path}").outer is None
     assert FileLog(tmp_path).incarnation() is None

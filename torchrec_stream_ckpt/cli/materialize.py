@@ -34,9 +34,11 @@ from torchrec_stream_ckpt.maintain.scrub.scrubber import Scrubber, ScrubCounts
 from torchrec_stream_ckpt.store.api import LooksFirst
 from torchrec_stream_ckpt.store.head import head_root
 from torchrec_stream_ckpt.store.identity import prepare_store, refuses_taken_names
+from torchrec_stream_ckpt.util.layout import RELAY_LOCK
 from torchrec_stream_ckpt.util.metrics import labels_of, serve_metrics
 from torchrec_stream_ckpt.util.service import Event
 from torchrec_stream_ckpt.util.units import parse_rate
+from torchrec_stream_ckpt.util.uris import FileUri, parse_uri
 
 _OUTCOMES = (Outcome.FINISHED, Outcome.PREEMPTED, Outcome.FAILED)
 """Outcomes as the metric numbers them, from 1."""
@@ -136,6 +138,7 @@ class _Setup:
         objects = open_store(url, options_of(url, self.job.store_options))
         self.where = objects.url
         try:
+            _check_tier(self.job.uri, objects.url)
             prepare_store(objects)  # nothing is written to a store of a newer format
             if isinstance(objects, LooksFirst):
                 with contextlib.suppress(StoreUnavailableError):  # this user may have nothing to write
@@ -255,6 +258,26 @@ def materialize_log(
             ended = service.run(once=once, poll_s=poll_s)
     if (once or until_closed) and not ended:  # by a signal: the store must not be taken for complete
         raise typer.Exit(1)
+
+
+def _check_tier(uri: str, store: str) -> None:
+    """Check that the log of an inner tier is not folded into the store of another log.
+
+    Raises:
+        ConfigError: It would be. The markers that only the inner tier has would be in the outer tier's store; once the
+            node is lost, no log has them, and every command refuses that store.
+    """
+    parsed = parse_uri(uri)
+    if not isinstance(parsed, FileUri) or not (parsed.directory / RELAY_LOCK).exists():
+        return
+    if store == open_store(str(parsed)).url:
+        return
+    raise ConfigError(
+        f"{uri} is the inner tier of a job, so it is folded into its own folder only, not into {store}",
+        hint=f"materialize the outer log into that store: stream-ckpt materialize OUTER --store {store}; for a job "
+        "that continues without its outer tier, delete relay.lock and outer/ in the log's folder",
+        uri=uri,
+    )
 
 
 def metric_values(service: MaterializeService, engine: Engine | None) -> Mapping[str, float]:

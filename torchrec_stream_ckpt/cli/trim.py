@@ -108,7 +108,8 @@ def _check(job: Job, objects: Objects, upto: str, *, verify: bool, dry_run: bool
     if not job.lineage.commits or not check_store(objects):
         raise MarkerNotFoundError(
             "the store holds no marker of this job",
-            hint="fill the store first with stream-ckpt materialize URI --store URL",
+            hint="fill the store first with stream-ckpt materialize URI --store URL; of two tiers, URI is the log "
+            "that the store belongs to",
             store=objects.url,
         )
     holdings = Holdings.load(objects, job.lineage)
