@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from pathlib import Path
 
 import pytest
 
 from tests import builders
+from tests.synthetic import Job
 from tests.work import grown, lines_of
+from torchrec_stream_ckpt.find.route import locate
 from torchrec_stream_ckpt.find.strides import Strides
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.inner import Catalog, open_store
+from torchrec_stream_ckpt.inner import Catalog, Control, open_store
 from torchrec_stream_ckpt.maintain.scrub.scrubber import markers_without_a_way
+from torchrec_stream_ckpt.util.layout import segment_name
 from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.verify.verdicts import Verifier
 
 FEW, MANY = 16, 32
 
@@ -55,6 +60,25 @@ def test_markers_without_a_way_are_found_in_a_time_that_grows_with_them(tmp_path
 
     few, many = (lines_of(lambda count=count: found(count)) for count in (FEW, MANY))
     assert not grown(few, many, 1.2 * MANY / FEW)
+
+
+def test_a_marker_is_verified_in_a_time_that_grows_with_its_generations(tmp_path: Path) -> None:
+    counts = []
+    for generations in (FEW, MANY):
+        job, commit = Job(tmp_path / f"{generations}", world=1), None
+        for _ in range(generations):
+            job.begin(None if commit is None else commit.id)
+            job.touch(1)
+            commit = job.commit()
+        for folder in (job.root / "data").iterdir():
+            os.utime(folder, (1e9, 1e9))  # a folder that has just changed is listed again
+        lineage = Control(job.log).refresh()
+        assert commit is not None
+        segment_name.cache_clear()
+        reader = Verifier(job.log, lineage, route=locate(lineage, commit.id))
+        counts.append(lines_of(lambda reader=reader, commit=commit: reader.read([commit])))
+        assert reader.rows_verdict(commit, None).verified is not None
+    assert not grown(*counts, 1.2 * MANY / FEW)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -14,8 +14,10 @@ from tests.work import grown, lines_of
 from torchrec_stream_ckpt.extras.interchange.safetensors import write_safetensors
 from torchrec_stream_ckpt.find.route import Path
 from torchrec_stream_ckpt.format.control import TableScalars
+from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.proof import POSITIONS, Proof, Window
+from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import Front
 from torchrec_stream_ckpt.inner import TableReader
@@ -28,6 +30,7 @@ from torchrec_stream_ckpt.restore.plan import Overlaps, RestorePlan
 from torchrec_stream_ckpt.store.catalog import Picked, Piece
 from torchrec_stream_ckpt.store.newest import TableChunks
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard, TableSpec
+from torchrec_stream_ckpt.verify.ledger import Ledger
 
 FEW, MANY = 16, 32
 
@@ -86,6 +89,22 @@ def put_back_scalars_of_columns(slices: int) -> None:
     assert put == [(7, 1.0, 0.5, 0.5)]
 
 
+def begin_ledger(tables: int) -> None:
+    """Give each table of a generation its share of the memory of a verification."""
+    specs = tuple(TableSpec(f"t{number}", 64, 1, "float32", "sgd", (), id=number + 1) for number in range(tables))
+    ledger = Ledger(Lineage())
+    ledger.begin(Schema(specs))
+    ledger.turn(Schema(specs))
+
+
+def verify_columns(slices: int) -> None:
+    """Take the rows of each column slice of a table."""
+    ledger = Ledger(Lineage())
+    ledger.begin(Schema((TableSpec("t", 2, slices, "float32", "sgd", (), id=1),)))
+    for column in range(slices):
+        ledger.rows(0, column, 1, RowsView(np.arange(2), np.zeros((2, 1), np.float32), ()))
+
+
 def lay_out_files(tables: int) -> None:
     """Begin the files of an export, one file for all tables."""
     specs = [TableSpec(f"t{number}", 2, 4, "float32", "sgd", (), id=number + 1) for number in range(tables)]
@@ -109,7 +128,7 @@ def split_rows(ranks: int) -> None:
 
 ACTS = [
     *(cover_columns, find_blocks, find_shared_blocks, lay_out_files, put_back_scalars, put_back_scalars_of_columns),
-    *(split_columns, split_rows),
+    *(begin_ledger, split_columns, split_rows, verify_columns),
 ]
 
 

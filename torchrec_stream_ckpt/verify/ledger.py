@@ -6,6 +6,7 @@ sent again. Where markers branch, a copy of the ledger is kept until one branch 
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ class _Table:
         self._memory_bytes, self._rotation = memory_bytes, rotation
         self._per_row = np.array([False, *(state.per_row for state in spec.states)])
         self._parts: dict[Slice, _Part] = {}
+        self._columns: list[Slice] = []
+        """Slices of the parts, ascending."""
         self._slices: frozenset[Slice] = frozenset()
         """Column slices that the settled values of row-wise states belong to."""
         self._slots: Ints | None = None
@@ -108,7 +111,7 @@ class _Table:
             self._put((col0, cols), places, np.stack([plain_sums(array, col0, cols) for array in arrays], 1))
 
     def _put(self, slice_: Slice, places: Ints, sums: Ints) -> None:
-        if slice_ not in self._parts and any(_overlap(slice_, other) for other in self._parts):
+        if slice_ not in self._parts and self._overlaps(slice_):
             self.settle()
         if slice_ == (0, self.spec.dim):
             self._belong(frozenset({slice_}))
@@ -119,8 +122,14 @@ class _Table:
         if part is None:
             part = _Part(np.zeros_like(self._sums), np.zeros(len(self._sums), np.bool_))
             self._parts[slice_] = part
+            insort(self._columns, slice_)
         part.values[places] = sums
         part.written[places] = True
+
+    def _overlaps(self, slice_: Slice) -> bool:
+        """Return whether a slice shares a column with one of the parts, which share none with each other."""
+        place = bisect_left(self._columns, slice_)
+        return any(_overlap(slice_, other) for other in self._columns[max(0, place - 1) : place + 1])
 
     def _belong(self, slices: frozenset[Slice]) -> None:
         """Assign the settled values of row-wise states to these slices. Values of other slices become unknown."""
@@ -147,7 +156,7 @@ class _Table:
         self._belong(frozenset(self._parts))
         self._sums[places] = sums
         self._known[places] = known
-        self._parts = {}
+        self._parts, self._columns = {}, []
 
     def _at(self, places: Ints, own: frozenset[Slice]) -> tuple[Ints, Flags]:
         """Return (sums, whether they are known) of rows, as slices ``own`` have them."""
@@ -229,12 +238,14 @@ class Ledger:
     def begin(self, schema: Schema) -> None:
         """Begin a generation that builds on no other one: nothing is known of its tables."""
         self._schema, self._names, self._proving = schema, {}, None
-        self._tables = [self._new_table(spec, schema) for spec in schema.tables]
+        self._tables = [_Table(spec, memory, self._rotation) for spec, memory in self._shares(schema)]
 
-    def _new_table(self, spec: TableSpec, schema: Schema) -> _Table:
-        """Create a table with its share of the memory."""
-        mine, *cells = (each.rows * (1 + len(each.states)) for each in (spec, *schema.tables))
-        return _Table(spec, self._memory_bytes * mine // max(1, sum(cells)), self._rotation)
+    def _shares(self, schema: Schema) -> Iterator[tuple[TableSpec, int]]:
+        """Yield the tables, each with its share of the memory in bytes."""
+        cells = [spec.rows * (1 + len(spec.states)) for spec in schema.tables]
+        whole = max(1, sum(cells))
+        for spec, mine in zip(schema.tables, cells, strict=True):
+            yield spec, self._memory_bytes * mine // whole
 
     def turn(self, schema: Schema) -> None:
         """Begin a generation that builds on the one before.
@@ -247,8 +258,8 @@ class Ledger:
             table.settle()
         kept = [index < len(before) and goes_on(before[index], spec) for index, spec in enumerate(schema.tables)]
         self._tables = [
-            self._tables[index] if kept[index] else self._new_table(spec, schema)
-            for index, spec in enumerate(schema.tables)
+            self._tables[index] if kept[index] else _Table(spec, memory, self._rotation)
+            for index, (spec, memory) in enumerate(self._shares(schema))
         ]
 
     def fork(self) -> None:

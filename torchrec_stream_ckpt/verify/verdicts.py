@@ -372,8 +372,10 @@ class Verifier:
         self._rotation = route.marker.marker if route is not None else 0
         self._whole: Coverage | None = None
         """Rows on the whole route: a row that is missing in one interval may have been sent again in a later one."""
+        self._bases: Mapping[int, int] = {}
+        """(with a route) For each table, the generation that sent it whole last."""
         if route is not None:
-            self._whole = Coverage(route.schema, range(len(route.schema.tables)))
+            self._whole, self._bases = Coverage(route.schema, range(len(route.schema.tables))), route.bases
         self._ledger = Ledger(lineage)
         self._opened: Mapping[MarkerId, Sequence[Picked]] = {}
         """Segments whose directories were read, by the end of their piece."""
@@ -494,16 +496,17 @@ class Verifier:
     def _read(self, step: Step, before: Step | None) -> _Way:
         commit = self._lineage.find(step.marker)
         claim = self._lineage.claims[commit.generation]
-        bases = self._lineage.bases(commit.id)
-        wanted = [
-            table
-            for table in range(len(claim.schema.tables))
-            if before is None or bases.get(table, 0) > before.marker.generation
-        ]
+        swept: set[int] = set()
+        """Tables that were sent whole since ``before``."""
+        for each in self._lineage.upward(commit.id):
+            if before is not None and each.generation <= before.marker.generation:
+                break
+            swept.update(self._lineage.claims[each.generation].swept)
+        wanted = [table for table in range(len(claim.schema.tables)) if before is None or table in swept]
         coverage, stale = Coverage(claim.schema, wanted), frozenset[int]()
-        if self._whole is not None and self._route is not None:
-            coverage, final = self._whole, self._route.bases
-            stale = frozenset(table for table, base in final.items() if base > commit.generation)
+        if self._whole is not None:
+            coverage = self._whole
+            stale = frozenset(table for table, base in self._bases.items() if base > commit.generation)
         reading = _Reading(commit, claim, coverage, stale)
         way = self._ways[before] if before is not None else _Way()
         damage = way.damage
