@@ -45,7 +45,8 @@ def test_killed_savers_and_their_times(tmp_path: Path) -> None:
     report = run("dense/pymm.py", "--quick", tmp_path)
     ways = {f"{way}, {files} file" + "s" * (files == "two") for way in WAYS for files in ("one", "two")}
     crashes = report["facts"]["crashes"]
-    assert set(crashes) == {*ways, "ours, a marker"}
+    last = {f"{way}, two files, last complete" for way in WAYS}
+    assert set(crashes) == {*ways, *last, "ours, a marker"}
     assert all(sum(each.values()) == 1 for each in crashes.values())
     assert crashes["ours, a marker"]["right"] == crashes["pickle, two files"]["right"] == 1
     assert crashes["np.memmap, two files, last complete"]["right"] == 1

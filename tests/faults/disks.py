@@ -62,7 +62,7 @@ def log_full(form: Form) -> None:
     """The file log's disk is full for a while: frames wait, and go out when there is room."""
     row = form.board.row("disk of the file log full")
     subject = file_job(form, "log-full", commit_timeout_s=5.0)
-    _full_for_a_while(form, row, subject, subject.directory / "log", "No space left")
+    _full_for_a_while(form, row, subject, subject.directory / "log", "no space left in")
 
 
 def store_full(form: Form) -> None:
