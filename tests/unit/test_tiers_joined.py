@@ -14,7 +14,8 @@ from tests import stores, tiered
 from tests.parts import GcRules, Retention, collect, trim_log
 from tests.synthetic import Image
 from tests.tiered import TieredJob, lose, relay
-from torchrec_stream_ckpt.errors import CorruptionError
+from tests.unit.test_tiers import call
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.format.segment import decode_chunk
@@ -132,3 +133,27 @@ def test_a_new_nodes_log_cannot_be_folded_and_the_error_says_how_its_disk_is_fre
         stores.fold(tmp_path / "node2")
     assert "materialize the outer log" in refused.value.hint
     assert f"stream-ckpt trim URI --store file://{tmp_path}/outer" in refused.value.hint
+
+
+def test_the_inner_disk_is_freed_of_markers_that_the_outer_tier_skips(tmp_path: Path) -> None:
+    """Only if somebody says so: they are nowhere else."""
+    job = second_node(tmp_path, every=2)
+    job.markers(4)
+    assert relay(job.tiers) == ["2:4", "2:6"]
+    job.markers(1)
+    truth = truth_of(job)
+    stores.fold(tmp_path / "outer")
+    inner, outer = job.settings.uris
+    with pytest.raises(
+        ConfigError, match="a trim would lose 2:5: this log has them, and the outer tier skips them"
+    ) as no:
+        call("trim", inner, "--store", outer)
+    assert "--give-up-skipped" in no.value.hint
+    assert call("trim", inner, "--store", outer, "--give-up-skipped")["upto"] == "2:6"
+    check(job, "2:8", truth)
+    assert {each["marker"] for each in call("list", inner)["markers"]} >= {"2:6", "2:7", "2:8"}
+    assert call("trim", inner, "--store", outer)["upto"] == "2:6"
+    with pytest.raises(MarkerNotFoundError, match="marker 2:5 is not committed"):
+        find(job.tiers, "2:5")
+    with pytest.raises(ConfigError, match="is for the log of an inner tier"):
+        call("trim", outer, "--store", outer, "--give-up-skipped")

@@ -25,7 +25,7 @@ from torchrec_stream_ckpt.inner import Holdings, Job, Objects, open_store
 from torchrec_stream_ckpt.log.control.snapshots import Shortened, shorten_control
 from torchrec_stream_ckpt.log.control.trim import trim_log
 from torchrec_stream_ckpt.maintain.gc.clocks import glance_at_clocks, read_clocks
-from torchrec_stream_ckpt.maintain.gc.trim_check import Synced, check_synced, given_up
+from torchrec_stream_ckpt.maintain.gc.trim_check import Synced, check_synced, given_up, skipped_by_outer_tier
 from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack
 from torchrec_stream_ckpt.store.dense import dense_in
 from torchrec_stream_ckpt.store.identity import check_store
@@ -53,6 +53,13 @@ def trim_job(
     verify: Annotated[
         bool, typer.Option("--verify", help="Before that, read every byte that the store holds of these markers.")
     ] = False,
+    give_up_skipped: Annotated[
+        bool,
+        typer.Option(
+            "--give-up-skipped",
+            help="(log of an inner tier, store of the outer one) Lose the markers that the outer tier skips.",
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Delete log data up to a marker, after a check that the store holds all that a restore may need.
@@ -68,7 +75,9 @@ def trim_job(
         objects = job.objects
         with closing(job.copying(objects)) as copying:
             copying.check_copy()  # the store may know markers that the log has lost
-            synced, gone, num_bytes = _check(job, objects, wanted, verify=verify, dry_run=dry_run)
+            synced, gone, num_bytes = _check(
+                job, objects, wanted, verify=verify, dry_run=dry_run, give_up_skipped=give_up_skipped
+            )
             done = trim_log(
                 job.log, copying, synced.upto, objects.url, others=synced.others, given_up=gone, dry_run=dry_run
             )
@@ -102,7 +111,9 @@ def _shorten(job: Job) -> tuple[Shortened | None, StreamCkptError | None]:
         return None, error
 
 
-def _check(job: Job, objects: Objects, upto: str, *, verify: bool, dry_run: bool) -> tuple[Synced, list[MarkerId], int]:
+def _check(
+    job: Job, objects: Objects, upto: str, *, verify: bool, dry_run: bool, give_up_skipped: bool
+) -> tuple[Synced, list[MarkerId], int]:
     """Return the data that may be deleted, the markers that need no record any more, and the number of bytes read for
     the check."""
     if not job.lineage.commits or not check_store(objects):
@@ -117,11 +128,14 @@ def _check(job: Job, objects: Objects, upto: str, *, verify: bool, dry_run: bool
     if named is not None:
         holdings.catalog.check_offered(named)
     marker = _not_awaited(job, holdings, named)
+    skipped = _skipped(job, holdings, marker, give_up_skipped)
     with ThreadPoolExecutor(_READERS) as pool:
         clocks = glance_at_clocks(objects, ()) if dry_run else read_clocks(objects, job.lineage.job)
         read_back = ReadBack(objects, job.lineage.job, pool, clocks)
         try:
-            synced = check_synced(holdings, marker, pool, whole=verify, read_back=None if verify else read_back)
+            synced = check_synced(
+                holdings, marker, pool, whole=verify, read_back=None if verify else read_back, skipped=skipped
+            )
             if verify:
                 _verify_dense(job, holdings, objects, synced)
         except CorruptionError as error:
@@ -130,7 +144,31 @@ def _check(job: Job, objects: Objects, upto: str, *, verify: bool, dry_run: bool
             raise
         if not dry_run:
             _remember(read_back)
-    return synced, given_up(holdings), read_back.num_bytes
+    return synced, sorted({*given_up(holdings), *skipped}), read_back.num_bytes
+
+
+def _skipped(job: Job, holdings: Holdings, marker: MarkerId | None, give_up_skipped: bool) -> list[MarkerId]:
+    """Return the markers that only the log of this inner tier has, and that are to be lost.
+
+    Raises:
+        ConfigError: there are some, and nobody has said so; or this is not the log of an inner tier.
+    """
+    parsed = parse_uri(job.uri)
+    is_inner = isinstance(parsed, FileUri) and copied_upto(open_store(str(parsed)), job.lineage) is not None
+    if give_up_skipped and not is_inner:
+        raise ConfigError(
+            "--give-up-skipped is for the log of an inner tier that a relay copies", hint="omit it", uri=job.uri
+        )
+    skipped = skipped_by_outer_tier(holdings, marker) if is_inner else []
+    if skipped and not give_up_skipped:
+        raise ConfigError(
+            f"a trim would lose {', '.join(map(str, skipped[-5:]))}{', ...' if len(skipped) > 5 else ''}: this log has "
+            "them, and the outer tier skips them",
+            hint="to lose them, add --give-up-skipped; to copy all later markers, set outer_every=1",
+            marker=skipped[-1],
+            uri=job.uri,
+        )
+    return skipped
 
 
 def _verify_dense(job: Job, holdings: Holdings, objects: Objects, synced: Synced) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -38,6 +38,7 @@ def check_synced(
     *,
     whole: bool = False,
     read_back: ReadBack | None = None,
+    skipped: Collection[MarkerId] = (),
 ) -> Synced:
     """Check that every marker can be restored from the store and the part of the log after ``upto``.
 
@@ -50,6 +51,7 @@ def check_synced(
         pool: Threads to read with.
         whole: Read every byte of the segments and compare all checksums.
         read_back: Reads every piece not read recently that holds rows which the log is about to lose.
+        skipped: Markers that the trim may lose (:func:`skipped_by_outer_tier`).
 
     Raises:
         MarkerNotFoundError: ``upto`` is not in the store, or was given up.
@@ -61,7 +63,7 @@ def check_synced(
     trimmed = {each.generation: each for each in lineage.commits.values() if each.id <= commit.id}
     gone = {number: each.id for number, each in trimmed.items()}
     checked: dict[MarkerId, Holding] = {}
-    for marker in _wanted(lineage, catalog.dropped):
+    for marker in _wanted(lineage, catalog.dropped | set(skipped)):
         checked[marker] = _check(holdings, marker, commit.id, gone)
     refs = _segments(holdings, checked.values())
     if read_back is not None:
@@ -71,6 +73,16 @@ def check_synced(
     num_bytes = sum(ref.num_bytes for ref, _ in refs.values())
     others = tuple(each for each in trimmed.values() if each.id != commit.id)
     return Synced(commit, others, len(checked), len(refs), num_bytes)
+
+
+def skipped_by_outer_tier(holdings: Holdings, upto: MarkerId | None) -> list[MarkerId]:
+    """(the log of an inner tier, the store of the outer one) Return markers up to ``upto`` that the outer tier skipped.
+
+    The relay copies every Nth marker, in order, and the store has a manifest for each that was copied.
+    """
+    catalog = holdings.catalog
+    last = _upto(holdings, upto).id
+    return [each for each in holdings.lineage.commits if each < last and each not in catalog.markers | catalog.dropped]
 
 
 def given_up(holdings: Holdings) -> list[MarkerId]:
