@@ -59,7 +59,7 @@ class _Coordinator(Coordinator):
 
     end: RankEnd
 
-    def _prepare(self, cut: CutOrder, _: float) -> MarkerVote:
+    def prepare(self, cut: CutOrder, _: float) -> MarkerVote:
         return MarkerVote(cut.marker, cut.step, "", end=self.end)
 
 

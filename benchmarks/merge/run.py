@@ -98,7 +98,7 @@ def merging(scratch: Path, rows: int, intervals: int) -> dict[str, Any]:
     for _ in range(intervals):
         stream = job.streams[0]
         ids = np.sort(job.random.choice(rows, max(1, rows // intervals), replace=False))
-        job._put(stream, stream.shards[0], ids)
+        job.put_rows(stream, stream.shards[0], ids)
         job.flush()
         job.commit()
     lineage, store = Control(job.log).refresh(), scratch / "store"

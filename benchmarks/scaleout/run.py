@@ -73,7 +73,7 @@ def trained(root: Path, rows: int, intervals: int) -> Job:
         for stream in job.streams:
             for shard in stream.shards:
                 count = max(1, shard.rows // 8)
-                job._put(stream, shard, np.sort(shard.row0 + job.random.choice(shard.rows, count, replace=False)))
+                job.put_rows(stream, shard, np.sort(shard.row0 + job.random.choice(shard.rows, count, replace=False)))
         job.flush()
         job.commit()
     return job

@@ -136,6 +136,7 @@ def put_in(page: str, here: Path) -> dict[str, str]:
         "G:M": newest,
         "1:3": "1:1",
         "1:9": newest,
+        "2:17": newest,
         "2:7": newest,
         "file://quickstart-ckpt": f"file://{here}/ckpt",
         "file:///ckpt/job": f"file://{here}/ckpt",

@@ -337,7 +337,8 @@ def test_a_job_over_tls_outlives_rights_that_are_taken_away_and_comes_back_bit_f
     ]
     status, text = cli(secure, "list", uri, "--json", *key_options)
     assert (status, json.loads(text)["markers"][-1]["marker"]) == (0, str(newest.id))
-    assert cli(secure, "verify", uri, *key_options)[0] == 0
+    status, text = cli(secure, "verify", uri, *key_options)
+    assert status == 0, text
     cli(secure, "show", uri, "--json", *key_options)
     cli(secure, "doctor", uri, "--json", *key_options)
     _check_no_secret_at_rest(secure, uri, store, key.read_bytes())

@@ -19,6 +19,7 @@ from tests.parts import FileLog, Materializer, Policy, app, arm, open_dense
 from tests.stores import lose_rows
 from tests.unit.folded_job import command
 from tests.unit.test_window import lose_a_row
+from torchrec_stream_ckpt.find.route import locate
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.format.readings import Comparison
 from torchrec_stream_ckpt.format.schema import Schema
@@ -31,6 +32,7 @@ from torchrec_stream_ckpt.proofs.window import WindowCheck
 from torchrec_stream_ckpt.store.reader import open_segments
 from torchrec_stream_ckpt.store.verdicts import list_proved, new_verdicts
 from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.verify.verdicts import Verifier
 
 POINTS = ("proof.verdict", "proof.noted")
 ROUND = 4
@@ -100,6 +102,22 @@ def test_each_marker_is_compared_once_whoever_comes_after(job: EvolvingJob) -> N
     assert verdicts(job) == []
     assert Comparison.parse(found[0].name) == found[0]
     assert Comparison.parse(found[0].name.replace("-d000000", "-d0000000")) is None
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_mark_of_a_failed_marker_is_no_proof_of_the_next_one(job: EvolvingJob, alone: bool) -> None:
+    job.markers(1)
+    job.touch()
+    job.give_up()
+    job.touch()
+    commit = job.commit()
+    lineage = Control(job.log).refresh()
+    reader = Verifier(job.log, lineage, route=locate(lineage, commit.id) if alone else None)
+    reader.read([commit])
+    found = reader.rows_verdict(commit, None)
+    assert found.damage == ()
+    assert found.verified is not None
+    assert found.verified.unproved is None
 
 
 def test_a_store_that_was_never_compared_is_compared_for_a_round(job: EvolvingJob) -> None:

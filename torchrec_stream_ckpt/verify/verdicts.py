@@ -574,7 +574,8 @@ class Verifier:
         elif header.kind is Kind.MARK:
             shards = self._shards.get((reading.commit.generation, end.rank), ())
             mark = read_mark(header, frame, reading.commit, end)
-            reading.said.append(RankReport(shards, mark.proof, mark.dense_proof))
+            if header.marker == reading.commit.marker:  # otherwise it is the MARK of a marker that failed
+                reading.said.append(RankReport(shards, mark.proof, mark.dense_proof))
         elif header.kind is Kind.ROWS:
             view = rows_of_frame(header, payload, reading.schema)
             reading.rows += header.rows
