@@ -131,9 +131,9 @@ class RowsView:
     """Shape (rows, cols)."""
     states: tuple[Array, ...]
     """States in the schema's order. Shape (rows,) for a state with one value per row, otherwise (rows, cols)."""
-    offsets: tuple[int, ...] | None = field(default=None, compare=False)
+    offsets: tuple[int, ...] | None = field(default=None, init=False, compare=False)
     """Bytes from the first id to the first byte of each array, if all are views of one payload. Asking an array for its
-    address takes longer than copying a few rows."""
+    address takes longer than copying a few rows. Not an argument: ``dataclasses.replace`` must not keep it."""
 
 
 def decode_rows(header: Header, payload: memoryview, table: TableSpec) -> RowsView:
@@ -177,4 +177,6 @@ def _view(layout: RowLayout, rows: int, payload: memoryview, offsets: tuple[int,
     for section, offset in zip(layout.sections, offsets, strict=True):
         array = np.frombuffer(payload, NUMPY_DTYPES[section.dtype], rows * section.width, offset)
         arrays.append(array if section.per_row else array.reshape(rows, section.width))
-    return RowsView(arrays[0], arrays[1], tuple(arrays[2:]), offsets)
+    view = RowsView(arrays[0], arrays[1], tuple(arrays[2:]))
+    object.__setattr__(view, "offsets", offsets)
+    return view
