@@ -83,6 +83,7 @@ class Shape:
             + proved
             + 8 * (proved // row_bytes)
             + (self.markers + 1) * (1500 + 25 * self.world)
+            + 40_000 * self.tensors
         )
 
 

@@ -142,7 +142,7 @@ def test_a_reader_stays_with_its_marker_until_it_is_reset(log: Path, finished: t
     assert differences(in_truth(finished[1][8]), state) == []
     assert (StreamReader.validate_checkpoint_id("2:7"), StreamReader.validate_checkpoint_id("/x")) == (True, False)
     with pytest.raises(ConfigError, match="not a marker"):
-        reader.reset("somewhere")
+        reader.reset("/somewhere")
 
 
 @pytest.mark.parametrize(("marker", "said"), [("1:9", "1:9"), ("7:1", "7:1")])

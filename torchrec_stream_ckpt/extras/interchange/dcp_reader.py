@@ -272,7 +272,7 @@ class StreamReader(StorageReader):
         for (_, table), of_one in pieces.items():
             begin, end = min(first for first, _ in of_one), max(last for _, last in of_one)
             self._columns[table].add((begin, end - begin))
-        self._states |= states.keys()
+        self._states.update(states)
         for table in states.keys() | {table for _, table in pieces}:
             self._check_table(look, table)
 
