@@ -25,7 +25,7 @@ from torchrec_stream_ckpt.inner import Holdings, Job, Objects, open_store
 from torchrec_stream_ckpt.log.control.snapshots import Shortened, shorten_control
 from torchrec_stream_ckpt.log.control.trim import trim_log
 from torchrec_stream_ckpt.maintain.gc.clocks import glance_at_clocks, read_clocks
-from torchrec_stream_ckpt.maintain.gc.trim_check import Synced, check_synced, given_up, skipped_by_outer_tier
+from torchrec_stream_ckpt.maintain.gc.trim_check import Synced, check_synced, given_up
 from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack
 from torchrec_stream_ckpt.store.dense import dense_in
 from torchrec_stream_ckpt.store.identity import check_store
@@ -159,7 +159,7 @@ def _skipped(job: Job, holdings: Holdings, marker: MarkerId | None, give_up_skip
         raise ConfigError(
             "--give-up-skipped is for the log of an inner tier that a relay copies", hint="omit it", uri=job.uri
         )
-    skipped = skipped_by_outer_tier(holdings, marker) if is_inner else []
+    skipped = holdings.skipped(marker) if is_inner else []
     if skipped and not give_up_skipped:
         raise ConfigError(
             f"a trim would lose {', '.join(map(str, skipped[-5:]))}{', ...' if len(skipped) > 5 else ''}: this log has "

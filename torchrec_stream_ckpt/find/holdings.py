@@ -80,6 +80,18 @@ class Holdings:
         entries = (entry for kind in kinds for entry in objects.list(f"{kind}/{lineage.job.hex()}/"))
         return cls(catalog, lineage, {entry.name: entry.num_bytes for entry in entries})
 
+    def skipped(self, upto: MarkerId | None) -> list[MarkerId]:
+        """(the log of an inner tier, the store of the outer one) Return the markers that the outer tier skipped.
+
+        The relay copies every Nth marker, in order, and the store has a manifest for each that was copied.
+
+        Args:
+            upto: A marker in the store, before which to look. None for the newest one.
+        """
+        markers, dropped = self.catalog.markers, self.catalog.dropped
+        last = upto or max((markers - dropped) & self.lineage.commits.keys(), default=MarkerId(0, 0))
+        return [each for each in self.lineage.commits if each < last and each not in markers | dropped]
+
     def look(self, marker: MarkerId) -> Holding:
         """Return what the store has of one committed marker.
 

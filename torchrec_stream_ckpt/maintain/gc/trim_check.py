@@ -51,7 +51,7 @@ def check_synced(
         pool: Threads to read with.
         whole: Read every byte of the segments and compare all checksums.
         read_back: Reads every piece not read recently that holds rows which the log is about to lose.
-        skipped: Markers that the trim may lose (:func:`skipped_by_outer_tier`).
+        skipped: Markers that the trim may lose (:meth:`Holdings.skipped`).
 
     Raises:
         MarkerNotFoundError: ``upto`` is not in the store, or was given up.
@@ -73,16 +73,6 @@ def check_synced(
     num_bytes = sum(ref.num_bytes for ref, _ in refs.values())
     others = tuple(each for each in trimmed.values() if each.id != commit.id)
     return Synced(commit, others, len(checked), len(refs), num_bytes)
-
-
-def skipped_by_outer_tier(holdings: Holdings, upto: MarkerId | None) -> list[MarkerId]:
-    """(the log of an inner tier, the store of the outer one) Return markers up to ``upto`` that the outer tier skipped.
-
-    The relay copies every Nth marker, in order, and the store has a manifest for each that was copied.
-    """
-    catalog = holdings.catalog
-    last = _upto(holdings, upto).id
-    return [each for each in holdings.lineage.commits if each < last and each not in catalog.markers | catalog.dropped]
 
 
 def given_up(holdings: Holdings) -> list[MarkerId]:
