@@ -51,8 +51,8 @@ def test_killed_savers_and_their_times(tmp_path: Path) -> None:
     assert crashes["ours, a marker"]["right"] == crashes["pickle, two files"]["right"] == 1
     assert crashes["np.memmap, two files, last complete"]["right"] == 1
     assert measured(report) == {
-        "a save": {*ways, "ours, a marker", "ours, a marker: blocked"},
-        "a save, durable": {*ways, "ours, a marker"},
+        "a save": {*ways, *last, "ours, a marker", "ours, a marker: blocked"},
+        "a save, durable": {*ways, *last, "ours, a marker"},
     }
 
 

@@ -16,8 +16,8 @@ from tests.parts import app
 from torchrec_stream_ckpt import Changes, ModelSchema, open_marker
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, SchemaMismatchError, StreamCkptError
 from torchrec_stream_ckpt.evolve.model_schema import DenseOptimizer
-from torchrec_stream_ckpt.extras.interchange import importing
 from torchrec_stream_ckpt.inner import DenseEntry
+from torchrec_stream_ckpt.save import import_writer
 from torchrec_stream_ckpt.util.types import StateSpec, TableSpec
 
 WEIGHT, HEAD = "ebc.embedding_bags.t_user.weight", "head.weight"
@@ -246,14 +246,14 @@ def test_an_import_that_ends_before_this_one_claims_the_log_stays_the_only_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, state())
-    claim, found = importing.claim_generation, []
+    claim, found = import_writer.claim_generation, []
 
     def overtaken(*given: Any, **more: Any) -> Any:
-        monkeypatch.setattr(importing, "claim_generation", claim)
+        monkeypatch.setattr(import_writer, "claim_generation", claim)
         found.append(run(tmp_path, *ROWWISE)["marker"])
         return claim(*given, **more)
 
-    monkeypatch.setattr(importing, "claim_generation", overtaken)
+    monkeypatch.setattr(import_writer, "claim_generation", overtaken)
     for _ in range(2):
         with pytest.raises(ConfigError, match="an import has committed marker 1:1"):
             run(tmp_path, *ROWWISE)

@@ -93,7 +93,7 @@ def test_row_wise_state_under_two_column_splits_without_a_sweep_is_refused(job: 
     job.touch(20)
     job.commit()
     objects = store_of(job)
-    with pytest.raises(CorruptionError, match="two column splits") as told:
+    with pytest.raises(CorruptionError, match="two different column splits") as told:
         fold(job, objects, Policy(rebase=1e-9, compact="none"))
     assert set(told.value.where) == {"segment", "table"}, "it is whole: what has a name or a path is mended"
     assert Catalog.load(objects, synthetic.JOB).folds == frozenset()

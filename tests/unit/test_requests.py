@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -23,12 +22,13 @@ from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, TableLoad, Uni
 from torchrec_stream_ckpt.extras.sizing.needs import plan
 from torchrec_stream_ckpt.extras.sizing.requests import Requests, fold_requests, marker_requests
 from torchrec_stream_ckpt.extras.sizing.touched import RateTouched
+from torchrec_stream_ckpt.find import job as find_job
 from torchrec_stream_ckpt.format import segment
 from torchrec_stream_ckpt.inner import Catalog, Control, open_store
 from torchrec_stream_ckpt.maintain import fold, summarizer
 from torchrec_stream_ckpt.maintain.gc import gc_delete
 from torchrec_stream_ckpt.maintain.scrub import scrub_reader
-from torchrec_stream_ckpt.store import api, ranges, reader
+from torchrec_stream_ckpt.store import ranges, reader
 from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.util.types import TableSpec
 
@@ -202,8 +202,7 @@ def test_a_scrub_asks_for_what_the_model_says(kept: Kept) -> None:
 
 
 def test_a_trim_asks_for_no_more_than_the_model_says(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-    importlib.import_module("torchrec_stream_ckpt.cli.trim")  # first: it would keep what is put in place here
-    monkeypatch.setattr(api, "open_store", lambda *_: kept.objects)
+    monkeypatch.setattr(find_job, "open_store", lambda *_: kept.objects)
     before = 0
     for _ in range(2):
         done = CliRunner().invoke(app, ["trim", f"file://{kept.job.root}", "--store", kept.objects.url])

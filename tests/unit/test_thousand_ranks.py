@@ -137,8 +137,10 @@ def of_segments(requests: dict[str, int]) -> dict[str, int]:
 
 def test_it_is_folded_with_one_look_and_one_put_a_rank(case: Case) -> None:
     for requests in case.folded:
-        assert of_segments(requests) == {"size": RANKS, "put": RANKS}
-        assert few(requests, 10)
+        found = of_segments(requests)
+        assert found.pop("list", 1) == 1, "whether a store without STORE is empty"
+        assert found == {"size": RANKS, "put": RANKS}
+        assert few(requests, 16)
 
 
 def test_the_command_asks_for_as_many_at_once_as_are_worth_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +153,7 @@ def test_the_command_asks_for_as_many_at_once_as_are_worth_it(tmp_path: Path, mo
     log, store = f"file://{tmp_path}/log", ("--store", objects.url)
     done = CliRunner().invoke(app, ["materialize", log, *store, "--once", *plain])
     assert done.exit_code == 0, done.output
-    assert of_segments(objects.taken()) == {"size": 16, "put": 16}
+    assert of_segments(objects.taken()) == {"size": 16, "put": 16, "list": 1}
 
 
 def test_it_is_listed_without_a_request_of_any_rank(case: Case, objects: Far) -> None:
