@@ -10,12 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from torchrec_stream_ckpt.cli.common import console, plain, print_json, progress_bar, short_names, table
-from torchrec_stream_ckpt.cli.options import MARKER_FORMS, Globs, JobOptions, Json
+from torchrec_stream_ckpt.cli.options import Globs, JobOptions, Json
 from torchrec_stream_ckpt.evolve.table_outcome import table_bytes
 from torchrec_stream_ckpt.extras.interchange.diff import DenseDiff, TableDiff, diff_dense, diff_tables, pairs
 from torchrec_stream_ckpt.extras.interchange.export import chosen_tables
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.inner import Job, open_rows
+from torchrec_stream_ckpt.util.types import MARKER_FORMS
 
 
 def diff_markers(

@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from torchrec_stream_ckpt.cli.common import console, print_json, table
-from torchrec_stream_ckpt.cli.options import MARKER_FORMS, JobOptions, Json
+from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.util.types import MARKER_FORMS
 
 
 def name_marker(

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.util.types import MARKER_FORMS
 
 if TYPE_CHECKING:
     from torchrec_stream_ckpt.format.control import Commit
@@ -51,7 +52,6 @@ Width = Annotated[
 ]
 Globs = Annotated[list[str] | None, typer.Option(help="Only tables of this name.", metavar="GLOB")]
 DAY_S = 86_400
-MARKER_FORMS = "GENERATION:MARKER, latest, best:auc:max, or a name"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

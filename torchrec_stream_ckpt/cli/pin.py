@@ -7,10 +7,11 @@ from typing import Annotated
 import typer
 
 from torchrec_stream_ckpt.cli.common import print_json
-from torchrec_stream_ckpt.cli.options import MARKER_FORMS, JobOptions, Json
+from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.errors import printable
 from torchrec_stream_ckpt.inner import Catalog, Holdings
 from torchrec_stream_ckpt.store.pins import pin, unpin
+from torchrec_stream_ckpt.util.types import MARKER_FORMS
 
 Marker = Annotated[str, typer.Argument(help=f"{MARKER_FORMS}.", metavar="MARKER")]
 

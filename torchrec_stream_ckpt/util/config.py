@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.util.marker_names import LATEST, MARKER_FORMS, is_marker_name
+from torchrec_stream_ckpt.util.marker_names import LATEST, is_marker_name
 from torchrec_stream_ckpt.util.options import Options
 from torchrec_stream_ckpt.util.settings import Spec, check, declared, gather, warn_of_strangers
 from torchrec_stream_ckpt.util.stats import RESTORE_BYTES_PER_S
+from torchrec_stream_ckpt.util.types import MARKER_FORMS
 from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri, check_store_url, parse_uri
 
 _LOGS = "name one log, or two, nearest first: file:///LOCAL/DIR, then kafka://HOST:PORT/JOB"

@@ -11,11 +11,11 @@ LATEST = "latest"
 """Name of the newest marker."""
 BEST = "best:"
 """Prefix of ``KEY:max`` or ``KEY:min``."""
-MARKER_FORMS = "GENERATION:MARKER, latest, best:auc:max, or a name"
-"""The forms of a marker's name, for help texts and errors."""
-_ALIAS = re.compile(r"[A-Za-z][A-Za-z0-9._-]{0,47}")
+ALIAS_PATTERN = r"[A-Za-z][A-Za-z0-9._-]{0,47}"
+"""Pattern of the names that ``stream-ckpt name`` gives."""
+_ALIAS = re.compile(ALIAS_PATTERN)
 _TAKEN = frozenset({"all", "best", "first", "last", LATEST, "lost", "newest", "none", "oldest", "root"})
-_OTHERS = re.compile(r"\d{1,9}:\d{1,18}|latest|best:[A-Za-z0-9_.-]{1,64}:(?:max|min)")
+_OTHERS = re.compile(rf"\d{{1,9}}:\d{{1,18}}|{LATEST}|{BEST}[A-Za-z0-9_.-]{{1,64}}:(?:max|min)")
 
 
 @dataclass(frozen=True, slots=True)

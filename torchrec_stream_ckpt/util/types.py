@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.util.marker_names import MARKER_FORMS, is_marker_name
+from torchrec_stream_ckpt.util.marker_names import is_marker_name
+
+MARKER_FORMS = "GENERATION:MARKER, latest, best:auc:max, or a name"
+"""The forms of a marker's name, for help texts and errors."""
 
 
 class MarkerId(NamedTuple):
