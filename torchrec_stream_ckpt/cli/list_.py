@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby, islice
 from typing import Annotated, Any
@@ -69,8 +69,8 @@ def list_markers(
         survey = Survey(job)
         said = _said(job, survey)
         compared = of_history(job.lineage, said)
-        aliases = job.lineage.aliases
-        rows = [_row(job, survey, commit, compared.get(commit.id), aliases) for commit in chosen]
+        names = job.lineage.names
+        rows = [_row(job, survey, commit, compared.get(commit.id), names.get(commit.id, [])) for commit in chosen]
         if rows and not any(row["restorable"] or row["dropped"] for row in rows):
             check_named_store(job)
         if json:
@@ -123,16 +123,14 @@ def _pick(job: Job, conditions: Sequence[Condition], sort: str | None, newest: i
     return [commits[marker] for marker in (ordered(found, said, sort) if sort else found)]
 
 
-def _row(
-    job: Job, survey: Survey, commit: Commit, compared: Comparison | None, aliases: Mapping[str, MarkerId]
-) -> dict[str, Any]:
+def _row(job: Job, survey: Survey, commit: Commit, compared: Comparison | None, names: Sequence[str]) -> dict[str, Any]:
     parent = job.lineage.claims[commit.generation].parent
     standing = survey.look(commit)
     return {
         "marker": str(commit.id),
         **numbers_of(commit),
         "meta": dict(job.lineage.meta(commit.id)),
-        "names": [name for name, marker in aliases.items() if marker == commit.id],
+        "names": list(names),
         "parent": str(parent) if parent else None,
         "restorable": not standing.reason,
         "reason": standing.reason,

@@ -44,7 +44,7 @@ def _record(job: Job, commit: Commit) -> dict[str, Any]:
         "step": commit.step,
         "time_s": commit.time_s,
         "meta": dict(job.lineage.meta(commit.id)),
-        "names": [name for name, marker in job.lineage.aliases.items() if marker == commit.id],
+        "names": job.lineage.names.get(commit.id, []),
         "lineage": [str(ancestor.id) for ancestor in job.lineage.path(commit.id)],
         "trimmed": _trimmed(job, commit),
         **_standing(job, commit),

@@ -138,6 +138,14 @@ class Lineage:
         return aliases(self.notes)
 
     @property
+    def names(self) -> dict[MarkerId, list[str]]:
+        """The names of each marker that has one."""
+        found: dict[MarkerId, list[str]] = {}
+        for name, marker in self.aliases.items():
+            found.setdefault(marker, []).append(name)
+        return found
+
+    @property
     def job(self) -> bytes:
         return next(iter(self.claims.values())).job
 
