@@ -125,7 +125,6 @@ def _has_rows(log: Log, known: Known) -> bool:
 
 def _from_store(log: Log, control: Control, objects: Objects, job: bytes, known: Known) -> int:
     """Write the store's records to an empty log; returns the number of records written."""
-    check_store(objects)
     lineage = Lineage.of(known.stored)
     if not lineage.commits:
         lost = [each.id for each in known.copied if isinstance(each, Commit)]
