@@ -83,24 +83,12 @@ class RowStager:
 
         The native kernel also computes the checksum of the payload.
         """
-        shard, layout = self._shard, self.layout
-        count = rows.numel()
-        offsets, length = layout.offsets(count)
-        sources = (weights, *states)
+        count, sources = rows.numel(), (weights, *states)
+        offsets, length = self.layout.offsets(count)
         buffer.payload_crc = self._gather_native(buffer, offsets, length, rows, sources)
-        if buffer.payload_crc is not None:
-            pass
-        elif count <= SMALL and all(map(_whole, sources)):
-            self._gather_small(buffer.array, offsets, rows, sources)
-        else:
-            frame = tensor_of(buffer.array)
-            ids, *values = (
-                _section(frame, section, offset, count)
-                for section, offset in zip(layout.sections, offsets, strict=True)
-            )
-            torch.add(rows, shard.row0, out=ids)
-            for target, source in zip(values, sources, strict=True):
-                torch.index_select(source, 0, rows, out=target)
+        if buffer.payload_crc is None:
+            gather = self._gather_small if count <= SMALL and all(map(_whole, sources)) else self._gather_by_torch
+            gather(buffer.array, offsets, rows, sources)
         buffer.header = self._header(count, offsets, length, step, marker)
 
     def fill_run(
@@ -216,6 +204,18 @@ class RowStager:
         columns = self._columns
         # A copy: threads of the trainer may gather at the same time.
         return None if columns is None else type(columns).from_buffer_copy(columns)
+
+    def _gather_by_torch(
+        self, frame: Bytes, offsets: tuple[int, ...], rows: torch.Tensor, sources: tuple[torch.Tensor, ...]
+    ) -> None:
+        target = tensor_of(frame)
+        ids, *values = (
+            _section(target, section, offset, rows.numel())
+            for section, offset in zip(self.layout.sections, offsets, strict=True)
+        )
+        torch.add(rows, self._shard.row0, out=ids)
+        for value, source in zip(values, sources, strict=True):
+            torch.index_select(source, 0, rows, out=value)
 
     def _gather_small(
         self, frame: Bytes, offsets: tuple[int, ...], rows: torch.Tensor, sources: tuple[torch.Tensor, ...]
