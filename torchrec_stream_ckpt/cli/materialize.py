@@ -34,7 +34,7 @@ from torchrec_stream_ckpt.maintain.scrub.scrubber import Scrubber, ScrubCounts
 from torchrec_stream_ckpt.store.api import LooksFirst
 from torchrec_stream_ckpt.store.head import head_root
 from torchrec_stream_ckpt.store.identity import prepare_store, refuses_taken_names
-from torchrec_stream_ckpt.util.layout import RELAY_LOCK
+from torchrec_stream_ckpt.util.layout import RELAY_LOCK, WITHOUT_OUTER
 from torchrec_stream_ckpt.util.metrics import labels_of, serve_metrics
 from torchrec_stream_ckpt.util.service import Event
 from torchrec_stream_ckpt.util.units import parse_rate
@@ -274,8 +274,8 @@ def _check_tier(uri: str, store: str) -> None:
         return
     raise ConfigError(
         f"{uri} is the inner tier of a job, so it is folded into its own folder only, not into {store}",
-        hint=f"materialize the outer log into that store: stream-ckpt materialize OUTER --store {store}; for a job "
-        "that continues without its outer tier, delete relay.lock and outer/ in the log's folder",
+        hint=f"materialize the outer log into that store: stream-ckpt materialize OUTER --store {store}; "
+        + WITHOUT_OUTER,
         uri=uri,
     )
 

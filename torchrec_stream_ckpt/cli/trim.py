@@ -31,6 +31,7 @@ from torchrec_stream_ckpt.store.dense import dense_in
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.pins import copied_upto
 from torchrec_stream_ckpt.store.verdicts import take_back_if_possible
+from torchrec_stream_ckpt.util.layout import WITHOUT_OUTER
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.units import size
 from torchrec_stream_ckpt.util.uris import FileUri, parse_uri
@@ -127,8 +128,10 @@ def _check(
     named = job.find(upto).id if upto != "latest" else None
     if named is not None:
         holdings.catalog.check_offered(named)
-    marker = _not_awaited(job, holdings, named)
-    skipped = _skipped(job, holdings, marker, give_up_skipped)
+    uri = parse_uri(job.uri)
+    copied = copied_upto(open_store(str(uri)), job.lineage) if isinstance(uri, FileUri) else None
+    marker = _not_awaited(job, holdings, named, copied)
+    skipped = _skipped(job, holdings, marker, give_up_skipped, is_inner=copied is not None)
     with ThreadPoolExecutor(_READERS) as pool:
         clocks = glance_at_clocks(objects, ()) if dry_run else read_clocks(objects, job.lineage.job)
         read_back = ReadBack(objects, job.lineage.job, pool, clocks)
@@ -147,14 +150,14 @@ def _check(
     return synced, sorted({*given_up(holdings), *skipped}), read_back.num_bytes
 
 
-def _skipped(job: Job, holdings: Holdings, marker: MarkerId | None, give_up_skipped: bool) -> list[MarkerId]:
+def _skipped(
+    job: Job, holdings: Holdings, marker: MarkerId | None, give_up_skipped: bool, *, is_inner: bool
+) -> list[MarkerId]:
     """Return the markers that only the log of this inner tier has, and that are to be lost.
 
     Raises:
         ConfigError: there are some, and nobody has said so; or this is not the log of an inner tier.
     """
-    parsed = parse_uri(job.uri)
-    is_inner = isinstance(parsed, FileUri) and copied_upto(open_store(str(parsed)), job.lineage) is not None
     if give_up_skipped and not is_inner:
         raise ConfigError(
             "--give-up-skipped is for the log of an inner tier that a relay copies", hint="omit it", uri=job.uri
@@ -187,14 +190,18 @@ def _remember(read_back: ReadBack) -> None:
         typer.echo(f"Warning: the store cannot record which data was read: {error.headline}", err=True)
 
 
-def _not_awaited(job: Job, holdings: Holdings, marker: MarkerId | None) -> MarkerId | None:
+def _not_awaited(job: Job, holdings: Holdings, marker: MarkerId | None, copied: MarkerId | None) -> MarkerId | None:
     """Return the marker to trim up to, in the log of an inner tier: the relay reads that log, and not the store.
+
+    Args:
+        job: The job.
+        holdings: Contents of the store.
+        marker: The marker that was asked for. None for the newest one in the store.
+        copied: Marker up to which the outer tier has the rows. None for a log that no relay copies.
 
     Raises:
         ConfigError: the outer tier does not have all of that data yet.
     """
-    parsed = parse_uri(job.uri)
-    copied = copied_upto(open_store(str(parsed)), job.lineage) if isinstance(parsed, FileUri) else None
     if copied is None or (marker is not None and marker <= copied):
         return marker
     offered = holdings.catalog.markers - holdings.catalog.dropped
@@ -207,8 +214,7 @@ def _not_awaited(job: Job, holdings: Holdings, marker: MarkerId | None) -> Marke
     instead = f", or trim up to another marker: --upto {there}" if there is not None else ""
     raise ConfigError(
         f"the outer tier {until}, so a trim would lose log data that was not copied to it",
-        hint=f"run stream-ckpt relay INNER OUTER --once first{instead}; for a job that continues without its outer "
-        "tier, delete relay.lock and outer/ in the log's folder",
+        hint=f"run stream-ckpt relay INNER OUTER --once first{instead}; {WITHOUT_OUTER}",
         marker=marker,
         uri=job.uri,
     )

@@ -48,6 +48,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.util.marker_names import ALIAS_PATTERN
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri
 
@@ -55,6 +56,8 @@ IDENTITY_FILE = "LOG"
 CONTROL_FILE = "control.log"
 CONTROL_LOCK = "control.lock"
 RELAY_LOCK = "relay.lock"
+WITHOUT_OUTER = "for a job that continues without its outer tier, delete relay.lock and outer/ in the log's folder"
+"""Hint of commands that keep the log of an inner tier for the outer one."""
 DATA_DIR = "data"
 DENSE_DIR = "dense"
 STORE_FILE = "STORE"
@@ -89,7 +92,7 @@ _FOLD = re.compile(rf"{FOLDS_DIR}/{_JOB}/{_MARKER}-from-(?:root|{_MARKER})\.json
 _FOLD_SEGMENT = re.compile(rf"{SEGMENTS_DIR}/{_JOB}/f-{_MARKER}-from-(?:root|{_MARKER})-p([0-9]{{3,9}})\.seg")
 _MANIFEST = re.compile(rf"{MANIFESTS_DIR}/{_JOB}/{_MARKER}\.json")
 _DROPPED = re.compile(rf"{DROPPED_DIR}/{_JOB}/{_MARKER}")
-_PIN = re.compile(rf"{PINS_DIR}/{_JOB}/{_MARKER}(?:-as-([A-Za-z][A-Za-z0-9._-]{{0,47}}))?")
+_PIN = re.compile(rf"{PINS_DIR}/{_JOB}/{_MARKER}(?:-as-({ALIAS_PATTERN}))?")
 _ATTEMPT = re.compile(rf"{PINS_DIR}/{_JOB}/{_MARKER}-([0-9a-f]{{16}})")
 _REACHED = re.compile(rf"{OUTER_DIR}/{_JOB}/{_MARKER}-e([0-9]{{8,20}})")
 _VERDICT = re.compile(rf"{VERDICTS_DIR}/{_JOB}/{_MARKER}-([0-9a-f]{{8}})\.json")
