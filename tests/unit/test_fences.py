@@ -221,7 +221,7 @@ CLI_IMPORTS_PAST_IT = {
     "native": 1,
     "proofs": 3,
     "save": 1,
-    "store": 22,
+    "store": 21,
     "util": 5,
     "verify": 5,
 }

@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.inner import Job
 from torchrec_stream_ckpt.log.api import Finding, Severity
 from torchrec_stream_ckpt.log.disk import examine_folder
 from torchrec_stream_ckpt.native.kernel import describe
-from torchrec_stream_ckpt.store.identity import OVERWRITES, check_store, refuses_taken_names
+from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.records import Copied
 from torchrec_stream_ckpt.util.layout import copied_log
 from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri
@@ -93,7 +93,7 @@ def _examine(job: Job) -> Iterator[Finding]:
         if store.verdict is not Severity.WARNING:  # a store of another job has nothing else to compare
             yield _second_copy(job)
             if job.store is not None:
-                yield _taken_names(job)
+                yield job.examine_conditions()
     yield _clock(job)
     yield _native()
     yield _versions_here()
@@ -155,24 +155,6 @@ def _second_copy(job: Job) -> Finding:
         f"{len(copied.names)} objects in {objects.url}, {missing} records are missing",
         well=missing <= _MAY_LACK,
         hint="let the trainer write them at its next marker, or read in its log why it cannot",
-    )
-
-
-def _taken_names(job: Job) -> Finding:
-    """Report whether the store refuses to overwrite an existing name. Only a store that the user names is asked to
-    write."""
-    check = "conditional puts"
-    try:
-        refuses = refuses_taken_names(job.objects)
-    except StreamCkptError as error:
-        return Finding(check, f"unknown, because the store was not checked: {error.headline}")
-    if refuses is None:
-        return Finding(check, "unknown, because nothing was written to the store")
-    return Finding.of(
-        check,
-        f"{job.objects.url} refuses a name that exists" if refuses else OVERWRITES,
-        well=refuses,
-        hint="let only one materializer and one log write to this store, or use a server with If-None-Match",
     )
 
 

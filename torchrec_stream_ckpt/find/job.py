@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.find.best import Best, Said, Value, best_of, said_of
-from torchrec_stream_ckpt.find.new_job import examine_new_job
+from torchrec_stream_ckpt.find.new_job import examine_conditions, examine_new_job
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Finding, Log, open_log
@@ -282,6 +282,10 @@ class Job:
     def examine_new(self) -> Iterator[Finding]:
         """Yield findings about this log and store before the job's first start, as :func:`examine_new_job`."""
         return examine_new_job(self)
+
+    def examine_conditions(self) -> Finding:
+        """Report whether the store refuses to overwrite an existing name; asks it to write, so name the store."""
+        return examine_conditions(self.objects)
 
     def close(self) -> None:
         self.control.close()

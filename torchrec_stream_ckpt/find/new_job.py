@@ -13,7 +13,7 @@ from torchrec_stream_ckpt.log.api import Finding, Severity
 from torchrec_stream_ckpt.log.control.loss_check import check_not_lost
 from torchrec_stream_ckpt.log.disk import examine_folder
 from torchrec_stream_ckpt.store.api import Objects, open_store
-from torchrec_stream_ckpt.store.identity import OVERWRITES, jobs_in, refuses_taken_name
+from torchrec_stream_ckpt.store.identity import OVERWRITES, jobs_in, refuses_taken_name, refuses_taken_names
 from torchrec_stream_ckpt.util.durable import nearest_folder
 from torchrec_stream_ckpt.util.uris import FileUri, check_store_url, parse_uri
 
@@ -107,9 +107,25 @@ def _try(what: str, objects: Objects, *, stored: bool = True) -> Iterator[Findin
     yield Finding(f"{what}: write speed", f"{_TRIAL_BYTES / took_s / 1e6:,.0f} MB/s, for an object of 16 MiB")
     if not stored:
         return
-    yield Finding.of(
-        f"{what}: conditional puts",
-        "a name that exists is refused" if refuses else OVERWRITES,
+    yield _conditional_puts(f"{what}: conditional puts", "a name that exists is refused", refuses=refuses)
+
+
+def examine_conditions(objects: Objects) -> Finding:
+    """Report whether a store that has been written to refuses to overwrite an existing name."""
+    check = "conditional puts"
+    try:
+        refuses = refuses_taken_names(objects)
+    except StreamCkptError as error:
+        return Finding(check, f"unknown, because the store was not checked: {error.headline}")
+    if refuses is None:
+        return Finding(check, "unknown, because nothing was written to the store")
+    return _conditional_puts(check, f"{objects.url} refuses a name that exists", refuses=refuses)
+
+
+def _conditional_puts(check: str, refused: str, *, refuses: bool) -> Finding:
+    return Finding.of(
+        check,
+        refused if refuses else OVERWRITES,
         well=refuses,
         hint="let only one materializer and one log write to this store, or use a server with If-None-Match",
     )
