@@ -140,7 +140,7 @@ def test_it_is_folded_with_one_look_and_one_put_a_rank(case: Case) -> None:
         found = of_segments(requests)
         assert found.pop("list", 1) == 1, "whether a store without STORE is empty"
         assert found == {"size": RANKS, "put": RANKS}
-        assert few(requests, 16)
+        assert few(requests, 12)
 
 
 def test_the_command_asks_for_as_many_at_once_as_are_worth_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
