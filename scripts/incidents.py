@@ -25,10 +25,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
 if TYPE_CHECKING:
     from confluent_kafka.admin import AclBinding, AdminClient
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = "docs/incidents.md"
@@ -300,39 +302,41 @@ class Day:
         self._see(trainer.line("the log accepts frames again", since))
         self._check(f"the next marker is committed: {trainer.marker()}")
 
+    @contextlib.contextmanager
+    def _log_refuses(self, job: Job, trainer: Watched, cause: Callable[[], T]) -> Iterator[T]:
+        """The log takes no frames because of ``cause``, until the caller has ended it; nothing is lost meanwhile."""
+        marker, since = trainer.marker(), trainer.count
+        before = self._rows(job, marker)
+        caused = cause()
+        self._see(trainer.line("the log accepts no frames", since))
+        self._see(trainer.line(r"marker \S+ failed", since))
+        yield caused
+        self._see(trainer.line("the log accepts frames again", since))
+        self._check(f"the next marker is committed: {trainer.marker()}")
+        self._same_rows(job, marker, before)
+
     def _rights_withdrawn(self, job: Job, trainer: Watched) -> None:
         from confluent_kafka.admin import AclBindingFilter
 
         self._begin("Rights withdrawn", "Somebody deletes the rule that lets the trainer write.")
-        marker, since = trainer.marker(), trainer.count
-        before = self._rows(job, marker)
         rule = _allow("trainer", "*", "WRITE")
         names = ("restype", "name", "resource_pattern_type", "principal", "host", "operation", "permission_type")
-        _done(self._admin.delete_acls([AclBindingFilter(*(getattr(rule, name) for name in names))]))
-        self._see(trainer.line("the log accepts no frames", since))
-        self._see(trainer.line(r"marker \S+ failed", since))
-        found = self._run("doctor", job.uri, *job.options, status=1).output
-        self._see(found)
-        for command in re.findall(r"kafka-acls\.sh --add .*", found):
-            self._acls(command)
-        self._see(trainer.line("the log accepts frames again", since))
-        self._check(f"the next marker is committed: {trainer.marker()}")
-        self._same_rows(job, marker, before)
+        exactly = AclBindingFilter(*(getattr(rule, name) for name in names))
+        with self._log_refuses(job, trainer, lambda: _done(self._admin.delete_acls([exactly]))):
+            found = self._run("doctor", job.uri, *job.options, status=1).output
+            self._see(found)
+            for command in re.findall(r"kafka-acls\.sh --add .*", found):
+                self._acls(command)
 
     def _clock_off(self, job: Job, trainer: Watched) -> None:
         self._begin("Clock off", "The topic takes no records that are 1 ms older than the broker's clock.")
-        marker, since = trainer.marker(), trainer.count
-        before = self._rows(job, marker)
-        self._configs(job, "", message_timestamp_type="CreateTime", message_timestamp_before_max_ms="1")
-        self._see(trainer.line("the log accepts no frames", since))
-        self._see(trainer.line(r"marker \S+ failed", since))
-        found = self._run("doctor", job.uri, *job.options, status=1).output
-        self._see(found)
-        for command, kind in re.findall(r"(kafka-configs\.sh .* --add-config message\.timestamp\.type=(\S+))", found):
-            self._configs(job, command, message_timestamp_type=kind)
-        self._see(trainer.line("the log accepts frames again", since))
-        self._check(f"the next marker is committed: {trainer.marker()}")
-        self._same_rows(job, marker, before)
+        bounds = {"message_timestamp_type": "CreateTime", "message_timestamp_before_max_ms": "1"}
+        with self._log_refuses(job, trainer, lambda: self._configs(job, "", **bounds)):
+            found = self._run("doctor", job.uri, *job.options, status=1).output
+            self._see(found)
+            kinds = re.findall(r"(kafka-configs\.sh .* --add-config message\.timestamp\.type=(\S+))", found)
+            for command, kind in kinds:
+                self._configs(job, command, message_timestamp_type=kind)
 
     def _topic_retention(self, job: Job, trainer: Watched) -> None:
         from confluent_kafka import TopicPartition
@@ -375,17 +379,10 @@ class Day:
             self._record.not_played = problem
             print(f"not played: {problem}")
             return
-        marker, since = trainer.marker(), trainer.count
-        before = self._rows(job, marker)
-        ballast = _fill(self._folder / "disk")
-        self._see(trainer.line("the log accepts no frames", since))
-        self._see(trainer.line(r"marker \S+ failed", since))
-        self._see(self._run("doctor", job.uri, status=1).output)
-        self._operator(f"rm {ballast}")
-        ballast.unlink()
-        self._see(trainer.line("the log accepts frames again", since))
-        self._check(f"the next marker is committed: {trainer.marker()}")
-        self._same_rows(job, marker, before)
+        with self._log_refuses(job, trainer, lambda: _fill(self._folder / "disk")) as ballast:
+            self._see(self._run("doctor", job.uri, status=1).output)
+            self._operator(f"rm {ballast}")
+            ballast.unlink()
 
     def _two_trainers(self, job: Job, trainer: Watched) -> None:
         self._begin("Two trainers", "A second scheduler starts the same job.")
