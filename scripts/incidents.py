@@ -180,7 +180,7 @@ class Watched:
 
 @dataclass(slots=True)
 class Record:
-    """What an incident has shown."""
+    """Messages, commands and checks of one incident."""
 
     name: str
     seen: list[str] = field(default_factory=list)
@@ -200,7 +200,7 @@ class Job:
     uri: str
     store: str
     options: tuple[str, ...] = ()
-    """Of the command line, for Kafka."""
+    """Options of the command line for Kafka."""
     outer: str = ""
     """URI of its second tier."""
 
@@ -544,7 +544,7 @@ class Day:
 
     @contextlib.contextmanager
     def _small_disk(self) -> Iterator[str]:
-        """A small file system for the log; yields why there is none."""
+        """Mount a small file system for the log. Yields the reason if that is not possible, otherwise an empty text."""
         folder = self._folder / "disk"
         folder.mkdir()
         words = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK_BYTES}", "tmpfs", str(folder)]
@@ -582,7 +582,7 @@ class Day:
         return AdminClient({"bootstrap.servers": self._broker()["bootstrap"], **options})
 
     def _configs(self, job: Job, command: str, **settings: str) -> None:
-        """What ``kafka-configs.sh`` does, by Kafka's client for Python."""
+        """Do the work of ``kafka-configs.sh`` by Kafka's client for Python."""
         from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
 
         if command:
@@ -595,7 +595,7 @@ class Day:
         _done(self._admin.incremental_alter_configs([topic]))
 
     def _acls(self, command: str) -> None:
-        """What ``kafka-acls.sh`` does, by Kafka's client for Python."""
+        """Do the work of ``kafka-acls.sh`` by Kafka's client for Python."""
         self._operator(command)
         words = shlex.split(command)
         topic, user = words[words.index("--topic") + 1], words[words.index("--allow-principal") + 1]

@@ -210,7 +210,7 @@ def masks_of(capture: Capture) -> list[TouchedRows]:
 
 
 def sender_of(capture: Capture) -> Sender:
-    """What gathers them into frames."""
+    """The stager that gathers them into frames."""
     return capture._sender
 
 

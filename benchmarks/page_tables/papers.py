@@ -78,7 +78,7 @@ def figure_15_times(page: Path) -> Table:
 
 
 def front(variant: str) -> dict[str, Any]:
-    """What ``recovery/front.py`` has counted at one size."""
+    """Counts of ``recovery/front.py`` at one size."""
     return newest("recovery", f"front-{variant}").found
 
 

@@ -54,7 +54,7 @@ def saves() -> Iterator[tuple[str, float, float, float, float]]:
 
 
 def thesis_saves(page: Path) -> Table:
-    """What one ``torch.save`` takes there and here, and what streaming adds to a run without any checkpoint."""
+    """Time of one ``torch.save`` there and here, and the time that streaming adds to a run without checkpoints."""
     found = [["table 4.4", "`torch.save`, s a call", "without embeddings, ms", "run without saves, s", "theirs adds"]]
     for job, save, dense, bare, more in saves():
         found.append([job, three(save), three(1e3 * dense), three(bare), f"{more:+.1f}%"])

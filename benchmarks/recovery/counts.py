@@ -95,7 +95,7 @@ def incrcp(
         workload: The job.
         markers: Whose restores are counted.
         ratio: R.
-        reset_every: A new base after so many chunks, as in the authors' runs.
+        reset_every: Number of chunks after which a new base is written, as in the authors' runs.
         filters: Those that are asked.
         by_rule: A new base by the paper's rule (4.5): writing it and reading it back takes less than writing the
             increment, reading the base and reading what came after it, which the last two recoveries foretell.

@@ -52,7 +52,7 @@ REBASES = (0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)
 AGES = (20, 25, 30, 40, 50, 60, 75, 100)
 AT = (50, 100, 150)
 SLACK = 1.05
-"""A policy that reads at most so many times what the default reads at each marker of ``AT`` is called no worse."""
+"""A policy counts as no worse if it reads at most this many times what the default reads at each marker of ``AT``."""
 
 
 class Overlaps:
@@ -78,9 +78,9 @@ class Spans:
     """A policy of the store.
 
     Args:
-        radices: Spans join so many markers, then so many spans, and so on; the last one repeats.
-        rebase: A new base once what came after the base is more than so many bases.
-        every: A new base after so many markers; 0: by ``rebase``.
+        radices: Number of markers that a span joins, then number of spans, and so on; the last one repeats.
+        rebase: Number of bases' worth of rows after a base that makes a new one due.
+        every: Number of markers after which a new base is written; 0: by ``rebase``.
     """
 
     radices: tuple[int, ...]
@@ -140,7 +140,7 @@ def policies() -> Iterator[Spans]:
 
 
 def row(counted: Counted, plain: Counted, rows: int) -> dict[str, Any]:
-    """What is filed of one layout."""
+    """Filed counts of one layout."""
     read = {marker: counted.restored.get(marker, 0) for marker in plain.restored}
     of_naive, bases = sum(plain.restored.values()), rows * len(read)
     return {
@@ -274,11 +274,11 @@ def _places(rows: Any) -> Sequence[list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=at_least(1), nargs="+", metavar="PART", help="the store alone, at these parts")
-    parser.add_argument("--part", type=at_least(1), default=1, help="one row and one sample of so many")
+    parser.add_argument("--part", type=at_least(1), default=1, help="take one row and one sample of this many")
     parser.add_argument(
         "--quick", action="store_true", help=f"--part {QUICK_PART}, 16 markers: no figure means anything"
     )
-    parser.add_argument("--out", type=Path, help="file the result as JSON, and a picture beside it")
+    parser.add_argument("--out", type=Path, help="file the result as JSON, with a picture next to it")
     parser.add_argument("--picture", type=Path, metavar="FILE.json", help="draw a filed result again, count nothing")
     args = parser.parse_args()
     if args.picture:

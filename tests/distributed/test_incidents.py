@@ -51,7 +51,7 @@ def tool(arguments: Sequence[str]) -> Any:
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the day has shown. One day, because a broker and its job serve several incidents."""
+    """The records of all incidents. They share one day, because a broker and its job serve several incidents."""
     day = SCRIPT.Day(tmp_path_factory.mktemp("day"), AWAY_S, Torchrun, tool)
     day.run()
     return {name.lower(): record for name, record in day.records.items()}

@@ -61,7 +61,7 @@ def uri(history: History) -> str:
 
 @contextlib.contextmanager
 def written(uri: str) -> Iterator[Control]:
-    """What a command has of the job's log."""
+    """The control partition, as a command opens it for writing."""
     with contextlib.closing(Job.open(uri)) as job:
         job.control.refresh()
         with contextlib.closing(job.copying(job.objects)) as control:

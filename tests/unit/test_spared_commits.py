@@ -45,7 +45,7 @@ def held(lineage: Lineage) -> list[str]:
 
 
 def kept(commits: Commits) -> dict[MarkerId, object]:
-    """What is in memory of each COMMIT: all of it, its frame, or its place in the log."""
+    """The form in which each COMMIT is in memory: all of it, its frame, or its place in the log."""
     return dict(commits._held)
 
 
