@@ -159,7 +159,7 @@ class Inside:
     def count_votes(self) -> list[int]:
         """Grows by one with each vote among the ranks that this one starts from here on."""
         votes = list[int]()
-        group = self.cadence._group
+        group = self.group
 
         class Counting:
             def allreduce(self, *given: Any) -> dist.Work:
@@ -168,6 +168,11 @@ class Inside:
 
         self.cadence._group = Counting()  # type: ignore[assignment]
         return votes
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of the training thread's collectives."""
+        return self.cadence._group
 
     def commit_timeout(self, timeout_s: float) -> AbstractContextManager[object]:
         """Markers that are cut within wait so long for the log."""

@@ -34,7 +34,7 @@ from torchrec_stream_ckpt.restore.plan import RestorePlan
 from torchrec_stream_ckpt.restore.session import RestoreParts, Session, chosen
 from torchrec_stream_ckpt.save.commit_callbacks import Announcer
 from torchrec_stream_ckpt.save.generation_end import Ending, LastWord
-from torchrec_stream_ckpt.save.marker_notes import agreed
+from torchrec_stream_ckpt.save.marker_notes import agreed, said_here
 from torchrec_stream_ckpt.save.metrics_export import Showing
 from torchrec_stream_ckpt.save.signals import Signals
 from torchrec_stream_ckpt.save.stream import JOIN_S, StreamParts
@@ -366,9 +366,11 @@ class StreamCheckpointer:
         """
         self._check_open()
         room = partial(self._announcer.make_room, self._config.commit_timeout_s)
-        meta_of_all = agreed(self._team, meta, pin, room)
+        said = said_here(self._team.rank, meta, pin, room)
+        if self._streaming.stream is None:  # a refused marker must not open a generation
+            said = agreed(self._team.gather(said))
         self._ensure_stream()
-        return self._streaming.mark(meta_of_all)
+        return self._streaming.mark(said)
 
     def mark_all(self) -> None:
         """Send all rows again, after tables were written past torch: by ``.data``, NumPy, a raw pointer or a

@@ -20,6 +20,7 @@ from tests.interrupts import interrupt
 from tests.jobs import attach
 from tests.model import PLAN_1, PLAN_2, trainer
 from torchrec_stream_ckpt import StreamConfig
+from torchrec_stream_ckpt.errors import ConfigError, FencedError, MarkerFailedError
 from torchrec_stream_ckpt.ranks.collective import new_group
 from torchrec_stream_ckpt.ranks.vote_interval import MOST_STEPS
 from torchrec_stream_ckpt.save.cadence import NOTHING, Cadence, StepVote
@@ -237,3 +238,75 @@ def test_a_single_rank_makes_no_collective_and_two_make_one_in_several_steps(tmp
     votes, markers = both[0]
     assert markers >= 1
     assert 0 < votes < 120 / 2
+
+
+def _collectives_of_markers(uri: str) -> list[tuple[list[str], str]]:
+    """Collectives of each ``mark()`` on the training thread, and how the call ended. An earlier one opens the job."""
+    rank, job = dist.get_rank(), trainer(PLAN_2)
+    made: list[str] = []
+    found = []
+    with (
+        attach(job, StreamConfig(uri=uri, marker_every=None), paranoid=False) as checkpointer,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        checkpointer.mark().result(60)
+        group = inside(checkpointer).group
+
+        def counted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if kwargs.get("group") is group:
+                    made.append(name)
+                return real(*args, **kwargs)
+
+            return call
+
+        for name in vars(dist):
+            if name.startswith(("all_", "broadcast", "gather", "scatter", "barrier", "reduce")):
+                patch.setattr(dist, name, counted(name, getattr(dist, name)))
+
+        def mark(meta: dict[str, float] | None = None) -> None:
+            made.clear()
+            try:
+                said = str(checkpointer.mark(meta).result(60).id)
+            except (ConfigError, FencedError, MarkerFailedError) as error:
+                said = f"{type(error).__name__}: {error.message}"
+            found.append((list(made), said))
+
+        mark()  # the boundary has a marker, and nothing has changed
+        job.step()
+        checkpointer.step()
+        mark()
+        mark({"auc": 1.0} if rank == 0 else None)  # for the marker of this boundary
+        mark({"auc": 1.0 + rank})
+        if rank == 1:  # state that is not rows: no rank may take the marker of this boundary for this one
+            torch.rand(1)
+        mark()
+        with patch.context() as slow:
+            if rank == 1:
+                slow.setattr(inside(checkpointer).coordinator, "settle", lambda timeout_s=None: False)
+            mark()
+        if rank == 1:
+            inside(checkpointer).coordinator.fenced = FencedError(
+                "another trainer has taken over this job", hint="stop"
+            )
+        mark()
+        patch.undo()
+    return found
+
+
+def test_a_marker_takes_one_gather_that_carries_what_each_rank_says(tmp_path: Path) -> None:
+    first, second = ranks.run(2, _collectives_of_markers, f"file://{tmp_path}/log")
+    assert first == second
+    gathers, said = zip(*first, strict=True)
+    to_write = ["all_gather_object", "broadcast_object_list"]  # rank 0 adds metadata, and all hear how that went
+    one = ["all_gather_object"]
+    assert list(gathers) == [one, one, [*one, *to_write], one, one, one, one]
+    assert said == (
+        "1:1",
+        "1:2",
+        "1:2",
+        "ConfigError: the ranks pass different meta or pin for this marker: rank 0 auc=1.0, rank 1 auc=2.0",
+        "1:3",
+        "MarkerFailedError: the marker in flight has not settled",
+        "FencedError: another trainer has taken over this job",
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError, StreamCkptError
 from torchrec_stream_ckpt.find.best import OF_EACH
@@ -12,33 +12,38 @@ from torchrec_stream_ckpt.find.job import Tier
 from torchrec_stream_ckpt.format.aliases import ALIAS
 from torchrec_stream_ckpt.format.end_note import Note
 from torchrec_stream_ckpt.format.record import PIN, REFUSED, Meta, meta_of
-from torchrec_stream_ckpt.ranks.collective import Team
 from torchrec_stream_ckpt.store.pins import pin
 from torchrec_stream_ckpt.util.types import MarkerId
 
 
-def agreed(
-    team: Team, meta: Mapping[str, object] | None, why_pinned: str | None, ready: Callable[[], None] = lambda: None
-) -> Meta:
-    """(all ranks) Return rank 0's metadata for a marker.
+def said_here(
+    rank: int, meta: Mapping[str, object] | None, why_pinned: str | None, ready: Callable[[], None]
+) -> Meta | StreamCkptError:
+    """Return this rank's metadata for a marker, or the error that all ranks must raise in its place.
 
     Args:
-        team: All ranks.
+        rank: This rank.
         meta, why_pinned: Same as in ``StreamCheckpointer.mark()``.
-        ready: Checks the conditions on this rank for cutting a marker. If it raises, all ranks raise.
-
-    Raises:
-        ConfigError: (on all ranks) a rank gives metadata that a marker cannot hold, or that differs from rank 0's.
+        ready: Checks the conditions on this rank for cutting a marker.
     """
-    own: Meta | StreamCkptError
     try:
         ready()
-        own = given(meta, why_pinned)
+        return given(meta, why_pinned)
     except MarkerFailedError as error:
-        own = error
+        return error
     except ConfigError as error:
-        own = ConfigError(error.message, hint=error.hint, rank=team.rank)
-    said = team.gather(own)
+        return ConfigError(error.message, hint=error.hint, rank=rank)
+
+
+def agreed(said: Sequence[Meta | StreamCkptError]) -> Meta:
+    """Return rank 0's metadata for a marker.
+
+    Args:
+        said: Result of :func:`said_here` on each rank.
+
+    Raises:
+        StreamCkptError: The error of a rank, or a rank gives metadata that differs from rank 0's.
+    """
     for each in said:
         if isinstance(each, StreamCkptError):
             raise each

@@ -23,7 +23,7 @@ from torchrec_stream_ckpt.save.cadence import NOTHING, Cadence, StepVote
 from torchrec_stream_ckpt.save.claims import Claims, OuterTier
 from torchrec_stream_ckpt.save.event_time import EventTime
 from torchrec_stream_ckpt.save.generation import check_same_log
-from torchrec_stream_ckpt.save.marker_notes import note
+from torchrec_stream_ckpt.save.marker_notes import agreed, note
 from torchrec_stream_ckpt.save.pace import Pace
 from torchrec_stream_ckpt.save.rank_cut import Drains
 from torchrec_stream_ckpt.save.retry_policy import Patience, at_once
@@ -186,43 +186,56 @@ class Streaming:
         )
         self._cadence.start(self.steps, vote)
 
-    def mark(self, meta: Meta = ()) -> Future[Committed]:
+    def mark(self, said: Meta | StreamCkptError = ()) -> Future[Committed]:
         """Cut a marker at this step boundary, unless the boundary already has one.
 
-        Waits first until the marker in flight has settled.
+        Waits first until the marker in flight has settled. One gather then tells all ranks what each of them says of
+        the marker, and whether the boundary has one.
 
         Args:
-            meta: Metadata from the user, the same on all ranks. If this boundary has a marker, and no row has changed
-                since, the metadata is added to that marker.
+            said: Metadata from the user, or the error of this rank that all ranks must raise. If this boundary has a
+                marker, and no row has changed since, the metadata is added to that marker.
         """
+        stream = self._opened
+        said = self._wait_for_last(stream, said)
+        there, whole = self._marker_here(said)
+        votes = self._team.gather((said, there, whole))
+        meta = agreed([each for each, *_ in votes])
         deadline_s = time.monotonic() + self._config.commit_timeout_s
         self._roll.bound(self._config.commit_timeout_s + PEERS_S)
-        stream = self._opened
-        with self._pace.waiting():
-            stream.cuts.complete(deadline_s)
-            # The marker in flight was cut before this call, so it settles within its own bound.
-            if not stream.coordinator.settle(deadline_s + PEERS_S - time.monotonic()):
-                raise MarkerFailedError("the marker in flight has not settled", hint="check the log of this rank")
-        if stream.coordinator.fenced is not None:
-            raise stream.coordinator.fenced
         if stream.coordinator.lost is not None and not self._ended:
             self._go_on_after_loss(stream)
-        if (there := self._marker_here(whole=not meta)) is not None:
-            return self._annotate(there, meta, max(1.0, deadline_s - time.monotonic()))
+        elif there is not None and all(other == there and (meta or unchanged) for _, other, unchanged in votes):
+            return self._annotate(there, meta, self._config.commit_timeout_s)
         return self._cut(self._opened, deadline_s=max(deadline_s, time.monotonic() + 1.0), meta=meta)
 
-    def _marker_here(self, *, whole: bool) -> Committed | None:
-        """(all ranks) Return the committed marker of this boundary if no rank has changed rows since, otherwise None.
+    def _wait_for_last(self, stream: Stream, said: Meta | StreamCkptError) -> Meta | StreamCkptError:
+        """Wait until the marker in flight has settled. Returns ``said``, or the error that replaces it."""
+        refused = isinstance(said, StreamCkptError)
+        deadline_s = time.monotonic() + self._config.commit_timeout_s
+        self._roll.bound(self._config.commit_timeout_s + PEERS_S)
+        with self._pace.waiting():
+            if refused:  # its time may be over already, which must not end the open cut
+                stream.cuts.go_on()
+            else:
+                stream.cuts.complete(deadline_s)
+            # The marker in flight was cut before this call, so it settles within its own bound.
+            if not refused and not stream.coordinator.settle(deadline_s + PEERS_S - time.monotonic()):
+                return MarkerFailedError("the marker in flight has not settled", hint="check the log of this rank")
+        fenced = stream.coordinator.fenced
+        return said if refused or fenced is None else fenced
 
-        Args:
-            whole: Also require that nothing else in a marker has changed. With an oracle the result is then None,
-                because a new marker compares.
+    def _marker_here(self, said: Meta | StreamCkptError) -> tuple[Committed | None, bool]:
+        """Return the committed marker of this boundary if this rank has changed no rows since, otherwise None.
+
+        Also returns whether nothing else in a marker has changed. With an oracle something always has, because a new
+        marker compares. Not looked at if this rank has metadata: then all ranks annotate the marker.
         """
         step, future = self._last
         done = step == self.steps and future is not None and future.done() and future.exception() is None
-        clean = done and not self._attached.capture.changed() and not (whole and self._more_has_changed())
-        said = self._team.gather(future.result() if future is not None and clean else None)
-        return said[0] if len(set(said)) == 1 else None
+        if future is None or not done or isinstance(said, StreamCkptError) or self._attached.capture.changed():
+            return None, False
+        return future.result(), not said and not self._more_has_changed()
 
     def _more_has_changed(self) -> bool:
         try:
