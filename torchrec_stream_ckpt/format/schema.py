@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache, cached_property
 from itertools import count
 from typing import Any
 
@@ -31,12 +31,31 @@ _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=Fal
 
 
 def plain(record: Any) -> dict[str, Any]:
-    """Convert a record to a JSON object, without optional fields that have no value."""
-    return asdict(record, dict_factory=lambda items: {name: value for name, value in items if _stands(name, value)})
+    """Convert a record to a JSON object, without optional fields that have no value.
+
+    Not by ``dataclasses.asdict``, which also makes a deep copy of each value.
+    """
+    found = {}
+    for name in _names(record.__class__):
+        value = getattr(record, name)
+        if value is not None or name not in OPTIONAL:
+            found[name] = _plain(value)
+    return found
 
 
-def _stands(name: str, value: object) -> bool:
-    return value is not None or name not in OPTIONAL
+@cache
+def _names(kind: Hashable) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(kind))  # type: ignore[arg-type]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (int, float, str)) or value is None:
+        return value
+    if isinstance(value, (tuple, list)):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return plain(value) if is_dataclass(value) else value
 
 
 def canonical(value: object) -> bytes:
