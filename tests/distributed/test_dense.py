@@ -323,8 +323,7 @@ def _loads_of_restore(uri: str, count: int) -> tuple[int, int]:
 def test_a_restore_loads_as_often_for_many_objects_as_for_two(tmp_path: Path) -> None:
     (few,) = warm.run(1, _loads_of_restore, f"file://{tmp_path}/few", 2)
     (many,) = warm.run(1, _loads_of_restore, f"file://{tmp_path}/many", 24)
-    assert many == few
-    assert few[0] == 1
+    assert many == few == (1, 0)  # plain tensors are read without DCP's planner
 
 
 def test_each_rank_gets_its_own_objects_back_whatever_their_names(with_stateful: str) -> None:

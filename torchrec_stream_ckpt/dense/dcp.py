@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchrec_stream_ckpt.dense import exact_pickle
+from torchrec_stream_ckpt.dense.plain_tensors import read_plain
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerFailedError, SchemaMismatchError
 from torchrec_stream_ckpt.util.durable import fsync_dir
 from torchrec_stream_ckpt.util.failpoints import failpoint
@@ -106,10 +107,13 @@ def load_here(state: dict[str, Any], reader: DenseReader) -> dict[str, Any]:
 
     Every rank reads independently, so a rank that fails leaves none waiting.
     """
-    if state:
+    plain = read_plain(state, reader.read_metadata(), Path(reader.path))
+    rest = {name: value for name, value in state.items() if name not in plain}
+    if rest:
         with warnings.catch_warnings(), _as_error():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            load(state, storage_reader=reader, no_dist=True)
+            load(rest, storage_reader=reader, no_dist=True)
+    state |= rest
     return state
 
 

@@ -1,0 +1,226 @@
+"""Read tensors of DCP's files without its planner, which costs milliseconds for each load, however small.
+
+DCP saves each tensor as an archive of ``torch.save``. This module reads those that are exactly like the archive of a
+contiguous tensor, byte for byte apart from the values. All others are left to DCP.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+from collections.abc import Iterable, Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+_STORAGES = {
+    torch.float64: "DoubleStorage",
+    torch.float32: "FloatStorage",
+    torch.float16: "HalfStorage",
+    torch.bfloat16: "BFloat16Storage",
+    torch.int64: "LongStorage",
+    torch.int32: "IntStorage",
+    torch.int16: "ShortStorage",
+    torch.int8: "CharStorage",
+    torch.uint8: "ByteStorage",
+    torch.bool: "BoolStorage",
+}
+_TUPLES = {1: b"\x85", 2: b"\x86", 3: b"\x87"}
+"""Codes of pickle that make a tuple of the last values."""
+_PART = 4096
+"""Bytes that are read from each end of an archive. A tensor begins before the end of the first part."""
+_END = struct.Struct("<4s4H2IH")
+_ENTRY = struct.Struct("<4s6H3I5H2I")
+_LOCAL = struct.Struct("<4s5H3I2H")
+
+
+def read_plain(state: Mapping[str, Any], metadata: Metadata, folder: Path) -> set[str]:
+    """Fill tensors of ``state`` in place, as DCP would.
+
+    Args:
+        state: Targets by the names of their entries.
+        metadata: DCP's metadata of the files in ``folder``.
+        folder: Directory of the files.
+
+    Returns:
+        The names of the entries that were read. DCP has to read the others, or to say why it cannot.
+    """
+    places = ((name, _place(name, target, metadata)) for name, target in state.items())
+    by_file: dict[str, list[tuple[str, int, int]]] = {}
+    for name, place in places:
+        if place is not None:
+            file, offset, length = place
+            by_file.setdefault(file, []).append((name, offset, length))
+    return {name for file, parts in by_file.items() for name in _read_file(folder / file, parts, state)}
+
+
+def _place(name: str, target: object, metadata: Metadata) -> tuple[str, int, int] | None:
+    """Return (file, offset, length) of the archive for a target. None if the target or the entry is not plain."""
+    entry = metadata.state_dict_metadata.get(name)
+    if type(target) not in (torch.Tensor, torch.nn.Parameter) or not isinstance(entry, TensorStorageMetadata):
+        return None
+    assert isinstance(target, torch.Tensor)
+    if target.device.type != "cpu" or target.layout != torch.strided or not target.is_contiguous():
+        return None
+    if target.size() != entry.size or target.dtype != entry.properties.dtype or len(entry.chunks) != 1:
+        return None
+    (chunk,) = entry.chunks
+    found = (metadata.storage_data or {}).get(MetadataIndex(name, chunk.offsets))
+    if chunk.sizes != entry.size or found is None or getattr(found, "transform_descriptors", None):
+        return None
+    return found.relative_path, found.offset, found.length
+
+
+def _read_file(path: Path, parts: Iterable[tuple[str, int, int]], state: Mapping[str, torch.Tensor]) -> list[str]:
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return []  # DCP names the file
+    try:
+        return [name for name, offset, length in parts if _read_one(file, offset, length, state[name])]
+    finally:
+        os.close(file)
+
+
+def _read_one(file: int, offset: int, length: int, target: torch.Tensor) -> bool:
+    """Fill one target. Returns whether it was filled; if not, its archive is unlike those that we know."""
+    head = os.pread(file, min(length, 2 * _PART), offset)
+    tail = head if length <= len(head) else os.pread(file, _PART, offset + length - _PART)
+    begin = _values(head, tail, length, target)
+    if begin is None:
+        return False
+    values = target.detach().reshape(-1).view(torch.uint8).numpy().data
+    if len(head) == length:
+        values[:] = head[begin : begin + len(values)]
+    elif not _fill(file, offset + begin, values):
+        return False
+    torch.autograd.graph.increment_version(target)  # numpy's writes are not counted
+    return True
+
+
+def _fill(file: int, offset: int, values: memoryview) -> bool:
+    while values:
+        got = os.preadv(file, [values], offset)
+        if not got:
+            return False
+        values, offset = values[got:], offset + got
+    return True
+
+
+def _values(head: bytes, tail: bytes, length: int, target: torch.Tensor) -> int | None:
+    """Return where in an archive the values of a tensor like ``target`` begin. None if it holds anything else.
+
+    Args:
+        head: Its first bytes.
+        tail: Its last bytes.
+        length: Length of the archive.
+        target: Contiguous tensor.
+    """
+    num_bytes = target.numel() * target.element_size()
+    files = _directory(tail, length)
+    if not {"data.pkl", "byteorder"} <= files.keys() or {name for name in files if name.startswith("data/")} != (
+        {"data/0"}
+    ):
+        return None
+    described, order, values = (_content(head, files[name]) for name in ("data.pkl", "byteorder", "data/0"))
+    if described is None or order is None or values is None:
+        return None
+    if head[slice(*described)] != _description(target) or head[slice(*order)] != sys.byteorder.encode():
+        return None
+    begin, end = values
+    return begin if end - begin == num_bytes and end <= length else None
+
+
+def _directory(tail: bytes, length: int) -> dict[str, tuple[int, int]]:
+    """Return (begin of its header, size) of each stored file of an archive, by its name. Empty if it has another form.
+
+    Args:
+        tail: The last bytes of the archive.
+        length: Length of the archive.
+    """
+    if len(tail) < _END.size:
+        return {}
+    mark, *_, number, num_bytes, offset, comment = _END.unpack_from(tail, len(tail) - _END.size)
+    at = len(tail) - length + offset
+    if mark != b"PK\5\6" or comment or at < 0 or offset + num_bytes > length:
+        return {}
+    found = {}
+    for _ in range(number):
+        if at + _ENTRY.size > len(tail):
+            return {}
+        fields = _ENTRY.unpack_from(tail, at)
+        packed, size, name, extra, note, begin = *fields[8:13], fields[16]
+        if fields[0] != b"PK\1\2" or fields[4] or packed != size:
+            return {}
+        text = tail[at + _ENTRY.size : at + _ENTRY.size + name].decode("utf-8", "replace")
+        found[text.partition("/")[2]] = (begin, size)
+        at += _ENTRY.size + name + extra + note
+    return found
+
+
+def _content(head: bytes, file: tuple[int, int]) -> tuple[int, int] | None:
+    """Return (begin, end) of a file's bytes in the archive. None if its header is not in ``head``."""
+    begin, size = file
+    if begin + _LOCAL.size > len(head):
+        return None
+    mark, *_, name, extra = _LOCAL.unpack_from(head, begin)
+    content = begin + _LOCAL.size + name + extra
+    return (content, content + size) if mark == b"PK\3\4" else None
+
+
+def _description(tensor: torch.Tensor) -> bytes | None:
+    """Return what ``torch.save`` writes about a contiguous tensor of this shape and dtype, without its values."""
+    storage = _STORAGES.get(tensor.dtype)
+    if storage is None:
+        return None
+    strides = [1]
+    for size in reversed(tensor.size()[1:]):
+        strides.append(strides[-1] * max(1, size))
+    memo = count(6)  # after the names, and the storage
+
+    def put() -> bytes:
+        return b"q" + bytes([next(memo)])
+
+    def numbers(values: Iterable[int]) -> bytes:
+        several = [_number(value) for value in values]
+        if not several:
+            return b")"
+        joined = b"".join(several)
+        return (joined + _TUPLES[len(several)] if len(several) < 4 else b"(" + joined + b"t") + put()
+
+    return b"".join(
+        (
+            b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\nq\x00((X\x07\x00\x00\x00storageq\x01ctorch\n",
+            storage.encode(),
+            b"\nq\x02X\x01\x00\x00\x000q\x03X\x03\x00\x00\x00cpuq\x04",
+            _number(tensor.numel()),
+            b"tq\x05QK\x00",
+            numbers(tensor.size()),
+            numbers(reversed(strides[: tensor.dim()])),
+            b"\x89ccollections\nOrderedDict\n",
+            put(),
+            b")R",
+            put(),
+            b"t",
+            put(),
+            b"R",
+            put(),
+            b".",
+        )
+    )
+
+
+def _number(value: int) -> bytes:
+    """Encode a number that is not negative as protocol 2 of pickle does."""
+    if value < 1 << 8:
+        return b"K" + bytes([value])
+    if value < 1 << 16:
+        return b"M" + value.to_bytes(2, "little")
+    if value < 1 << 31:
+        return b"J" + value.to_bytes(4, "little")
+    size = value.bit_length() // 8 + 1
+    return b"\x8a" + bytes([size]) + value.to_bytes(size, "little")
