@@ -26,7 +26,8 @@ from torchrec_stream_ckpt.util.signal_safe import SafeCondition, SafeEvent
 
 log = logging.getLogger(__name__)
 
-IDLE_S = 0.05
+IDLE_S = 5.0
+"""Seconds between two looks at the log while there is nothing to send: a client may have to renew its login."""
 _POLL_S = 0.02
 _MAX_BATCH = 64
 _ENOUGH = 16
@@ -68,6 +69,8 @@ class Publisher:
         self._enough = min(_ENOUGH, ring.capacity // 2)
         self._due = False
         """True if the queued frames are to be sent at once."""
+        self._resting = False
+        """True while the thread waits for the first frame."""
         self._queued_s = 0.0
         self._heard_s = 0.0
         """Time when the log last acknowledged a frame, or had none to acknowledge."""
@@ -85,8 +88,9 @@ class Publisher:
     def submit(self, buffer: FrameBuffer) -> int:
         """Queue a frame whose header and payload are set. Returns its seq. Never waits for the log.
 
-        A few frames of rows do not wake the publisher: it would take the interpreter and memory bandwidth from the
-        training thread while the next frame is gathered (docs/performance.md). A MARK does.
+        The first frame after a rest wakes the publisher, which then waits until no more come. A few more frames of
+        rows do not wake it: it would take the interpreter and memory bandwidth from the training thread while the next
+        frame is gathered (docs/performance.md). A MARK does.
         """
         header = buffer.header
         assert header is not None
@@ -105,6 +109,8 @@ class Publisher:
             self._queued_s = time.monotonic()
             if header.kind is not Kind.ROWS or len(self._queue) >= self._enough:
                 self._due = True
+                self._changed.notify_all()
+            elif self._resting:
                 self._changed.notify_all()
             return frames
 
@@ -276,10 +282,12 @@ class Publisher:
             raise LogUnavailableError(self.failure or "no frame was acknowledged")
 
     def _await_frames(self) -> None:
-        """Wait briefly for frames, and then until they are due."""
+        """Wait for frames, and then until they are due."""
         with self._changed:
-            if not self._queue and not self._closing:
+            if not self._queue and not self._closing and not self._abandoned.is_set():
+                self._resting = True
                 self._changed.wait(IDLE_S)
+                self._resting = False
             while self._queue and not (self._due or self._closing):
                 pause = self._queued_s + _PAUSE_S - time.monotonic()
                 if pause <= 0:
