@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 Work = Callable[[], object]
 
@@ -14,6 +15,9 @@ class Event:
 
     def reached(self) -> None:
         self.done = True
+
+    def query(self) -> bool:
+        return self.done
 
 
 class Stream:
@@ -51,13 +55,23 @@ class Stream:
 class Device:
     """Some streams, one of which is current, and the chance by which they advance.
 
-    Stands for ``torch.cuda`` where ``model/streams.py`` asks for it.
+    Stands for ``torch.cuda`` where ``model/streams.py`` and ``capture/device_areas.py`` ask for it.
     """
 
     def __init__(self, streams: int, chance: random.Random) -> None:
         self.streams = [Stream() for _ in range(streams)]
         self.current = self.streams[0]
         self._chance = chance
+
+    def Stream(self, _device: object = None) -> Stream:  # noqa: N802
+        self.streams.append(Stream())
+        return self.streams[-1]
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
 
     def current_stream(self, _device: object = None) -> Stream:
         return self.current

@@ -2,7 +2,8 @@
 
 The code of the adapter itself, on simulated streams. Work is cut into pieces of one row: an update, a prefetch that
 moves a row into the cache or out of it, and a drain that looks at the marks, clears them, and reads table and cache. In
-the end the log must have the newest value of every row.
+the end the log must have the newest value of every row. Runs of frames then go through areas of device memory, whose
+copies to the host another stream makes: every frame must have the rows of its gather.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests.unit.simulated_streams import Device, Stream
+from tests.unit.simulated_streams import Device, Event, Stream
+from torchrec_stream_ckpt.capture import device_areas
+from torchrec_stream_ckpt.capture.device_areas import DeviceAreas
 from torchrec_stream_ckpt.model import streams
 from torchrec_stream_ckpt.model.streams import StreamOrder
 
@@ -152,3 +156,97 @@ def test_without_a_part_of_the_order_schedules_lose_rows(
     """
     take_out(monkeypatch)
     assert len(schedules_that_lose_rows(300, monkeypatch)) > 3
+
+
+class Cells(list[int]):
+    """Memory of some frames, one number each. A copy is queued on the stream that is current then."""
+
+    def __init__(self, device: Device, values: list[int], begin: int = 0) -> None:
+        super().__init__(values)
+        self.device, self.whole, self.begin = device, self, begin
+
+    def numel(self) -> int:
+        return 1
+
+    def record_stream(self, _stream: Stream) -> None:
+        pass
+
+    def __getitem__(self, part: Any) -> Any:
+        if not isinstance(part, slice):
+            return super().__getitem__(part)
+        found = Cells(self.device, [], part.start)
+        found.whole = self
+        return found
+
+    def copy_(self, source: Cells, *, non_blocking: bool) -> None:
+        assert non_blocking
+        self.device.current.put(lambda: self.__setitem__(0, source.whole[source.begin]))
+
+
+class Runs:
+    """Gathers into areas, updates that follow at once, and a publisher that reads each frame after its event."""
+
+    FRAMES = 3
+
+    def __init__(self, seed: int, patch: pytest.MonkeyPatch, without: str = "") -> None:
+        self.chance = random.Random(seed)
+        self.device = Device(1, self.chance)
+        zeros = partial(Cells, self.device, [0] * self.FRAMES)
+        fake = SimpleNamespace(cuda=self.device, uint8=None, zeros=lambda *_, **__: zeros())
+        patch.setattr(device_areas, "torch", fake)
+        patch.setattr(device_areas, "MOST_AREAS", 2)
+        self.areas = DeviceAreas("cuda")  # type: ignore[arg-type]
+        self.without = without
+        for name, stream in zip(("gathers", "copies"), self.device.streams, strict=True):
+            if name == without:
+                patch.setattr(stream, "wait_event", lambda _event: None)
+        self.live = 0
+        self.wrong: list[int] = []
+
+    def gather(self, run: int) -> None:
+        main = self.device.current = self.device.streams[0]
+        area: Any = self.areas.take()
+        for frame in range(self.FRAMES):
+            main.put(lambda frame=frame: area.__setitem__(frame, self.live))  # type: ignore[misc]
+        targets = [Cells(self.device, [-1]) for _ in range(self.FRAMES)]
+        ready: list[Event] = []
+        self.areas.copy(
+            area,
+            list(enumerate(targets)),  # type: ignore[arg-type]
+            lambda _device: ready.append(self.device.current.record_event()),
+        )
+        main.put(partial(setattr, self, "live", run + 1))  # the next update, which waits for the gather alone
+        self.publish(run, targets, ready[0])
+
+    def publish(self, run: int, frames: list[Cells], ready: Event) -> None:
+        publisher = Stream()
+        if self.without != "publisher":
+            publisher.wait_event(ready)
+        publisher.put(lambda: self.wrong.extend(run for frame in frames if frame[0] != run))
+        self.device.streams.append(publisher)
+
+    def run(self) -> list[int]:
+        for number in range(self.chance.randrange(3, 8)):
+            self.gather(number)
+            for _ in range(self.chance.randrange(8)):
+                self.device.advance()
+        self.device.synchronize()
+        return self.wrong
+
+
+def runs_that_mix_frames(count: int, patch: pytest.MonkeyPatch, first: int = 0, without: str = "") -> list[int]:
+    return [seed for seed in range(first, first + count) if Runs(seed, patch, without).run()]
+
+
+def test_no_schedule_mixes_the_frames_of_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runs_that_mix_frames(SCHEDULES, monkeypatch) == []
+
+
+@pytest.mark.slow
+def test_no_schedule_of_many_mixes_the_frames_of_two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runs_that_mix_frames(20_000, monkeypatch, SCHEDULES) == []
+
+
+@pytest.mark.parametrize("without", ["copies", "gathers", "publisher"])
+def test_without_a_wait_schedules_mix_frames(without: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(runs_that_mix_frames(300, monkeypatch, without=without)) > 3
