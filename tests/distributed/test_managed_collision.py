@@ -16,6 +16,7 @@ from torchrec.modules.mc_modules import (
 from tests import ranks
 from tests.collided import TABLES, Net, State, Truths, attach, evicted, go_on, job, restore, train
 from tests.model import differences
+from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.errors import SchemaMismatchError, UnsupportedError
 
 pytestmark = pytest.mark.distributed
@@ -193,3 +194,21 @@ def test_maps_whose_state_is_not_known_are_refused_at_attach(tmp_path: Path) -> 
     assert "HashZchManagedCollisionModule is not captured" in hashed
     assert "table=two" in hashed
     assert "_OtherPolicy is not captured" in policy
+
+
+def _serve(uri: str) -> list[str]:
+    each = job()
+    with attach(each, uri, marker_every=None) as checkpointer:
+        go_on(each, checkpointer, 6, [6])
+    with FollowedTables(follow(uri)) as tables:
+        tables.advance()
+        dense = tables.dense()
+    live = {name: value for name, value in each.dmp.state_dict().items() if name.startswith("top.")}
+    found = {name: value for name, value in dense.model.items() if name in live}
+    assert len(found) == len(live) == 2
+    assert all(torch.equal(found[name], value) for name, value in live.items())
+    return sorted(dense.model.keys() - live.keys())
+
+
+def test_a_replica_gets_the_dense_parameters_of_a_job_with_id_maps(tmp_path: Path) -> None:
+    assert ranks.run(1, _serve, f"file://{tmp_path}") == [[]]

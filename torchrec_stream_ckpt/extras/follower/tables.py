@@ -318,7 +318,7 @@ class FollowedTables:
             yield Served(commit.id, commit.step, commit.time_s, update.is_provisional, self._tensors, self._mixed)
 
     def dense(self) -> DenseTensors:
-        """Return the dense state of the applied marker.
+        """Return the dense state of the applied marker, without id maps of managed collision.
 
         Its files are opened only now. Call it on the thread of ``advance``.
 
@@ -329,7 +329,7 @@ class FollowedTables:
         """
         if self._newest is None:
             raise ReplicaNotReadyError("the replica has not loaded a marker", hint="call advance() first")
-        dense = read_dense(self._newest.dense())
+        dense = read_dense(self._newest.dense(), without_maps=True)
         if self._proof is not None and self._proof.proof.replicated:
             held = {f"model.{name}": value for name, value in dense.model.items() if isinstance(value, torch.Tensor)}
             compared = compare_replicated(held, self._proof.proof, self._newest.marker)

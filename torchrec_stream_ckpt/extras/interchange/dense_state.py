@@ -49,26 +49,32 @@ class DenseTensors:
     """Optimizer states, by parameter and state."""
 
 
-def read_dense(folder: Path) -> DenseTensors:
+def read_dense(folder: Path, *, without_maps: bool = False) -> DenseTensors:
     """Read a dense directory whose digests have been compared. Holds all of it in memory.
 
+    Args:
+        folder: The directory.
+        without_maps: Leave out id maps of managed collision.
+
     Raises:
-        UnsupportedError: it has id maps of managed collision.
+        UnsupportedError: it has such maps, and they are not left out.
     """
     reader = FileSystemReader(folder)
     metadata = reader.read_metadata()
-    return put_together(read_entries(reader, metadata, entries_for_others(metadata)))
+    return put_together(read_entries(reader, metadata, entries_for_others(metadata, without_maps=without_maps)))
 
 
-def entries_for_others(metadata: Metadata) -> list[str]:
+def entries_for_others(metadata: Metadata, *, without_maps: bool = False) -> list[str]:
     """Return the entries of a dense directory that are useful to a program without this project.
 
     Raises:
-        UnsupportedError: it has id maps of managed collision.
+        UnsupportedError: it has id maps of managed collision, and they are not left out.
     """
     names = list(metadata.state_dict_metadata)
-    maps = sorted({name.split(".")[1] for name in names if name.startswith("collision.")})
-    if maps:
+    maps = sorted(
+        {name.removeprefix("collision.").rsplit(".", 2)[0] for name in names if name.startswith("collision.")}
+    )
+    if maps and not without_maps:
         raise UnsupportedError(
             f"the id maps of managed collision ({', '.join(maps)}) depend on the plan and fit no state dict",
             hint="restore the marker with StreamCheckpointer, or export its rows to safetensors or Parquet",
