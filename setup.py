@@ -51,7 +51,10 @@ class OneWheelForAllPythons(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         compiled = next(Path(self.bdist_dir).glob("**/native/libkernel.so"), None)
-        return super().get_tag() if compiled is None else ("py3", "none", re.sub(r"[-.]", "_", get_platform()))
+        if compiled is None:
+            return super().get_tag()
+        self.root_is_pure = False  # auditwheel refuses a shared library in a wheel that says it is pure
+        return "py3", "none", re.sub(r"[-.]", "_", get_platform())
 
 
 if __name__ == "__main__":
