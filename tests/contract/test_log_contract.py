@@ -344,6 +344,29 @@ def test_records_of_one_user_are_seen_by_another(backend: Backend, log: Log) -> 
     other.close()
 
 
+def test_a_watch_ends_its_wait_for_new_records_and_new_rows_alone(backend: Backend, log: Log) -> None:
+    watch, other = log.watch(), backend.open()
+    try:
+        assert watch.wait(60, [0])  # the first one returns at once
+        while watch.wait(0.3, [0]):  # what prepare() has made
+            pass
+        log.append_control(control_record(1))
+        assert watch.wait(60, [0])
+        while watch.wait(0.3, [0]):
+            pass
+        write(other, 1)
+        assert watch.wait(60, [0])
+        other.append_control(control_record(2))  # between two waits
+        while watch.wait(0.3, [0]):
+            pass
+        watch.wake()
+        assert not watch.wait(60, [0])
+        assert watch.by == {"file": "inotify", "kafka": "fetch"}[backend.name]
+    finally:
+        watch.close()
+        other.close()
+
+
 def test_no_log_has_no_incarnation(backend: Backend) -> None:
     log = backend.open()
     assert log.incarnation() is None

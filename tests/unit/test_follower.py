@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +37,7 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import Control, Log, open_store
+from torchrec_stream_ckpt.log import watch
 from torchrec_stream_ckpt.util.layout import DATA_DIR, SEGMENTS_DIR
 from torchrec_stream_ckpt.util.types import MarkerId
 
@@ -228,6 +232,48 @@ def test_without_a_marker_there_is_nothing_to_follow(job: Job, replica: Replica)
     assert list(replica.follower.updates(0.05)) == []
     marker = job.commit()
     assert next(replica.follower.updates(5)).marker == marker.id
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_news_wakes_a_follower_and_where_events_do_not_reach_it_polls(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
+) -> None:
+    monkeypatch.setattr(watch, "is_local", lambda _: local)
+    job.commit()
+    with follow(f"file://{job.root}", mode="rows", scratch=tmp_path, poll_s=0.02) as follower:
+        replica = Replica(follower)
+        replica.catch_up()
+        assert list(follower.updates(0.5)) == []
+        looks = follower.stats.looks
+        assert list(follower.updates(0.5)) == []
+        idle = follower.stats.looks - looks
+        wakeups = follower.stats.wakeups
+        job.touch()
+        assert [update.kind for update in itertools.islice(follower.updates(60), 1)] == [ROWS]
+    assert follower.stats.woken_by == ("inotify" if local else "poll")
+    if local:
+        assert idle <= 3  # one at each end, and none by the clock
+        assert follower.stats.wakeups - wakeups <= 2
+    else:
+        assert idle > 3
+        assert follower.stats.wakeups == 0
+
+
+def test_a_follower_that_waits_for_news_is_stopped_at_once(job: Job, tmp_path: Path) -> None:
+    job.commit()
+    with follow(f"file://{job.root}", scratch=tmp_path, poll_s=1e6) as follower:
+        came: list[MarkerId] = []
+        thread = threading.Thread(target=lambda: came.extend(update.marker for update in follower.updates()))
+        thread.start()
+        while follower.stats.woken_by == "":
+            time.sleep(0.01)
+        marker = job.commit()
+        while follower.stats.marker != marker.id:  # poll_s has not passed: the COMMIT has woken it
+            time.sleep(0.01)
+        follower.stop()
+        thread.join(60)
+        assert not thread.is_alive()
+    assert came == [MarkerId(1, 1), marker.id]
 
 
 def test_an_outage_is_outlasted_for_a_while(

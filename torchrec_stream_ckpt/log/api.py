@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.log.watch import Watch
 from torchrec_stream_ckpt.util.options import Options, read_options
 from torchrec_stream_ckpt.util.types import LogSpan, MarkPlace
 from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri, parse_uri
@@ -209,6 +210,9 @@ class Log(LogReader, Protocol):
         Raises:
             LogUnavailableError: the log does not answer.
         """
+
+    def watch(self) -> Watch:
+        """Return an object that waits for new data of this log, for one reader. Accesses nothing until it is used."""
 
     def newest_rows(self, ends: Mapping[int, int] | None = None) -> Rows | None:
         """Return the rows of the newest generation that has any, judging by names. Returns None if there are no rows.

@@ -31,6 +31,7 @@ from torchrec_stream_ckpt.log.segments import (
     size_of,
     unlink,
 )
+from torchrec_stream_ckpt.log.watch import Watch, watch_folder
 from torchrec_stream_ckpt.util.durable import fsync_dir, make_dirs, nearest_folder, write_synced
 from torchrec_stream_ckpt.util.layout import (
     CONTROL_FILE,
@@ -120,6 +121,9 @@ class FileLog:
             partition: max((end for _, _, end in segments(folder, generation)), default=0) if folder.is_dir() else 0
             for partition, folder in folders.items()
         }
+
+    def watch(self) -> Watch:
+        return watch_folder(self._root)
 
     def check_there(self, spans: Sequence[LogSpan]) -> None:
         for span in spans:

@@ -40,6 +40,10 @@ log = logging.getLogger(__name__)
 
 FollowMode = Literal["markers", "rows"]
 AtChange = Literal["load", "stop"]
+NET_S = 5.0
+"""Longest time between two looks at a log whose events wake the follower, in seconds. Events can be lost."""
+_SPACING_S = 0.01
+"""Shortest time between two looks, in seconds: a trainer may write thousands of times a second."""
 
 
 class Follower:
@@ -57,6 +61,8 @@ class Follower:
         self.outage_s = outage_s
         """Longest outage of log or store, in seconds."""
         self._stop = threading.Event()
+        self._looked_s = 0.0
+        """When the last look began, on the monotonic clock."""
         self._at: Commit | None = None
         self._towards: MarkerId | None = None
         """Marker of an update that was handed out and has not ended. Some of its rows may have been applied."""
@@ -116,10 +122,11 @@ class Follower:
     def stop(self) -> None:
         """End :meth:`updates` soon. Safe on any thread and in a signal handler."""
         self._stop.set()
+        self._source.watch.wake()
 
     def close(self) -> None:
         """Close log and store."""
-        self._stop.set()
+        self.stop()
         self._source.close()
 
     def updates(
@@ -148,7 +155,9 @@ class Follower:
         """
         idle, came = time.monotonic(), False
         while not self._stop.is_set():
-            found = False
+            found, answers = False, True
+            self._looked_s = time.monotonic()
+            self.stats.looks += 1
             try:
                 for update in self._round():
                     found = True
@@ -162,6 +171,7 @@ class Follower:
                     return
             except (LogUnavailableError, StoreUnavailableError) as error:
                 self._outages.outlast(error, 0.0 if timeout_s == 0 else self.outage_s)
+                answers = False
             if found:
                 idle, came = time.monotonic(), True
                 continue
@@ -171,7 +181,27 @@ class Follower:
                 if self._at is None and timeout_s == 0:
                     raise self._source.nothing()
                 return
+            left_s = timeout_s - (time.monotonic() - idle) if timeout_s is not None else NET_S
+            if answers:
+                self._await_news(left_s)
+            else:
+                self._stop.wait(self._poll_s)
+
+    def _await_news(self, most_s: float) -> None:
+        """Wait until the log may have something new, for at most ``most_s``."""
+        watch = self._source.watch
+        pause_s = self._poll_s if watch.by == "poll" else max(self._poll_s, NET_S)
+        tail = self._tail.partitions if self._tail is not None else ()
+        try:
+            news = watch.wait(min(pause_s, max(most_s, 0.0)), tail)
+        except LogUnavailableError as error:
+            self._outages.outlast(error, self.outage_s)
             self._stop.wait(self._poll_s)
+            return
+        self.stats.woken_by = watch.by
+        if news:
+            self.stats.wakeups += 1
+            self._stop.wait(max(0.0, self._looked_s + _SPACING_S - time.monotonic()))
 
     # A single look at the log.
 
@@ -449,7 +479,8 @@ def follow(
             they are sent, including rows that no marker has yet and that may never be in one (read uncommitted).
         tables: Globs of the wanted tables, such as ``sparse.ebc.t_*``.
         states: Hand out optimizer states, too.
-        poll_s: Seconds between two looks at the log.
+        poll_s: Seconds between two looks at the log where nothing reports new data: ``follower.stats.woken_by`` is
+            ``poll``. Otherwise a look follows new data within milliseconds, and at least every 5 s.
         outage_s: How long log or store may fail to answer before :meth:`Follower.updates` raises.
         at_change: Action if the job continues with a changed model: ``load`` every row of the new tables at the first
             marker of its generation, or ``stop`` with :class:`SchemaMismatchError`.

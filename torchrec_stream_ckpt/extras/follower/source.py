@@ -84,6 +84,8 @@ class FollowedJob:
             commit_key_file=commit_key_file,
             serving=True,
         )
+        self.watch = self.job.log.watch()
+        """Waits for news of the log."""
         self._incarnation: str | None = None
         """Id of the incarnation of the followed log; None before the log exists."""
         self._globs = tuple(tables)
@@ -91,6 +93,7 @@ class FollowedJob:
         self._scratch = Path(scratch) if scratch is not None else Path(tempfile.gettempdir())
 
     def close(self) -> None:
+        self.watch.close()
         self.job.close()
 
     # Control partition and markers.

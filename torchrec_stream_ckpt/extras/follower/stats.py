@@ -48,6 +48,13 @@ class FollowStats:
     """Number of markers applied without a comparison, because they have no proof, or it cannot be read."""
     ended: End | None = None
     """The END record of the job's trainer, as of the last look; None while the trainer has written no END."""
+    woken_by: str = ""
+    """What ends a wait for news: ``inotify``, ``fetch`` (Kafka's long poll), or ``poll`` (time alone). Empty before the
+    first wait."""
+    looks: int = 0
+    """Number of times that the log was read."""
+    wakeups: int = 0
+    """Number of waits that news of the log has ended."""
     heard_s: float = field(default_factory=time.time)
     """When the log last answered."""
     _recent: deque[tuple[float, int]] = field(default_factory=deque)

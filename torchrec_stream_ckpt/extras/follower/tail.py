@@ -64,6 +64,11 @@ class Tail:
         """True if the rows that it has handed out are being undone: some may already have the marker's values."""
 
     @property
+    def partitions(self) -> frozenset[int]:
+        """Partitions of the log that it reads."""
+        return frozenset(stream.partition for stream in self._streams.values())
+
+    @property
     def is_fresh(self) -> bool:
         """True if it has handed out nothing after its marker."""
         return not self._given and not any(stream.has_read for stream in self._streams.values())

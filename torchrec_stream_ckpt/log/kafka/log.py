@@ -3,9 +3,9 @@
 Offsets are Kafka's own. Exactness does not depend on Kafka's transactions, but on the contents of the frames.
 This module ensures that no frame is dropped, reordered or skipped without an error. The other modules of the package
 have one role each: `brokers` finds leaders and ends of partitions, `topics` creates topics, `producer` sends, `reader`
-reads, `presence` checks acknowledged data, `control_topic` keeps control records, `client` makes clients, `settings`
-configures them, `codes` sorts their errors, `reasons` and `probe` explain why there is no answer, `health` judges
-settings, and `clocks` compares clocks.
+reads, `arrivals` waits for records, `presence` checks acknowledged data, `control_topic` keeps control records,
+`client` makes clients, `settings` configures them, `codes` sorts their errors, `reasons` and `probe` explain why there
+is no answer, `health` judges settings, and `clocks` compares clocks.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torchrec_stream_ckpt.errors import CorruptionError, LogUnavailableError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header
 from torchrec_stream_ckpt.log.api import Finding, Freed, Incarnation, Rows, TrimRange
 from torchrec_stream_ckpt.log.kafka import topics
+from torchrec_stream_ckpt.log.kafka.arrivals import Arrivals
 from torchrec_stream_ckpt.log.kafka.brokers import Brokers
 from torchrec_stream_ckpt.log.kafka.control_topic import ControlTopic
 from torchrec_stream_ckpt.log.kafka.health import TRIM_RIGHT
@@ -86,6 +87,9 @@ class KafkaLog:
 
     def ends(self, generation: int, partitions: Collection[int]) -> dict[int, int]:
         return {partition: edge.high for partition, edge in self._brokers.edges(self._data_topic, partitions).items()}
+
+    def watch(self) -> Arrivals:
+        return Arrivals(self._brokers)
 
     def newest_rows(self, ends: Mapping[int, int] | None = None) -> Rows | None:
         topic, data = self._data_topic, self._brokers.describe().get(self._data_topic)

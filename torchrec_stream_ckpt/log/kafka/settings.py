@@ -113,3 +113,10 @@ def consumer_settings(uri: KafkaUri, options: dict[str, str]) -> dict[str, Any]:
     # The client requires a group, although nothing is ever committed to it.
     group = {"group.id": f"{uri.job}.readers"}
     return _CONSUMER | group | admin_settings(uri, options) | _CONSUMER_FIXED
+
+
+def arrival_settings(uri: KafkaUri, options: dict[str, str]) -> dict[str, Any]:
+    """Return the settings of a consumer that only learns that there are records: it fetches as few as it can."""
+    waits = {"fetch.wait.max.ms": "5000", "fetch.message.max.bytes": "1024", "queued.min.messages": "1"}
+    # If it is too late for a record, it goes on with those that there are: nobody reads what it fetches.
+    return consumer_settings(uri, options) | waits | {"auto.offset.reset": "latest", "enable.partition.eof": "false"}
