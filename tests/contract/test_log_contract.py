@@ -354,9 +354,12 @@ def test_a_watch_ends_its_wait_for_new_records_and_new_rows_alone(backend: Backe
         assert watch.wait(60, [0])
         while watch.wait(0.3, [0]):
             pass
-        write(other, 1)
+        write(other, [frame(1)])
         assert watch.wait(60, [0])
+        while watch.wait(0.3, [0]):
+            pass
         other.append_control(control_record(2))  # between two waits
+        assert watch.wait(60, [0])
         while watch.wait(0.3, [0]):
             pass
         watch.wake()
