@@ -34,7 +34,7 @@ class Watch(Protocol):
 
     @property
     def by(self) -> str:
-        """What ends a wait: ``inotify`` (events of the file system), ``fetch`` (of Kafka), or ``poll`` (time only)."""
+        """Kind of event that ends a wait: ``inotify``, ``fetch`` (Kafka's long poll), or ``poll`` (time alone)."""
 
     def wait(self, timeout_s: float, partitions: Collection[int] = ()) -> bool:
         """Wait until there is a new control record, or new data in one of ``partitions``.
@@ -55,7 +55,7 @@ class Watch(Protocol):
 
 
 class Polled:
-    """Waits as long as it is told to, since nothing reports new data."""
+    """Waits until the time has passed, since nothing reports new data."""
 
     by = "poll"
 

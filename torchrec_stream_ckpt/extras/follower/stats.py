@@ -49,8 +49,8 @@ class FollowStats:
     ended: End | None = None
     """The END record of the job's trainer, as of the last look; None while the trainer has written no END."""
     woken_by: str = ""
-    """What ends a wait for news: ``inotify``, ``fetch`` (Kafka's long poll), or ``poll`` (time alone). Empty before the
-    first wait."""
+    """Kind of event that ends a wait: ``inotify``, ``fetch`` (Kafka's long poll), or ``poll`` (time alone). Empty
+    before the first wait."""
     looks: int = 0
     """Number of times that the log was read."""
     wakeups: int = 0
