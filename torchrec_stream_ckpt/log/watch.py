@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import select
 from collections.abc import Collection
@@ -98,7 +99,10 @@ class FolderWatch:
     def wait(self, timeout_s: float, partitions: Collection[int] = ()) -> bool:
         if self._add(partitions):  # what was written before that has caused no event
             return True
-        ready, _, _ = select.select([self._events, self._woken], [], [], timeout_s)
+        both = select.poll()  # unlike select(), it takes descriptors above 1024
+        both.register(self._events, select.POLLIN)
+        both.register(self._woken, select.POLLIN)
+        ready = {number for number, _ in both.poll(math.ceil(1000 * timeout_s))}
         if self._events not in ready:
             return False
         with suppress(BlockingIOError):

@@ -154,7 +154,7 @@ class FollowedJob:
         """Raise ConfigError if none of the tables is wanted."""
         if not self._wanted(schema):
             raise ConfigError(
-                "no table matches {', '.join(self._globs)}", hint=f"choose from {', '.join(schema.index())}"
+                f"no table matches {', '.join(self._globs)}", hint=f"choose from {', '.join(schema.index())}"
             )
 
     def wants(self, table: TableSpec) -> bool:
