@@ -42,6 +42,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "memory": _MARKER,
     "merge": _FOLD,
     "overhead": (*_MARKER,),
+    "proof": (*_MARKER, *_RESTORE, *_FOLD),
     "recovery": (*_RESTORE, *_FOLD),
     "restore": _RESTORE,
     "scale": ("extras/sizing", *_MARKER, *_RESTORE, *_FOLD),
