@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tests.java_classes import ARCHIVE
 from tests.s3.server import S3Server
 from tests.sampled import sampled
 from torchrec_stream_ckpt.extras.broker.kraft import Broker
+from torchrec_stream_ckpt.log import direct
 
 # How long an example takes says more of the machine than of the code. The same examples each time, so that what
 # fails is what was changed; new ones in the long form (make test-slow).
@@ -141,3 +143,14 @@ def abfs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Cl
     server = servers.start("abfs", tmp_path_factory.mktemp("abfs"))
     yield server
     server.kill()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a disk that takes direct writes: the folder of the tests may be in memory."""
+    for place in (tmp_path, Path("/var/tmp"), Path.cwd()):
+        if os.access(place, os.W_OK) and not direct.refusal(place):
+            with tempfile.TemporaryDirectory(dir=place, prefix="direct-") as folder:
+                yield Path(folder)
+            return
+    pytest.skip("no folder takes direct writes")

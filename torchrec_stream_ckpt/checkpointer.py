@@ -127,7 +127,10 @@ class StreamCheckpointer:
             self._telemetry = Telemetry(self._team.rank, config.restore_bytes_per_s)
             device = self._attached.device
             self._ring = FrameRing(
-                config.ring_bytes, config.marker_budget_bytes, lambda num_bytes: allocate(device, num_bytes)
+                config.ring_bytes,
+                config.marker_budget_bytes,
+                lambda num_bytes: allocate(device, num_bytes),
+                padded=self._config.writes_direct,
             )
             self._announcer = Announcer(on_commit if self._team.rank == 0 else None)
             undo.callback(self._announcer.close, 0.0)

@@ -49,8 +49,8 @@ def _check_replicated(tables: FollowedTables, monkeypatch: pytest.MonkeyPatch) -
     (name,) = [name for name in tables.dense().model if name.endswith("t_dp.weight")]
     read = followed.read_dense
 
-    def altered(folder: Path) -> DenseTensors:
-        dense = read(folder)
+    def altered(folder: Path, *, without_maps: bool) -> DenseTensors:
+        dense = read(folder, without_maps=without_maps)
         dense.model[name].view(torch.int32)[3, 1] ^= 1
         return dense
 

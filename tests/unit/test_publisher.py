@@ -72,6 +72,8 @@ class Script:
 class Writer:
     """One scripted writer; offsets count frames times 1000 so that they differ from seqs."""
 
+    how, origin = "script", None
+
     def __init__(self, script: Script, resume_at: int) -> None:
         self._script = script
         self._end = resume_at

@@ -13,6 +13,7 @@ import torch
 
 from torchrec_stream_ckpt.capture.device_areas import DeviceAreas
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind
+from torchrec_stream_ckpt.format.padding import BLOCK
 from torchrec_stream_ckpt.format.ring import Bytes, FrameBuffer
 from torchrec_stream_ckpt.format.rows import RowLayout, Section, largest
 from torchrec_stream_ckpt.model import LocalShard
@@ -36,10 +37,15 @@ class StreamIdentity:
 
 
 def allocate(device: torch.device, num_bytes: int) -> Bytes:
-    """Return memory for one frame. It is pinned if the tables are on a GPU, so that the copy can overlap training."""
+    """Return memory for one frame, at the begin of a page.
+
+    It is pinned if the tables are on a GPU, so that the copy can overlap training.
+    """
     if device.type == "cuda":
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
-    return np.empty(num_bytes, np.uint8)
+    memory = np.empty(num_bytes + BLOCK, np.uint8)
+    begin = -memory.ctypes.data % BLOCK
+    return memory[begin : begin + num_bytes]
 
 
 class RowStager:

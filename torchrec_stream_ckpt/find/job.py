@@ -320,7 +320,7 @@ def open_tier(config: StreamConfig, *, signs: bool = True, spare: bool = False, 
     """
     uri, key_file = str(parse_uri(config.uris[-1])), config.commit_key_file if signs else None
     with ExitStack() as undo:
-        log = open_log(config.uris[-1], config.kafka_options)
+        log = open_log(config.uris[-1], config.kafka_options, direct=config.writes_direct)
         undo.callback(log.close)
         objects = open_store(config.store_url, config.store_options)
         undo.callback(objects.close)

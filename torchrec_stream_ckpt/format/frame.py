@@ -326,8 +326,21 @@ def pad_frame(header: Header, num_bytes: int) -> bytearray:
     assert HEADER_LEN <= num_bytes <= MAX_FRAME_BYTES
     header.payload_len = num_bytes - HEADER_LEN
     frame = bytearray(num_bytes)
-    seal(header, frame)
+    seal_pad(header, memoryview(frame))
     return frame
+
+
+def seal_pad(header: Header, frame: memoryview) -> None:
+    """Make memory a frame of zeros. The header is of kind PAD and has its length."""
+    payload = frame[HEADER_LEN:]
+    assert len(payload) == header.payload_len
+    payload[:] = bytes(len(payload))
+    seal(header, frame, _crc_of_zeros(len(payload)))
+
+
+@lru_cache(maxsize=128)
+def _crc_of_zeros(num_bytes: int) -> int:
+    return checksum(memoryview(bytes(num_bytes)))
 
 
 def check_pad(header: Header, payload: memoryview) -> None:
@@ -336,7 +349,7 @@ def check_pad(header: Header, payload: memoryview) -> None:
     Raises:
         CorruptionError: a byte is not zero.
     """
-    if any(payload):
+    if payload.tobytes().count(0) != len(payload):
         raise CorruptionError("the payload of PAD is not all zeros", **header.place())
 
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, MAX_FRAME_BYTES, Header, aligned
+from torchrec_stream_ckpt.format.padding import BUFFER_BYTES, with_padding
 from torchrec_stream_ckpt.util.signal_safe import SafeCondition
 
 Bytes = npt.NDArray[np.uint8]
@@ -31,21 +32,39 @@ class FrameBuffer:
     """Waits for the payload to be complete (a copy from a device). None if it already is."""
     payload_crc: int | None = None
     """Checksum of the payload, if the gather has computed it."""
+    pad: Header | None = None
+    """Header of the padding that follows the frame in this memory. None if there is none."""
     address: int = field(init=False)
     """Address of the memory."""
 
     def __post_init__(self) -> None:
         self.address = self.array.ctypes.data
 
-    def view(self) -> memoryview:
-        """Return a view of the whole frame."""
+    @property
+    def frame_bytes(self) -> int:
+        """Length of the frame, without padding."""
         assert self.header is not None
-        return self.array.data[: HEADER_LEN + self.header.payload_len]
+        return HEADER_LEN + self.header.payload_len
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the frame and its padding."""
+        return self.frame_bytes + (HEADER_LEN + self.pad.payload_len if self.pad is not None else 0)
+
+    @property
+    def last(self) -> Header:
+        """Header of the last frame in this memory: the padding's, if there is any."""
+        assert self.header is not None
+        return self.pad or self.header
+
+    def view(self) -> memoryview:
+        """Return a view of the whole frame and its padding."""
+        return self.array.data[: self.num_bytes]
 
     def put_json(self, header: Header, text: bytes) -> None:
         """Make this a frame with a JSON payload (HELLO, MARK)."""
         header.payload_len = aligned(len(text))
-        if HEADER_LEN + header.payload_len > len(self.array):
+        if HEADER_LEN + header.payload_len > min(len(self.array), MAX_FRAME_BYTES):
             raise UnsupportedError(
                 f"{header.kind.name} of {len(text)} bytes does not fit a frame: too many tables or ranks"
             )
@@ -62,6 +81,7 @@ class FrameRing:
         ring_bytes: Memory of the ring.
         extra_bytes: Additional memory that only a marker may take. It is returned as its frames are acknowledged.
         allocate: Makes one buffer of the given number of bytes (pinned memory for a GPU).
+        padded: Leave room for padding at the end of large frames.
     """
 
     def __init__(
@@ -69,10 +89,14 @@ class FrameRing:
         ring_bytes: int,
         extra_bytes: int,
         allocate: Callable[[int], Bytes] = lambda size: np.empty(size, np.uint8),
+        *,
+        padded: bool = False,
     ) -> None:
         self._capacity = max(2, ring_bytes // MAX_FRAME_BYTES)
         self._extra_bytes = extra_bytes
         self._allocate = allocate
+        self._padded = padded
+        self._buffer_bytes = BUFFER_BYTES if padded else MAX_FRAME_BYTES
         self._free: list[FrameBuffer] = []
         self._out: dict[int, weakref.ref[FrameBuffer]] = {}
         """Ring buffers in use, by identity. A buffer that its owner drops leaves this dict by itself."""
@@ -109,13 +133,15 @@ class FrameRing:
     def _take(self) -> FrameBuffer | None:
         if self._taken == self._capacity:
             return None
-        buffer = self._free.pop() if self._free else FrameBuffer(self._allocate(MAX_FRAME_BYTES), pooled=True)
+        buffer = self._free.pop() if self._free else FrameBuffer(self._allocate(self._buffer_bytes), pooled=True)
         key = id(buffer)
         self._out[key] = weakref.ref(buffer, lambda _dropped: self._out.pop(key, None))
         self._note_peak()
         return buffer
 
     def _lend(self, num_bytes: int) -> FrameBuffer | None:
+        if self._padded:
+            num_bytes = with_padding(num_bytes)
         if self._borrowed_bytes + num_bytes > self._extra_bytes:
             return None
         buffer = FrameBuffer(self._allocate(num_bytes), pooled=False)
@@ -130,11 +156,11 @@ class FrameRing:
     def release(self, buffer: FrameBuffer) -> None:
         with self._changed:
             if buffer.pooled:
-                buffer.header, buffer.ready, buffer.payload_crc = None, None, None
+                buffer.header, buffer.ready, buffer.payload_crc, buffer.pad = None, None, None, None
                 del self._out[id(buffer)]
                 self._free.append(buffer)
-            else:
-                del self._lent[len(buffer.array)][id(buffer)]
+            else:  # padding before a frame is not the ring's
+                self._lent.get(len(buffer.array), {}).pop(id(buffer), None)
             self._changed.notify_all()
 
     @property
@@ -158,12 +184,12 @@ class FrameRing:
     @property
     def used_bytes(self) -> int:
         """Memory of the frames that are in use at the moment."""
-        return self._taken * MAX_FRAME_BYTES + self._borrowed_bytes
+        return self._taken * self._buffer_bytes + self._borrowed_bytes
 
     @property
     def limit_bytes(self) -> int:
         """Largest memory that frames may take."""
-        return self._capacity * MAX_FRAME_BYTES + self._extra_bytes
+        return self._capacity * self._buffer_bytes + self._extra_bytes
 
     @property
     def has_room(self) -> bool:
@@ -173,4 +199,4 @@ class FrameRing:
     @property
     def held_bytes(self) -> int:
         """Memory of all buffers. The ring's buffers are kept once they are made."""
-        return (self._taken + len(self._free)) * MAX_FRAME_BYTES + self._borrowed_bytes
+        return (self._taken + len(self._free)) * self._buffer_bytes + self._borrowed_bytes

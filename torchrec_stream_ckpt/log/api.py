@@ -104,8 +104,17 @@ class DataWriter(Protocol):
     Errors are final for this writer: open another one and send all unacknowledged frames again.
     """
 
+    how: str
+    """Way in which frames are written, for people: ``direct``, or ``buffered`` and the reason."""
+
+    @property
+    def origin(self) -> int | None:
+        """Offset from which blocks count. None if the log gains nothing from frames that lie at blocks."""
+
     def send(self, frame: memoryview) -> None:
-        """Hand over one frame. Its bytes must not change until it is acknowledged.
+        """Hand over one frame, followed by padding if the log has an :attr:`origin`. It is acknowledged as one.
+
+        Its bytes must not change until then.
 
         Raises:
             LogUnavailableError: the frame was not accepted.
@@ -167,6 +176,13 @@ class Log(LogReader, Protocol):
 
         Raises:
             CorruptionError: the log has lost its identity, and ``identity`` is not given.
+        """
+
+    def takes_blocks(self) -> bool:
+        """(rank 0) Return whether writers write past the page cache, so that frames should lie at blocks.
+
+        Raises:
+            LogUnavailableError: the log does not answer.
         """
 
     def preflight(self) -> None:
@@ -295,12 +311,13 @@ class Log(LogReader, Protocol):
     def close(self) -> None: ...
 
 
-def open_log(uri: str, options: Options = None) -> Log:
+def open_log(uri: str, options: Options = None, *, direct: bool = False) -> Log:
     """Open the log at ``uri``. Nothing is accessed until the log is used.
 
     Args:
         uri: ``file://DIR`` or ``kafka://BROKERS/JOB``.
         options: Kafka client settings (security included), or a file of ``key=value`` lines.
+        direct: Its writers write files past the page cache, if the file system can.
     """
     parsed = parse_uri(uri)
     if isinstance(parsed, FileUri):
@@ -308,7 +325,7 @@ def open_log(uri: str, options: Options = None) -> Log:
 
         if options:
             raise ConfigError("client options are for Kafka logs, but this is a file log", hint="omit them")
-        return FileLog(parsed.directory)
+        return FileLog(parsed.directory, direct=direct)
     from torchrec_stream_ckpt.log.kafka.log import KafkaLog
 
     return KafkaLog(parsed, load_options(options))

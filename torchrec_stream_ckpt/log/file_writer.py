@@ -3,29 +3,43 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from concurrent.futures import Future, wait
 from pathlib import Path
 
 from torchrec_stream_ckpt.errors import LogUnavailableError, StreamLostError
+from torchrec_stream_ckpt.format.padding import BLOCK
 from torchrec_stream_ckpt.log.api import Ack
-from torchrec_stream_ckpt.log.disk import explained, unavailable
+from torchrec_stream_ckpt.log.direct import BUFFERED, DIRECT, REFUSALS, refused, runs, write_blocks
+from torchrec_stream_ckpt.log.disk import explained, file_system, unavailable
 from torchrec_stream_ckpt.log.segments import segments
 from torchrec_stream_ckpt.log.worker import Worker
 from torchrec_stream_ckpt.util.durable import fsync_dir, write_all
 from torchrec_stream_ckpt.util.failpoints import failpoint
 from torchrec_stream_ckpt.util.layout import segment_name
 
+log = logging.getLogger(__name__)
+
 SEGMENT_BYTES = 256 * 2**20
+_LONGEST = 1.25
+"""Length of a segment, in SEGMENT_BYTES, up to which its end waits for a block. Blocks count from its beginning."""
 
 
 class FileWriter:
     """Appends frames to one rank's segments, and makes them durable while the next ones are written.
 
     One sync runs at a time, on a separate thread. The next one covers all frames written meanwhile.
+
+    Args:
+        folder: The partition.
+        generation: Generation of the stream.
+        resume_at: Offset of the first frame.
+        again: True if the stream may have segments already.
+        direct: Write past the page cache what lies at blocks, if the file system can.
     """
 
-    def __init__(self, folder: Path, generation: int, resume_at: int, *, again: bool) -> None:
+    def __init__(self, folder: Path, generation: int, resume_at: int, *, again: bool, direct: bool = False) -> None:
         self._folder = folder
         self._generation = generation
         self._end = resume_at
@@ -36,6 +50,10 @@ class FileWriter:
         """Frames that no sync covers yet."""
         self._syncing: tuple[Future[None], list[Ack]] | None = None
         self._fd = -1
+        self._direct_fd = -1
+        """The same segment, opened for direct writes. -1 without them."""
+        self._direct = direct
+        self.how = DIRECT if direct else BUFFERED
         self._room = 0
         if again:
             self._forget_beyond()
@@ -66,6 +84,7 @@ class FileWriter:
             self._check_acknowledged()
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | how | os.O_CLOEXEC, 0o666)
             fsync_dir(self._folder)
+            self._open_direct(path)
         except FileExistsError:
             raise StreamLostError(
                 f"a segment of generation {self._generation} already exists, written by another program",
@@ -76,6 +95,30 @@ class FileWriter:
             self._close_segment()
             raise unavailable("cannot open a segment", path, error) from None
         self._base, self._room = self._end, SEGMENT_BYTES
+
+    def _open_direct(self, path: Path) -> None:
+        if not self._direct:
+            return
+        try:
+            self._direct_fd = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+            self._refuse_direct(error)
+
+    def _refuse_direct(self, error: OSError) -> None:
+        """Write through the page cache from here on. The log is the same; training gets less of the processor."""
+        reason = refused(file_system(self._folder), error)
+        log.warning("frames are written through the page cache, which takes more CPU time: %s", reason)
+        self._direct, self.how = False, f"{BUFFERED} ({reason})"
+        if self._direct_fd >= 0:
+            os.close(self._direct_fd)
+            self._direct_fd = -1
+
+    @property
+    def origin(self) -> int | None:
+        """Offset from which blocks count for direct writes. None if there are no such writes."""
+        return self._base if self._direct else None
 
     def _check_acknowledged(self) -> None:
         """Check that acknowledged bytes still exist. Otherwise no later marker can be restored.
@@ -108,13 +151,13 @@ class FileWriter:
     def _write(self) -> list[Ack]:
         """Append the sent frames. Returns those that became durable at the end of a segment."""
         acks = []
-        if self._room <= 0:
+        if self._room <= 0 and self._may_end():
             while self._written or self._syncing:
                 self._sync()
                 acks += self._synced(None)
             self._roll()
         self._check_length()
-        write_all(self._fd, self._sent)
+        self._append(self._sent)
         failpoint("segment.written")
         for frame in self._sent:
             self._written.append(Ack(self._end, self._end + len(frame)))
@@ -122,6 +165,34 @@ class FileWriter:
             self._room -= len(frame)
         self._sent.clear()
         return acks
+
+    def _may_end(self) -> bool:
+        """Return whether the segment may end here. With direct writes, the next one should begin at a block, too.
+
+        Otherwise frames in the queue, which were padded for this one, would not lie at blocks of the next.
+        """
+        written = self._end - self._base
+        return not self._direct or written % BLOCK == 0 or written >= _LONGEST * SEGMENT_BYTES
+
+    def _append(self, parts: list[memoryview]) -> None:
+        """Write all bytes of the frames, past the page cache where that is possible."""
+        if not self._direct:
+            write_all(self._fd, parts)
+            return
+        position = self._end - self._base
+        for whole_blocks, run in runs(parts, position):
+            rest = run
+            if whole_blocks and self._direct:
+                try:
+                    rest = write_blocks(self._direct_fd, run, position)
+                except OSError as error:
+                    if error.errno not in REFUSALS:
+                        raise
+                    self._refuse_direct(error)
+            num_bytes = sum(map(len, run))
+            os.lseek(self._fd, position + num_bytes - sum(map(len, rest)), os.SEEK_SET)
+            write_all(self._fd, rest)
+            position += num_bytes
 
     def _check_length(self) -> None:
         """Check that written bytes still exist. A write after missing bytes would leave a hole that reads as zeros."""
@@ -163,6 +234,7 @@ class FileWriter:
         self._close_segment()
 
     def _close_segment(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        for fd in (self._fd, self._direct_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._direct_fd = -1

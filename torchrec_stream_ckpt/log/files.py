@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import re
 import uuid
@@ -18,6 +19,7 @@ from pathlib import Path
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.log.api import DataWriter, Finding, Freed, Incarnation, Rows, TrimRange
 from torchrec_stream_ckpt.log.control_file import ControlFile
+from torchrec_stream_ckpt.log.direct import refusal
 from torchrec_stream_ckpt.log.disk import examine_folder, explained
 from torchrec_stream_ckpt.log.file_writer import FileWriter
 from torchrec_stream_ckpt.log.segments import (
@@ -43,6 +45,8 @@ from torchrec_stream_ckpt.util.layout import (
 from torchrec_stream_ckpt.util.types import LogSpan, MarkPlace
 from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri
 
+log = logging.getLogger(__name__)
+
 _MOST_STREAMS = 2**16
 """Limit of streams whose last place is remembered."""
 _IDENTITY = re.compile(rb"[0-9a-f]{32}")
@@ -51,9 +55,10 @@ _IDENTITY = re.compile(rb"[0-9a-f]{32}")
 class FileLog:
     """A log in a folder. On several nodes the folder must be on a shared file system."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, direct: bool = False) -> None:
         self.uri: FileUri | KafkaUri = FileUri(root)
         self._root = root
+        self._direct = direct
         self._control = ControlFile(root)
         self._names = SegmentNames()
         self._folders: dict[int, str] = {}
@@ -78,6 +83,15 @@ class FileLog:
         incarnation = self.incarnation()
         assert incarnation is not None
         return incarnation
+
+    def takes_blocks(self) -> bool:
+        if not self._direct:
+            return False
+        with explained("cannot write the file log", self._root):
+            reason = refusal(nearest_folder(self._root))
+        if reason:
+            log.warning("frames are written through the page cache, which takes more CPU time: %s", reason)
+        return not reason
 
     def preflight(self) -> None:
         self.incarnation()
@@ -104,11 +118,16 @@ class FileLog:
         if there != self._root:
             yield Finding("log: folder", f"{self._root} does not exist; {there} is examined instead")
         yield from examine_folder("log", there)
+        if os.access(there, os.W_OK | os.X_OK):
+            with explained("cannot write the file log", there):
+                reason = refusal(there)
+            # Not a warning: a log in such a folder is as safe, and costs what it did before there were direct writes.
+            yield Finding("log: direct writes", f"no: {reason}; frames go through the page cache" if reason else "yes")
 
     def open_writer(self, generation: int, partition: int, resume_at: int, *, again: bool = False) -> DataWriter:
         again = again or resume_at > 0 or (generation, partition) in self._begun
         self._begun.add((generation, partition))
-        return FileWriter(partition_dir(self._root, partition), generation, resume_at, again=again)
+        return FileWriter(partition_dir(self._root, partition), generation, resume_at, again=again, direct=self._direct)
 
     def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
         for path, base, begin, end in pieces(self._root, span, self._names):

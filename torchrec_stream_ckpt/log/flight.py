@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from torchrec_stream_ckpt.errors import StreamLostError
-from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, seal
+from torchrec_stream_ckpt.format.frame import Kind, seal, seal_pad
 from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
 from torchrec_stream_ckpt.log.api import Ack, DataWriter
 from torchrec_stream_ckpt.log.gaps import Gap
@@ -83,8 +83,8 @@ class Flight:
             assert header is not None
             begin = ack.offset if header.seq == 0 else self.acked.begin
             with self._changed:
-                self.acked = StreamEnd(header.seq + 1, begin, ack.end, header.header_crc)
-                self.acked_bytes += HEADER_LEN + header.payload_len
+                self.acked = StreamEnd(buffer.last.seq + 1, begin, ack.end, buffer.last.header_crc)
+                self.acked_bytes += buffer.num_bytes
                 if header.kind is Kind.MARK:
                     self.marks[header.seq] = self.acked
             self._ring.release(buffer)
@@ -96,7 +96,10 @@ class Flight:
             buffer.ready()
         header.chain = self._chain
         seal(header, buffer.array.data, buffer.payload_crc)
-        self._chain = header.header_crc
+        if buffer.pad is not None:
+            buffer.pad.chain = header.header_crc
+            seal_pad(buffer.pad, buffer.view()[buffer.frame_bytes :])
+        self._chain = buffer.last.header_crc
 
     def _compare(self, ack: Ack) -> None:
         """Compare the oldest frame's position ``ack`` with the stream's end, which must never decrease."""
@@ -110,6 +113,6 @@ class Flight:
                 hint="see the brokers' logs: a disk or machine failed, or an unclean leader was elected",
                 seq=acked.frames,
             )
-        sent = [buffer.header.header_crc for buffer in self.buffers if buffer.header is not None]
+        sent = [each.header_crc for buffer in self.buffers for each in (buffer.header, buffer.pad) if each is not None]
         with self._changed:
             self._gaps.append(Gap(acked.end, ack.offset, acked.frames, tuple(sent)))

@@ -16,8 +16,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+
 from torchrec_stream_ckpt.errors import LogUnavailableError, StreamLostError
-from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, NEWEST_VERSION, Header, Kind
+from torchrec_stream_ckpt.format.padding import BLOCK, LEAST_BYTES, MOST_SHARE, gap
 from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
 from torchrec_stream_ckpt.log.api import DataWriter
 from torchrec_stream_ckpt.log.flight import Flight, StreamEnd
@@ -46,6 +49,14 @@ class _Totals(NamedTuple):
     frames: int = 0
     rows: int = 0
     num_bytes: int = 0
+    padding_bytes: int = 0
+
+
+def _pad_header(frame: Header, num_bytes: int) -> Header:
+    """Return the header of padding of ``num_bytes`` in the stream of ``frame``, without its seq."""
+    header = Header(Kind.PAD, frame.job, frame.generation, frame.rank, version=NEWEST_VERSION)
+    header.schema_crc, header.payload_len = frame.schema_crc, num_bytes - HEADER_LEN
+    return header
 
 
 class Publisher:
@@ -54,15 +65,22 @@ class Publisher:
     Args:
         open_writer: Opens the log's writer. The argument is the end of the acknowledged bytes.
         ring: Ring that buffers are returned to.
+        aligned: Pad large frames to blocks, so that the log can write them past the page cache. The generation's CLAIM
+            must announce it.
     """
 
-    def __init__(self, open_writer: Callable[[int], DataWriter], ring: FrameRing) -> None:
+    def __init__(self, open_writer: Callable[[int], DataWriter], ring: FrameRing, *, aligned: bool = False) -> None:
         self._open_writer = open_writer
         self._ring = ring
         self.failure: str | None = None
         """Reason why the log does not accept frames at the moment. None if it does."""
         self.lost: StreamLostError | None = None
         """Set once acknowledged frames are lost. The stream is then over, and submitted frames are dropped."""
+        self._aligned = aligned
+        self._origin: int | None = 0
+        """Offset from which blocks count. None while the log cannot write past the page cache."""
+        self.writes = ""
+        """Way in which the log writes, in words. Empty until it is open."""
         self._queue: deque[tuple[FrameBuffer, _Totals]] = deque()
         self._unqueued = _Totals()
         """Totals up to the last frame that has left the queue, or was dropped."""
@@ -97,13 +115,18 @@ class Publisher:
         with self._changed:
             if self.lost is None:
                 self._check()
-            frames, rows, num_bytes = self._totals()
+            if self.lost is None and self._aligned:
+                self._pad(buffer, header)
+            frames, rows, num_bytes, padding = self._totals()
             header.seq = frames
             if self.lost is not None:
-                self._unqueued = _Totals(frames + 1, rows, num_bytes)
+                self._unqueued = _Totals(frames + 1, rows, num_bytes, padding)
                 self._ring.release(buffer)
                 return frames
-            totals = _Totals(frames + 1, rows + header.rows, num_bytes + HEADER_LEN + header.payload_len)
+            padding += buffer.num_bytes - buffer.frame_bytes
+            if buffer.pad is not None:
+                buffer.pad.seq = frames + 1
+            totals = _Totals(buffer.last.seq + 1, rows + header.rows, num_bytes + buffer.num_bytes, padding)
             # One append makes all changes, so an exception on the training thread leaves no seq missing or doubled.
             self._queue.append((buffer, totals))
             self._queued_s = time.monotonic()
@@ -113,6 +136,24 @@ class Publisher:
             elif self._resting:
                 self._changed.notify_all()
             return frames
+
+    def _pad(self, buffer: FrameBuffer, header: Header) -> None:
+        """Pad a large frame: before it to the next block, and in its own memory up to the end of a block."""
+        origin, totals = self._origin, self._totals()
+        buffer.pad = None
+        own = buffer.frame_bytes
+        if origin is None or header.kind is not Kind.ROWS or own < LEAST_BYTES or buffer.address % BLOCK:
+            return
+        lead, tail = gap(totals.num_bytes - origin), gap(own)
+        most = MOST_SHARE * (totals.num_bytes + lead + own + tail)
+        if own + tail > len(buffer.array) or totals.padding_bytes + lead + tail > most:
+            return
+        if lead:
+            between = FrameBuffer(np.zeros(lead, np.uint8), pooled=False, header=_pad_header(header, lead))
+            between.last.seq = totals.frames
+            after = _Totals(totals.frames + 1, totals.rows, totals.num_bytes + lead, totals.padding_bytes + lead)
+            self._queue.append((between, after))
+        buffer.pad = _pad_header(header, tail) if tail else None
 
     def _totals(self) -> _Totals:
         try:
@@ -162,6 +203,11 @@ class Publisher:
     def pending(self) -> int:
         """Number of unacknowledged frames."""
         return self._totals().frames - self.flight.acked.frames
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of padding among ``num_bytes``."""
+        return self._totals().padding_bytes
 
     @property
     def backlog(self) -> tuple[int, int]:
@@ -239,12 +285,16 @@ class Publisher:
         """Open a fresh writer and send all unacknowledged frames to it."""
         writer = self._open_writer(self.flight.acked.end)
         self._heard_s = time.monotonic()
+        self._note_writer(writer)
         try:
             self.flight.send_again(writer)
         except BaseException:
             writer.close()
             raise
         return writer
+
+    def _note_writer(self, writer: DataWriter) -> None:
+        self._origin, self.writes = writer.origin, writer.how
 
     def _pump(self, writer: DataWriter) -> bool:
         """Send queued frames and process acknowledgments. Returns True if there were any."""
@@ -256,6 +306,7 @@ class Publisher:
             self._queue.popleft()
             self.flight.send(buffer, writer)
         acks = writer.poll(0.0 if self._queue else _POLL_S)
+        self._note_writer(writer)
         if acks:
             failpoint("stream.acknowledged")
             self._heard_s = time.monotonic()

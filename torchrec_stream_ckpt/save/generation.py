@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.errors import (
     StreamLostError,
 )
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, check_follows
-from torchrec_stream_ckpt.format.claim_features import DENSE_PROOF
+from torchrec_stream_ckpt.format.claim_features import ALIGNED, DENSE_PROOF, KNOWN
 from torchrec_stream_ckpt.format.claim_references import brief, nobodys
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.frame import Header, Kind
@@ -194,6 +194,7 @@ def claim_generation(
     twin: Claim | None = None,
     nonce: str | None = None,
     after: str | None = None,
+    near: Log | None = None,
 ) -> Claim:
     """(rank 0) Prepare the log and the store, and claim the next generation.
 
@@ -213,6 +214,7 @@ def claim_generation(
         twin: CLAIM on the outer tier; this log gets the same one.
         nonce: Nonce of the CLAIM, for a caller that retries one that may have been written; None for a new nonce.
         after: The newest CLAIM must have this nonce or ``nonce``; None if it may have any.
+        near: The log that the ranks write to, from which a relay copies to this one; None: this one.
 
     Raises:
         FencedError: another trainer was first.
@@ -260,7 +262,7 @@ def claim_generation(
         time_s=twin.time_s if twin is not None else time.time(),
         layout=layout,
         changes=twin.changes if twin is not None else changes,
-        announces=twin.announces if twin is not None else (DENSE_PROOF,) if config.proof_bytes else None,
+        announces=twin.announces if twin is not None else _announced(config, near or log_),
     )
     if before is not None:
         check_follows(before, claim.schema, swept, generation)
@@ -268,6 +270,12 @@ def claim_generation(
     dense.prepare(claim.job)
     control.claim(claim)
     return claim
+
+
+def _announced(config: StreamConfig, log_: Log) -> tuple[str, ...] | None:
+    """Return the features that the streams will use. None if there are none."""
+    used = {ALIGNED: log_.takes_blocks(), DENSE_PROOF: config.proof_bytes > 0}
+    return tuple(name for name in KNOWN if used.get(name)) or None
 
 
 def _with_ids(

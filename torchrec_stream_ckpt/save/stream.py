@@ -16,6 +16,7 @@ from torchrec_stream_ckpt.dense.dense_prover import DenseTurns
 from torchrec_stream_ckpt.dense.dense_state import DenseState
 from torchrec_stream_ckpt.errors import FencedError
 from torchrec_stream_ckpt.find.job import Tier
+from torchrec_stream_ckpt.format.claim_features import ALIGNED
 from torchrec_stream_ckpt.format.control import Claim, Hello
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
@@ -117,7 +118,9 @@ def open_stream(parts: StreamParts, claim: Claim, timeout_s: float, prover: Call
     partition = team.rank % claim.partitions
     with ExitStack() as undo:
         publisher = Publisher(
-            lambda resume_at: tier.log.open_writer(claim.generation, partition, resume_at), parts.ring
+            lambda resume_at: tier.log.open_writer(claim.generation, partition, resume_at),
+            parts.ring,
+            aligned=ALIGNED in (claim.announces or ()),
         )
         undo.callback(publisher.close, 0.0)
         generation = Generation(

@@ -160,4 +160,5 @@ class Telemetry:
             cut=self.cut.read(),
             commit=self.commit.read(),
             native_kernel=describe(),
+            log_writes=publisher.writes if publisher is not None else "",
         )

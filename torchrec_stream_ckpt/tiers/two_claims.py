@@ -86,7 +86,7 @@ def claim_both(
             _adopt(tiers, state, parent)
         rest = (schema, world, parent, tuple(swept))
         least = state.inner.next_generation
-        theirs = _claim(outer, *rest, layout=layout, changes=changes, least=least)
+        theirs = _claim(outer, *rest, layout=layout, changes=changes, least=least, near=inner.log)
         note_reached(inner.objects, theirs.job, MarkerId(theirs.generation, 0), tiers.every)
         mine = _claim(inner, *rest, layout=layout, twin=theirs)
     return mine, theirs

@@ -103,6 +103,14 @@ class StreamConfig:
     marker_budget_bytes: Annotated[int, Spec(least=0)] = 2**30
     """Additional memory of a marker for rows of its cut that training overwrites before they found space in the ring.
     If it is full, all ranks give the marker up, and its rows go with the next one."""
+    log_writes: Annotated[
+        Literal["buffered", "direct"],
+        Spec("{buffered,direct}", "direct: write files past the page cache, at less CPU time", alike=True),
+    ] = "buffered"
+    """Way in which a file log is written. ``direct`` writes frames of 256 KiB and more past the page cache, which takes
+    less CPU time. A reader on the same host, such as a relay, a follower or a HEAD, then reads them from the disk.
+    ``buffered`` leaves them in the page cache. If the file system refuses direct writes, all are buffered, which
+    ``stats().log_writes`` and ``stream-ckpt doctor`` report."""
     sweep_bytes: Annotated[int, Spec(least=1)] = 16 * 2**20
     """Bytes per step of rows that no step has touched, until all have been sent."""
     proof_bytes: Annotated[
@@ -204,7 +212,12 @@ class StreamConfig:
     @property
     def outer(self) -> StreamConfig | None:
         """Settings of the outer tier, as if it were the only one. None with a single tier."""
-        return replace(self, uri=self.uris[-1], outer_every=1) if len(self.uris) > 1 else None
+        return replace(self, uri=self.uris[-1], outer_every=1, log_writes="buffered") if len(self.uris) > 1 else None
+
+    @property
+    def writes_direct(self) -> bool:
+        """True if the nearest log is a folder, to be written past the page cache. The file system may refuse that."""
+        return self.log_writes == "direct" and isinstance(parse_uri(self.uris[0]), FileUri)
 
     def of_all_ranks(self) -> dict[str, Any]:
         """Return the settings by which ranks act together, and which therefore must be the same on all of them."""

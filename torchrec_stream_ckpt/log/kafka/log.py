@@ -51,6 +51,9 @@ class KafkaLog:
         self._presence = Presence(self._brokers, self._reader)
         self._control = ControlTopic(self._brokers, self._reader)
 
+    def takes_blocks(self) -> bool:
+        return False
+
     def prepare(self, partitions: int, identity: str | None = None) -> Incarnation:
         """Create missing topics and partitions, as :func:`topics.prepare`."""
         return topics.prepare(self._brokers, partitions)

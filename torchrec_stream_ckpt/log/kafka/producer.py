@@ -163,6 +163,8 @@ def _unknown(reason: str) -> CommitUnknownError:
 class KafkaWriter:
     """Writer of one rank to a data partition; see :class:`DataWriter`."""
 
+    how = "kafka"
+
     def __init__(self, sender: KafkaSender) -> None:
         self._sender = sender
 
@@ -187,6 +189,10 @@ class KafkaWriter:
                 break
             acks.append(Ack(offset, offset + 1))
         return acks
+
+    @property
+    def origin(self) -> int | None:
+        return None
 
     def waits_for(self) -> str:
         return self._sender.waits_for()
