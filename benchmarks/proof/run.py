@@ -99,7 +99,7 @@ class Killed:
                     return False
                 if self.name == OURS and service is None and (self.folder / "log").exists():
                     service = Processes(self.folder, "materializer", 1, fold, self.uri)
-                seen = len(loads(self.folder))
+                seen = len(loads(self.folder)) if ranks is None else 0  # a killed materializer leaves the ranks alone
                 ranks = ranks or self._ranks()
                 done = sum(self.kills.values())
                 if done >= self.wanted:
