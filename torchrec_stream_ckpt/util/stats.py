@@ -137,8 +137,8 @@ class Stats:
     native_kernel: str
     """Path of the native kernel that gathers and places rows, such as ``avx2``; or ``none`` with the reason."""
     log_writes: str
-    """Way in which this rank's frames are written: ``direct``, ``buffered`` (with the reason, if the file system refuses
-    direct writes), or ``kafka``. Empty before a generation is open."""
+    """Way in which this rank's frames are written: ``direct``, ``buffered`` (with the reason, if the file system
+    refuses direct writes), or ``kafka``. Empty before a generation is open."""
 
     @property
     def sweep_ratio(self) -> float:
