@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from tests import ranks
 from tests.inside import inside
@@ -21,6 +22,7 @@ from tests.model import PLAN_2, Trainer, differences, trainer, truth
 from tests.parts import open_log
 from tests.pressure import everywhere
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt.dense import dcp
 from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError, StoreUnavailableError, StreamCkptError
 from torchrec_stream_ckpt.format.control import parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -113,7 +115,7 @@ def a_stateful_that_raises(running: Running) -> None:
     running.position.fail_save = True
 
 
-def _patched_once(owner: type, name: str, before: Callable[[], None]) -> None:
+def _patched_once(owner: type | ModuleType, name: str, before: Callable[[], None]) -> None:
     real = getattr(owner, name)
 
     def patched(*args: Any, **kwargs: Any) -> Any:
@@ -263,7 +265,7 @@ def test_a_load_state_dict_that_raises_on_one_rank_raises_on_all_and_such_a_job_
 def _dense_load_raises(uri: str) -> str:
     running = _start(uri)
     if dist.get_rank() == 1:
-        _patched_once(FileSystemReader, "read_data", _full)
+        _patched_once(dcp, "read_plain", _full)
     with pytest.raises(StreamCkptError) as caught:
         running.checkpointer.restore()
     running.checkpointer.close()
