@@ -80,26 +80,29 @@ class Picture:
 
 
 def overview() -> Picture:
-    """The whole idea, for a first look."""
-    page = Picture(100, 31)
-    page.room(1, 2, 25, 27, "training, 2 ranks", TRAINER)
-    page.room(33, 2, 34, 27, "log: Kafka or a directory", LOG)
-    page.room(74, 2, 25, 27, "restored on 3 ranks", READER)
-    rows = ((19, "rank 0"), (11.5, "rank 1"))
-    for y, name in rows:
-        page.box(4, y, 19, 5.5, f"{name}: a step\nchanges a few rows")
-        page.arrow((23, y + 2.75), (35, y + 2.75), "changed rows")
-        for x, width, text in ((35, 9, "rows"), (44, 9, "rows"), (53, 9, "rows")):
-            page.axes.add_patch(Rectangle((x, y), width, 5.5, fc="white", ec=INK, lw=0.8))
-            page.text(x + width / 2, y + 2.75, text, 7.5)
-    for x, name in ((44, "marker 1:1"), (53, "marker 1:2")):
-        page.axes.plot([x, x], [9.5, 25.5], color="#b03030", lw=1.8, zorder=3)
-        page.text(x, 8, name, 7.5, color="#b03030")
-    page.text(50, 4.6, "a marker: one step of the whole job, rows,\ndense model, optimizer, loader position", 7)
-    for y, name in ((20, "rank 0"), (14, "rank 1"), (8, "rank 2")):
-        page.box(77, y, 19, 4.5, f"{name}, another plan")
-        page.arrow((67, 16.25), (77, y + 2.25))
-    page.text(86.5, 4.6, "any marker, bit for bit", 7.5, weight="bold")
+    """The whole idea, for a first look. Its text is legible on a screen that is 360 pixels wide."""
+    page = Picture(50, 48)
+    page.room(1, 35.5, 48, 12, "", TRAINER)
+    page.text(2.2, 45.6, "training, 2 ranks", 11, ha="left", weight="bold")
+    page.room(1, 13.5, 48, 19, "", LOG)
+    page.text(2.2, 30.6, "log: Kafka or a directory", 11, ha="left", weight="bold")
+    page.room(1, 0.5, 48, 10, "", READER)
+    page.text(2.2, 8.6, "any marker, restored on 3 ranks", 11, ha="left", weight="bold")
+    for rank, (x, y) in enumerate(((3, 24), (26, 19.5))):
+        page.box(x, 37, 21, 6.5, f"rank {rank}: a step\nchanges a few rows", size=11)
+        page.arrow((x + 10.5, 37), (x + 10.5, 32.5))
+        page.text(x + 11.3, 34, "changed rows", 11, ha="left")
+        page.text(3, y + 2, f"of rank {rank}", 11, ha="left")
+        for left in (14, 25, 36):
+            page.axes.add_patch(Rectangle((left, y), 11, 4, fc="white", ec=INK, lw=0.8))
+            page.text(left + 5.5, y + 2, "rows", 11)
+    for x, name in ((25, "marker 1:1"), (36, "marker 1:2")):
+        page.axes.plot([x, x], [18.6, 29], color="#b03030", lw=2.2, zorder=3)
+        page.text(x, 17.3, name, 11, color="#b03030")
+    page.text(25, 15, "marker: one step of all ranks, rows and dense state", 10.5)
+    for rank, x in enumerate((3, 18.25, 33.5)):
+        page.box(x, 1.7, 13.5, 5, f"rank {rank}", size=11)
+        page.arrow((25, 13.5), (x + 6.75, 10.5))
     return page
 
 
