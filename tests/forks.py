@@ -118,7 +118,7 @@ def _run_script(script: Path, arguments: tuple[str, ...], said: tuple[Path, Path
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.environ["BENCH_START"] = "forkserver"  # ranks of a benchmark come from this server, too
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]  # a child would start another one
-    _run_as_main(script, arguments)
+    run_as_main(script, arguments)
 
 
 def _run_rank(script: Path, arguments: tuple[str, ...], said: Connection, port: int, rank: int, world: int) -> None:
@@ -127,10 +127,11 @@ def _run_rank(script: Path, arguments: tuple[str, ...], said: Connection, port: 
     said.close()
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in ranks.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    _run_as_main(script, arguments)
+    run_as_main(script, arguments)
 
 
-def _run_as_main(script: Path, arguments: tuple[str, ...]) -> None:
+def run_as_main(script: Path, arguments: tuple[str, ...]) -> None:
+    """Turn this forked process into one of the script."""
     os.chdir(ROOT)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))

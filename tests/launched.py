@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -9,8 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+
+from torch.distributed import run
+
+from tests.forks import context, run_as_main
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,11 +50,15 @@ class Launched:
 
         def found() -> re.Match[str] | None:
             match = re.compile(pattern).search(self.text(), after)
-            if match is None and self.process.poll() is not None:
-                raise AssertionError(f"ended with {self.process.returncode} before {pattern!r}:\n{self.text()}")
+            if match is None and (code := self.poll()) is not None:
+                raise AssertionError(f"ended with {code} before {pattern!r}:\n{self.text()}")
             return match
 
         return wait(found, timeout_s, lambda: f"{pattern!r} did not come:\n{self.text()}")
+
+    def poll(self) -> int | None:
+        """Exit status of the launcher; None while it runs."""
+        return self.process.poll()
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks that run."""
@@ -61,6 +71,66 @@ class Launched:
         for pid in tree:
             signal_to(pid, signal.SIGKILL)
         self.process.wait()
+
+
+class Torchrun:
+    """One ``torchrun`` whose process and ranks are forked: 4 s of CPU less for each of them.
+
+    It is torch's launcher with ``--start-method forkserver``. All processes are in one group.
+    """
+
+    def __init__(self, arguments: Sequence[str], output: Path, env: Mapping[str, str]) -> None:
+        self.output = output
+        output.touch()
+        self.process = context.Process(target=_launch, args=(tuple(arguments), output, {**launcher_env(), **env}))
+        self.process.start()
+
+    text = Launched.text
+    wait_for = Launched.wait_for
+
+    def __enter__(self) -> Torchrun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def poll(self) -> int | None:
+        """Exit status of the launcher; None while it runs."""
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        """SIGKILL the launcher and its ranks at once."""
+        assert self.process.pid is not None
+        with contextlib.suppress(ProcessLookupError):  # all of them have ended
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()  # if it has no group yet
+        self.process.join()
+
+
+def _launch(arguments: tuple[str, ...], output: Path, env: dict[str, str]) -> None:
+    os.setpgid(0, 0)
+    _write_to(output)
+    os.environ.clear()
+    os.environ |= env
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]  # a child would start another one
+    asked = run.parse_args(["--start-method", "forkserver", *arguments])
+    if asked.standalone:
+        asked.rdzv_backend, asked.rdzv_endpoint, asked.rdzv_id = "c10d", "localhost:0", str(os.getpid())
+    config, _, _ = run.config_from_args(asked)
+    given = (os.getpid(), output, Path(asked.training_script), tuple(asked.training_script_args))
+    run.elastic_launch(config=config, entrypoint=_rank)(*given)
+
+
+def _rank(group: int, output: Path, script: Path, arguments: tuple[str, ...]) -> None:
+    os.setpgid(0, group)
+    _write_to(output)
+    run_as_main(script, arguments)
+
+
+def _write_to(output: Path) -> None:
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(file, stream)
 
 
 def launcher_env() -> dict[str, str]:

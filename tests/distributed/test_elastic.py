@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.launched import Launched, wait
+from tests.launched import Torchrun, wait
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -24,20 +24,20 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.nodes: list[Launched] = []
+        self.nodes: list[Torchrun] = []
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
 
-    def add(self) -> Launched:
+    def add(self) -> Torchrun:
         is_host = int(not self.nodes)  # the first node serves the rendezvous, and it does not die
         conf = f"is_host={is_host},last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=5"
         rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", self.endpoint, "--rdzv_conf", conf]
         elastic = ["--nnodes", "1:3", "--nproc_per_node", "1", "--max_restarts", "20", "--rdzv_id", "elastic"]
-        command = ["torch.distributed.run", *rendezvous, *elastic, "tests/elastic_rank.py", str(self.folder), *MODEL]
+        command = [*rendezvous, *elastic, "tests/elastic_rank.py", str(self.folder), *MODEL]
         command += ["--stream_ckpt", f"file://{self.folder / 'ckpt'}"]
         env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # as the component does; docs/launch.md says why
-        node = Launched(command, self.folder / f"node-{len(self.nodes)}.log", env)
+        node = Torchrun(command, self.folder / f"node-{len(self.nodes)}.log", env)
         self.nodes.append(node)
         return node
 

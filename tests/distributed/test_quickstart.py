@@ -16,9 +16,8 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.optimizers import Adagrad
 from typer.testing import CliRunner
 
-from tests import warm
+from tests import launched, warm
 from tests.forks import ROOT, Torchrun, run_script
-from tests.launched import Launched
 from tests.parts import FileLog, app
 from tests.wrapped import wrapped
 from torchrec_stream_ckpt import GlobalSampler, StreamCheckpointer, StreamConfig, TrackedLoader
@@ -96,11 +95,12 @@ def test_a_fenced_job_says_so_without_a_traceback(tmp_path: Path) -> None:
 
 def test_torchrun_that_is_told_to_stop_leaves_a_marker_of_the_last_step(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}/ckpt"
-    command = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT), uri]
-    with Launched(command, tmp_path / "output", {}) as job:
+    command = ["--standalone", "--nproc_per_node", "2", str(SCRIPT), uri]
+    with launched.Torchrun(command, tmp_path / "output", {}) as job:
         job.wait_for("marker 1:1 committed", 120)
         job.process.terminate()
-        assert job.process.wait(120)  # no success
+        job.process.join(120)
+        assert job.poll()  # no success
         said = job.text()
     told = re.search(r"SIGTERM produced marker (\d+:\d+) of step (\d+); the job should stop", said)
     assert told is not None, said

@@ -1,16 +1,10 @@
-"""The recipes as users start them: killed on two ranks, started again on three, and the same training goes on."""
+"""The recipes on the ranks of a launcher: killed on two, started again on three, and the same training goes on."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 import pytest
 
@@ -34,39 +28,6 @@ RECIPES = {
 KILLED = ("train_two_tower", "train_bert4rec", "train_dlrm_fsdp")
 """Those whose jobs differ: DeepFM and PNN restart by the same lines."""
 PROVED = ("train_bert4rec",)
-BY_TORCHRUN = ("train_two_tower",)
-"""Killed under a launcher. The ranks of the others find the same in their environment, and are forked."""
-
-
-class Users:
-    """``torchrun --standalone``, as users type it."""
-
-    def __init__(self, world: int, script: Path, *arguments: str) -> None:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
-        self._process = subprocess.Popen(
-            [*command, str(script), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        )
-        assert self._process.stdout is not None
-        self.stdout: IO[str] = self._process.stdout
-        self.returncode: int | None = None
-
-    def kill(self) -> None:
-        """SIGKILL to all ranks, and to torchrun should it not end by that."""
-        job = self._process
-        children = Path(f"/proc/{job.pid}/task/{job.pid}/children")
-        for child in children.read_text().split() if job.poll() is None else []:
-            with contextlib.suppress(ProcessLookupError):  # it ended between the question and the signal
-                os.kill(int(child), signal.SIGKILL)
-        try:
-            self.returncode = job.wait(timeout=180)
-        finally:
-            job.kill()
-            self.stdout.close()
 
 
 def run(world: int, recipe: str, *flags: str) -> tuple[int, str]:
@@ -78,7 +39,7 @@ def losses(output: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+), epoch \d+: loss (\S+)", output)}
 
 
-def lines_until_killed(job: Users | Torchrun) -> Iterator[str]:
+def lines_until_killed(job: Torchrun) -> Iterator[str]:
     """What a job says until two steps behind the first marker that was committed."""
     committed = False
     try:
@@ -94,9 +55,7 @@ def lines_until_killed(job: Users | Torchrun) -> Iterator[str]:
 @pytest.mark.parametrize("recipe", KILLED)
 def test_a_killed_recipe_goes_on_on_another_number_of_ranks(recipe: str, tmp_path: Path) -> None:
     flags = [*COMMON, *RECIPES[recipe], "--stream_ckpt", f"file://{tmp_path}"]
-    launcher = Users if recipe in BY_TORCHRUN else Torchrun
-    script = ROOT / "recipes" / f"{recipe}.py"
-    job = launcher(2, script, *flags, "--epochs", "1000", "--sharding", "column_wise")
+    job = Torchrun(2, ROOT / "recipes" / f"{recipe}.py", *flags, "--epochs", "1000", "--sharding", "column_wise")
     first = "".join(lines_until_killed(job))
     assert job.returncode
     assert f"no committed marker in file://{tmp_path}: starting afresh" in first
