@@ -174,6 +174,7 @@ kafka-tools: $(STAMP)
 
 host-tools:
 	@command -v ip >/dev/null || bash scripts/apt_get.sh ip iproute2
+	@command -v redis-check-rdb >/dev/null || bash scripts/apt_get.sh Redis redis-tools
 
 test-tools: browser-tools host-tools
 	@bash scripts/java_tools.sh kafka s3proxy

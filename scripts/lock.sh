@@ -35,7 +35,7 @@ compile_beside() {
 resolve() {
   local lock=$1
   shift
-  compile "$lock" pyproject.toml requirements/cpu.in --extra cpu --extra dev --extra jdk --extra s3 --extra metrics --extra export \
+  compile "$lock" pyproject.toml requirements/cpu.in --extra cpu --extra dev --extra jdk --extra s3 --extra metrics --extra redis --extra export \
     --extra tensorboard --extra torchx --extra bench --overrides requirements/overrides.txt "$@"
 }
 

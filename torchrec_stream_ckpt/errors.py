@@ -83,6 +83,10 @@ class StoreUnavailableError(StreamCkptError):
     """The store cannot be reached or written now. Repair the disk, permissions, credentials or network and retry."""
 
 
+class SinkUnavailableError(StreamCkptError):
+    """A sink that a follower feeds does not answer, or has lost rows. Repair it; the feed writes them again."""
+
+
 class ScratchUnavailableError(StoreUnavailableError):
     """Temporary files cannot be written here; the store itself works. Free space or set ``TMPDIR``, and retry."""
 

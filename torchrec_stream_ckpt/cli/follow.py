@@ -7,7 +7,7 @@ import json as json_
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,10 +21,12 @@ from torchrec_stream_ckpt.cli.common import plain, stopping
 from torchrec_stream_ckpt.cli.options import DAY_S, Globs, JobOptions
 from torchrec_stream_ckpt.errors import ConfigError, printable
 from torchrec_stream_ckpt.extras.follower.core import Follower, follow
+from torchrec_stream_ckpt.extras.follower.redis_sink import RedisSink
 from torchrec_stream_ckpt.extras.follower.serve import ServingWriter
+from torchrec_stream_ckpt.extras.follower.sink import Feed
 from torchrec_stream_ckpt.extras.follower.updates import Changed, Update, UpdateKind
 from torchrec_stream_ckpt.util.units import age, clock
-from torchrec_stream_ckpt.util.uris import parse_uri
+from torchrec_stream_ckpt.util.uris import job_name, parse_uri
 
 
 def follow_stream(
@@ -58,6 +60,16 @@ def follow_stream(
     serve_kafka_options: Annotated[
         str | None, typer.Option(help="(--serve) Client settings for that log.", metavar="FILE")
     ] = None,
+    redis: Annotated[
+        str | None,
+        typer.Option(help="Write the rows of each marker into Redis, one key a row.", metavar="redis://HOST:PORT/DB"),
+    ] = None,
+    redis_prefix: Annotated[
+        str | None, typer.Option(help="(--redis) Start of the keys (default: the job's name and a colon).")
+    ] = None,
+    redis_options: Annotated[
+        str | None, typer.Option(help="(--redis) Login and TLS, key=value lines.", metavar="FILE")
+    ] = None,
     scratch: Annotated[
         Path | None, typer.Option(help="A folder with room for what only the log has (default: that of the system).")
     ] = None,
@@ -67,8 +79,10 @@ def follow_stream(
 
     Reads as an inference replica does (torchrec_stream_ckpt.follow), and changes nothing. Needs no torch.
     """
-    if serve is not None and mode != "markers":
-        raise ConfigError("--serve requires a follower of markers", hint="omit --mode rows")
+    if mode != "markers" and (serve is not None or redis is not None):
+        raise ConfigError(f"--{'serve' if serve else 'redis'} requires a follower of markers", hint="omit --mode rows")
+    if serve is not None and redis is not None:
+        raise ConfigError("--serve and --redis are two followers", hint="run the command twice")
     if serve is not None and str(parse_uri(serve)) == str(parse_uri(options.uri)):
         raise ConfigError("a serving stream cannot be written to the trainer's log", hint="pass another URI to --serve")
     follower = follow(
@@ -91,6 +105,12 @@ def follow_stream(
             stack.callback(serving.close)
         stack.enter_context(stopping(follower.stop))
         report = stack.enter_context(_reporter(follower, as_json=json))
+        if redis is not None:
+            sink = RedisSink(redis, redis_prefix or f"{job_name(options.uri)}:", redis_options)
+            stack.callback(sink.close)
+            for written in Feed(follower, sink).updates(0 if once else None, until_closed=until_closed):
+                report(_record(written.update, written.rows, written.took_s))
+            return
         for update in follower.updates(0 if once else None, until_closed=until_closed):
             record = _read(update, serving)
             if record["rows"] or update.kind is not UpdateKind.ROWS:
@@ -98,7 +118,7 @@ def follow_stream(
 
 
 def _read(update: Update, serving: ServingWriter | None) -> dict[str, Any]:
-    """Read an update to its end, and describe it. Names of fields are stable: ``--json`` prints them."""
+    """Read an update to its end, and describe it."""
     begin = time.monotonic()
     rows: dict[str, int] = {}
 
@@ -112,7 +132,11 @@ def _read(update: Update, serving: ServingWriter | None) -> dict[str, Any]:
         served_bytes = serving.put(replace(update, changes=counted))
     else:
         deque(counted(), maxlen=0)
-    took_s = time.monotonic() - begin
+    return _record(update, rows, time.monotonic() - begin, served_bytes)
+
+
+def _record(update: Update, rows: Mapping[str, int], took_s: float, served_bytes: int = 0) -> dict[str, Any]:
+    """Describe an update. Names of fields are stable: ``--json`` prints them."""
     return {
         "kind": update.kind.value,
         "marker": str(update.marker),
@@ -122,7 +146,7 @@ def _read(update: Update, serving: ServingWriter | None) -> dict[str, Any]:
         "age_s": round(max(0.0, time.time() - update.commit.time_s), 3),
         "rows": sum(rows.values()),
         "took_s": round(took_s, 3),
-        "tables": rows,
+        "tables": dict(rows),
         "why": update.why,
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -42,6 +43,7 @@ FollowMode = Literal["markers", "rows"]
 AtChange = Literal["load", "stop"]
 NET_S = 5.0
 """Longest time between two looks at a log whose events wake the follower, in seconds. Events can be lost."""
+_POSITION = re.compile(r"(\d+:\d+)@([^>]+)(?:>(\d+:\d+))?")
 _SPACING_S = 0.01
 """Shortest time between two looks, in seconds: a trainer may write thousands of times a second."""
 
@@ -68,6 +70,10 @@ class Follower:
         """Marker of an update that was handed out and has not ended. Some of its rows may have been applied."""
         self._schema: Schema | None = None
         self._tail: Tail | None = None
+        self._resume = ""
+        """Position that the replica holds and that was not looked up yet."""
+        self._first = "the first marker"
+        """Reason for the first load."""
         self._anew = ""
         """Reason to load all rows at the next look, whatever the replica holds. It is cleared when a load has been
         applied."""
@@ -97,6 +103,27 @@ class Follower:
     def wants(self, table: TableSpec) -> bool:
         """Return whether a table is one of those that were requested."""
         return self._source.wants(table)
+
+    @property
+    def resumes(self) -> bool:
+        """True if the first update may be changes only, because the replica holds rows already."""
+        return bool(self._resume)
+
+    def resume(self, position: str) -> None:
+        """Continue from rows that the replica holds. Call it before the first update.
+
+        The first update is then the changes since that marker, or all rows if the log no longer leads from it.
+
+        Args:
+            position: :attr:`Update.position` of the marker that it holds. If the replica may hold some rows of
+                another marker, too: ``POSITION>MARKER``.
+
+        Raises:
+            ConfigError: this is not a position.
+        """
+        if _POSITION.fullmatch(position) is None:
+            raise ConfigError(f"{position!r} is not a position", hint="pass the text of Update.position")
+        self._resume = position
 
     def load_anew(self, why: str, first: MarkerId | None = None) -> None:
         """Load every row at the next look instead of the changes only. This includes the update that is being applied.
@@ -208,6 +235,8 @@ class Follower:
     def _round(self) -> Iterator[Update]:
         lineage = self._source.look()
         self.stats.ended, self.stats.newest = lineage.ended, lineage.commits.newest
+        if self._resume and lineage.claims:
+            self._take_up(lineage)
         if self._tail is not None and self._at is not None and not self._anew and self._tail.is_over(lineage):
             yield from self._end_generation(lineage, self._at)
         while (target := self._target(lineage)) is not None:
@@ -222,6 +251,20 @@ class Follower:
                 log.warning("marker %s is passed over: %s", target.id, error.headline)
         if self.mode == "rows" and self._at is not None and self._is_whole:
             yield from self._follow_rows(lineage, self._at)
+
+    def _take_up(self, lineage: Lineage) -> None:
+        """Look up the position that the replica holds."""
+        match = _POSITION.fullmatch(self._resume)
+        assert match is not None
+        self._resume = ""
+        held, nonce, towards = match.groups()
+        commit = lineage.commits.get(MarkerId.parse(held))
+        if commit is None or commit.nonce != nonce:
+            self._first = f"marker {held}, which the replica holds, is not in this log"
+            return
+        self._at, self._towards = commit, MarkerId.parse(towards) if towards else None
+        self._schema = handed_out(lineage.claims[commit.generation].schema)
+        self.stats.marker, self.stats.step, self.stats.committed_s = commit.id, commit.step, commit.time_s
 
     @property
     def _is_whole(self) -> bool:
@@ -240,7 +283,7 @@ class Follower:
         """Yield the updates that lead from the replica's position to a marker."""
         schema = lineage.claims[target.generation].schema
         changed = self._check_tables(lineage, target.id, schema)
-        why = "the first marker"
+        why = self._first
         if self._at is not None:
             why = self._anew
             if not why and changed:

@@ -163,6 +163,8 @@ class FollowedTables:
         number, count = shard
         if not 0 <= number < count:
             raise ConfigError(f"shard {number} of {count} does not exist", hint="count shards from 0")
+        if follower.resumes:
+            raise ConfigError("new tables cannot continue from a position", hint="omit Follower.resume()")
         self._follower = follower
         self._into = dict(into) if into is not None else None
         self._shard = shard

@@ -89,6 +89,11 @@ class Update:
         return self.commit.dense if _MARKER.fullmatch(self.commit.dense) else str(self.marker)
 
     @property
+    def position(self) -> str:
+        """Position of a replica that holds this update's marker, for :meth:`Follower.resume`."""
+        return f"{self.marker}@{self.commit.nonce}"
+
+    @property
     def step(self) -> int:
         """Steps that the trainer had done at the marker."""
         return self.commit.step
