@@ -14,7 +14,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -117,7 +116,6 @@ def _run_script(script: Path, arguments: tuple[str, ...], said: tuple[Path, Path
     for path, stream in zip(said, (1, 2), strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.environ["BENCH_START"] = "forkserver"  # ranks of a benchmark come from this server, too
-    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]  # a child would start another one
     run_as_main(script, arguments)
 
 

@@ -8,6 +8,7 @@ A name that is missing here costs every such process the import, up to seconds f
 from __future__ import annotations
 
 import gc
+from multiprocessing import forkserver
 
 import numpy.ma
 import pytest  # the modules of tests, which the functions of ranks are in
@@ -24,5 +25,7 @@ import tests.zoo_models
 import torchrec_stream_ckpt.checkpointer
 import torchrec_stream_ckpt.cli.main
 
+# What is forked from this server, workers of a DataLoader too, is forked from it again, instead of from a new server.
+forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
 gc.collect()
 gc.freeze()  # nothing of it is garbage: a child's first full collection would take half a second, and copy every page

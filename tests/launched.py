@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +111,6 @@ def _launch(arguments: tuple[str, ...], output: Path, env: dict[str, str]) -> No
     _write_to(output)
     os.environ.clear()
     os.environ |= env
-    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]  # a child would start another one
     asked = run.parse_args(["--start-method", "forkserver", *arguments])
     if asked.standalone:
         asked.rdzv_backend, asked.rdzv_endpoint, asked.rdzv_id = "c10d", "localhost:0", str(os.getpid())
