@@ -146,12 +146,8 @@ BENCH_MORE := dense/weak dense/pymm thesis/parts tiers/ranks recovery/counts rec
 BENCH_SCRIPTS = $(if $(findstring /,$(BENCH)),benchmarks/$(BENCH).py,benchmarks/$(BENCH)/run.py \
   $(if $(filter *,$(BENCH)),$(BENCH_MORE:%=benchmarks/%.py)))
 
-bench: $(STAMP) ## Run all benchmarks (BENCH=NAME for one, BENCH_ARGS=...)
-	@failed=; begin=$$(date +%s); for script in $(BENCH_SCRIPTS); do \
-	  [ -f "$$script" ] || { echo "make bench: no $$script" >&2; exit 1; }; \
-	  echo "== $$script"; $(PY) "$$script" $(BENCH_ARGS) || failed="$$failed $$script"; \
-	  echo "== $$script: minutes so far: $$(( ($$(date +%s) - begin) / 60 ))"; \
-	done; [ -z "$$failed" ] || { echo "make bench: failed:$$failed" >&2; exit 1; }
+bench: $(STAMP) ## Run all benchmarks, in parts: it goes on where it was stopped (BENCH=NAME for one, BENCH_ARGS=...)
+	@$(PY) benchmarks/whole.py $(BENCH_SCRIPTS) -- $(BENCH_ARGS)
 
 bench-quick: $(STAMP) ## Run every benchmark to its end at a small size: no figure means anything then
 	@$(MAKE) --no-print-directory bench BENCH='$(BENCH)' BENCH_ARGS="--quick $(BENCH_ARGS)"
