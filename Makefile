@@ -28,7 +28,7 @@ export PYTHON
 
 .DEFAULT_GOAL := help
 .PHONY: help setup try demo demo-kafka demo-evolve test test-unit test-all test-kafka test-slow test-matrix test-gpu test-tnt test-clouds fuzz chaos coverage \
-  lint docs deploy-check wheels bench bench-quick bench-age bench-pages lock clean kafka-tools host-tools browser-tools test-tools compiled
+  lint docs deploy-check wheels bench bench-quick bench-age bench-pages proof lock clean kafka-tools host-tools browser-tools test-tools compiled
 
 help: ## Show these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -142,7 +142,7 @@ wheels: $(STAMP) ## Build the pure wheel and the manylinux one, with the kernel,
 	@rm dist/*-linux_*.whl && ls dist/*.whl
 
 # What cases file by more than one program: "make bench" runs it all, BENCH=dense run.py alone, BENCH=dense/weak that one.
-BENCH_MORE := dense/weak dense/pymm thesis/parts tiers/ranks recovery/counts recovery/figures
+BENCH_MORE := dense/weak dense/pymm thesis/parts tiers/ranks recovery/counts recovery/figures proof/costs proof/terabyte
 BENCH_SCRIPTS = $(if $(findstring /,$(BENCH)),benchmarks/$(BENCH).py,benchmarks/$(BENCH)/run.py \
   $(if $(filter *,$(BENCH)),$(BENCH_MORE:%=benchmarks/%.py)))
 
@@ -157,6 +157,11 @@ bench-age: $(STAMP) ## Say which filed results are older than the code that they
 
 bench-pages: $(STAMP) ## Write the tables of the pages out of the filed results (BENCH_ARGS=--check: say which differ)
 	@$(PY) benchmarks/pages.py $(BENCH_ARGS)
+
+# As docs/proof.md has it: PROOF_ARGS= (hours; the same command goes on).
+PROOF_ARGS = --quick
+proof: $(STAMP) ## Run the proof of docs/proof.md and write that page for this machine (PROOF_ARGS= for the long form)
+	@$(PY) benchmarks/proof/page.py $(PROOF_ARGS)
 
 lock: $(STAMP) ## Resolve the locks of requirements/ anew (UPGRADE=1 takes newer versions)
 	@bash scripts/lock.sh $(if $(UPGRADE),--upgrade)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import cases, costs, goals, growth, papers, quoted, scale, scaleout, store, thesis
+from . import cases, costs, goals, growth, papers, proof, quoted, scale, scaleout, store, thesis
 from .results import Table
 
 TABLES: dict[str, Callable[..., Table]] = {
@@ -36,6 +36,11 @@ TABLES: dict[str, Callable[..., Table]] = {
     "medians": cases.medians,
     "overhead": costs.overhead,
     "points": cases.points,
+    "proof-kills": proof.kills,
+    "proof-month": proof.month,
+    "proof-month-shares": proof.month_shares,
+    "proof-terabyte": proof.terabyte,
+    "proof-terabyte-store": proof.terabyte_store,
     "results": cases.results,
     "scale-check": scale.check,
     "scale-clusters": scale.clusters,

@@ -7,6 +7,7 @@ often as stalls of the training thread that add up to 5% of the time allow; that
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shutil
 import time
@@ -24,6 +25,7 @@ from torchrec.distributed.model_tracker.types import DeltaTrackerConfig, Trackin
 STALL_SHARE = 0.05
 KEPT = 2
 """Complete saves that stay on the disk."""
+SAVED = "saved.jsonl"
 
 
 class Saved:
@@ -55,6 +57,9 @@ class Saved:
 class Saver:
     """Saves of one job in a folder, as folders ``step-N``."""
 
+    every: int | None = None
+    """Steps between saves, where their cost is measured; None for as often as stalls allow."""
+
     def __init__(self, folder: Path, model: Any, optimizer: Any, loader: Any) -> None:
         self.folder, self.model = folder, model
         self.saved = Saved(model, optimizer, loader)
@@ -79,7 +84,8 @@ class Saver:
 
     def after(self, step: int) -> None:
         """(all ranks) A step is done: save if the stall of the last save is paid off. Rank 0 decides for all."""
-        due = torch.tensor(float(time.monotonic() - self._last >= self._stall_s / STALL_SHARE and self.ready()))
+        paid = time.monotonic() - self._last >= self._stall_s / STALL_SHARE
+        due = torch.tensor(float((paid if self.every is None else step % self.every == 0) and self.ready()))
         dist.broadcast(due, 0)
         if not due:
             return
@@ -97,6 +103,8 @@ class Saver:
         dist.barrier()
         if self.rank == 0:
             self.seal(path)
+            with (self.folder / SAVED).open("a") as file:
+                file.write(json.dumps([int(path.name.removeprefix("step-")), time.time()]) + "\n")
 
     def seal(self, path: Path) -> None:
         """(rank 0) Say that it is complete, and delete older ones."""
@@ -115,6 +123,12 @@ class Saver:
 
     def read(self, step: int, path: Path) -> None:
         raise NotImplementedError
+
+
+def saved(folder: Path) -> dict[int, float]:
+    """Step of each save that was ever complete -> the Unix time at which it was."""
+    path = folder / SAVED
+    return dict(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else {}
 
 
 def copy_in(found: dict[str, torch.Tensor], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -244,7 +258,7 @@ PEERS: dict[str, type[Saver]] = {
 }
 
 
-def peer(flags: list[str], folder: Path, kind: str) -> None:
+def peer(flags: list[str], folder: Path, kind: str, every: int | None = None) -> None:
     """(rank) Train without our checkpoints until the last stop, saved by ``kind``; ``none`` saves nothing."""
     from torchrec_stream_ckpt.recipes import train_dlrm as recipe
     from torchrec_stream_ckpt.recipes.proof import StepEvent, gather
@@ -254,6 +268,8 @@ def peer(flags: list[str], folder: Path, kind: str) -> None:
     with recipe.process_group() as device:
         model, optimizer, loader = recipe.build(args, device)
         saver = PEERS[kind](folder / "saves", model, optimizer, loader) if kind != "none" else None
+        if saver:
+            saver.every = every
         step = saver.load() if saver else 0
         note_load(folder, step)
         model.train()

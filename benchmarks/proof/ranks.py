@@ -20,8 +20,8 @@ from common import fresh_processes
 
 WORLD = 2
 TIMEOUT_S = 180.0
-LOSS = struct.Struct("<qf")
-"""Step, loss of this rank."""
+LOSS = struct.Struct("<qfd")
+"""Step, loss of this rank, Unix time."""
 LOADED, STOPS = "loaded.jsonl", "stops.json"
 
 
@@ -44,7 +44,7 @@ def record_loss(folder: Path, step: int, loss: torch.Tensor) -> None:
     """Append the step and this rank's loss: one write, which a SIGKILL does not tear."""
     path = folder / f"losses-{os.environ['RANK']}.bin"
     with path.open("ab", buffering=0) as file:
-        file.write(LOSS.pack(step, float(loss)))
+        file.write(LOSS.pack(step, float(loss), time.time()))
 
 
 def losses(folder: Path, rank: int) -> list[tuple[int, bytes]]:
@@ -54,6 +54,12 @@ def losses(folder: Path, rank: int) -> list[tuple[int, bytes]]:
     data = path.read_bytes() if path.exists() else b""
     whole = len(data) // LOSS.size * LOSS.size
     return [(LOSS.unpack_from(data, at)[0], data[at + 8 : at + 12]) for at in range(0, whole, LOSS.size)]
+
+
+def times(folder: Path) -> list[tuple[int, float]]:
+    """Each step that rank 0 has trained, in that order, and when it had ended."""
+    data = (folder / "losses-0.bin").read_bytes()
+    return [(step, at) for step, _, at in LOSS.iter_unpack(data[: len(data) // LOSS.size * LOSS.size])]
 
 
 def last_step(folder: Path) -> int:

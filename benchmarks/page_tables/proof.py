@@ -1,0 +1,169 @@
+"""Tables of the page of proof: kills, a job that fails, a job of 1 TB, a month at an object store."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shlex
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from .results import Table, code, newest, three
+
+MONTH = (
+    "plan --tables 8 --rows 242688000 --dim 128 --batch-size 65536 --zipf 1.05 --steps-per-second 10 --ranks 1024 "
+    "--drain-every 10 --marker-every-s 30 --then-every 1d"
+)
+"""The job of 1 TB, of which Zipf ids change rows; its command stands on the page."""
+_GB = 1e9
+
+
+def kills(page: Path) -> Table:
+    """One row a way to save, under kills."""
+    result = newest("proof")
+    head = [result.said(page), "kills", "steps", "steps lost a kill", "seconds lost a kill", "losses that differ"]
+    found = [[*head, "tensors that differ", "rows lost or stale"]]
+    for name, row in result.facts["variants"].items():
+        each = ", ".join(f"{number} of {kind}" for kind, number in sorted(row["kills"].items()))
+        found.append(
+            [
+                code(name),
+                f"{sum(row['kills'].values())}: {each}",
+                f"{row['steps']:,}",
+                f"{row['steps lost a kill, mean']:.1f}",
+                f"{row['seconds lost a kill, mean']:.1f}",
+                f"{row['losses that differ']} of {row['losses compared']:,}",
+                f"{row['tensors that differ']} of {row['tensors compared']}",
+                f"{row['rows lost or stale']}",
+            ]
+        )
+    return found
+
+
+def costs(page: Path) -> Table:
+    """What the simulation takes as measured."""
+    result = newest("proof", "costs")
+    head = [result.said(page), "a step, ms", "the same without saves", "a save takes, ms", "counts after, ms"]
+    found = [[*head, "new process to its first step, s"]]
+    for name, row in result.facts["ways"].items():
+        each = [
+            ", ".join(f"{three(1e3 * value)} {kind}" for kind, value in row[what].items())
+            for what in ("save_s", "counts_s")
+        ]
+        again = sorted(row["restart_s"])
+        restart = f"{again[len(again) // 2]:.2f} ({again[0]:.2f}-{again[-1]:.2f})"
+        steps = [f"{1e3 * row[what]:.1f}" for what in ("step_s", "plain_step_s")]
+        found.append([code(name), f"{steps[0]} ({row['slower']:.2f} x)", steps[1], *each, restart])
+    return found
+
+
+def ettr(page: Path) -> Table:
+    """Effective training time, and where the rest went."""
+    result = newest("proof", "ettr")
+    points = result.points()
+    found = [
+        [
+            result.said(page),
+            *(f"{point.name}: ETTR, %" for point in points),
+            "interval, s",
+            "at the shortest MTBF: saving, lost, restarting, %",
+        ]
+    ]
+    spent = result.facts["spent"]
+    for name in points[0].variants:
+        cells = []
+        for point in points:
+            row = point.variants[name]
+            cells.append(f"{row['median']:.1f} ({row['min']:.1f}-{row['max']:.1f})")
+        intervals = ", ".join(three(each[name]["interval s"]) for each in spent.values())
+        first = next(iter(spent.values()))[name]
+        rest = ", ".join(f"{first[kind]:.1f}" for kind in ("saving", "lost", "restarting"))
+        found.append([code(name), *cells, intervals, rest])
+    return found
+
+
+def _asked(requests: dict[str, int]) -> str:
+    return ", ".join(f"{kind} {number:,}" for kind, number in requests.items()) or "none"
+
+
+def terabyte(page: Path) -> Table:
+    """Memory, objects, requests and seconds of each part."""
+    result = newest("proof", "terabyte")
+    facts = result.facts
+    found = [[result.said(page), "seconds", "CPU seconds", "memory, MB", "requests", "bytes read, MB", "of what"]]
+
+    def row(name: str, part: dict[str, Any], what: str) -> None:
+        cells = [f"{part[each]:,.1f}" for each in ("seconds", "cpu seconds", "memory, MB")]
+        found.append([name, *cells, _asked(part["requests"]), f"{part['bytes read'] / 1e6:,.1f}", what])
+
+    folded = facts["materializer"]
+    of_spans = f"their spans of {folded['bytes of spans'] / _GB:.2f} GB"
+    row("materializer", folded, f"{folded['markers']} markers of {facts['ranks']:,} ranks, and {of_spans}")
+    for state in ("cold", "warm"):
+        part = facts[f"restore, {state}"]
+        where = f"{part['find']['pieces']} pieces, {part['find']['segments']:,} directories"
+        row(f"find the newest marker, {state}", part["find"], where)
+        picked = part["plan"]
+        row(f"plan one rank, {state}", picked, f"{picked['chunks']:,} chunks of {picked['segments']} segments")
+        row(
+            f"restore one rank, {state}",
+            part["restore"],
+            f"{facts['bytes of a share'] / _GB:.2f} GB; rows that differ: {part['restore']['rows that differ']}",
+        )
+    return found
+
+
+def terabyte_store(page: Path) -> Table:
+    """What lies in the store, and what of it the disk has."""
+    result = newest("proof", "terabyte")
+    found = [[result.said(page), "objects", "bytes, GB", "on the disk, GB"]]
+    for name in ("store of the first marker", "store"):
+        row = result.facts[name]
+        said = name if name != "store" else f"after {result.facts['materializer']['markers']} more markers"
+        sizes = [f"{row[each] / _GB:,.2f}" for each in ("bytes", "bytes on the disk")]
+        found.append([said, f"{row['objects']:,}", *sizes])
+    return found
+
+
+@cache
+def planned(*more: str) -> dict[str, Any]:
+    """The plan of :data:`MONTH`."""
+    from torchrec_stream_ckpt.cli.main import app
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        app([*shlex.split(MONTH), *more, "--json"], standalone_mode=False)
+    found: dict[str, Any] = json.loads(said.getvalue())
+    return found
+
+
+def month(page: Path) -> Table:
+    """Ways to keep the same markers, by assumed prices."""
+    found = [["a month", "PUT and LIST", "GET and HEAD", "requests", "held, TB", "storage", "in all"]]
+    plain, alone = planned()["bills"], planned("--no-check-proofs")["bills"]
+    bills = {
+        "this project's store": plain["store"],
+        "the same, `--no-check-proofs`": alone["store"],
+        "a full copy at each marker": plain["full"],
+        "differentials": plain["differential"],
+    }
+    for name, bill in bills.items():
+        asked = bill["requests"]
+        both = (bill["requests_usd"], bill["storage_usd"])
+        counts = [f"{sum(asked[each] for each in kinds) / 1e6:,.1f} M" for kinds in (("put", "list"), ("get", "head"))]
+        requests, *rest = (f"${each:,.0f}" for each in (*both, sum(both)))
+        found.append([name, *counts, requests, f"{bill['held_bytes'] / 1e12:,.0f}", *rest])
+    return found
+
+
+def month_shares(page: Path) -> Table:
+    """Work of this project's store: how often, and what one of it takes."""
+    found = [["work", "times a month", "PUT and LIST of one", "GET and HEAD of one", "read, GB", "written, GB"]]
+    for name, share in planned()["bills"]["shares"].items():
+        once = share["once"]
+        written, read = once["put"] + once["list"], once["get"] + once["head"]
+        sizes = [f"{share[each] / _GB:,.1f}" for each in ("read_bytes", "written_bytes")]
+        found.append([name, f"{share['times']:,.0f}", f"{written:,.1f}", f"{read:,.0f}", *sizes])
+    return found

@@ -1,0 +1,39 @@
+"""Draw the filed results that the page of proof begins with: what a kill costs, and the time that failures leave.
+
+python benchmarks/proof/draw.py
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
+
+import start  # noqa: E402, F401
+from page_tables.results import is_filed, newest  # noqa: E402
+from plot import draw  # noqa: E402
+
+
+def of_kills(result: dict[str, Any]) -> dict[str, Any]:
+    """The result of ``run.py`` as points of bars."""
+    points = {}
+    for unit in ("steps", "seconds"):
+        lost = {name: row[f"{unit} lost a kill, mean"] for name, row in result["facts"]["variants"].items()}
+        rows = {name: {"median": value, "min": value, "max": value} for name, value in lost.items()}
+        points[f"{unit} lost a kill"] = {"unit": "steps; seconds", "variants": rows}
+    return points
+
+
+def main() -> None:
+    for variant in filter(partial(is_filed, "proof"), ("", "ettr")):
+        result = newest("proof", variant)
+        points = result.found["points"] if variant else of_kills(result.found)
+        draw(result.found, points, result.path.with_suffix(".png"))
+        print(result.path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Figures in the sentences of docs/proof.md, computed here again; its tables are compared with the others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from tests.unit.test_pages import ROOT, check_sentences, newest, page  # isort: skip  (makes benchmarks/ importable)
+from page_tables.proof import MONTH, planned
+
+PAGE = "docs/proof.md"
+TB = newest("proof", "terabyte").facts
+
+
+def test_what_kills_cost() -> None:
+    rows = newest("proof").facts["variants"]
+    ours, others = rows["ours"], [row for name, row in rows.items() if name != "ours"]
+    steps, seconds = "steps lost a kill, mean", "seconds lost a kill, mean"
+    theirs = sorted(row[steps] for row in others)
+    said: dict[str, Iterable[float]] = {
+        r"fewest steps: ([\d.]+) a kill, where the others lose ([\d.]+) to ([\d.]*\d)": [
+            ours[steps],
+            theirs[0],
+            theirs[-1],
+        ],
+        r"most seconds: ([\d.]+) a kill, where `torch.save` loses ([\d.]*\d)": [
+            ours[seconds],
+            rows["torch.save"][seconds],
+        ],
+        r"takes over in ([\d.]+) s": [newest("takeover").found["medians"]["spare_to_first_step_s"]],
+    }
+    check_sentences(PAGE, said)
+    assert ours[steps] < theirs[0]
+    assert ours[seconds] > max(row[seconds] for row in others)
+    assert all(not row["losses that differ"] and not row["tensors that differ"] for row in rows.values())
+
+
+def test_what_a_terabyte_takes() -> None:
+    cold, folded = TB["restore, cold"], TB["materializer"]
+    of_first = TB["store of the first marker"]["objects"] - 3  # STORE, a CLAIM, a manifest
+    alone, after = folded["seconds of a marker"][:3], folded["seconds of a marker"][3:]
+    text = " ".join(page(PAGE).split()).replace(",", "")
+    said: dict[str, Iterable[float]] = {
+        r"restore takes (\d+) MB for a share of (\d+) a search ([\d.]+) MB and the materializer ([\d.]+) MB": [
+            cold["restore"]["memory, MB"],
+            TB["bytes of a share"] / 1e6,
+            cold["find"]["memory, MB"],
+            folded["memory, MB"],
+        ],
+        r"path: (\d+) GETs of which (\d+) are for the first": [cold["find"]["requests"]["GET"], of_first],
+        r"took the materializer ([\d.]+) to ([\d.]+) s each; the others took up to ([\d.]+) s": [
+            min(alone),
+            max(alone),
+            max(after),
+        ],
+        r"span of all 16 has (\d+) segments": [cold["find"]["segments"] - of_first],
+    }
+    for pattern, values in said.items():
+        (found,) = re.findall(pattern, text)
+        for shown, value in zip([found] if isinstance(found, str) else found, values, strict=True):
+            last = 10.0 ** -len(shown.partition(".")[2])
+            assert abs(float(shown) - value) <= 0.5001 * last, (shown, value)
+    assert folded["markers"] == 16
+    assert cold["restore"]["rows that differ"] == TB["restore, warm"]["restore"]["rows that differ"] == 0
+
+
+def test_the_month_is_that_of_the_command_on_the_page() -> None:
+    assert f"stream-ckpt {MONTH} --all" in page(PAGE)
+    proofs = planned()["bills"]["shares"]["proofs"]["once"]
+    check_sentences(PAGE, {r"([\d.]+) million reads a marker": [(proofs["get"] + proofs["head"]) / 1e6]})
+    bills, alone = planned()["bills"], planned("--no-check-proofs")["bills"]["store"]
+    differentials = bills["differential"]
+    assert differentials["held_bytes"] > alone["held_bytes"]
+    assert differentials["requests_usd"] < alone["requests_usd"] / 2
+
+
+def test_pictures_are_of_the_newest_results() -> None:
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page(PAGE))
+    shown = {(ROOT / "docs" / each).resolve() for each in pictures}
+    assert shown == {newest("proof").path.with_suffix(".png")}
