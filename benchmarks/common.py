@@ -432,6 +432,13 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
+def timed_cpu(action: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of the clock, and CPU seconds of all threads of this process meanwhile."""
+    begin = time.process_time()
+    taken = timed(action)
+    return taken, time.process_time() - begin
+
+
 def tell(text: str) -> None:
     """To whoever waits; rank 0 only."""
     if os.environ.get("RANK", "0") == "0":

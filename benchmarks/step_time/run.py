@@ -8,7 +8,8 @@ batch 4096, one id a lookup. A round runs one block of steps of each variant, in
 stream has anything left to send. ``ratio`` of a variant is the median, over rounds, of the time until its block is done
 and all that it took is sent, divided by the block time of ``off`` in the same round. ``off again`` is a second ``off``:
 the noise. ``trains`` leaves the rest that is sent after the block out: it holds where a core is free. ``cpu`` is the
-ratio of the training thread's CPU time, which says less of what else runs on the machine.
+ratio of the training thread's CPU time, which says less of what else runs on the machine; ``all cpu`` that of all
+threads of rank 0's process, until all is sent. ``direct``: the log past the page cache.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "off again": None,
     "drain every 10": {"drain_every": 10},
     "drain every step": {"drain_every": 1},
+    "drain every step, direct": {"drain_every": 1, "log_writes": "direct"},
     "marker every 10": {"drain_every": 1, "marker_every": 10},
+    "marker every 10, direct": {"drain_every": 1, "marker_every": 10, "log_writes": "direct"},
     "marker every 10, no proof": {"drain_every": 1, "marker_every": 10, "proof_bytes": 0},
     "auto, max_overhead 1%": {"drain_every": "auto", "max_overhead": 0.01},
 }
@@ -74,6 +77,8 @@ class Job:
     caught_up_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     """Of the training thread, which on a CPU the backward runs on as well."""
+    all_cpu_s: list[float] = field(default_factory=list)
+    """Of all threads of this rank's process, until all is sent; idle threads of the other jobs take next to nothing."""
     num_bytes: int = 0
     markers: int = 0
     pause: Any = None
@@ -85,7 +90,7 @@ class Job:
         if self.pause is not None:
             self.pause.__exit__(None, None, None)
         finish_queued()
-        begin, cpu = time.perf_counter(), time.thread_time()
+        begin, cpu, all_cpu = time.perf_counter(), time.thread_time(), time.process_time()
         for step in range(steps):
             self.optimizer.zero_grad()
             loss, _ = self.model(batches[step % len(batches)])
@@ -97,6 +102,7 @@ class Job:
         end = time.perf_counter()
         self.cpu_s.append(time.thread_time() - cpu)
         self.settle()
+        self.all_cpu_s.append(time.process_time() - all_cpu)
         self.blocks_s.append(end - begin)
         self.caught_up_s.append(time.perf_counter() - begin)
         self.num_bytes += self._sent() - sent
@@ -110,6 +116,7 @@ class Job:
         self.blocks_s.clear()
         self.caught_up_s.clear()
         self.cpu_s.clear()
+        self.all_cpu_s.clear()
         self.num_bytes = self.markers = 0
 
     def settle(self) -> None:
@@ -156,7 +163,10 @@ def _rank(rank: int, args: argparse.Namespace, scratch: str, results: Any) -> No
             print(f"round {done + 1} of {args.rounds}", file=sys.stderr, flush=True)
     if rank == 0:
         results.put(
-            {name: (job.blocks_s, job.caught_up_s, job.cpu_s, job.num_bytes, job.markers) for name, job in jobs.items()}
+            {
+                name: (job.blocks_s, job.caught_up_s, job.cpu_s, job.all_cpu_s, job.num_bytes, job.markers)
+                for name, job in jobs.items()
+            }
         )
     for job in jobs.values():
         if job.checkpointer is not None:
@@ -227,10 +237,11 @@ def main() -> None:
 
 
 def _summary(name: str, blocks: dict[str, Any], steps: int) -> dict[str, Any]:
-    times, caught_up, cpu, num_bytes, markers = blocks[name]
+    times, caught_up, cpu, all_cpu, num_bytes, markers = blocks[name]
     off = blocks["off"][0]
     ratios = [mine / base for mine, base in zip(times, off, strict=True)]
     cpu_ratios = [mine / base for mine, base in zip(cpu, blocks["off"][2], strict=True)]
+    all_ratios = [mine / base for mine, base in zip(all_cpu, blocks["off"][3], strict=True)]
     behind = [mine / base for mine, base in zip(caught_up, off, strict=True)]
     return {
         "step_ms_median": round(1000 * statistics.median(times) / steps, 2),
@@ -241,6 +252,10 @@ def _summary(name: str, blocks: dict[str, Any], steps: int) -> dict[str, Any]:
         "ratio_min": round(min(ratios), 4),
         "ratio_max": round(max(ratios), 4),
         "cpu_ratio_median": round(statistics.median(cpu_ratios), 4),
+        "all_cpu_ms_median": round(1000 * statistics.median(all_cpu) / steps, 2),
+        "all_cpu_ratio_median": round(statistics.median(all_ratios), 4),
+        "all_cpu_ratio_min": round(min(all_ratios), 4),
+        "all_cpu_ratio_max": round(max(all_ratios), 4),
         "megabytes_a_step": round(num_bytes / steps / len(times) / 1e6, 2),
         "markers": markers,
         "steps": steps * len(times),
@@ -249,12 +264,13 @@ def _summary(name: str, blocks: dict[str, Any], steps: int) -> dict[str, Any]:
 
 def _print(report: dict[str, Any]) -> None:
     print(f"{report['command']}\n{report['machine']}")
-    names = ("step ms", "ratio", "min", "max", "trains", "cpu", "MB a step", "markers")
-    print(f"{'variant':22}" + "".join(f"{name:>10}" for name in names))
+    names = ("step ms", "ratio", "min", "max", "trains", "cpu", "all cpu", "MB a step", "markers")
+    print(f"{'variant':26}" + "".join(f"{name:>10}" for name in names))
     for name, row in report["variants"].items():
         keys = ("step_ms_median", "ratio_median_until_all_is_sent", "ratio_min_until_all_is_sent")
-        keys += ("ratio_max_until_all_is_sent", "ratio_median", "cpu_ratio_median", "megabytes_a_step", "markers")
-        print(f"{name:22}" + "".join(f"{row[key]:>10}" for key in keys))
+        keys += ("ratio_max_until_all_is_sent", "ratio_median", "cpu_ratio_median", "all_cpu_ratio_median")
+        keys += ("megabytes_a_step", "markers")
+        print(f"{name:26}" + "".join(f"{row[key]:>10}" for key in keys))
 
 
 if __name__ == "__main__":

@@ -8,10 +8,14 @@ numbers, chains and checksums them and hands them to the log.
 ``file``   raw: the same buffers by ``writev`` into one file, ``fdatasync`` every 64 of them (as many as the publisher
            makes durable at once) on a thread of its own, while the next are written, as ours does; ``raw, in turn``
            syncs in between. ``file, without fsync``: nobody syncs
+           ``direct``: past the page cache (``log_writes="direct"``); ``raw, direct`` are buffers of as many whole
+           blocks, at pages, by ``pwritev`` with O_DIRECT
            Before each of them as many bytes are written and removed, so that all find page cache at hand: a virtual
            machine that has given it back takes seconds for 2 GB of it, whoever writes
 ``kafka``  raw: the same buffers by an idempotent producer of the same settings, to one partition of the same broker
            (the library's own, a single node that does not sync), acknowledged by all replicas
+
+The point ``..., CPU`` has the CPU time of all threads of this process in the same runs (a broker's is not in it).
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,6 +40,7 @@ from common import (  # noqa: E402
     Goal,
     Measured,
     Report,
+    Times,
     UnavailableError,
     add_fsync,
     arguments,
@@ -44,19 +49,24 @@ from common import (  # noqa: E402
     refuse_small_machine,
     scratch,
     take_turns,
-    timed,
+    timed_cpu,
     without_fsync,
 )
 
 from torchrec_stream_ckpt.errors import StreamCkptError  # noqa: E402
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind  # noqa: E402
-from torchrec_stream_ckpt.format.ring import FrameRing  # noqa: E402
+from torchrec_stream_ckpt.format.padding import BLOCK, with_padding  # noqa: E402
+from torchrec_stream_ckpt.format.ring import Bytes, FrameRing  # noqa: E402
 from torchrec_stream_ckpt.format.rows import RowLayout  # noqa: E402
 from torchrec_stream_ckpt.log.api import Log, open_log  # noqa: E402
+from torchrec_stream_ckpt.log.direct import refusal  # noqa: E402
 from torchrec_stream_ckpt.log.publisher import Publisher  # noqa: E402
 from torchrec_stream_ckpt.util.types import StateSpec, TableSpec  # noqa: E402
 
 OURS, RAW, IN_TURN = "ours", "raw", "raw, in turn"
+DIRECT, RAW_DIRECT = "ours, direct", "raw, direct"
+Taken = tuple[float, float]
+"""Seconds, and CPU seconds."""
 TABLE = TableSpec("t", 10_000_000, 64, "float32", "exact_rowwise_adagrad", (StateSpec("sum", "float32", True),))
 LAYOUT = RowLayout.of(TABLE, TABLE.dim)
 OFFSETS, LENGTH = LAYOUT.offsets(LAYOUT.max_rows)
@@ -72,17 +82,26 @@ def header() -> Header:
     )
 
 
+def at_page(size: int, random: np.random.Generator) -> Bytes:
+    """Random bytes that begin at a page."""
+    memory = random.integers(0, 256, size + BLOCK, np.uint8)
+    begin = -memory.ctypes.data % BLOCK
+    return memory[begin : begin + size]
+
+
 class Stream:
     """Ours: ring, publisher and log, kept from round to round."""
 
-    def __init__(self, log: Log, generation: int) -> None:
+    def __init__(self, log: Log, generation: int, *, aligned: bool = False) -> None:
         log.prepare(1)
         random = np.random.default_rng(0)
-        self._ring = FrameRing(RING_BYTES, 0, lambda size: random.integers(0, 256, size, np.uint8))
-        self._publisher = Publisher(lambda resume_at: log.open_writer(generation, 0, resume_at), self._ring)
+        self._ring = FrameRing(RING_BYTES, 0, lambda size: at_page(size, random), padded=aligned)
+        self._publisher = Publisher(
+            lambda resume_at: log.open_writer(generation, 0, resume_at), self._ring, aligned=aligned
+        )
         self.push(BATCH)  # a first answer of the log, and pages of the ring
 
-    def push(self, frames: int) -> float:
+    def push(self, frames: int) -> Taken:
         def run() -> None:
             for _ in range(frames):
                 buffer = self._ring.acquire(wait_s=60)
@@ -93,17 +112,19 @@ class Stream:
             while self._publisher.pending:
                 time.sleep(0.0005)
 
-        return timed(run)
+        return timed_cpu(run)
 
     def close(self) -> None:
         self._publisher.close(10)
 
 
-def raw_append(path: Path, frames: list[Any], count: int, syncer: ThreadPoolExecutor | None = None) -> float:
+def raw_append(
+    path: Path, frames: list[Any], count: int, syncer: ThreadPoolExecutor | None = None, flags: int = 0
+) -> Taken:
     """Into a new file each time; a ``syncer`` makes it durable beside the next writes, otherwise they wait."""
 
     def run() -> None:
-        fd, syncing = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), None
+        fd, syncing = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags), None
         for begin in range(0, count, BATCH):
             pending = [frames[number % BATCH] for number in range(begin, min(begin + BATCH, count))]
             while pending:
@@ -123,7 +144,7 @@ def raw_append(path: Path, frames: list[Any], count: int, syncer: ThreadPoolExec
         os.close(fd)
 
     try:
-        return timed(run)
+        return timed_cpu(run)
     finally:
         path.unlink()
 
@@ -136,7 +157,7 @@ def warm_pages(path: Path, frames: list[Any], count: int) -> None:
     path.unlink()
 
 
-def raw_produce(producer: Any, topic: str, frames: list[Any], count: int) -> float:
+def raw_produce(producer: Any, topic: str, frames: list[Any], count: int) -> Taken:
     failed: list[Any] = []
 
     def run() -> None:
@@ -151,47 +172,77 @@ def raw_produce(producer: Any, topic: str, frames: list[Any], count: int) -> flo
             producer.poll(0)
         producer.flush()
 
-    taken = timed(run)
+    taken = timed_cpu(run)
     if failed:
         raise UnavailableError(f"the broker has not taken {len(failed)} records ({failed[0]})")
     return taken
 
 
-def files(args: Any, count: int, frames: list[Any]) -> Measured:
+def in_turns(variants: Mapping[str, Callable[[], Taken]], rounds: int) -> tuple[Measured, Measured]:
+    """Seconds, and CPU seconds of the same runs."""
+    spent: Times = {name: [] for name in variants}
+
+    def noted(name: str, run: Callable[[], Taken]) -> Callable[[], float]:
+        def then() -> float:
+            taken, cpu = run()
+            spent[name].append(cpu)
+            return taken
+
+        return then
+
+    found = take_turns({name: noted(name, run) for name, run in variants.items()}, rounds)
+    return found, Measured({name: spent[name][-rounds:] for name in found.times}, found.unavailable)
+
+
+def files(args: Any, count: int, frames: list[Any]) -> tuple[Measured, Measured]:
     with scratch("stream") as folder, ThreadPoolExecutor(1) as syncer:
         generations = iter(range(1, 1000))
 
-        def ours() -> float:
+        def ours(direct: bool = False) -> Taken:
             """Into a log of its own each time, so that the disk never holds many."""
-            stream = Stream(open_log(f"file://{folder}/log"), next(generations))
+            if direct:
+                check_direct()
+            log = open_log(f"file://{folder}/log", direct=direct)
+            stream = Stream(log, next(generations), aligned=direct)
             try:
                 return stream.push(count)
             finally:
                 stream.close()
                 shutil.rmtree(folder / "log")
 
-        def warm(run: Callable[[], float]) -> Callable[[], float]:
-            def then() -> float:
+        def check_direct() -> None:
+            if reason := refusal(folder):
+                raise UnavailableError(reason)
+
+        def raw_direct() -> Taken:
+            check_direct()
+            return raw_append(folder / "raw", blocks, count, syncer, os.O_DIRECT)
+
+        def warm(run: Callable[[], Taken]) -> Callable[[], Taken]:
+            def then() -> Taken:
                 warm_pages(folder / "warm", buffers, count)
                 return run()
 
             return then
 
         buffers = [each.data for each in frames]
-        variants: dict[str, Callable[[], float]] = {
+        blocks = [at_page(with_padding(len(each)), np.random.default_rng(2)).data for each in frames]
+        variants: dict[str, Callable[[], Taken]] = {
             RAW: warm(lambda: raw_append(folder / "raw", buffers, count, syncer)),
             IN_TURN: warm(lambda: raw_append(folder / "raw", buffers, count)),
             OURS: warm(ours),
+            RAW_DIRECT: warm(raw_direct),
+            DIRECT: warm(lambda: ours(direct=True)),
         }
-        return take_turns(variants, args.rounds)
+        return in_turns(variants, args.rounds)
 
 
-def unsynced(args: Any, count: int, frames: list[Any]) -> Measured:
+def unsynced(args: Any, count: int, frames: list[Any]) -> tuple[Measured, Measured]:
     with without_fsync():
         return files(args, count, frames)
 
 
-def kafka(args: Any, count: int, frames: list[Any]) -> Measured:
+def kafka(args: Any, count: int, frames: list[Any]) -> tuple[Measured, Measured]:
     from torchrec_stream_ckpt.extras.broker.kraft import Broker
 
     with scratch("stream") as folder, ExitStack() as stack:
@@ -214,11 +265,11 @@ def kafka(args: Any, count: int, frames: list[Any]) -> Measured:
         admin.create_topics([NewTopic("raw", 1, 1)])["raw"].result()
         producer = confluent_kafka.Producer(data_settings(parse_uri(uri), {}))
         raw_produce(producer, "raw", frames, BATCH)  # its id, half a second, and the topic's leader
-        variants: dict[str, Callable[[], float]] = {
+        variants: dict[str, Callable[[], Taken]] = {
             RAW: lambda: raw_produce(producer, "raw", frames, count),
             OURS: lambda: stream.push(count),
         }
-        return take_turns(variants, args.rounds)
+        return in_turns(variants, args.rounds)
 
 
 def main() -> None:
@@ -242,17 +293,22 @@ def main() -> None:
         if name.partition(",")[0] not in args.log or name in left_out:
             continue
         try:
-            measured = run(args, count, frames)
+            measured, spent = run(args, count, frames)
         except UnavailableError as error:
             report.facts[f"{name} is not measured"] = str(error)
             report.goals.append(Goal.at_least(f"{name}: share of raw", 65, None, "%"))
             continue
         report.add(name, measured, RAW)
+        report.add(f"{name}, CPU", spent, RAW)
         speeds = {key: [count * size / each / 1e6 for each in own] for key, own in measured.times.items()}
         measured.times = speeds
         report.add(f"{name}, speed", measured, "none", unit="MB/s", scale=1)
         share = report.ratio(name, OURS)
         report.goals.append(Goal.at_least(f"{name}: share of raw", 65, 100 * share if share else None, "%"))
+        if name == "file":
+            share = report.paired(name, RAW_DIRECT, DIRECT)
+            found = 100 * share if share else None
+            report.goals.append(Goal.at_least(f"{name}: share of raw, direct", 90, found, "%"))
     report.finish()
 
 

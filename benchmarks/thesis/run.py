@@ -15,6 +15,7 @@ rank, gloo.
 ``ours``         the log, one drain and one marker a checkpoint, a ring that holds a checkpoint; as with the thesis,
                  the state that a run begins with has been sent before the clock is started (``base`` says how long
                  that takes)
+``ours, direct`` (with ``--direct``) the same with a log that is written past the page cache
 
 The point ``every 1, without fsync`` has all of them with no fsync at all, in the same rounds. With ``--each-step`` the
 point ``every 1, each step`` has the thesis and ours as they stream the rows of each step; in the others both drain once
@@ -77,6 +78,7 @@ from setting import SHAPES, Setting, State, attach, batches, shape_of  # noqa: E
 
 EVERY = (1, 2, 3)
 NONE, AGAIN, SAVE, THESIS, OURS = "none", "none again", "torch.save", "thesis", "ours"
+DIRECT = "ours, direct"
 STREAMED = ", each step"
 
 
@@ -152,7 +154,7 @@ class Runs:
         recoveries.save(self.job, self._own)
         dist.barrier()
 
-    def ours(self, every: int, fsync: bool = True, *, drain_every: int = 1 << 30) -> float:
+    def ours(self, every: int, fsync: bool = True, *, drain_every: int = 1 << 30, direct: bool = False) -> float:
         """In a fresh log."""
         dist.barrier()
         if dist.get_rank() == 0:
@@ -161,7 +163,8 @@ class Runs:
         self._have_broker_sync(fsync)
         futures: list[Any] = []
         waits = contextlib.nullcontext() if fsync else without_fsync()
-        with waits, attach(self.job, self.uri, self.shared / "store", drain_every=drain_every) as checkpointer:
+        store, how = self.shared / "store", "direct" if direct else "buffered"
+        with waits, attach(self.job, self.uri, store, drain_every=drain_every, log_writes=how) as checkpointer:
             self.base_s = timed(lambda: checkpointer.mark().result(300))
 
             def run() -> None:
@@ -212,6 +215,8 @@ def run_all(setting: Setting, folder: Path, head: str) -> tuple[dict[str, Measur
         variants[name(SAVE, every, fsync)] = partial(runs.torch_save, every, fsync)
         variants[name(THESIS, every, fsync)] = partial(runs.thesis, every, fsync)
         variants[name(OURS, every, fsync)] = partial(runs.ours, every, fsync)
+        if setting.direct:
+            variants[name(DIRECT, every, fsync)] = partial(runs.ours, every, fsync, direct=True)
     if setting.each_step:
         variants[THESIS + STREAMED] = partial(runs.thesis, 1, streamed=True)
         variants[OURS + STREAMED] = partial(runs.ours, 1, drain_every=1)
@@ -228,7 +233,7 @@ def run_all(setting: Setting, folder: Path, head: str) -> tuple[dict[str, Measur
 
 def cadences(setting: Setting) -> list[tuple[int, bool]]:
     """Checkpoints every N epochs, with fsync or without: without it only the most frequent ones."""
-    found = [(every, True) for every in EVERY if WITH_FSYNC in setting.fsync]
+    found = [(every, True) for every in setting.every if WITH_FSYNC in setting.fsync]
     return found + [(1, False)] * (WITHOUT_FSYNC in setting.fsync)
 
 
@@ -245,7 +250,8 @@ def judge(report: Report, what: str, setting: Setting, found: dict[str, Measured
     runs = found["runs"]
     report.facts[f"{what}: seconds of the base"] = round(found["base"].times[OURS][0], 3)
     for every, fsync in cadences(setting):
-        here = {NONE: NONE, AGAIN: AGAIN} | {name(variant, every, fsync): variant for variant in (SAVE, THESIS, OURS)}
+        own = (SAVE, THESIS, OURS, *([DIRECT] if setting.direct else []))
+        here = {NONE: NONE, AGAIN: AGAIN} | {name(variant, every, fsync): variant for variant in own}
         point = f"{what}, every {every}" + ("" if fsync else UNSYNCED)
         report.add(point, Measured({short: runs.times[long] for long, short in here.items()}), SAVE, unit="s", scale=1)
         extra = {short: round(added(runs, long), 3) for long, short in here.items() if long not in (NONE, AGAIN)}
@@ -261,7 +267,7 @@ def judge(report: Report, what: str, setting: Setting, found: dict[str, Measured
         report.add(point, Measured({short: runs.times[long] for long, short in here.items()}), SAVE, unit="s", scale=1)
         extra = {here[long]: round(added(runs, long), 3) for long in list(here)[2:]}
         report.facts[f"{point}: seconds added"] = extra
-    for state in STATES:
+    for state in STATES if STATES[0] in found else ():
         point = f"{what}, recovery" + (f", {COLD}" if state == COLD else "")
         report.add(point, found[state], LOAD)
         for base in (recoveries.COPY, recoveries.MAPPED, recoveries.SERVICE):
@@ -278,6 +284,9 @@ def main() -> None:
     parser.add_argument("--ids", type=at_least(1), default=100, help="a lookup of synthetic (default: %(default)s)")
     parser.add_argument("--log", choices=("file", "kafka"), default="file", help="of the thesis' chunks and of ours")
     parser.add_argument("--each-step", action="store_true", help="also stream each step, a checkpoint every epoch")
+    parser.add_argument("--direct", action="store_true", help="also write our log past the page cache")
+    parser.add_argument("--every", type=int, nargs="+", choices=EVERY, default=list(EVERY), help="epochs a checkpoint")
+    parser.add_argument("--runs-only", action="store_true", help="no recoveries")
     add_fsync(parser)
     args: argparse.Namespace = parse(parser, workload=["synthetic"], ranks=[1], rounds=1, epochs=6)
     if args.each_step and WITH_FSYNC not in args.fsync:
@@ -306,16 +315,25 @@ def measure_all(args: argparse.Namespace, report: Report, bootstrap: str) -> Non
         check_disk((1 << 28) + (8 + runs) * table_bytes, f"{workload}: two runs of {args.epochs} checkpoints")
         check_disk((1 << 24) + 2 * table_bytes, f"{workload}: its HEAD in /dev/shm", Path("/dev/shm"))
         for ranks in args.ranks:
-            fsync = tuple(args.fsync)
             setting = Setting(
-                workload, args.rounds, args.epochs, args.ids, args.quick, fsync, bootstrap, args.each_step
+                workload,
+                args.rounds,
+                args.epochs,
+                args.ids,
+                args.quick,
+                tuple(args.fsync),
+                bootstrap,
+                args.each_step,
+                tuple(args.every),
+                args.direct,
             )
             with scratch("thesis") as base, tempfile.TemporaryDirectory(prefix="thesis-", dir="/dev/shm") as memory:
                 folder, head = base / "job", f"{memory}/head"
                 for each in (folder, Path(head)):
                     each.mkdir()
                 found, uri = spread(run_all, ranks, base, setting, folder, head)
-                found |= recoveries.measure(setting, ranks, base, folder, uri, head)
+                if not args.runs_only:
+                    found |= recoveries.measure(setting, ranks, base, folder, uri, head)
             judge(report, f"{workload}, {ranks} ranks" if ranks > 1 else f"{workload}, 1 rank", setting, found)
 
 

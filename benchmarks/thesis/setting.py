@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from data import CRITEO_ROWS
@@ -41,6 +42,10 @@ class Setting:
     """Of a broker; empty: the log is a folder."""
     each_step: bool = False
     """Whether both sides are also timed as they stream each step."""
+    every: tuple[int, ...] = (1, 2, 3)
+    """Epochs between two checkpoints, one for each point."""
+    direct: bool = False
+    """Whether ours is also timed with a log that is written past the page cache."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +76,22 @@ def shape_of(workload: str, quick: bool) -> Shape:
     return replace(shape, rows=tuple(max(3, rows // QUICK_ROWS) for rows in shape.rows)) if quick else shape
 
 
-def attach(job: Job, uri: str, store: Path, *, head: str | None = None, drain_every: int = 1) -> StreamCheckpointer:
+def attach(
+    job: Job,
+    uri: str,
+    store: Path,
+    *,
+    head: str | None = None,
+    drain_every: int = 1,
+    log_writes: Literal["buffered", "direct"] = "buffered",
+) -> StreamCheckpointer:
     config = StreamConfig(
-        uri=uri, store=str(store), marker_every=None, drain_every=drain_every, ring_bytes=RING_BYTES, head=head
+        uri=uri,
+        store=str(store),
+        marker_every=None,
+        drain_every=drain_every,
+        ring_bytes=RING_BYTES,
+        head=head,
+        log_writes=log_writes,
     )
     return StreamCheckpointer(job.model, job.optimizer, config=config)

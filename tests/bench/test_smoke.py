@@ -34,7 +34,7 @@ POINTS = {
     "hooks": {"CPU time of a small step"},
     "limits": {"limits"},
     "marker": {"table", "twice the table", "a tenth of the rows", "table, durable", "digest of the dense state"},
-    "stream": {"file", "file, speed", "file, without fsync", "file, without fsync, speed"},
+    "stream": {f"{point}{kind}" for point in ("file", "file, without fsync") for kind in ("", ", CPU", ", speed")},
     "tracker": {"thesis", "criteo"},
 }
 STRETCHES = ("at first", "8 times the ids", "a tenth of the ids", "every core busy", "as at first")

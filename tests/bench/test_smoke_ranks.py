@@ -129,7 +129,7 @@ def test_each_way_restores_what_was_saved(tmp_path: Path) -> None:
 
 def test_steps_are_timed_with_and_without_a_stream(tmp_path: Path) -> None:
     report = run("step_time/run.py", "--quick", tmp_path)
-    assert len(report["variants"]) == 7
+    assert len(report["variants"]) == 9
     assert all(row["ratio_median_until_all_is_sent"] > 0 for row in report["variants"].values())
     assert all(row["steps"] == 2 and row["step_ms_median"] > 0 for row in report["variants"].values())
     assert report["variants"]["drain every step"]["megabytes_a_step"] > 0
