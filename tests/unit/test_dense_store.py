@@ -178,6 +178,22 @@ def test_a_full_disk_of_the_reader_is_no_damage_of_the_marker(
         store.verify(made)
 
 
+def test_a_folder_that_holds_a_marker_is_not_synced_again(
+    tmp_path: Path, made: Commit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    store = open_dense(f"file://{tmp_path}/store")
+    store.prepare(made.job, held=True)  # the COMMIT names it, and it is missing: it is made again
+    assert store.is_seen(made.job)
+    assert synced
+    synced.clear()
+    store.prepare(made.job, held=True)
+    assert not synced
+    store.prepare(made.job)
+    assert len(synced) == 3
+
+
 MANY = {".metadata": b"pickled", **{f"__{rank}_0.distcp": b"rank %d" % rank for rank in range(40)}}
 
 

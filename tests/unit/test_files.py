@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.log import file_writer
 from torchrec_stream_ckpt.log.file_writer import FileWriter
-from torchrec_stream_ckpt.util.layout import MAX_PARTITIONS, segment_name
+from torchrec_stream_ckpt.util.layout import MAX_PARTITIONS, partition_dir, segment_name
 from torchrec_stream_ckpt.util.types import LogSpan
 
 
@@ -172,6 +173,29 @@ def test_a_claim_on_a_log_that_exists_writes_no_file_and_syncs_its_names(
     synced.clear()
     assert FileLog(tmp_path / "log").prepare(2) == first
     assert synced == {"data": 1, "log": 1}
+
+
+def test_a_log_that_a_claim_names_is_not_synced_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CLAIM is appended after the names are durable. Anything else than the log that it names is prepared."""
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    log = FileLog(tmp_path / "log")
+    first = log.prepare(2)
+    synced.clear()
+    assert log.prepare(2, claimed=first) == log.prepare(1, claimed=first) == first
+    assert not synced
+    other = replace(first, id="0" * 32)
+    assert log.prepare(2, claimed=other) == first
+    assert len(synced) == 2
+    synced.clear()
+    assert log.prepare(3, claimed=first).partitions == 3
+    assert synced
+    synced.clear()
+    partition_dir(tmp_path / "log", 1).rmdir()
+    partition_dir(tmp_path / "log", 2).rmdir()
+    assert log.prepare(2, claimed=first) == first
+    assert synced
+    assert partition_dir(tmp_path / "log", 1).is_dir()
 
 
 def test_a_log_made_again_is_another_one(tmp_path: Path) -> None:

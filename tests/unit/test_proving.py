@@ -19,7 +19,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from tests.plain_proof import plain_digest, plain_digests, shards_of
 from torchrec_stream_ckpt.capture.oracle import Oracle
 from torchrec_stream_ckpt.capture.shards import local_shards, merge_schema
-from torchrec_stream_ckpt.format.proof import POSITIONS, Window, replicated_id
+from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Window, replicated_id
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.model import FusedKernel, modules, proving
 from torchrec_stream_ckpt.model.proving import digests, replicated_digests
@@ -156,6 +156,7 @@ def test_digests_allocate_once_and_write_no_memory_that_they_overwrite(monkeypat
     kernel = kernel_of([(0, ROWS, 0, DIM), (0, ROWS, 0, DIM), (0, ROWS // 2, 0, DIM)])
     schema = schema_of(kernel)
     expected = as_lists(kernel, schema, WHOLE)
+    monkeypatch.setattr(proving, "_in_place", lambda *_: None)
     made: list[int] = []
     allocate = torch.empty
 
@@ -168,3 +169,32 @@ def test_digests_allocate_once_and_write_no_memory_that_they_overwrite(monkeypat
     monkeypatch.setattr(proving.torch, "empty", counted)
     assert as_lists(kernel, schema, WHOLE) == expected
     assert len(made) == 1, "one for all shards"
+
+
+@pytest.mark.parametrize("apart", [1, 2])
+def test_digests_of_adjacent_rows_copy_nothing_and_are_those_of_copies(
+    apart: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = kernel_of([(0, ROWS, 0, DIM), (64, ROWS, 0, DIM), (30, ROWS // 2, 0, DIM)])
+    schema, copies = schema_of(kernel), []
+    real = proving.CopiedRows
+
+    def copied(*args: Any) -> Any:
+        copies.append(args)
+        return real(*args)
+
+    monkeypatch.setattr(proving, "CopiedRows", copied)
+
+    def some(_: int, begin: int, end: int) -> Any:
+        first, last = begin // BLOCK_ROWS, -(-end // BLOCK_ROWS)
+        return np.arange(first, last, apart)
+
+    def found() -> list[Any]:
+        return [(each.shard, each.blocks.tolist(), each.digests.tolist()) for each in digests([kernel], schema, some)]
+
+    in_place = found()
+    assert bool(copies) == (apart == 2)
+    monkeypatch.setattr(proving, "_in_place", lambda *_: None)
+    assert found() == in_place
+    assert copies
+    assert all(numbers for _, _, numbers in in_place)

@@ -167,12 +167,16 @@ class Log(LogReader, Protocol):
 
     uri: FileUri | KafkaUri
 
-    def prepare(self, partitions: int, identity: str | None = None) -> Incarnation:
+    def prepare(
+        self, partitions: int, identity: str | None = None, *, claimed: Incarnation | None = None
+    ) -> Incarnation:
         """(rank 0) Create the log, or add partitions that are missing. Never deletes anything.
 
         Args:
             partitions: Required number of partitions.
             identity: (recovery) Former identity of a file log that has lost it. The log may contain rows in this case.
+            claimed: The log as a CLAIM in it has recorded it. Its partitions were durable before that CLAIM was
+                appended, so a log of files does not sync them again.
 
         Raises:
             CorruptionError: the log has lost its identity, and ``identity`` is not given.

@@ -28,6 +28,7 @@ from torchrec_stream_ckpt.log.segments import (
     frames,
     has_in_turn,
     newest_segment,
+    partition_dirs,
     pieces,
     segments,
     size_of,
@@ -68,9 +69,15 @@ class FileLog:
         self._begun: set[tuple[int, int]] = set()
         """Streams (generation, partition) that were opened by this object. Their existing segments are its own."""
 
-    def prepare(self, partitions: int, identity: str | None = None) -> Incarnation:
+    def prepare(
+        self, partitions: int, identity: str | None = None, *, claimed: Incarnation | None = None
+    ) -> Incarnation:
         if partitions > MAX_PARTITIONS:
             raise ConfigError(f"{partitions} ranks are too many: a log has at most {MAX_PARTITIONS} partitions")
+        if claimed is not None and partitions <= claimed.partitions:
+            now = self.incarnation()
+            if now is not None and now.id == claimed.id and now.partitions >= claimed.partitions:
+                return now
         with explained("cannot create the file log", self._root):
             if identity is None and not (self._root / IDENTITY_FILE).exists():
                 _check_new(self._root)
@@ -100,7 +107,7 @@ class FileLog:
         with explained("cannot read the file log", self._root):
             try:
                 identity = (self._root / IDENTITY_FILE).read_bytes()
-                partitions = sum(1 for _ in (self._root / DATA_DIR).glob("p?????"))
+                partitions = sum(1 for _ in partition_dirs(self._root))
             except FileNotFoundError:
                 _check_new(self._root)
                 return None
@@ -181,7 +188,7 @@ class FileLog:
             ends[key] = min(span.end, ends.get(key, span.end))
         sizes: list[int] = []
         with explained("cannot trim the log", self._root):
-            for folder in sorted((self._root / DATA_DIR).glob("p" + 5 * "[0-9]")):
+            for folder in sorted(partition_dirs(self._root)):
                 doomed = list(before(folder, ends, range_.dead))
                 if doomed and not os.access(folder, os.W_OK | os.X_OK):
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import threading
 import time
 from array import array
@@ -21,6 +22,7 @@ from torchrec_stream_ckpt.util.failpoints import failpoint
 from torchrec_stream_ckpt.util.layout import DATA_DIR, IDENTITY_FILE, parse_segment, partition_dir, segment_name
 from torchrec_stream_ckpt.util.types import LogSpan
 
+_PARTITION = re.compile(r"p[0-9]{5}")
 SETTLED_S = 2.0
 """Age in seconds after which a folder's modification time shows any added file. File systems count time in steps."""
 _OLD_S = 60.0
@@ -129,11 +131,25 @@ def within(folder: Path, span: LogSpan, names: SegmentNames) -> Iterator[tuple[P
     yield from sized(folder, span.generation, bases[first : bisect_left(bases, span.end)])
 
 
+def partition_dirs(root: Path) -> Iterator[Path]:
+    """Yield the folders of a log's partitions, in any order. None if the log does not exist.
+
+    Raises:
+        OSError: the log's folder cannot be read.
+    """
+    folder = root / DATA_DIR
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return
+    yield from (folder / name for name in names if _PARTITION.fullmatch(name))
+
+
 def newest_segment(root: Path) -> tuple[int, Path] | None:
     """Return (generation, path) of a segment of the newest generation that has any. None if the log has no segment."""
     newest: tuple[int, Path] | None = None
     with explained("cannot read the file log", root):
-        for folder in (root / DATA_DIR).glob("p" + 5 * "[0-9]"):
+        for folder in partition_dirs(root):
             for name in os.listdir(folder):
                 parsed = parse_segment(name)
                 if parsed is not None and (newest is None or parsed[0] > newest[0]):

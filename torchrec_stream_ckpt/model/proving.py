@@ -305,11 +305,38 @@ class CopiedRows:
             with torch.cuda.device(device):  # the waiting thread has not selected a device
                 event.synchronize()
         for piece, copies in self._copies:
-            columns = [
-                _Rows(piece, number, number > 0 and copy.dim() == 1, _bits(copy)).digests()
-                for number, copy in enumerate(copies)
-            ]
-            yield piece, np.stack(columns, 1)
+            yield piece, _summed(piece, copies)
+
+
+def _summed(piece: BlockRows, sections: Iterable[torch.Tensor]) -> Digests:
+    """Return the digests of the rows of a piece, given for each of its sections."""
+    columns = [
+        _Rows(piece, number, number > 0 and rows.dim() == 1, _bits(rows)).digests()
+        for number, rows in enumerate(sections)
+    ]
+    return np.stack(columns, 1)
+
+
+@torch.no_grad()
+def _in_place(
+    kernels: Sequence[FusedKernel],
+    piece: BlockRows,
+    replicated: Sequence[torch.Tensor],
+    split: SplitTensors | None,
+) -> list[torch.Tensor] | None:
+    """Return views of the rows of a piece. None if they are not adjacent, or on a GPU."""
+    if not len(piece.blocks) or int(piece.blocks[-1] - piece.blocks[0]) != len(piece.blocks) - 1:
+        return None
+    first, count = int(piece.rows[0]), len(piece.rows)
+    if piece.kernel < 0:
+        tensors = [replicated[piece.position]]
+    else:
+        assert split is not None
+        weights, states = split.of(piece.kernel)
+        tensors = [weights[piece.position], *states[piece.position]]
+    if any(each.is_cuda for each in tensors):
+        return None
+    return [each[first : first + count] for each in tensors]
 
 
 def _copy(
@@ -336,7 +363,7 @@ def digests(kernels: Sequence[FusedKernel], schema: Schema, blocks_of: BlocksOf)
 
     Copies a part of them at a time.
 
-    On a GPU the host waits.
+    On a GPU the host waits. On a CPU adjacent rows are read in place, so no other thread may write rows meanwhile.
 
     Args:
         kernels: All kernels of this rank.
@@ -375,6 +402,9 @@ def _digested(
     split: SplitTensors | None = None,
 ) -> Iterator[Digests]:
     for piece in pieces:
+        if (sections := _in_place(kernels, piece, replicated, split)) is not None:
+            yield _summed(piece, sections)
+            continue
         room.reserve([piece])
         for _, found in CopiedRows(kernels, [piece], replicated, room, split).digests():
             yield found

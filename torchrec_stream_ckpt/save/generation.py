@@ -24,7 +24,7 @@ from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.log.api import Incarnation, Log
 from torchrec_stream_ckpt.log.control.ancestor_check import Older
 from torchrec_stream_ckpt.log.control.loss_check import check_whole
 from torchrec_stream_ckpt.log.control.partition import Control
@@ -229,7 +229,9 @@ def claim_generation(
     lineage = check_whole(log_, control, parsed, objects, alone=twin is None)
     if after is not None:
         check_newest(lineage, {after, nonce})
-    incarnation = log_.prepare(world)
+    newest = lineage.claims.get(lineage.newest_generation)
+    claimed = Incarnation(newest.incarnation, newest.partitions) if newest is not None else None
+    incarnation = log_.prepare(world, claimed=claimed)
     if parent in lineage.given_up:
         lineage.find(parent)  # raises: it was given up after it was restored
     if parent is None and lineage.commits:
@@ -267,7 +269,8 @@ def claim_generation(
     if before is not None:
         check_follows(before, claim.schema, swept, generation)
     claim = brief(claim, lineage.claims)
-    dense.prepare(claim.job)
+    last, store = lineage.newest, config.store_url if config.store else ""
+    dense.prepare(claim.job, held=last is not None and last.store == store)
     control.claim(claim)
     return claim
 

@@ -52,8 +52,13 @@ class DenseStore(Protocol):
             StoreUnavailableError: it does not.
         """
 
-    def prepare(self, job: bytes) -> None:
+    def prepare(self, job: bytes, *, held: bool = False) -> None:
         """(rank 0) Make the store ready for a job that will write.
+
+        Args:
+            job: The job.
+            held: True if a COMMIT of the job names this store. It was prepared before that marker's CLAIM, so the names
+                of its folders are durable and are not synced again.
 
         Raises:
             ConfigError: the folder cannot be made.
@@ -212,8 +217,10 @@ class DenseFolder:
     def preflight(self) -> None:
         pass
 
-    def prepare(self, job: bytes) -> None:
+    def prepare(self, job: bytes, *, held: bool = False) -> None:
         root = self._root(job)
+        if held and root.is_dir():
+            return
         try:
             make_dirs(root)
             for folder in (root, root.parent, root.parent.parent):

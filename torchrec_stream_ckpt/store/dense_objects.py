@@ -92,7 +92,7 @@ class DenseObjects:
     def preflight(self) -> None:
         check_store(self._objects)
 
-    def prepare(self, job: bytes) -> None:
+    def prepare(self, job: bytes, *, held: bool = False) -> None:
         prove_writable(self._objects)
 
     def is_seen(self, job: bytes) -> bool:

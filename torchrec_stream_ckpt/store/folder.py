@@ -199,12 +199,14 @@ class FolderObjects:
             return
         make_dirs(folder)
         above = folder
-        while above != self._root:
+        while above != self._root and above not in self._durable:
+            fsync_dir(above.parent)
+            self._durable.add(above)
             above = above.parent
-            fsync_dir(above)
-        with contextlib.suppress(PermissionError):  # this user may not read it, so did not make the store
-            fsync_dir(self._root.parent)
-        self._durable.add(folder)
+        if self._root not in self._durable:
+            with contextlib.suppress(PermissionError):  # this user may not read it, so did not make the store
+                fsync_dir(self._root.parent)
+            self._durable.add(self._root)
 
     def _list(self, folder: Path, prefix: str) -> Iterator[Entry]:
         folders, entries = [], []

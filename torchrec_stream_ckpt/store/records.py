@@ -88,11 +88,18 @@ class Copied:
             yield together
 
 
-def read_copy(objects: Objects, job: bytes, log: str, after: int = -1) -> list[Entry]:
-    """List and read the records, again if another process merges objects meanwhile; raises as :class:`Copied`."""
+def read_copy(objects: Objects, job: bytes, log: str, after: int = -1, copied: Copied | None = None) -> list[Entry]:
+    """List and read the records, again if another process merges objects meanwhile; raises as :class:`Copied`.
+
+    Args:
+        objects, job, log: Same as in :meth:`Copied.load`.
+        after: Only records after this offset.
+        copied: A listing that was just made, to be used first.
+    """
     for _ in range(_ATTEMPTS):
         with contextlib.suppress(MissingObjectError):
-            return list(Copied.load(objects, job, log).read(after))
+            listed, copied = copied or Copied.load(objects, job, log), None
+            return list(listed.read(after))
     return list(Copied.load(objects, job, log).read(after))
 
 

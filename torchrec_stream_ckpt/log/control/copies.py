@@ -143,7 +143,7 @@ class Copies:
         same = newest is None or newest.last < self._base or self._is_there(newest)
         self._learn(copied, newest.last if newest is not None and same else -1)
         self._anew = not same or copied.last > seen
-        return [record for _, record in read_copy(self._objects, job, log_, seen if same else -1)]
+        return [record for _, record in read_copy(self._objects, job, log_, seen if same else -1, copied)]
 
     def _log(self) -> str:
         """Return the log's identity as used in names of copies. Empty if the log does not exist yet."""

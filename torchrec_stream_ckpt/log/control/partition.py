@@ -178,12 +178,14 @@ class Control:
         """Read all remaining records, starting at the newest snapshot."""
         self._last, last = -1, (-1, b"")
         recent: deque[tuple[int, bytes]] = deque(maxlen=RECENT)
+        counts: deque[tuple[int, bool]] = deque(maxlen=RECENT)
         start, before, copied = 0, -1, self.copies is not None
 
         def read(base: int) -> Folded:
             def noted() -> Iterator[tuple[int, bytes]]:
                 nonlocal last, start, before
                 recent.clear()
+                counts.clear()
                 start, before = base, base - 1
                 for last in self.records.read(base):
                     if copied and not is_snapshot(last[1]):
@@ -191,7 +193,7 @@ class Control:
                         recent.append(last)
                     yield last
 
-            return self.records.fold(noted(), base, spare=self._spare)
+            return self.records.fold(noted(), base, spare=self._spare, applied=lambda *each: counts.append(each))
 
         folded = self.records.whole(read)
         folded.lineage.commits.fetch = self.records.fetch  # before another thread can see it
@@ -200,8 +202,10 @@ class Control:
             self._passed(*last)
         if self.copies is not None:
             self.copies.begin(start, before)
+            known = dict(counts)  # records that a snapshot covers were not folded by themselves
             for offset, record in recent:
-                self.copies.heard(offset, record, counts=self._counts(record))
+                own = known.get(offset)
+                self.copies.heard(offset, record, counts=self._counts(record) if own is None else own)
 
     def _counts(self, record: bytes) -> bool:
         parsed = self.records.genuine(record)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import partial
 from itertools import count, takewhile
 from typing import TypeVar
 
@@ -78,8 +77,26 @@ class Records:
                     raise
         raise AssertionError
 
-    def fold(self, records: Iterable[tuple[int, bytes]], base: int, *, spare: bool = False) -> Folded:
-        apply = partial(self.apply, spare=spare)
+    def fold(
+        self,
+        records: Iterable[tuple[int, bytes]],
+        base: int,
+        *,
+        spare: bool = False,
+        applied: Callable[[int, bool], object] = lambda *_: None,
+    ) -> Folded:
+        """Fold the records from ``base`` on.
+
+        Args:
+            records: (offset, record) of each.
+            base: Offset of the first remaining record.
+            spare: Same as in :class:`Control`.
+            applied: Called with the offset of each record that was folded by itself, and whether it counts.
+        """
+
+        def apply(folded: Folded, offset: int, record: bytes) -> None:
+            applied(offset, self.apply(folded, offset, record, spare=spare))
+
         return fold(records, base, apply, self.snapshot_part, serving=self._serving)
 
     def fetch(self, places: Mapping[MarkerId, Place]) -> dict[MarkerId, bytes]:

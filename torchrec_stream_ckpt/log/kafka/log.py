@@ -54,7 +54,9 @@ class KafkaLog:
     def takes_blocks(self) -> bool:
         return False
 
-    def prepare(self, partitions: int, identity: str | None = None) -> Incarnation:
+    def prepare(
+        self, partitions: int, identity: str | None = None, *, claimed: Incarnation | None = None
+    ) -> Incarnation:
         """Create missing topics and partitions, as :func:`topics.prepare`."""
         return topics.prepare(self._brokers, partitions)
 
