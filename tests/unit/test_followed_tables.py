@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,8 +27,9 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.extras.follower import tables as tables_module
 from torchrec_stream_ckpt.extras.follower.source import FollowedJob
-from torchrec_stream_ckpt.extras.follower.tables import weights_of
+from torchrec_stream_ckpt.extras.follower.tables import Gate, weights_of
 from torchrec_stream_ckpt.extras.follower.updates import Changed
+from torchrec_stream_ckpt.inner import Plane
 from torchrec_stream_ckpt.util.types import MarkerId
 
 NAMES = [table.name for table in SCHEMA.tables]
@@ -226,6 +229,70 @@ def test_readers_read_between_the_slices_of_an_update(
         with tables.reading() as served:
             assert (served.marker, served.mixed) == (marker.id, False)
         assert held(tables) == weights_at(job, marker.id) != first
+
+
+def _most_written(folder: Path, frames: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """(most bytes of weights written while readers wait, all bytes of one update)"""
+    job = Job(folder / "log")
+    job.begin()
+    job.commit()
+    written, put = [0], Plane.put
+
+    @contextlib.contextmanager
+    def writing(gate: Gate) -> Iterator[None]:
+        written.append(0)
+        with enter(gate):
+            yield
+
+    def counted(plane: Plane, places: Any, values: Any, col0: int = 0) -> None:
+        written[-1] += values.nbytes
+        put(plane, places, values, col0)
+
+    enter = Gate.writing
+    with _sliced(job, folder) as tables, monkeypatch.context() as patched:
+        tables.advance()
+        for _ in range(frames):
+            job.touch()
+        marker = job.commit()
+        patched.setattr(Gate, "writing", writing)
+        patched.setattr(Plane, "put", counted)
+        tables.advance()
+        with tables.reading() as served:
+            found = {name: each.numpy().tobytes() for name, each in served.tables.items()}
+        assert found == weights_at(job, marker.id)
+    return max(written), sum(written)
+
+
+def test_readers_wait_for_a_slice_of_one_size_however_large_the_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables_module, "_SLICE_BYTES", 64)
+    small, large = (_most_written(tmp_path / str(frames), frames, monkeypatch) for frames in (1, 20))
+    assert large[1] > 2 * small[1]
+    assert small[0] <= 64
+    assert large[0] <= 64
+
+
+def test_an_update_gives_way_to_readers_and_to_nobody_else(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once between two slices and two frames at most, and only if a reader has come since the last time."""
+    monkeypatch.setattr(tables_module, "_SLICE_BYTES", 64)
+    gave: list[float] = []
+    with _sliced(job, tmp_path) as tables:
+        tables.advance()
+        job.touch()
+        job.commit()
+        with monkeypatch.context() as patched:
+            patched.setattr(tables_module.time, "sleep", gave.append)
+            tables.advance()
+            assert gave == []
+            held(tables)
+            job.touch()
+            marker = job.commit()
+            tables.advance()
+        assert len(gave) == 1
+        assert held(tables) == weights_at(job, marker.id)
 
 
 def test_an_update_that_breaks_off_between_slices_is_not_served(

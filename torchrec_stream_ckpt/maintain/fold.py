@@ -6,16 +6,18 @@ process begins its interval again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.claim_features import check_kept
+from torchrec_stream_ckpt.format.control import Mark
+from torchrec_stream_ckpt.format.frame import HEADER_LEN as FRAME_HEADER_LEN
 from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.interval import Interval
 from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.notes import Notes
-from torchrec_stream_ckpt.format.rows import decode_rows
+from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import (
     HEADER_LEN,
@@ -167,35 +169,72 @@ def begin_fold(
         CorruptionError: the log is damaged, incomplete, or of another job or schema; names the place.
         StoreUnavailableError: a segment was not written.
     """
-    commit, end, schema = interval.commit, interval.end, interval.claim.schema
-    check_kept(interval.claim.announces or (), commit.generation)
-    schema_crc = schema.crc
+    schema = interval.claim.schema
     writer = SegmentWriter(objects, schema, interval.name, interval.segment, background)
     rows = RowSorter(schema)
-    mark = None
-    for header, frame in read_stream(log, commit, end, interval.after):
-        payload = checked_payload(header, frame, commit, end)
-        if header.schema_crc != schema_crc:
-            raise CorruptionError(
-                "the frame's schema differs from the CLAIM of its generation", **header.place(), partition=end.partition
-            )
-        if header.kind is Kind.ROWS:
-            if header.table >= len(schema.tables):
-                raise CorruptionError(f"table {header.table} is not in the schema", **header.place())
-            rows.add(header.table, header.col0, header.cols, decode_rows(header, payload, schema.tables[header.table]))
+    frames = IntervalFrames(log, interval, shards)
+    for header, payload, view in frames:
+        if view is not None:
+            rows.add(header.table, header.col0, header.cols, view)
             if rows.num_bytes >= SEGMENT_BYTES:
                 writer.put(rows, last=False)
                 writer.finish()  # the next rows reuse its memory
-        elif header.kind is Kind.HELLO:
-            shards = check_hello(header, frame, interval.claim, commit, end).shards
-        elif header.kind is Kind.MARK:
-            mark = read_mark(header, frame, commit, end)
         seen(header, payload)
-        progress(len(frame))
-    if mark is None or shards is None:
-        raise CorruptionError("the interval has no HELLO or no MARK", generation=commit.generation, rank=end.rank)
-    writer.put(rows, last=True, notes=Notes(shards, mark))
+        progress(FRAME_HEADER_LEN + len(payload))
+    writer.put(rows, last=True, notes=Notes(frames.shards, frames.mark))
     return writer
+
+
+class IntervalFrames:
+    """Frames of one rank's interval, each of them checked. Iterate over it once, to the end.
+
+    Args:
+        log: The job's log.
+        interval: Interval of a committed marker.
+        shards: Shards in the rank's HELLO. None at the first marker of a generation, whose interval contains it.
+    """
+
+    mark: Mark
+    """(at the end) MARK of the rank."""
+    shards: tuple[TableShard, ...]
+    """(at the end) Shards of the rank."""
+
+    def __init__(self, log: LogReader, interval: Interval, shards: tuple[TableShard, ...] | None) -> None:
+        self._log = log
+        self._interval = interval
+        self._given = shards
+
+    def __iter__(self) -> Iterator[tuple[Header, memoryview, RowsView | None]]:
+        """Yield header, payload and rows of each frame, valid until the next one is requested; None if it has no rows.
+
+        Raises:
+            CorruptionError: the log is damaged, incomplete, or of another job or schema; names the place.
+            LogUnavailableError: the log does not answer.
+        """
+        interval, shards, mark = self._interval, self._given, None
+        commit, end, schema = interval.commit, interval.end, interval.claim.schema
+        schema_crc = schema.crc
+        check_kept(interval.claim.announces or (), commit.generation)
+        for header, frame in read_stream(self._log, commit, end, interval.after):
+            payload, view = checked_payload(header, frame, commit, end), None
+            if header.schema_crc != schema_crc:
+                raise CorruptionError(
+                    "the frame's schema differs from the CLAIM of its generation",
+                    **header.place(),
+                    partition=end.partition,
+                )
+            if header.kind is Kind.ROWS:
+                if header.table >= len(schema.tables):
+                    raise CorruptionError(f"table {header.table} is not in the schema", **header.place())
+                view = decode_rows(header, payload, schema.tables[header.table])
+            elif header.kind is Kind.HELLO:
+                shards = check_hello(header, frame, interval.claim, commit, end).shards
+            elif header.kind is Kind.MARK:
+                mark = read_mark(header, frame, commit, end)
+            yield header, payload, view
+        if mark is None or shards is None:
+            raise CorruptionError("the interval has no HELLO or no MARK", generation=commit.generation, rank=end.rank)
+        self.mark, self.shards = mark, shards
 
 
 def folded_interval(objects: Objects, interval: Interval) -> tuple[SegmentRef, ...] | None:

@@ -35,6 +35,7 @@ from torchrec_stream_ckpt.maintain.run_merging import ScratchRuns
 from torchrec_stream_ckpt.proofs.seen_marks import Circle, Places, RankReport, agree
 from torchrec_stream_ckpt.proofs.weights import WeightProof
 from torchrec_stream_ckpt.read.last_sent import LastSent
+from torchrec_stream_ckpt.read.sent_rows import SentRows
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
 from torchrec_stream_ckpt.store.folder import FolderObjects
@@ -189,6 +190,13 @@ class MarkerRows:
         self.opened = 0
         """Number of times that the rows were located. After it has grown, rows come from other places."""
         self.route = self._open(lineage, marker, since, self._damaged)
+
+    @staticmethod
+    def from_log(
+        log: LogReader, lineage: Lineage, marker: MarkerId, since: MarkerId, between: Callable[[], None]
+    ) -> SentRows:
+        """Return the rows sent after ``since`` as the log has them. Arguments and errors are those of SentRows."""
+        return SentRows(log, locate(lineage, marker, None, since=since), between)
 
     @property
     def schema(self) -> Schema:

@@ -142,6 +142,10 @@ class Follower:
         """Return whether the next look goes to a marker other than this one, which could not be loaded."""
         return self._aim.passes(marker)
 
+    def between_frames(self, call: Callable[[], None]) -> None:
+        """Have ``call`` made, on the thread that follows, between two frames that are read."""
+        self._source.between = call
+
     def pause(self) -> bool:
         """Wait as long as between two looks at the log. Returns whether the follower was stopped."""
         return self._stop.wait(self._poll_s)
@@ -339,7 +343,7 @@ class Follower:
         if at.generation != lineage.newest_generation or lineage.ended is not None:
             return  # its trainer is gone; the rows of the next one arrive with its first marker
         if self._tail is None or not self._tail.stands_on(at):
-            self._tail = Tail(self._source.job.log, lineage.claims[at.generation], at)
+            self._tail = Tail(self._source.job.log, lineage.claims[at.generation], at, self._source.between)
         if self._tail.is_undone:
             yield from self._take_back(lineage, at)
             return

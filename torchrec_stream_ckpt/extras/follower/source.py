@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +53,25 @@ class Delivered:
     """(all rows) Proofs of older markers, for weights that were not sent or proved since."""
 
 
+class _PlaceOfRows(Protocol):
+    """Place of rows: table and first column."""
+
+    @property
+    def table(self) -> int: ...
+
+    @property
+    def col0(self) -> int: ...
+
+
+class _RowsAsSent(Protocol):
+    """Rows in the order in which they were sent, of the log or of a store."""
+
+    @property
+    def schema(self) -> Schema: ...
+
+    def sent(self, tables: Collection[int]) -> Iterator[tuple[_PlaceOfRows, RowsView]]: ...
+
+
 class FollowedJob:
     """One job's log, its store and its dense state, as one replica reads them. Not thread-safe.
 
@@ -86,6 +106,8 @@ class FollowedJob:
         )
         self.watch = self.job.log.watch()
         """Waits for news of the log."""
+        self.between: Callable[[], None] = lambda: None
+        """Called between two frames that are read."""
         self._incarnation: str | None = None
         """Id of the incarnation of the followed log; None before the log exists."""
         self._globs = tuple(tables)
@@ -193,8 +215,11 @@ class FollowedJob:
             commit: The marker to go to.
             stored: Let a store serve rows that it has, too.
         """
-        objects = self.objects(commit) if stored else None
-        with self._open(lineage, commit, objects, start) as rows:
+        if not stored:
+            logged = MarkerRows.from_log(self.job.log, lineage, commit.id, start, self.between)
+            yield Delivered(partial(self.sent, logged), logged.proof)
+            return
+        with self._open(lineage, commit, self.objects(commit), start) as rows:
             yield Delivered(partial(self.sent, rows), rows.proof)
 
     @contextlib.contextmanager
@@ -257,10 +282,10 @@ class FollowedJob:
             )
             yield Changed(reader.spec, col0, ids, window.weights[places, columns], states)
 
-    def sent(self, rows: MarkerRows) -> Iterator[Changed]:
+    def sent(self, rows: _RowsAsSent) -> Iterator[Changed]:
         """Yield the sent rows, oldest first."""
-        for entry, view in rows.sent(self._wanted(rows.schema)):
-            yield self.changed(rows.schema.tables[entry.table], entry.col0, view)
+        for place, view in rows.sent(self._wanted(rows.schema)):
+            yield self.changed(rows.schema.tables[place.table], place.col0, view)
 
     def changed(self, table: TableSpec, col0: int, view: RowsView) -> Changed:
         """Convert rows to the form that is handed out."""

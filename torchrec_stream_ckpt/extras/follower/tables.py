@@ -49,6 +49,8 @@ class Gate:
         """Readers that have waited for a writer, and go before the next one."""
         self._writers = 0
         self._writing = False
+        self._read = False
+        """True if a reader has entered since the last :meth:`give_way`."""
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -58,6 +60,7 @@ class Gate:
             try:
                 self._changed.wait_for(lambda: not self._writers or (self._owed > 0 and not self._writing))
                 self._readers += 1
+                self._read = True
             finally:
                 self._waiting -= 1
                 self._owed = min(max(0, self._owed - 1), self._waiting)
@@ -68,6 +71,16 @@ class Gate:
             with self._changed:
                 self._readers -= 1
                 self._changed.notify_all()
+
+    def give_way(self) -> None:
+        """(the writer, outside the gate) Let the threads of readers run, if there are any.
+
+        The interpreter takes its lock from a busy thread only after 5 ms. A thread that waits for it gets it at once
+        from one that sleeps.
+        """
+        if self._read or self._waiting:
+            self._read = False
+            time.sleep(_GIVE_WAY_S)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
@@ -90,6 +103,8 @@ log = logging.getLogger(__name__)
 _JOIN_S = 30.0
 _SLICE_BYTES = 2**18
 """Weights that are written while readers wait, if updates are applied in slices."""
+_GIVE_WAY_S = 20e-6
+"""Shortest sleep that lets another thread begin; the kernel adds some 50 us."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +198,8 @@ class FollowedTables:
         """Why the tables are not those of a marker; empty if they are, or may be mixed."""
         self._slices = slices
         self._mixed = False
+        if slices:
+            follower.between_frames(self._gate.give_way)
         self._closing = contextlib.ExitStack()
         self._thread: threading.Thread | None = None
         self.failure: BaseException | None = None
@@ -358,7 +375,7 @@ class FollowedTables:
                 self._schema = update.schema
             self._keep_doubts(update)
             for changed in update.changes():
-                self._put_noted(changed, update)
+                self._put_noted(self._held(changed), update)
             self._settle(update, self._compared(update))
 
     def _apply_in_slices(self, update: Update) -> None:
@@ -369,9 +386,10 @@ class FollowedTables:
                 self._keep_doubts(update)
             with torch.no_grad():
                 for changed in update.changes():
-                    for part in _parts(changed):
+                    for part in _parts(self._held(changed)):
                         with self._gate.writing():
                             self._put_noted(part, update)
+                        self._gate.give_way()
                 found = self._compared(update)
             with self._gate.writing():
                 self._settle(update, found)
@@ -473,18 +491,19 @@ class FollowedTables:
 
         return proof.compare(table, first, rows, read)
 
+    def _held(self, changed: Changed) -> Changed:
+        """Return those of some rows that are held, ready to be copied."""
+        first, rows = self.rows_of(changed.table)
+        ids, weights = changed.ids, changed.weights
+        if rows < changed.table.rows:
+            mine = np.flatnonzero((ids >= first) & (ids < first + rows))
+            ids, weights = ids[mine], weights[mine]
+        return replace(changed, ids=ids, weights=np.ascontiguousarray(weights))
+
     def _put(self, changed: Changed) -> None:
         plane = self._planes.get(changed.table.name)
-        if plane is None:
-            return
-        first, rows = self.rows_of(changed.table)
-        local = changed.ids - first
-        weights = changed.weights
-        if rows < changed.table.rows:
-            mine = np.flatnonzero((local >= 0) & (local < rows))
-            local, weights = local[mine], weights[mine]
-        if len(local):
-            plane.put(local, np.ascontiguousarray(weights), changed.col0)
+        if plane is not None and len(changed.ids):
+            plane.put(changed.ids - self.rows_of(changed.table)[0], changed.weights, changed.col0)
 
     def _others(self, schema: Schema) -> dict[str, torch.Tensor] | None:
         """Return tensors for the first tables, or for those of a changed model; None if the existing ones fit."""

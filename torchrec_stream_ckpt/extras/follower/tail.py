@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,9 +48,11 @@ class Tail:
         log: The job's log.
         claim: CLAIM of the generation.
         at: A committed marker of it.
+        between: Called after each frame that is read.
     """
 
-    def __init__(self, log: Log, claim: Claim, at: Commit) -> None:
+    def __init__(self, log: Log, claim: Claim, at: Commit, between: Callable[[], None] = lambda: None) -> None:
+        self._between = between
         self._log = log
         self._claim = claim
         self._at = at
@@ -189,6 +191,7 @@ class Tail:
                 state[header.rank] = (seq + 1, header.header_crc)
                 self._pending.append((header.rank, header, view))
                 taken += len(frame)
+                self._between()
                 if taken >= BATCH_BYTES:
                     break
         except _OutOfOrderError:

@@ -1,0 +1,138 @@
+"""The rows that a log has between two markers, as they were sent: nothing is folded, and no table is assembled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from torchrec_stream_ckpt.find.route import Route
+from torchrec_stream_ckpt.format.frame import Header
+from torchrec_stream_ckpt.format.rows import RowsView
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.log.api import LogReader
+from torchrec_stream_ckpt.maintain.fold import IntervalFrames
+from torchrec_stream_ckpt.proofs.seen_marks import RankReport
+from torchrec_stream_ckpt.proofs.weights import WeightProof
+
+HELD_BYTES = 64 * 2**20
+"""Most bytes of frames that are held in memory."""
+
+_Frame = tuple[Header, RowsView]
+
+
+class SentRows:
+    """Rows of a route that only the log serves. All frames are read and checked before this returns.
+
+    Frames of up to :data:`HELD_BYTES` are held. If there are more, they are read and checked again when they are
+    handed out.
+
+    Args:
+        log: The job's log.
+        route: A route without pieces of a store.
+        between: Called after each frame that is read.
+
+    Raises:
+        TrimmedError: the log was trimmed, and a store has the rows.
+        CorruptionError: the log is damaged, or lacks required data.
+        LogUnavailableError: the log does not answer.
+    """
+
+    def __init__(self, log: LogReader, route: Route, between: Callable[[], None]) -> None:
+        assert not route.pieces
+        self._log = log
+        self._route = route
+        self._between = between
+        self._reports: dict[int, RankReport] = {}
+        """Report of each rank at the marker, without its shards."""
+        self._held: list[_Frame] = []
+        route.check(log)
+        held_bytes = 0
+        for header, view in self._frames():
+            held_bytes += header.payload_len
+            if held_bytes <= HELD_BYTES:
+                self._held.append((header, _copied(view)))
+            else:
+                self._held.clear()
+        self._is_held = held_bytes <= HELD_BYTES
+
+    @property
+    def schema(self) -> Schema:
+        return self._route.schema
+
+    def proof(self) -> WeightProof | None:
+        """Return the proof that the marker has of its weights; None if it has none.
+
+        Raises:
+            CorruptionError: it is damaged, or the shards of its ranks are unknown.
+        """
+        reports = [self._reports[rank] for rank in sorted(self._reports)]
+        if any(each.proof is not None for each in reports):
+            shards = self._route.complete(self._log).shards[self._route.marker.generation]
+            reports = [replace(each, shards=held) for each, held in zip(reports, shards, strict=True)]
+        return WeightProof.of(self._route.marker, self.schema, reports)
+
+    def sent(self, tables: Collection[int]) -> Iterator[_Frame]:
+        """Yield frames of some tables, oldest first.
+
+        Within :data:`HELD_BYTES` of frames, each row is yielded once, in its newest version. If a table was sent whole
+        later, rows of older generations are left out. The arrays are valid until the next ones are requested.
+        """
+        bases = {table: self._route.bases.get(table, 0) for table in tables}
+        for batch in self._batches():
+            yield from newest(
+                [(header, view) for header, view in batch if header.generation >= bases.get(header.table, 2**63)]
+            )
+
+    def _batches(self) -> Iterator[Sequence[_Frame]]:
+        if self._is_held:
+            yield self._held
+            return
+        batch: list[_Frame] = []
+        num_bytes = 0
+        for header, view in self._frames():
+            if num_bytes + header.payload_len > HELD_BYTES:
+                yield batch
+                batch, num_bytes = [], 0
+            batch.append((header, _copied(view)))
+            num_bytes += header.payload_len
+        yield batch
+
+    def _frames(self) -> Iterator[_Frame]:
+        """Yield frames with rows, after they were checked. They are valid until the next one is requested."""
+        for interval in self._route.intervals:
+            frames = IntervalFrames(self._log, interval, ())
+            for header, _, view in frames:
+                if view is not None:
+                    yield header, view
+                self._between()
+            if interval.commit.id == self._route.marker:
+                self._reports[interval.end.rank] = RankReport((), frames.mark.proof)
+
+
+def newest(frames: Sequence[_Frame]) -> Iterator[_Frame]:
+    """Yield the rows of frames in their order, without versions of a row that a later frame replaces."""
+    slices: dict[tuple[int, int, int], list[int]] = {}
+    for number, (header, _) in enumerate(frames):
+        slices.setdefault((header.table, header.col0, header.cols), []).append(number)
+    kept: dict[int, np.ndarray[tuple[int], np.dtype[np.bool_]]] = {}
+    for numbers in slices.values():
+        if len(numbers) > 1:  # a frame has no row twice
+            ids = np.concatenate([frames[number][1].ids for number in numbers])
+            order = np.argsort(ids, kind="stable")
+            ordered = ids[order]
+            is_newest = np.empty(len(ids), np.bool_)
+            is_newest[order] = np.append(ordered[1:] != ordered[:-1], True)
+            ends = np.cumsum([len(frames[number][1].ids) for number in numbers])
+            kept |= dict(zip(numbers, np.split(is_newest, ends[:-1]), strict=True))
+    for number, (header, view) in enumerate(frames):
+        chosen = kept.get(number)
+        if chosen is None or chosen.all():
+            yield header, view
+        elif chosen.any():
+            yield header, RowsView(view.ids[chosen], view.weights[chosen], tuple(each[chosen] for each in view.states))
+
+
+def _copied(view: RowsView) -> RowsView:
+    return RowsView(view.ids.copy(), view.weights.copy(), tuple(state.copy() for state in view.states))
