@@ -43,44 +43,38 @@ def kills(page: Path) -> Table:
 
 
 def costs(page: Path) -> Table:
-    """What the simulation takes as measured."""
-    result = newest("proof", "costs")
-    head = [result.said(page), "a step, ms", "the same without saves", "a save takes, ms", "counts after, ms"]
-    found = [[*head, "new process to its first step, s"]]
-    for name, row in result.facts["ways"].items():
-        each = [
-            ", ".join(f"{three(1e3 * value)} {kind}" for kind, value in row[what].items())
-            for what in ("save_s", "counts_s")
-        ]
-        again = sorted(row["restart_s"])
-        restart = f"{again[len(again) // 2]:.2f} ({again[0]:.2f}-{again[-1]:.2f})"
-        steps = [f"{1e3 * row[what]:.1f}" for what in ("step_s", "plain_step_s")]
-        found.append([code(name), f"{steps[0]} ({row['slower']:.2f} x)", steps[1], *each, restart])
+    """What the simulation takes as measured, with what it assumes of a restart."""
+    result = newest("proof", "ettr")
+    head = [result.said(page), "a step beside one without saves", "a save takes, ms", "it counts after, ms"]
+    found = [[*head, "from a failure to the first step, s"]]
+    for name, row in result.facts["costs"].items():
+        cells = [f"{row['slower']:.3f}", *(three(1e3 * row[each]) for each in ("save_s", "counts_s"))]
+        found.append([code(name), *cells, f"{row['restart_s']:.2f}"])
     return found
 
 
 def ettr(page: Path) -> Table:
-    """Effective training time, and where the rest went."""
+    """Effective training time, in per cent, and the interval between saves."""
     result = newest("proof", "ettr")
-    points = result.points()
-    found = [
-        [
-            result.said(page),
-            *(f"{point.name}: ETTR, %" for point in points),
-            "interval, s",
-            "at the shortest MTBF: saving, lost, restarting, %",
-        ]
-    ]
-    spent = result.facts["spent"]
+    points, spent = result.points(), result.facts["spent"]
+    found = [[result.link(page, result.date), *(f"{point.name}: ETTR (saves every)" for point in points)]]
     for name in points[0].variants:
-        cells = []
-        for point in points:
-            row = point.variants[name]
-            cells.append(f"{row['median']:.1f} ({row['min']:.1f}-{row['max']:.1f})")
-        intervals = ", ".join(three(each[name]["interval s"]) for each in spent.values())
-        first = next(iter(spent.values()))[name]
-        rest = ", ".join(f"{first[kind]:.1f}" for kind in ("saving", "lost", "restarting"))
-        found.append([code(name), *cells, intervals, rest])
+        cells = [
+            f"{point.median(name):.1f}% ({three(each[name]['interval s'])} s)"
+            for point, each in zip(points, spent.values(), strict=True)
+        ]
+        found.append([code(name), *cells])
+    return found
+
+
+def spent(page: Path) -> Table:
+    """Where the rest of the time went: saves and slower steps, lost training, restarts."""
+    result = newest("proof", "ettr")
+    found = [["saving, lost, restarting, %", *(f"MTBF {name}" for name in result.facts["spent"])]]
+    for name in result.points()[0].variants:
+        each = [row[name] for row in result.facts["spent"].values()]
+        cells = [", ".join(f"{row[kind]:.1f}" for kind in ("saving", "lost", "restarting")) for row in each]
+        found.append([code(name), *cells])
     return found
 
 

@@ -1,12 +1,15 @@
 """Effective training time of a job of 1,000 GPUs that fail: a simulation with measured costs.
 
-    python benchmarks/proof/ettr.py [--gpus 1000] [--failures 20000] [--rounds 5] [--out FILE.json]
+    python benchmarks/proof/ettr.py [--gpus 1000] [--failures 20000] [--rounds 5] [--costs FILE.json] [--out FILE.json]
 
-*Measured*, and read from the filed results: what each way adds to a step, what a save takes of training, how long until
-it counts, how long a new process takes to its first step (``costs.py``), and how long a hot spare takes (``takeover``).
-*Simulated*: when GPUs fail. Each has its own exponential clock; a replaced one starts anew. The job stops if one fails,
-goes on from the newest save that counts, and a failure during a restart begins the restart again. *Assumed*, alike for
-all ways: the seconds to notice a failure and to place processes, and that 1,000 ranks save and load as one does.
+*Measured*: what each way adds to a step, what a save takes of training, how long until it counts, how long a new
+process takes to its first step, and how long a hot spare takes. ``costs.py`` measures it on one job; without
+``--costs`` it comes from the newest filed results of ``marker``, ``step_time``, ``restore``, ``tracker`` and
+``takeover`` (:func:`filed_costs`). *Simulated*: when GPUs fail. Each has its own exponential clock; a replaced one
+starts anew. The job stops if one fails, goes on from the newest save that counts, and a failure during a restart
+begins the restart again. *Assumed*, alike for all ways: the seconds to notice a failure and to place processes; and
+either that 1,000 ranks save and load as one does, each on a disk of its own that outlives it, or that all of them
+share one store of so many bytes a second.
 
 Each way saves at the interval that is best for it by Young's formula, no more often than a save takes to count.
 """
@@ -15,13 +18,15 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import itertools
 import json
 import math
 import random
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +39,10 @@ from page_tables.results import newest  # noqa: E402
 MTBF_S = {"10 min": 600.0, "1 h": 3600.0, "6 h": 21600.0}
 """Mean time between failures of the job, not of a GPU."""
 OTHERS = ("torch.save", "dcp.async_save", "ModelDeltaTracker and DCP")
+WAITS = "torch.save"
+"""Training waits until all of its bytes are written."""
+ROWS_OF_MARKER = 5_000_000
+"""Rows of the table of ``marker``."""
 DELTAS = 10
 """Saves of rows between two full ones of the tracker's way (``peers.py``)."""
 
@@ -117,33 +126,90 @@ def expected(way: Way, interval_s: float, mtbf_s: float) -> float:
     return interval_s / (mtbf_s * math.exp(way.restart_s / mtbf_s) * math.expm1(cycle_s / mtbf_s))
 
 
-def ways(costs: dict[str, Any], spare_s: float, notice_s: float, place_s: float) -> dict[str, Way]:
+def filed_costs() -> dict[str, Any]:
+    """Costs of each way out of filed results of other cases, in the form of ``costs.py``.
+
+    A rank holds 1.3 GB, of which 1% changes between two saves. Work of DCP beside training is not counted, ours is:
+    its steps are those of a job with a marker every ten. A restart is a new process (``takeover``), with its restore
+    replaced by that of this size (``restore``), all from the page cache. A save of the tracker's rows was not
+    measured: it counts the query of its ids, and 1% of ``torch.save``.
+    """
+    marker, took = newest("marker"), newest("takeover").found
+    stall, durable = (
+        {name: row["median"] / 1e3 for name, row in marker.point(point).variants.items()}
+        for point in ("table", "table, durable")
+    )
+    loads = newest("restore")
+    log, store = (
+        {name: row["median"] / 1e3 for name, row in loads.point(point).variants.items()}
+        for point in ("log, on 1", "store, on 1")
+    )
+    share = took["table_bytes"] / loads.facts["bytes of tables and states"]
+    start_s = took["medians"]["plain_to_first_step_s"] - share * log["ours, log"]
+    steps = newest("step_time", "1-rank").found["variants"]
+    rows_s = newest("tracker").point("criteo").median("tracker") / 1e3 + 0.01 * stall["torch.save"]
+    dcp = "dcp.async_save, thread stages"
+
+    def way(save_s: dict[str, float], counts_s: float, load_s: float, slower: float = 1.0) -> dict[str, Any]:
+        counts = dict.fromkeys(save_s, counts_s)
+        return {"saves": 1, "slower": slower, "save_s": save_s, "counts_s": counts, "restart_s": [start_s + load_s]}
+
+    def ours(pace: str) -> dict[str, Any]:
+        slower = steps[pace]["ratio_median_until_all_is_sent"]
+        return way({"full": stall["ours"]}, durable["ours"], store["ours, store"], slower)
+
+    facts = marker.facts
+    whole = facts["bytes, table"]
+    some = round(whole * facts["rows touched"] / ROWS_OF_MARKER)
+    ways_ = {
+        "ours": ours("marker every 10"),
+        "ours, paced": ours("auto, max_overhead 1%"),
+        "torch.save": way({"full": stall["torch.save"]}, stall["torch.save"], log["torch.load + copy"]),
+        "dcp.async_save": way({"full": stall[dcp]}, durable[dcp], log["dcp.load"]),
+        "ModelDeltaTracker and DCP": way({"full": stall[dcp], "rows": rows_s}, durable[dcp], log["dcp.load"]),
+    }
+    for name, row in ways_.items():
+        row["save_bytes"] = {"full": whole if name in OTHERS else some, "rows": some}
+        row["load_bytes"] = whole
+    return ways_
+
+
+def _mean(row: dict[str, float]) -> float:
+    """Of a full save and the saves of rows that follow it, if there are any."""
+    return (row["full"] + DELTAS * row["rows"]) / (1 + DELTAS) if "rows" in row else row["full"]
+
+
+def ways(
+    costs: dict[str, Any],
+    spare_s: float,
+    notice_s: float,
+    place_s: float,
+    slow: Callable[[float], float] = lambda _: 0.0,
+) -> dict[str, Way]:
     """Ways by name, as they were measured, with what is assumed of a restart added.
 
     Args:
-        costs: Filed by ``costs.py``.
+        costs: Ways of a result of ``costs.py``, or :func:`filed_costs`.
         spare_s: From its decision to the first step of a hot spare.
         notice_s: From a failure until somebody acts on it.
         place_s: From there until new processes start.
+        slow: Least seconds in which all ranks move so many bytes each.
     """
     found = {}
     for name, row in costs.items():
-        if not row["saves"]:
+        if not row["saves"] or "full" not in row["save_s"]:
             continue
-        full, rows = (row["save_s"].get(kind, 0.0) for kind in ("full", "rows"))
-        counts = row["counts_s"].get("rows", row["counts_s"].get("full", 0.0))
-        delta = "rows" in row["save_s"]
+        moved = {kind: slow(row.get("save_bytes", {}).get(kind, 0)) for kind in row["save_s"]}
+        counts = {kind: max(seconds, moved[kind]) for kind, seconds in row["counts_s"].items()}
+        save = {kind: max(seconds, moved[kind] * (name == WAITS)) for kind, seconds in row["save_s"].items()}
         found[name] = Way(
             slower=max(1.0, row["slower"]),
-            save_s=max(1e-3, (full + DELTAS * rows) / (1 + DELTAS) if delta else full),
-            counts_s=counts,
-            restart_s=notice_s + place_s + statistics.median(row["restart_s"]),
+            save_s=max(1e-3, _mean(save)),
+            counts_s=_mean(counts),
+            restart_s=notice_s + place_s + statistics.median(row["restart_s"]) + slow(row.get("load_bytes", 0)),
         )
     for name in [each for each in found if each not in OTHERS]:
-        plain = found[name]
-        found[f"{name}, a hot spare"] = Way(
-            slower=plain.slower, save_s=plain.save_s, counts_s=plain.counts_s, restart_s=notice_s + spare_s
-        )
+        found[f"{name}, a hot spare"] = replace(found[name], restart_s=notice_s + spare_s)
     return found
 
 
@@ -154,18 +220,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=at_least(1), default=5, help="runs with other clocks")
     parser.add_argument("--notice-s", type=float, default=10.0, help="assumed: until a failure is acted on")
     parser.add_argument("--place-s", type=float, default=60.0, help="assumed: until new processes start")
-    parser.add_argument("--costs", type=Path, help="a result of costs.py; default: the newest filed one")
+    parser.add_argument("--store-gb-s", type=float, default=100.0, help="assumed: of one store that all ranks share")
+    parser.add_argument("--costs", type=Path, help="a result of costs.py; default: filed results of other cases")
     parser.add_argument("--out", type=Path, help="file the result as JSON")
     args = parse(parser, failures=200, rounds=2)
-    costs = json.loads(args.costs.read_text()) if args.costs else newest("proof", "costs").found
-    takeover = newest("takeover")
-    spare_s = takeover.found["medians"]["spare_to_first_step_s"]
-    found = ways(costs["facts"]["ways"], spare_s, args.notice_s, args.place_s)
+    costs = json.loads(args.costs.read_text())["facts"]["ways"] if args.costs else filed_costs()
+    spare_s = newest("takeover").found["medians"]["spare_to_first_step_s"]
+    given = (costs, spare_s, args.notice_s, args.place_s)
+    where = {"": ways(*given)}
+    if all("save_bytes" in row for row in costs.values()):
+        where[", one store"] = ways(*given, lambda num_bytes: args.gpus * num_bytes / (1e9 * args.store_gb_s))
     points: dict[str, Any] = {}
     spent: dict[str, Any] = {}
-    for name, mtbf_s in MTBF_S.items():
+    for (name, mtbf_s), (ending, found) in itertools.product(MTBF_S.items(), where.items()):
         variants: dict[str, Any] = {}
-        spent[name] = {}
+        spent[f"{name}{ending}"] = {}
         for kind, way in found.items():
             interval_s = way.interval_s(mtbf_s)
             runs = [
@@ -173,27 +242,28 @@ def main() -> None:
                 for seed in range(args.rounds)
             ]
             rounds = [round(100 * each.ettr, 2) for each in runs]
+            middle = sorted(runs, key=lambda run: run.ettr)[len(runs) // 2]
             variants[kind] = {
                 "median": statistics.median(rounds),
                 "min": min(rounds),
                 "max": max(rounds),
                 "rounds": rounds,
             }
-            middle = sorted(runs, key=lambda run: run.ettr)[len(runs) // 2]
-            spent[name][kind] = {
+            spent[f"{name}{ending}"][kind] = {
                 "interval s": round(interval_s, 1),
                 "saving": round(100 * middle.saving, 2),
                 "lost": round(100 * middle.lost, 2),
                 "restarting": round(100 * middle.restarting, 2),
             }
-        points[f"MTBF {name}"] = {"unit": "% of the time", "baseline": "torch.save", "variants": variants}
+        points[f"MTBF {name}{ending}"] = {"unit": "% of the time", "baseline": "torch.save", "variants": variants}
     facts = {
         "GPUs": args.gpus,
         "failures of a run": args.failures,
         "assumed: seconds to notice": args.notice_s,
         "assumed: seconds to place processes": args.place_s,
         "measured: seconds of a hot spare": spare_s,
-        "costs": {name: {key: getattr(way, key) for key in Way.__slots__} for name, way in found.items()},
+        "assumed: GB a second of one store": args.store_gb_s,
+        "costs": {name + ending: asdict(way) for ending, each in where.items() for name, way in each.items()},
         "spent": spent,
     }
     result = {

@@ -74,7 +74,7 @@ def test_the_page_has_these_results_and_these_pictures(made: Path) -> None:
     assert "no figure means anything" in text.split("## ")[0]
     assert len(re.findall(r"\(proof/results/[^)]*_here\.json\)", text)) == 1
     pictures = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", text)
-    assert pictures
+    assert len(pictures) == 2
     assert all((made / each).read_bytes().startswith(b"\x89PNG") for each in pictures)
     links = {each.split("#")[0] for each in re.findall(r"\]\(([^)]+)\)", text)} - {""}
     assert [each for each in links if not (made / each).exists()] == []

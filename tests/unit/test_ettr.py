@@ -7,13 +7,14 @@ import math
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks" / "proof"))
 
-from ettr import MTBF_S, Way, expected, simulate, uptimes, ways  # noqa: E402
+from ettr import MTBF_S, Way, expected, filed_costs, simulate, uptimes, ways  # noqa: E402
 
 FAILURES = 40_000
 
@@ -60,15 +61,53 @@ def test_the_interval_is_youngs_and_no_shorter_than_a_save_needs() -> None:
     assert Way(save_s=0.001, counts_s=30.0, restart_s=0.0).interval_s(3600.0) == 30.0
 
 
-def test_costs_of_full_saves_and_of_rows_are_averaged_as_often_as_they_come() -> None:
-    row = {"saves": 11, "slower": 0.98, "restart_s": [4.0, 5.0, 9.0]}
-    costs = {
-        "no saves": {"saves": 0},
-        "ours": row | {"save_s": {"full": 0.5}, "counts_s": {"full": 0.7}},
-        "ModelDeltaTracker and DCP": row | {"save_s": {"full": 12.0, "rows": 1.0}, "counts_s": {"full": 20, "rows": 2}},
+def row(**more: Any) -> dict[str, Any]:
+    full = {
+        "saves": 11,
+        "slower": 0.98,
+        "restart_s": [4.0, 5.0, 9.0],
+        "save_s": {"full": 0.5},
+        "counts_s": {"full": 0.7},
     }
-    found = ways(costs, 0.25, 10.0, 60.0)
+    return full | more
+
+
+TRACKER = row(save_s={"full": 12.0, "rows": 1.0}, counts_s={"full": 24.0, "rows": 2.0})
+
+
+def test_costs_of_full_saves_and_of_rows_are_averaged_as_often_as_they_come() -> None:
+    found = ways({"ours": row(), "never": row(saves=0), "ModelDeltaTracker and DCP": TRACKER}, 0.25, 10.0, 60.0)
     assert found["ours"] == Way(slower=1.0, save_s=0.5, counts_s=0.7, restart_s=75.0)
     assert found["ours, a hot spare"].restart_s == 10.25
     assert found["ModelDeltaTracker and DCP"].save_s == pytest.approx(2.0)
+    assert found["ModelDeltaTracker and DCP"].counts_s == pytest.approx(4.0)
     assert set(found) == {"ours", "ours, a hot spare", "ModelDeltaTracker and DCP"}
+
+
+def test_one_store_makes_saves_count_later_and_restarts_take_longer() -> None:
+    """And only ``torch.save`` waits for it."""
+    moved = {"save_bytes": {"full": 100, "rows": 1}, "load_bytes": 100}
+    costs = {name: row(**moved) for name in ("torch.save", "dcp.async_save", "ours")}
+    costs["ModelDeltaTracker and DCP"] = TRACKER | moved
+    found = ways(costs, 0.25, 10.0, 60.0, lambda num_bytes: num_bytes / 4)
+    assert {name: (way.save_s, way.counts_s) for name, way in found.items() if "D" not in name} == {
+        "torch.save": (25.0, 25.0),
+        "dcp.async_save": (0.5, 25.0),
+        "ours": (0.5, 25.0),
+        "ours, a hot spare": (0.5, 25.0),
+    }
+    assert found["ModelDeltaTracker and DCP"].counts_s == pytest.approx((25 + 10 * 2) / 11)
+    assert {way.restart_s for name, way in found.items() if "spare" not in name} == {100.0}
+    assert found["ours, a hot spare"].restart_s == 10.25
+
+
+def test_filed_costs_are_of_one_size() -> None:
+    found = filed_costs()
+    assert {row["load_bytes"] for row in found.values()} == {1_300_000_000}
+    assert found["ours"]["save_bytes"]["full"] == found["ModelDeltaTracker and DCP"]["save_bytes"]["rows"] == 13_000_000
+    assert (
+        found["ours"]["save_s"]["full"]
+        < found["dcp.async_save"]["save_s"]["full"]
+        < found["torch.save"]["save_s"]["full"]
+    )
+    assert all(row["restart_s"][0] > 1 for row in found.values())
