@@ -33,6 +33,7 @@ MEASURES: dict[str, tuple[str, ...]] = {
     "dense": ("dense", "save", "checkpointer.py"),
     "encode": ("capture/staging.py", "format/frame.py", "format/ring.py", "format/rows.py"),
     "evolve": (*_RESTORE, "evolve"),
+    "freshness": ("extras/follower", "read", "log", "format", "find", "capture", "save"),
     "growth": (*_FOLD, "cli", "restore", "proofs", "extras/reporting"),
     "head": (*_RESTORE, "maintain/head.py"),
     "hooks": ("model", "capture"),

@@ -77,6 +77,32 @@ def test_merges_read_each_byte_once_and_spans_are_counted(tmp_path: Path) -> Non
     assert by_radix[2]["pieces_most"] < by_radix[16]["pieces_most"]
 
 
+QUANTILES = {"p50", "p99", "worst"}
+
+
+def test_the_pauses_of_readers_are_filed(tmp_path: Path) -> None:
+    report = run("freshness/run.py", "--quick --part pause", tmp_path)
+    updates = [f"{how}, {size}" for how in ("whole", "in slices") for size in ("small", "large")]
+    points = {f"{where}, {what}" for where in ("one core", "two cores") for what in ("no update", *updates)}
+    assert set(report["points"]) == points
+    assert all(set(point["variants"]) == QUANTILES for point in report["points"].values())
+    assert all(each["found"] for each in report["goals"])
+
+
+@pytest.mark.kafka
+@pytest.mark.parametrize("part", ["age", "cpu", "catch-up"])
+def test_a_replica_of_each_log_is_measured(part: str, tmp_path: Path) -> None:
+    found = measured(run("freshness/run.py", f"--quick --part {part}", tmp_path))
+    ways = {"rows", "markers"}
+    wanted = {
+        "age": {f"{log}, {mode}": QUANTILES for log in ("file", "kafka") for mode in ways},
+        "cpu": {f"{log}: CPU of the follower, a step": ways for log in ("file", "kafka")}
+        | {f"{log}: CPU of the trainer, a step": {"no follower", *ways} for log in ("file", "kafka")},
+        "catch-up": {f"{log}: catching up": {"raw read", *ways} for log in ("file", "kafka")},
+    }
+    assert found == wanted[part]
+
+
 def test_a_materializer_scales_out_and_a_day_is_simulated(tmp_path: Path) -> None:
     report = run("scaleout/run.py", "--quick", tmp_path)
     assert report["measured"]["rounds"]["2 cores"][0]["fold_bytes"] > 0
@@ -152,6 +178,7 @@ def test_bars_of_a_filed_result_are_drawn(tmp_path: Path) -> None:
 TOO_SMALL = {
     "age/run.py --generations 0": "--generations: 0 is too small: pass at least 1",
     "dense/run.py --ranks 0": "--ranks: 0 is too small: pass at least 1",
+    "freshness/run.py --part age --ids 3": "--ids: 3 is too small: pass at least 4",
     "encode/run.py --rounds 0": "--rounds: 0 is too small: pass at least 1",
     "head/run.py --steps 0": "--steps: 0 is too small: pass at least 1",
     "ingest/run.py --megabytes 2 --rows 2000": "--rows 2000: a frame holds 3729 rows, each one once: pass at least",

@@ -1,0 +1,339 @@
+"""How old a served row is, what following costs, how fast a replica catches up, and how long its readers wait.
+
+    python benchmarks/freshness/run.py --part age [--log file kafka] [--rounds 3] [--out FILE.json]
+
+A trainer of one rank trains steps without a pause and streams them to a log; a replica in another process follows.
+Each has one core. Kafka's broker is the library's own on loopback, on both cores.
+
+``age``       from the end of the trainer's ``step()`` to a lookup in the replica that returns the new bits, of every
+              step, in both modes
+``cpu``       CPU time of the trainer's process with a follower of each mode and without one, by turns; that of the
+              follower
+``catch-up``  one update of a replica that was away, against reading the same part of the log and doing nothing with it
+``pause``     lookups without a pause between, while an update is applied: whole, and in slices
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
+
+import start  # noqa: E402, F401
+from brokers import start_broker  # noqa: E402
+from common import (  # noqa: E402
+    Goal,
+    Measured,
+    Report,
+    UnavailableError,
+    arguments,
+    at_least,
+    parse,
+    refuse_small_machine,
+    scratch,
+    tell,
+)
+from job import Shape  # noqa: E402
+from processes import Remote, Replica, Seen, Trainer, cores  # noqa: E402
+
+MODES = ("rows", "markers")
+PARTS = ("age", "cpu", "catch-up", "pause")
+AGE_MS, PAUSE_MS, CPU_PERCENT, OF_RAW_PERCENT = 100, 5, 0.5, 60
+NOBODY, RAW = "no follower", "raw read"
+P50, P99, WORST = "p50", "p99", "worst"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A log, the trainer that writes it and a replica, in processes of their own."""
+
+    name: str
+    uri: str
+    folder: Path
+    trainer: Remote
+    replica: Remote
+
+
+@contextmanager
+def place(name: str, args: Any, shape: Shape, marker_s: float | None = None) -> Iterator[Place]:
+    """Start all that a part needs on one log.
+
+    Raises:
+        UnavailableError: there is no broker.
+    """
+    with scratch("freshness") as folder, ExitStack() as stack:
+        uri = f"file://{folder}/log"
+        if name == "kafka":
+            uri = f"kafka://{start_broker('freshness', stack)}/freshness"
+        mine, theirs = cores()
+        trainer = stack.enter_context(Remote(mine, Trainer, folder / "job", uri, shape, marker_s))
+        replica = stack.enter_context(Remote(theirs, Replica, uri, f"file://{folder}/job/store"))
+        yield Place(name, uri, folder, trainer, replica)
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """Return median, 99th percentile and largest value."""
+    found = sorted(values)
+    return {P50: statistics.median(found), P99: found[min(len(found) - 1, int(0.99 * len(found)))], WORST: found[-1]}
+
+
+def add(report: Report, point: str, rounds: Sequence[Sequence[float]]) -> dict[str, float]:
+    """File the quantiles of each round, in ms. Returns those of all rounds together."""
+    each = [quantiles(values) for values in rounds]
+    report.add(point, Measured({name: [one[name] for one in each] for name in each[0]}), "none")
+    pooled = {
+        name: round(1e3 * value, 3) for name, value in quantiles([one for values in rounds for one in values]).items()
+    }
+    report.facts[f"{point}: of all rounds, ms"] = {**pooled, "samples": sum(map(len, rounds))}
+    return pooled
+
+
+# Ages.
+
+
+def ages(steps: Sequence[Seen], seen: Sequence[Seen]) -> list[float]:
+    """Return for each step the seconds until a lookup returned its bits, or those of a later step."""
+    number_of = {bits: number for number, (_, bits) in enumerate(steps)}
+    if len(number_of) < len(steps):
+        raise SystemExit("Error: two steps leave the same bits in the probe row")
+    found: list[float] = []
+    for when, bits in seen:
+        while len(found) <= number_of.get(bits, -1):
+            found.append(when - steps[len(found)][0])
+    if len(found) < len(steps):
+        raise SystemExit(f"Error: of {len(steps)} steps, {len(steps) - len(found)} never reached the replica")
+    return found
+
+
+def age(args: Any, report: Report, name: str) -> None:
+    shape = Shape((args.rows,) * args.tables, args.dim)
+    rounds: dict[str, list[list[float]]] = {mode: [] for mode in MODES}
+    intervals = []
+    with place(name, args, shape, args.marker_s) as here:
+        for _ in range(args.rounds):
+            for mode in random.Random(len(intervals)).sample(MODES, 2):
+                here.replica.call("open", mode)
+                here.replica.call("watch", mode)
+                begin = time.monotonic()
+                steps, _ = here.trainer.call("train", args.steps, args.ids)
+                intervals.append((time.monotonic() - begin) / args.steps)
+                time.sleep(args.settle_s)
+                rounds[mode].append(ages(steps, here.replica.call("found")))
+                woken_by = here.replica.call("release")
+            tell(f"{name}: round {len(rounds['rows'])} of {args.rounds}")
+    report.facts[f"{name}: woken by"] = woken_by
+    report.facts[f"{name}: a step, ms"] = round(1e3 * statistics.median(intervals), 2)
+    for mode in MODES:
+        found = add(report, f"{name}, {mode}", rounds[mode])
+        most = AGE_MS + (1e3 * args.marker_s if mode == "markers" else 0)
+        report.goals.append(Goal.at_most(f"{name}, {mode}: p99 of a row's age", most, found[P99], "ms"))
+
+
+# CPU time.
+
+
+def cpu(args: Any, report: Report, name: str) -> None:
+    shape = Shape((args.rows,) * args.tables, args.dim)
+    ways = (NOBODY, *MODES)
+    trainer: dict[str, list[float]] = {way: [] for way in ways}
+    follower: dict[str, list[float]] = {mode: [] for mode in MODES}
+    order = random.Random(0)
+    with place(name, args, shape, args.marker_s) as here:
+        for number in range(-1, args.rounds):
+            for way in order.sample(ways, len(ways)):
+                if way in MODES:
+                    here.replica.call("open", way)
+                    here.replica.call("start", way)
+                _, taken = here.trainer.call("train", args.steps, args.ids)
+                if way in MODES:
+                    used = here.replica.call("cpu_s")
+                    here.replica.call("release")
+                if number < 0:
+                    continue
+                trainer[way].append(taken / args.steps)
+                if way in MODES:
+                    follower[way].append(used / args.steps)
+            tell(f"{name}: round {number + 1} of {args.rounds}")
+    report.add(f"{name}: CPU of the trainer, a step", Measured(trainer), NOBODY)
+    report.add(f"{name}: CPU of the follower, a step", Measured(follower), "none")
+    for mode in MODES:
+        ratio = report.ratio(f"{name}: CPU of the trainer, a step", mode)
+        more = None if ratio is None else 100 * (1 / ratio - 1)
+        report.goals.append(Goal.at_most(f"{name}, {mode}: CPU of the trainer, more", CPU_PERCENT, more, "%"))
+
+
+# Catching up.
+
+
+def raw_reader(here: Place) -> tuple[Callable[[], float], Callable[[], int]]:
+    """Return (read what the log got since the last call, how many bytes it got)."""
+    if here.name == "kafka":
+        return _raw_consumer(here.uri)
+    done: dict[Path, int] = {}
+
+    def files() -> list[tuple[Path, int]]:
+        return [(path, done.get(path, 0)) for path in sorted(here.folder.glob("log/data/**/*.seg"))]
+
+    def size() -> int:
+        return sum(path.stat().st_size - begin for path, begin in files())
+
+    def read() -> float:
+        buffer, wanted = memoryview(bytearray(1 << 20)), files()
+        begin_s = time.perf_counter()
+        for path, begin in wanted:
+            with path.open("rb", buffering=0) as file:
+                file.seek(begin)
+                while file.readinto(buffer):
+                    pass
+        taken = time.perf_counter() - begin_s
+        done.update({path: path.stat().st_size for path, _ in wanted})
+        return taken
+
+    return read, size
+
+
+def _raw_consumer(uri: str) -> tuple[Callable[[], float], Callable[[], int]]:
+    import confluent_kafka as ck
+
+    from torchrec_stream_ckpt.log.kafka.settings import consumer_settings
+    from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri
+
+    log = parse_uri(uri)
+    assert isinstance(log, KafkaUri)
+    done, num_bytes = 0, [0]
+
+    def read() -> float:
+        nonlocal done
+        consumer = ck.Consumer(consumer_settings(log, {}))
+        try:
+            end = consumer.get_watermark_offsets(ck.TopicPartition(log.data_topic, 0))[1]
+            begin_s = time.perf_counter()
+            consumer.assign([ck.TopicPartition(log.data_topic, 0, done)])
+            num_bytes[0] = 0
+            while done < end:
+                for message in consumer.consume(min(64, end - done), timeout=1):
+                    if message.error() is None:
+                        done, num_bytes[0] = message.offset() + 1, num_bytes[0] + len(message.value())
+            return time.perf_counter() - begin_s
+        finally:
+            consumer.close()
+
+    return read, lambda: num_bytes[0]
+
+
+def catch_up(args: Any, report: Report, name: str) -> None:
+    shape = Shape((args.rows,) * args.tables, args.dim)
+    times: dict[str, list[float]] = {way: [] for way in (RAW, *MODES)}
+    order, sizes = random.Random(0), []
+    with place(name, args, shape) as here:
+        read, size = raw_reader(here)
+        read()
+        for mode in MODES:
+            here.replica.call("open", mode)
+        for number in range(-1, args.rounds):
+            for _ in range(args.away):
+                here.trainer.call("touch", args.rows // 10)
+            grown = size()
+            for way in order.sample((RAW, *MODES), 1 + len(MODES)):
+                taken = _on(cores()[1], read) if way == RAW else here.replica.call("advance", way)
+                if number >= 0:
+                    times[way].append(taken)
+            sizes.append(size() if name == "kafka" else grown)
+            wanted = here.trainer.call("digests")
+            if any(here.replica.call("digests", mode) != wanted for mode in MODES):
+                raise SystemExit("Error: a replica holds other bits than the trainer")
+            tell(f"{name}: round {number + 1} of {args.rounds}")
+    report.facts[f"{name}: bytes of the log since the replica was away"] = round(statistics.median(sizes))
+    report.add(f"{name}: catching up", Measured(times), RAW)
+    for mode in MODES:
+        share = report.ratio(f"{name}: catching up", mode)
+        found = 100 * share if share else None
+        report.goals.append(Goal.at_least(f"{name}, {mode}: of the speed of a {RAW}", OF_RAW_PERCENT, found, "%"))
+
+
+def _on(pinned: set[int], call: Callable[[], float]) -> float:
+    """Call on some cores, as the replica does."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, pinned)
+    try:
+        return call()
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+# Pauses of readers.
+
+
+def pause(args: Any, report: Report) -> None:
+    shape = Shape((args.large_rows * 2,), args.dim)
+    report.facts["rows of an update"] = {"small": args.small_rows, "large": args.large_rows}
+    mine, theirs = cores()
+    with place("file", args, shape) as here:
+        for where, pinned in (("one core", theirs), ("two cores", mine | theirs)):
+            for slices in (False, True):
+                here.replica.call("open", "markers", slices)
+                how = "in slices" if slices else "whole"
+                idle = here.replica.call("hammer", slices, pinned, False)
+                if slices:
+                    add(report, f"{where}, no update", [[sum(each) for each in idle]])
+                for size, rows, rounds in (
+                    ("small", args.small_rows, 4 * args.rounds),
+                    ("large", args.large_rows, args.rounds),
+                ):
+                    found = []
+                    for _ in range(rounds):
+                        here.trainer.call("touch", rows)
+                        found.append(here.replica.call("hammer", slices, pinned, True))
+                    both = add(
+                        report, f"{where}, {how}, {size}", [[sum(each) for each in samples] for samples in found]
+                    )
+                    waits = quantiles([wait for samples in found for wait, _ in samples])
+                    report.facts[f"{where}, {how}, {size}: until inside reading(), ms"] = {
+                        name: round(1e3 * value, 3) for name, value in waits.items()
+                    }
+                    if slices:
+                        what = f"{where}, {size}: worst pause of a reader, in slices"
+                        report.goals.append(Goal.at_most(what, PAUSE_MS, both[WORST], "ms"))
+                here.replica.call("release")
+                tell(f"{where}, {how}")
+
+
+def main() -> None:
+    parser = arguments(__doc__, rounds=3)
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--log", nargs="+", choices=("file", "kafka"), default=["file", "kafka"])
+    sizes = {"tables": 4, "rows": 100_000, "dim": 64, "steps": 400, "ids": 512, "away": 10}
+    for name, default in {**sizes, "small_rows": 2000, "large_rows": 200_000}.items():
+        parser.add_argument(f"--{name}", type=at_least(4 if name == "ids" else 1), default=default)
+    parser.add_argument("--marker_s", type=float, default=0.5, help="seconds between markers (age, cpu)")
+    parser.add_argument("--settle_s", type=float, default=1.0, help="for the last rows to arrive")
+    quick = {"tables": 2, "rows": 500, "dim": 8, "steps": 10, "ids": 8, "away": 2, "rounds": 1}
+    args = parse(parser, **quick, small_rows=50, large_rows=500, settle_s=5.0)
+    size = 4 * (args.dim + 2) * max(args.tables * args.rows, 2 * args.large_rows)
+    what = "a trainer, a replica and a log"
+    refuse_small_machine("freshness", args, what, memory=(3 << 30) + 6 * size, disk=(1 << 30) + 20 * size)
+    report = Report("freshness", args)
+    mine, theirs = cores()
+    report.facts["cores"] = {"of the machine": os.cpu_count(), "trainer": sorted(mine), "replica": sorted(theirs)}
+    for part, run in {"age": age, "cpu": cpu, "catch-up": catch_up}.items():
+        for name in args.log if part in args.part else ():
+            try:
+                run(args, report, name)
+            except UnavailableError as error:
+                report.leave_out(f"{part}, {name}", str(error))
+    if "pause" in args.part:
+        pause(args, report)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
